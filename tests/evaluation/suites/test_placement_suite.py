@@ -38,7 +38,7 @@ from coterie.evaluation.suites.placement.mixtures import (
 )
 from coterie.evaluation.suites.placement.notes import TABLES, notes_of
 from coterie.evaluation.suites.placement.rows import mixture_rows, plan_rows, shift_rows
-from coterie.evaluation.suites.placement.shifts import Replanned, Shift, serve_shift
+from coterie.evaluation.suites.placement.shifts import HORIZONS, Replanned, Shift, samples_of, serve_shift
 from coterie.evaluation.suites.placement.traffic import (
     GLM,
     LEFT_OUT,
@@ -69,7 +69,9 @@ def made_rows() -> list[dict[str, Any]]:
     }
     moves = {EPLB: 800, STEPS: 160}
     shifts = {
-        Shift(GLM, 256, seed): [Replanned(name, 15, 0.7, 0.8, 1e-6, moves[name], 0.1, 0.02) for name in moves]
+        Shift(GLM, 256, "all", seed): [
+            Replanned(name, 300.0, 15, 0.7, 0.8, 1e-6, moves[name], 0.1, 0.02) for name in moves
+        ]
         for seed in range(2)
     }
     trade = {
@@ -134,8 +136,8 @@ def test_requests_that_are_planned_on_are_not_scored() -> None:
     decode = recorded.sample(4, "decode", 3).unseen
     assert decode.scenarios is not None
     assert (decode.scenarios.sum(axis=2) == 4 * 4).all(), "a token of four requests, four experts each"
-    law = recorded.sample(2, ROWS, 3, ["legal"]).fit
-    assert law.tokens.sum() != sample.fit.tokens.sum()
+    law, _ = recorded.of_areas(["legal"], 2, 5, 3)
+    assert law.shape == (5, 4, 32)
 
 
 def test_a_cell_of_the_shipped_model() -> None:
@@ -151,9 +153,13 @@ def test_a_cell_of_the_shipped_model() -> None:
 
 
 def test_other_traffic_takes_fewer_moves_than_eplb(data_dir: Path) -> None:
-    found = {one.planner: one for one in serve_shift(Shift("gpt-oss-20b", 40, 0), data_dir)}
-    assert found[STEPS].moves <= found[EPLB].moves / 4
-    assert found[STEPS].after >= found[STEPS].before
+    found = serve_shift(Shift(GLM, 288, "3/4 to 1/4", 0), data_dir)
+    for horizon in HORIZONS:
+        eplb, ours = (next(o for o in found if (o.planner, o.horizon) == (name, horizon)) for name in (EPLB, STEPS))
+        assert ours.moves <= eplb.moves / 4
+        assert ours.layer_s < eplb.layer_s
+    before, after = samples_of(Shift(GLM, 288, "all", 0), data_dir)
+    assert before.fit.num_scenarios == after.fit.num_scenarios == 16, "steps that do not come are not planned on"
 
 
 @pytest.mark.parametrize("traffic", [ONE_DOMAIN, MIX, LEFT_OUT])

@@ -35,8 +35,8 @@ PHASES = (ROWS, PREFILL, DECODE)
 RANKS = (4, 8, 16, 32)
 SPARE = {256: (0, 32, 64), 64: (0, 8, 16), 32: (0, 8, 16)}
 """Spare slots tried, by the experts of a layer; those that the ranks divide."""
-TIMED = 2
-"""Of these, so many are tried in prefill and decode."""
+TIMED_RANKS, TIMED_SPARE = (8, 16), 2
+"""Ranks tried in prefill and decode, and how many numbers of spare slots."""
 LINEAR, EPLB, GREEDY, MEAN, STEPS = "linear", "eplb", "flashlb", "latency_optimal, mean", "latency_optimal, steps"
 CONTENDERS = {LINEAR: "linear", EPLB: "eplb", GREEDY: "flashlb", MEAN: "latency_optimal", STEPS: "latency_optimal"}
 """Planners by what they are called here: all but `flashlb` and the last plan for the mean step."""
@@ -101,10 +101,10 @@ def serve_cell(cell: Cell, data: Path) -> list[Found]:
 
 def _serve(cell: Cell, data: Path) -> Iterator[Found]:
     experts, left_out = spec_of(cell.trace).num_experts, cell.traffic == LEFT_OUT
-    for phase in (ROWS,) if left_out else PHASES:
+    for phase in PHASES if cell.ranks in TIMED_RANKS and not left_out else (ROWS,):
         samples = samples_of(cell, phase, data)
         objective = prices(cell.trace, phase, cell.ranks, step_tokens(cell.trace, samples[0]))
-        for slots in slots_of(experts, cell.ranks)[: 1 if left_out else TIMED if phase != ROWS else None]:
+        for slots in slots_of(experts, cell.ranks)[: 1 if left_out else TIMED_SPARE if phase != ROWS else None]:
             for planner in CONTENDERS:
                 plans = [plan_first(planner, sample, objective, cell.ranks, slots) for sample in samples]
                 for split in SPLITS:

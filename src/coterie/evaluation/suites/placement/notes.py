@@ -96,7 +96,8 @@ def _left_out_notes(plans: Sequence[Row]) -> list[str]:
 def _moves_note(row: Row) -> str:
     holds = "at most a quarter" if row["moves_of_eplb_pct"] <= QUARTER_PCT else "MORE than a quarter"
     return (
-        f"Other traffic, {row['trace']}, {row['slots']} slots on {row['ranks']} ranks: {row['moves']:,} moves, "
+        f"Other traffic ({row['change']}), {row['trace']}, {row['slots']} slots on {row['ranks']} ranks, for "
+        f"{row['horizon']:,.0f} steps: {row['moves']:,} moves, "
         f"{row['moves_of_eplb_pct']:.0f}% of EPLB's ({holds}); balancedness {row['balancedness_before']:.3f} → "
         f"{row['balancedness_unseen']:.3f}, a layer takes "
         f"{with_ends(interval_of(row, 'layer_time_vs_eplb'), unit='%')} against EPLB's new plan."
@@ -220,6 +221,8 @@ TABLES = (
         (
             Column("trace", _plain("trace")),
             Column("slots", _plain("slots")),
+            Column("change", _plain("change")),
+            Column("for steps", _number("horizon", 0)),
             Column("planner", _plain("planner")),
             Column("before", _number("balancedness_before")),
             Column("after", _unseen),

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from coterie.evaluation.runs import interval
-from coterie.evaluation.suites.placement.cells import EPLB, MEAN, STEPS, Cell, Found, dtype_of
+from coterie.evaluation.suites.placement.cells import EPLB, MEAN, PREFILL, STEPS, Cell, Found, dtype_of
 from coterie.evaluation.suites.placement.mixtures import FOR_DOMAINS, TRAFFIC, Mixture, Traded, picked
-from coterie.evaluation.suites.placement.shifts import HORIZON, RANKS, REQUESTS, Replanned, Shift
+from coterie.evaluation.suites.placement.shifts import RANKS, REQUESTS, Replanned, Shift
 from coterie.evaluation.suites.placement.traffic import GLM, ONE_DOMAIN, spec_of
 
 Row = dict[str, Any]
@@ -68,11 +68,11 @@ def _beside(rows: Sequence[Row]) -> None:
 
 
 def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
-    """One row per trace, slots and planner."""
-    groups = _grouped(found, lambda shift, one: (*shift[:2], one.planner))
+    """One row per trace, slots, change, horizon and planner."""
+    groups = _grouped(found, lambda shift, one: (*shift[:3], one.horizon, one.planner))
     rows = []
-    for (trace, slots, planner), own in groups.items():
-        theirs = groups[trace, slots, EPLB]
+    for (trace, slots, change, horizon, planner), own in groups.items():
+        theirs = groups[trace, slots, change, horizon, EPLB]
         share = [100.0 * a.moves / b.moves for a, b in zip(own, theirs, strict=True)]
         rows.append(
             {
@@ -80,12 +80,13 @@ def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
                 "trace": trace,
                 "traffic": ONE_DOMAIN if trace == GLM else "requests",
                 "requests_a_step": None if trace == GLM else REQUESTS,
+                "change": change,
                 "planner": planner,
                 "split": "equal",
-                "phase": "prefill",
+                "phase": PREFILL,
                 "ranks": RANKS,
                 "slots": slots,
-                "horizon": HORIZON,
+                "horizon": horizon,
                 "balancedness_before": float(np.mean([one.before for one in own])),
                 **_spread("balancedness_unseen", [one.after for one in own], ""),
                 **_spread("layer_time_vs_eplb", _percent(own, theirs)),

@@ -1,8 +1,9 @@
 """Traffic that becomes another: how many moves a re-plan takes, from the plan that runs.
 
-A first plan is made on traffic of some domains and runs. Then others come: the planner is given steps of theirs and its
-own running placement, and what it moves is counted. Moves have their price now, prefill's, over `HORIZON` steps; they
-stop the engine. Scored are steps of the new traffic that it was not given.
+Steps are of one group of domains or of another. A first plan is made while most are of the one, and runs; then most are
+of the other: the planner is given such steps and its own running placement, and what it moves is counted. Moves now
+have their price, prefill's: they stop the engine, and each is charged its time on the link (`move_price` = 1), over the
+steps that the new plan will serve. Scored are steps of the new traffic that it was not given.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coterie.evaluation.suites.drift.traffic import SUBJECTS, TURNS
 from coterie.evaluation.suites.placement.cells import (
@@ -31,27 +35,28 @@ from coterie.evaluation.suites.placement.traffic import (
     GLM_TOKENS,
     TINY,
     Sample,
-    by_chunk,
     read_chunks,
     read_recorded,
     spec_of,
 )
-from coterie.placement import Load, planners
-from coterie.types import Topology
+from coterie.placement import Load, Objective, Plan, planners
+from coterie.types import Placement, Topology
 
-HORIZON = 3_000.0
-"""Steps that a re-plan serves: the default interval between two rearrangements in vLLM."""
+Array = NDArray[np.float64]
+
+HORIZONS = (300.0, 3_000.0)
+"""Steps that a re-plan serves; the second is vLLM's default interval between two rearrangements."""
 RANKS = 8
-REQUESTS = 16
-"""Requests a step of recorded traces."""
-PLANNERS = (EPLB, GREEDY, MEAN, STEPS)
+REQUESTS, GROUP_STEPS = 16, 75
+"""Requests a step of recorded traces, and steps of each group."""
+CHANGES = {"3/4 to 1/4": 0.75, "all": 1.0}
+"""Share of the first group's steps before; after, it is that of the second."""
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     GLM: (TURNS[0], TURNS[1]),
     "gpt-oss-20b": (SUBJECTS[0], SUBJECTS[1]),
     "deepseek-v2-lite": (("intent", "law"), ("summary", "translation")),
     TINY: (("code", "math"), ("medical", "legal")),
 }
-"""Domains before and after."""
 
 
 class Shift(NamedTuple):
@@ -59,6 +64,7 @@ class Shift(NamedTuple):
 
     trace: str
     slots: int
+    change: str
     seed: int
 
 
@@ -66,6 +72,7 @@ class Replanned(NamedTuple):
     """One planner after the shift."""
 
     planner: str
+    horizon: float
     layers: int
     before: float
     """Balancedness of the plan that ran, on unseen steps of the new traffic."""
@@ -78,8 +85,9 @@ class Replanned(NamedTuple):
 
 
 def shifts_of(trace: str, seeds: Sequence[int]) -> list[Shift]:
-    slots = slots_of(spec_of(trace).num_experts, RANKS)
-    return [Shift(trace, count, seed) for seed in seeds for count in slots]
+    """With the fewest spare slots that there are."""
+    slots = slots_of(spec_of(trace).num_experts, RANKS)[1]
+    return [Shift(trace, slots, change, seed) for seed in seeds for change in CHANGES]
 
 
 def serve_shift(shift: Shift, data: Path) -> list[Replanned]:
@@ -87,32 +95,55 @@ def serve_shift(shift: Shift, data: Path) -> list[Replanned]:
 
 
 def _serve(shift: Shift, data: Path) -> Iterator[Replanned]:
-    old, new = (_sample(shift, group, data) for group in GROUPS[shift.trace])
-    tokens, topology = step_tokens(shift.trace, new), Topology(RANKS)
-    free = prices(shift.trace, PREFILL, RANKS, tokens)
-    priced = replace(free, exposed=1.0, horizon=HORIZON)
-    for name in PLANNERS:
+    old, new = samples_of(shift, data)
+    free = prices(shift.trace, PREFILL, RANKS, step_tokens(shift.trace, new))
+    for name in (EPLB, GREEDY, MEAN, STEPS):
         running = plan_first(name, old, free, RANKS, shift.slots).placement
-        load = new.fit.mean if name == MEAN else new.fit
-        plan = planners.make(CONTENDERS[name], {"objective": priced}).plan(load, topology, running)
-        after = score(new.unseen, plan.placement, priced)
-        yield Replanned(
-            planner=name,
-            layers=plan.placement.num_layers,
-            before=score(new.unseen, running, priced).balancedness,
-            after=after.balancedness,
-            layer_s=after.layer_s,
-            moves=len(plan.moves),
-            movement_s=plan.movement_s,
-            planning_s=plan.planning_s,
-        )
+        for horizon in HORIZONS:
+            priced = replace(free, exposed=1.0, horizon=horizon, move_price=1.0)
+            plan = _again(name, new, priced, running)
+            after = score(new.unseen, plan.placement, priced)
+            yield Replanned(
+                planner=name,
+                horizon=horizon,
+                layers=plan.placement.num_layers,
+                before=score(new.unseen, running, priced).balancedness,
+                after=after.balancedness,
+                layer_s=after.layer_s,
+                moves=len(plan.moves),
+                movement_s=plan.movement_s,
+                planning_s=plan.planning_s,
+            )
 
 
-def _sample(shift: Shift, domains: tuple[str, ...], data: Path) -> Sample:
+def _again(planner: str, sample: Sample, objective: Objective, running: Placement) -> Plan:
+    load = sample.fit.mean if planner == MEAN else sample.fit
+    return planners.make(CONTENDERS[planner], {"objective": objective}).plan(load, Topology(RANKS), running)
+
+
+def samples_of(shift: Shift, data: Path) -> tuple[Sample, Sample]:
+    """Traffic before and after."""
+    one, other = (_steps(shift, group, data) for group in GROUPS[shift.trace])
+    share, whole = CHANGES[shift.change], shift.trace != GLM
+    before, after = (
+        Sample(*(_joined(a, b, part, whole) for a, b in zip(one, other, strict=True))) for part in (share, 1 - share)
+    )
+    return before, after
+
+
+def _steps(shift: Shift, domains: tuple[str, ...], data: Path) -> tuple[Array, Array]:
+    """[step, layer, expert] tokens of these domains, to plan on and to score."""
     if shift.trace != GLM:
-        return read_recorded(shift.trace, data).sample(REQUESTS, PREFILL, shift.seed, domains)
+        return read_recorded(shift.trace, data).of_areas(domains, REQUESTS, GROUP_STEPS, shift.seed)
     chunks = read_chunks(data)
     rows = GLM_TOKENS[PREFILL] * spec_of(GLM).top_k
     chosen = [chunks.domains.index(name) for name in domains]
     fit, unseen = (rows * half[chosen] for half in chunks.halves(shift.seed))
-    return Sample(by_chunk(fit), Load.of_scenarios(unseen.mean(axis=1)))
+    return fit.reshape(-1, *fit.shape[2:]), unseen.mean(axis=1)
+
+
+def _joined(one: Array, other: Array, share: float, whole: bool) -> Load:
+    """Steps of both groups, the first with this share of the weight; a group without any is left out."""
+    parts = [(steps, part / len(steps)) for steps, part in ((one, share), (other, 1 - share)) if part]
+    weights = np.concatenate([np.full(len(steps), each) for steps, each in parts])
+    return Load.of_scenarios(np.concatenate([steps for steps, _ in parts]), weights, whole_steps=whole)

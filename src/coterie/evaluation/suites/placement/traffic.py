@@ -24,7 +24,7 @@ from coterie.footprints import footprint
 from coterie.models import get_model
 from coterie.placement import Load
 from coterie.placement.scenarios import steps_of_requests, steps_of_trace
-from coterie.prompts import load_prompts
+from coterie.prompts import load_prompts, take_in_turn
 from coterie.traces import ActivationTrace
 from coterie.traces.activations import TraceMeta
 from coterie.traces.readers import read_as
@@ -46,9 +46,11 @@ GLM_TRAFFIC = (ONE_DOMAIN, MIX, LEFT_OUT)
 """One domain: every step has traffic of one domain; planned on single chunks, scored on each domain's mean. Mix: all
 domains in equal parts; planned on mixtures of single chunks, scored on the mixture of all others. Domain left out: as
 one domain, planned without the domain that is scored, four of them in turn."""
+TINY_PROMPTS, TINY_TOKENS = 240, 96
+"""Shipped prompts that coterie-tiny is given, and most tokens of each: it runs on NumPy here."""
 GLM_TOKENS = {"rows": 16_384, "prefill": 16_384, "decode": 1_024}
 """Tokens a step of GLM-5.2, over all ranks."""
-EVERY_LAYER = {GLM: 5, "gpt-oss-20b": 2, "deepseek-v2-lite": 2, TINY: 1}
+EVERY_LAYER = {GLM: 5, "gpt-oss-20b": 2, "deepseek-v2-lite": 3, TINY: 2}
 """Every so manieth layer is planned and scored, from the first: layers differ little in what is compared."""
 EVERY_DOMAIN = 3
 """Every so manieth domain of GLM-5.2 is left out in turn."""
@@ -76,18 +78,25 @@ class Recorded(NamedTuple):
         order = np.random.default_rng([seed, 0]).permutation(len(self.footprints))
         return order[: len(order) // 2], order[len(order) // 2 :]
 
-    def sample(self, requests: int, phase: str, seed: int, areas: Sequence[str] | None = None) -> Sample:
-        """Steps of so many requests each, of these areas only; all areas unless given."""
+    def sample(self, requests: int, phase: str, seed: int) -> Sample:
+        """Steps of so many requests each."""
         rng = np.random.default_rng([seed, requests, phase == "decode"])
-        wanted = np.ones(len(self.areas), bool) if areas is None else np.isin(self.areas, areas)
-        return Sample(*(self._steps(half[wanted[half]], requests, phase, rng) for half in self.halves(seed)))
+        fit, unseen = (self._steps(half, requests, phase, rng) for half in self.halves(seed))
+        return Sample(*(Load.of_scenarios(steps, whole_steps=True) for steps in (fit, unseen)))
 
-    def _steps(self, chosen: NDArray[np.int64], requests: int, phase: str, rng: Generator) -> Load:
+    def of_areas(self, areas: Sequence[str], requests: int, steps: int, seed: int) -> tuple[Array, Array]:
+        """[step, layer, expert] tokens of prefill steps of these areas alone, to plan on and to score."""
+        rng = np.random.default_rng([seed, requests, 2])
+        wanted = np.isin(self.areas, areas)
+        fit, unseen = (
+            steps_of_requests(self.footprints[half[wanted[half]]], requests, steps, rng) for half in self.halves(seed)
+        )
+        return fit, unseen
+
+    def _steps(self, chosen: NDArray[np.int64], requests: int, phase: str, rng: Generator) -> Array:
         if phase == "decode":
-            steps = steps_of_trace(self.trace, requests, STEPS, rng, chosen=chosen)[:, :: EVERY_LAYER[self.name]]
-        else:
-            steps = steps_of_requests(self.footprints[chosen], requests, STEPS, rng)
-        return Load.of_scenarios(steps, whole_steps=True)
+            return steps_of_trace(self.trace, requests, STEPS, rng, chosen=chosen)[:, :: EVERY_LAYER[self.name]]
+        return steps_of_requests(self.footprints[chosen], requests, STEPS, rng)
 
 
 def spec_of(trace: str) -> ModelSpec:
@@ -114,25 +123,24 @@ def read_recorded(name: str, data: Path | None) -> Recorded:
 
 
 def _tiny_trace() -> ActivationTrace:
-    """Experts of the shipped prompts' tokens in coterie-tiny, one forward pass a prompt."""
+    """Experts of some shipped prompts' first tokens in coterie-tiny."""
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.worker.model import Rows
     from coterie.engines.worker.numpy_model import NumpyModel
 
-    prompts = load_prompts()
-    model = NumpyModel(tiny_model_path(), 1, 1024)
-    ids = []
-    for prompt in prompts:
-        tokens = model.tokenizer.encode(prompt.prompt)[:1024]
-        ids.append(model.step([Rows(tokens, 0, [0], False)]).expert_ids)
-    lengths = np.array([len(one) for one in ids], np.int64)
+    prompts = take_in_turn(load_prompts(), TINY_PROMPTS)
+    model = NumpyModel(tiny_model_path(), len(prompts), TINY_TOKENS)
+    tokens = [model.tokenizer.encode(prompt.prompt)[:TINY_TOKENS] for prompt in prompts]
+    ids = model.step([Rows(one, 0, [block], False) for block, one in enumerate(tokens)]).expert_ids
+    lengths = np.array([len(one) for one in tokens], np.int64)
     shape = model.capture
     meta = TraceMeta(model=TINY, num_experts=shape.num_experts, num_layers=len(shape.layer_ids), top_k=shape.top_k)
     requests = RequestTrace(
-        prompt_tokens=np.zeros(len(ids), np.int64), output_tokens=lengths, domains=[prompt.domain for prompt in prompts]
+        prompt_tokens=np.zeros(len(prompts), np.int64),
+        output_tokens=lengths,
+        domains=[prompt.domain for prompt in prompts],
     )
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return ActivationTrace.from_arrays(meta, np.concatenate(ids), offsets, requests)
+    return ActivationTrace.from_arrays(meta, ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), requests)
 
 
 # ------------------------------------------------------------------------------------------------------------- GLM-5.2
