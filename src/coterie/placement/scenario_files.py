@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError
 from coterie.placement.base import Load
@@ -17,7 +18,7 @@ def save_scenarios(path: str | Path, load: Load) -> None:
     """Write the scenarios of a load; an older file is replaced at once or not at all."""
     if load.scenarios is None or load.weights is None:
         raise ConfigError("the load has no scenarios to write")
-    arrays = {"steps": load.scenarios.astype(np.float32), "weights": load.weights}
+    arrays: dict[str, NDArray[np.floating]] = {"steps": load.scenarios.astype(np.float32), "weights": load.weights}
     about = {"format": FORMAT, "version": VERSION, "whole_steps": load.whole_steps}
     try:
         write_described(Path(path), arrays, about)

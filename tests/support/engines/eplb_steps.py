@@ -1,7 +1,7 @@
 """Four ranks whose policy plans for recorded steps, in vLLM's EplbState: from a file, and without one.
 
-A program of its own, as :mod:`eplb_ranks`. The steps are of gpt-oss-20b's recorded requests, a few prompts each, cut to
-the model's size: those of every other request are in the file, others are served.
+A program of its own, as :mod:`eplb_ranks`. The steps are of gpt-oss-20b's recorded requests, a few whole ones each, cut
+to the model's size: those of every other request are in the file, others are served.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from eplb_paying import Engine
 from eplb_ranks import EXPERTS, LAYERS, join, main, stand_in
 
 REQUESTS = 2
-"""Prompts in a step."""
+"""Requests in a step."""
 STEPS = 16
 """Steps of a window, and in the file."""
 
 
 def recorded_steps(part: int, count: int = STEPS) -> np.ndarray:
     """[step, layer, expert] tokens of steps of the even (0) or odd (1) requests."""
-    from coterie.placement.scenarios import steps_of_trace
+    from coterie.footprints.counting import accumulate_load
+    from coterie.placement.scenarios import steps_of_requests
     from coterie.traces import ActivationTrace
     from coterie.traces.readers import read_trace
 
     trace = read_trace(Path(os.environ["COTERIE_DATA"]) / "activations" / "gpt-oss-20b")
     assert isinstance(trace, ActivationTrace)
-    chosen, rng = np.arange(part, trace.num_requests, 2), np.random.default_rng(part)
-    steps = steps_of_trace(trace, REQUESTS, count, rng, phase="prefill", chosen=chosen)
+    chosen = range(part, trace.num_requests, 2)
+    footprints = np.zeros((len(chosen), trace.meta.num_layers, trace.meta.num_experts), np.uint32)
+    for footprint, request in zip(footprints, chosen, strict=True):
+        accumulate_load(trace.request(request).expert_ids, footprint)
+    steps = steps_of_requests(footprints, REQUESTS, count, np.random.default_rng(part))
     return np.ascontiguousarray(100 * steps[:, 10 : 10 + LAYERS, :EXPERTS])
 
 

@@ -110,6 +110,8 @@ class Decision(NamedTuple):
     cost_s: float = 0.0
     planned: bool = False
     """Whether a planner ran: planning is then paid for even if nothing moves."""
+    horizon: float = 0.0
+    """Steps that the plan was weighed for."""
 
 
 @dataclass(slots=True)
@@ -288,7 +290,7 @@ class Rebalancer:
         self.landed(0)  # a plan that only shares tokens anew is in force at once
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
         why += f"{moves} moves gain {gain_s:.3g} s in {weight:.3g} steps and cost {cost_s:.3g} s; {self._known.reason}"
-        return Decision(plan, why, "moved", self.interval, gain_s, cost_s, True)
+        return Decision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
 
     def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> Decision:
         """Planned without a move that pays: planning costs time, so the next round is later."""
