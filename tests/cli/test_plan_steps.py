@@ -98,7 +98,7 @@ def test_the_next_command_asks_for_the_same_steps(run: Run, tmp_path: Path) -> N
 def test_steps_of_a_load_table(run: Run, tmp_path: Path, over: str) -> None:
     found = asked(run, table(tmp_path / "l"), "--over", over, "--steps", 24)
     held = found["held_out"]
-    assert found["steps"]["scenarios"] == {"windows": 12, "domains": 3, "mixtures": 24}[over]
+    assert found["steps"]["scenarios"] == {"windows": 12, "domains": 12, "mixtures": 24}[over]
     assert held["balancedness_after"] > held["balancedness_mean"] > held["balancedness_before"]
     assert len(found["batches"]) > 3, "shapes, at any batch"
     rows = {row["placement"]: row for row in found["domains"]}
@@ -121,7 +121,7 @@ def test_inspecting_over_steps(run: Run, tmp_path: Path) -> None:
     load = table(tmp_path / "l")
     maps.write_map(tmp_path / "m", maps.PlacementMap(Placement.linear(LAYERS, EXPERTS, 4), MODEL.name))
     ran = run("place", "inspect", tmp_path / "m", "--load", load, "--over", "domains")
-    assert "Over 3 domains: balancedness 0." in ran.out
+    assert "Over 3 domains in 12 parts: balancedness 0." in ran.out
     found = json.loads(run("place", "inspect", tmp_path / "m", "--load", load, "--over", "domains", "--json").out)
     steps = found["steps"]
     assert steps["worst"] in DOMAINS

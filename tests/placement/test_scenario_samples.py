@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from coterie.errors import ConfigError, TraceError
 from coterie.placement import Load
 from coterie.placement.scenario_files import load_scenarios, save_scenarios
-from coterie.placement.scenarios import MOST_RATIO, at_mean
+from coterie.placement.scenarios import LEAST_CONCENTRATION, MOST_RATIO, at_mean, concentration_of, mixes_of, mixtures
 from coterie.placement.triggers.recent import RecentSteps
 from coterie.traces.store import write_described
 
@@ -124,3 +125,51 @@ def test_other_files_are_no_samples(tmp_path: Path) -> None:
         load_scenarios(path)
     with pytest.raises(TraceError, match="does not exist"):
         load_scenarios(tmp_path / "missing")
+
+
+def domains(count: int = 4) -> np.ndarray:
+    """[domain, layer, expert] tokens, of unlike sizes."""
+    rng = np.random.default_rng(2)
+    sizes = np.arange(1, count + 1)[:, None, None]
+    return np.asarray(rng.poisson(5000 * sizes * rng.dirichlet(np.full(16, 0.5), (count, 2))).astype(float))
+
+
+def test_mixtures_are_about_the_mix_of_today_and_as_wide_as_asked_for() -> None:
+    known, rng = domains(), np.random.default_rng(0)
+    sizes = known.sum(axis=(1, 2))
+    for concentration in (1.0, 8.0, 100.0):
+        steps = mixtures(known, 4000, rng, concentration)
+        mixes = mixes_of(steps, known)
+        np.testing.assert_allclose(mixes.mean(axis=0), sizes / sizes.sum(), atol=0.03)
+        assert concentration_of(mixes) == pytest.approx(concentration, rel=0.15), "by moments, from the steps alone"
+        np.testing.assert_allclose(steps.sum(axis=2), steps[0].sum(axis=1)[0], err_msg="all of one size")
+
+
+def test_a_mix_may_be_given_and_leave_domains_out() -> None:
+    known = domains()
+    steps = mixtures(known, 50, np.random.default_rng(0), 3.0, mix=np.array([0.0, 1.0, 1.0, 0.0]))
+    found = mixes_of(steps, known)
+    np.testing.assert_allclose(found[:, [0, 3]], 0.0, atol=1e-9)
+    steady = mixtures(known, 2, np.random.default_rng(0), np.inf)
+    np.testing.assert_array_equal(steady[0], steady[1])
+
+
+def test_the_concentration_of_extremes() -> None:
+    alone = np.eye(3)[np.arange(30) % 3]
+    assert concentration_of(alone) == LEAST_CONCENTRATION, "one domain at a time"
+    assert concentration_of(np.full((5, 3), 1 / 3)) == np.inf, "nothing shifts"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda: mixtures(np.ones((2, 4)), 3, np.random.default_rng(0), 1.0), "domain, layer, expert"),
+        (lambda: mixtures(domains(), 3, np.random.default_rng(0), 0.0), "concentration=0"),
+        (lambda: mixtures(domains(), 0, np.random.default_rng(0), 1.0), "count=0"),
+        (lambda: mixtures(domains(), 3, np.random.default_rng(0), 1.0, mix=np.ones(3)), "must be 4 shares"),
+        (lambda: concentration_of(np.ones((1, 3))), "two or more windows"),
+    ],
+)
+def test_wrong_mixtures_are_refused(wrong: Callable[[], object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        wrong()

@@ -18,7 +18,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from coterie.errors import ConfigError, check_at_least, check_positive, check_share
+from coterie.errors import ConfigError, check_at_least, check_share
 from coterie.footprints.counting import accumulate_load
 from coterie.traces.activations import ActivationTrace
 from coterie.types import DECODE, PREFILL
@@ -113,7 +113,8 @@ def mixtures(
     A domain that is not among these is not covered.
     """
     check_at_least(1, count=count)
-    check_positive(concentration=concentration)
+    if not concentration > 0:  # infinite: every step is the mix of today
+        raise ConfigError(f"concentration={concentration} must be above 0")
     shapes, sizes = _shapes(domains)
     today = sizes if mix is None else np.asarray(mix, np.float64)
     if today.shape != sizes.shape or not ((today >= 0) & (today < np.inf)).all() or not today.any():
