@@ -73,16 +73,20 @@ def plan(
 ) -> Plan:
     """Where the experts should live, and whether moving them pays within `horizon` steps.
 
-    `load` is what a window of steps asked of the experts, or its tokens [layer, expert]. `current` is the placement
-    that serves now; None is the engines' default, expert e in slot e. `tokens` is how many a step computes over all
-    ranks; `movement` says whether the engine `stops` for every move or has them `staged` behind its steps; `settings`
-    are the planner's own.
+    `load` is what a window of steps asked of the experts, or its tokens [layer, expert], or a sample of single steps
+    [scenario, layer, expert], whose expected time is minimised. `current` is the placement that serves now; None is
+    the engines' default, expert e in slot e. `tokens` is how many a step computes over all ranks; `movement` says
+    whether the engine `stops` for every move or has them `staged` behind its steps; `settings` are the planner's own.
     """
-    window = load if isinstance(load, Load) else Load(np.asarray(load, np.float64))
+    window = load if isinstance(load, Load) else _load_of(np.asarray(load, np.float64))
     if current is None:
         current = Placement.linear(window.num_layers, window.num_experts, topology.num_ranks)
     objective = Objective.of(replace(model, topology=topology), tokens, movement, horizon=horizon)
     return planners.make(planner, {"objective": objective}, **settings).plan(window, topology, current)
+
+
+def _load_of(tokens: NDArray[np.float64]) -> Load:
+    return Load.of_scenarios(tokens) if tokens.ndim == 3 else Load(tokens)
 
 
 def simulate(

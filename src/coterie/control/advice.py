@@ -2,6 +2,7 @@
 
     loads in windows ──► Rebalancer (drift, interval, cooldown) ──► Plan ──► Advice ──► scored on the next window
     demand by rank   ──► ActionManager, within a memory budget ──► replicas and swaps, as advice too
+    newest requests  ──► single steps, which plans are made for and scored on (:mod:`coterie.control.steps`)
 
 The advisor never applies anything: whoever does so says it with `applied`. A plan that gains nothing on the window
 after the one it was made from is withdrawn. Wrong where the workers are not the ranks of one expert-parallel group:
@@ -19,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, LoadSeen, Shape
+from coterie.control.steps import with_steps
+from coterie.control.traffic import Kept
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
 from coterie.placement.holdings import held_by
@@ -38,6 +41,19 @@ OVERLAP = 2.0
 """A worker's pieces of time may add up to this many windows before more of them are left out."""
 
 
+class StepsScore(NamedTuple):
+    """Balancedness on single steps of requests that came after a plan was made."""
+
+    requests: int
+    scenarios: int
+    before: float
+    """Of the placement that serves."""
+    mean: float
+    """Of a plan for the mean step of the same window."""
+    after: float
+    """Of the advised plan."""
+
+
 class Advice(NamedTuple):
     """What to do about the placement. Never applied by the loop itself."""
 
@@ -50,6 +66,8 @@ class Advice(NamedTuple):
     """Predicted saving of a step's MoE time on the load it was planned on."""
     gain_next_pct: float | None = None
     """The same on the next window, which it was not planned on; None until that has come."""
+    steps: StepsScore | None = None
+    """On single steps of the next window; None until that has come, or where it brought too few requests."""
     moves: int = 0
     moved_bytes: float = 0.0
     movement_s: float = 0.0
@@ -126,6 +144,9 @@ class PlacementAdvisor:
         self._seconds: dict[str, float] = {}
         self._ids = 0
         self._last_kind = ""
+        self._windows = 0
+        self._newest = -1  # serial of the newest request that the standing plan has seen
+        self._for_mean: Placement | None = None
 
     @property
     def advice(self) -> Advice | None:
@@ -146,8 +167,8 @@ class PlacementAdvisor:
             self.tracker.record(rank, seen.tokens / seen.steps)
         return True
 
-    def tick(self, now_s: float) -> list[ControlEvent]:
-        """Close a window whose time is over, and decide."""
+    def tick(self, now_s: float, requests: Sequence[Kept] = ()) -> list[ControlEvent]:
+        """Close a window whose time is over, and decide. `requests` are the newest finished ones, oldest first."""
         if self._since_s is None:
             self._since_s = now_s
         if now_s - self._since_s < self.settings.window_s:
@@ -157,9 +178,10 @@ class PlacementAdvisor:
         if load is None:
             words = f"{total} steps in {self.settings.window_s:g} s; {self.settings.min_steps} make a window of loads"
             return self._told(ControlEvent(now_s, "too_little", words, {"steps": float(total)}))
-        events = self._score(load, now_s)
+        self._windows += 1
+        events = self._score(load, now_s, [one for one in requests if one.serial > self._newest])
         events += self._act(now_s)
-        return events + self._plan(load, now_s)
+        return events + self._plan(with_steps(load, requests, self._rng()), now_s, requests)
 
     def applied(self, plan_id: int) -> bool:
         """The plan of this advice was carried out; False where it is not the one that stands."""
@@ -178,27 +200,35 @@ class PlacementAdvisor:
         sources = None if tokens[-1].any() else tokens[:-1]
         return Load(tokens.sum(axis=0), steps, sources), total
 
+    def _rng(self) -> np.random.Generator:
+        """The same draws at every replay."""
+        return np.random.default_rng(self._windows)
+
     def _problem(self, load: Load) -> Problem:
         return self.objective.problem(load, self.topology, self.placement)
 
-    def _score(self, load: Load, now_s: float) -> list[ControlEvent]:
+    def _score(self, load: Load, now_s: float, newer: Sequence[Kept]) -> list[ControlEvent]:
         """The standing plan on a window that it was not made from; one that gains nothing is withdrawn."""
         made = self._made
         if made is None or made.plan is None or made.gain_next_pct is not None:
             return []
-        problem = self._problem(load)
+        problem = self._problem(with_steps(load, newer, self._rng()))
+        now, then = self.placement.slot_experts, made.plan.placement.slot_experts
         shares = None if made.plan.split == "equal" else made.plan.shares
-        before = float(problem.rank_s(self.placement.slot_experts).max(axis=1).sum())
-        after = float(problem.rank_s(made.plan.placement.slot_experts, shares).max(axis=1).sum())
+        before, after = float(problem.slowest_s(now).sum()), float(problem.slowest_s(then, shares).sum())
         gain = 100.0 * (1.0 - after / before) if before > 0 else 0.0
-        self._made = made._replace(gain_next_pct=gain)
+        score = None
+        if problem.steps is not None and self._for_mean is not None:
+            balance = (problem.balanced(one) for one in (now, self._for_mean.slot_experts))
+            score = StepsScore(len(newer), len(problem.steps.weights), *balance, problem.balanced(then, shares))
+        self._made = made._replace(gain_next_pct=gain, steps=score)
         if gain > 0:
             return []
         self.rebalancer.replace(self.placement)
         self._made = None
         return self._keep(now_s, f"plan {made.id} gains {gain:.2f}% on the next window: withdrawn", tell=True)
 
-    def _plan(self, load: Load, now_s: float) -> list[ControlEvent]:
+    def _plan(self, load: Load, now_s: float, requests: Sequence[Kept]) -> list[ControlEvent]:
         if self._made is not None and now_s >= self._made_s + self.settings.cooldown_s:
             self.rebalancer.replace(self.placement)  # nobody carried it out: plan from what serves
         elif self._made is not None:
@@ -208,6 +238,12 @@ class PlacementAdvisor:
         if decision.plan is None:
             self._made = None
             return self._keep(now_s, decision.reason, tell=decision.planned)
+        self._newest = requests[-1].serial if requests else -1
+        self._for_mean = None
+        if load.scenarios is not None:
+            objective = replace(self.objective, horizon=decision.horizon)
+            planner = planners[self.settings.planner](objective=objective)
+            self._for_mean = planner.plan(load.mean, self.topology, self.placement).placement
         return self._make(load, decision.plan, decision.reason, now_s)
 
     def _make(self, load: Load, plan: Plan, reason: str, now_s: float) -> list[ControlEvent]:

@@ -226,7 +226,7 @@ class ControlLoop:
 
     def _advise(self, advisor: PlacementAdvisor) -> None:
         try:
-            for event in advisor.tick(self.intake.now_s):
+            for event in advisor.tick(self.intake.now_s, list(self.traffic.kept)):
                 self._add(event)
         except Exception as error:  # of a plugin's planner
             self._count("plans_failed")

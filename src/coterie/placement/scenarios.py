@@ -2,7 +2,8 @@
 
 A step holds a few requests, each of one subject. Its load is theirs: all tokens of their prompts in prefill, one token
 of each in decode. :func:`steps_of_requests` and :func:`steps_of_trace` draw such steps; windows and domains are
-scenarios as they are (:meth:`Load.of_scenarios <coterie.placement.base.Load.of_scenarios>`).
+scenarios as they are (:meth:`Load.of_scenarios <coterie.placement.base.Load.of_scenarios>`), and :func:`mixtures` draws
+mixes of domains for traffic that shifts.
 
 Wrong where the service batches otherwise than `requests` and `bursts` say: measure both on the traffic itself.
 """
@@ -15,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from coterie.errors import ConfigError, check_at_least, check_share
 from coterie.footprints.counting import accumulate_load
@@ -26,6 +28,12 @@ Steps = NDArray[np.float64]
 """[scenario, layer, expert] tokens."""
 
 Phase = Literal["prefill", "decode", "mixed"]
+
+LEAST_CONCENTRATION = 0.1
+"""Concentration of mixtures that are nearly always of one domain alone."""
+
+MOST_RATIO = 4.0
+"""Largest factor by which :func:`at_mean` scales an expert's tokens, over that of its layer."""
 
 
 def steps_of_requests(
@@ -88,6 +96,80 @@ def steps_of_trace(
                 at = rng.choice(np.flatnonzero(phases == DECODE))
                 accumulate_load(ids[at : at + 1], step)
     return steps.astype(np.float64)
+
+
+def mixtures(
+    domains: NDArray[np.floating] | NDArray[np.integer],
+    count: int,
+    rng: Generator,
+    concentration: float,
+    *,
+    mix: NDArray[np.float64] | None = None,
+) -> Steps:
+    """Draw `count` steps that mix domains [domain, layer, expert] about the mix of today.
+
+    Mixes are Dirichlet draws: the higher the concentration, the closer to `mix` [domain], which is by their tokens
+    unless given; :func:`concentration_of` estimates it from mixes that were seen. Of each domain only its shape counts.
+    A domain that is not among these is not covered.
+    """
+    check_at_least(1, count=count)
+    if not concentration > 0:  # infinite: every step is the mix of today
+        raise ConfigError(f"concentration={concentration} must be above 0")
+    shapes, sizes = _shapes(domains)
+    today = sizes if mix is None else np.asarray(mix, np.float64)
+    if today.shape != sizes.shape or not ((today >= 0) & (today < np.inf)).all() or not today.any():
+        raise ConfigError(f"mix={today.tolist()} must be {len(sizes)} shares, one a domain, not all 0")
+    today = today / today.sum()
+    drawn = np.zeros((count, len(today)))
+    some = today > 0
+    drawn[:, some] = rng.dirichlet(concentration * today[some], count) if np.isfinite(concentration) else today[some]
+    return np.asarray(np.tensordot(drawn, shapes * sizes.mean(), (1, 0)))
+
+
+def mixes_of(windows: NDArray[np.floating] | NDArray[np.integer], domains: NDArray[np.floating]) -> NDArray[np.float64]:
+    """[window, domain] shares of the domains [domain, layer, expert] that fit windows [window, layer, expert] best."""
+    known = _shapes(domains)[0].reshape(len(domains), -1).T
+    found = np.array([nnls(known, one.ravel())[0] for one in _shapes(windows)[0]])
+    total = found.sum(axis=1, keepdims=True)
+    return np.where(total > 0, found / np.where(total > 0, total, 1.0), 1.0 / len(domains))
+
+
+def concentration_of(mixes: NDArray[np.floating]) -> float:
+    """Concentration of the Dirichlet whose variance is that of mixes [window, domain], by moments.
+
+    The more the traffic shifts between windows, the lower. Infinite where it does not; at least LEAST_CONCENTRATION.
+    """
+    if mixes.ndim != 2 or len(mixes) < 2:
+        raise ConfigError(f"mixes has shape {mixes.shape}; two or more windows [window, domain] are needed")
+    mean, variance = mixes.mean(axis=0), float(mixes.var(axis=0, ddof=1).sum())
+    if variance <= 0:
+        return np.inf
+    return max(float((mean * (1.0 - mean)).sum()) / variance - 1.0, LEAST_CONCENTRATION)
+
+
+def _shapes(loads: NDArray[np.floating] | NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[load, layer, expert] shares of a layer's tokens, and [load] tokens a layer."""
+    if loads.ndim != 3 or not loads.size:
+        raise ConfigError(f"domains or windows of shape {loads.shape}; they must be [domain, layer, expert], none 0")
+    total = loads.sum(axis=2, keepdims=True, dtype=np.float64)
+    shares = np.divide(loads, total, out=np.zeros(loads.shape), where=total > 0)
+    return shares, np.asarray(total.mean(axis=(1, 2)))
+
+
+def at_mean(steps: Steps, weights: NDArray[np.float64] | None, mean: NDArray[np.float64]) -> Steps:
+    """The same steps about another mean step [layer, expert].
+
+    Every expert's tokens are scaled, so that hot steps of an expert stay hot ones. One that is far hotter than the
+    sample knows it, or that no step of the sample has, gets the rest in all steps alike: it is not known in which.
+    """
+    known = np.average(steps, axis=0, weights=weights)
+    if known.shape != mean.shape:
+        raise ConfigError(f"the steps have {known.shape} layers and experts; the mean step has {mean.shape}")
+    total = known.sum(axis=1, keepdims=True)
+    size = np.divide(mean.sum(axis=1, keepdims=True), total, out=np.zeros(total.shape), where=total > 0)
+    ratio = np.divide(mean, known, out=np.zeros(mean.shape), where=known > 0)
+    scaled = steps * np.minimum(ratio, MOST_RATIO * size)
+    return np.asarray(scaled + (mean - np.average(scaled, axis=0, weights=weights)).clip(0.0))
 
 
 def _draw(

@@ -34,9 +34,9 @@ def recorded_loads() -> np.ndarray:
 
 
 class Engine:
-    """vLLM's EplbState with a model, asked for a round at the end of every window."""
+    """vLLM's EplbState with a model, asked for a round at the end of every window of so many steps."""
 
-    def __init__(self, own: Any, **settings: Any) -> None:
+    def __init__(self, own: Any, window: int = WINDOW, **settings: Any) -> None:
         import torch
         from vllm.config.parallel import EPLBConfig
         from vllm.distributed.eplb.eplb_state import EplbState
@@ -45,10 +45,10 @@ class Engine:
         from coterie.engines.vllm.eplb import Rounds, make_policy
         from coterie.engines.vllm.settings import EplbSettings
 
-        steps: dict[str, Any] = {"horizon": WINDOW, "window": WINDOW}
+        steps: dict[str, Any] = {"horizon": window, "window": window}
         self.rounds = Rounds(EplbSettings(**(steps | settings)))
         EPLB_POLICIES["default"] = make_policy(own, self.rounds)
-        config = EPLBConfig(window_size=WINDOW, step_interval=WINDOW, use_async=False, communicator="torch_gloo")
+        config = EPLBConfig(window_size=window, step_interval=window, use_async=False, communicator="torch_gloo")
         parallel = SimpleNamespace(eplb_config=config, enable_elastic_ep=False, num_ubatches=1)
         self.state, self.model = EplbState(parallel, torch.device("cpu")), Model()
         name = SimpleNamespace(compute_hash=lambda: "model", model="model")
@@ -60,11 +60,15 @@ class Engine:
 
     def serve(self, load: np.ndarray, steps: int = WINDOW) -> dict[str, Any]:
         """Steps of a window's load, at the end of which vLLM asks; what it then has."""
+        return self.serve_steps(np.broadcast_to(load / WINDOW, (steps, *load.shape)))
+
+    def serve_steps(self, steps: np.ndarray) -> dict[str, Any]:
+        """[step, layer, expert] tokens, the rest of a window."""
         import torch
 
         before, received = self.rounds.counters.rounds, self.communicator.received
-        for _ in range(steps):
-            each = torch.from_numpy(load) / WINDOW / RANKS / self.held.logical_replica_count
+        for step in steps:
+            each = torch.from_numpy(np.array(step)) / RANKS / self.held.logical_replica_count
             self.held.expert_load_pass.copy_(torch.gather(each, 1, self.held.physical_to_logical_map))
             self.state.step()
         assert self.rounds.counters.rounds == before + 1, "vLLM asks once, after the last step"

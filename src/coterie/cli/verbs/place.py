@@ -11,8 +11,13 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.output import (
+    BurstsOption,
     Column,
     JsonOption,
+    OverOption,
+    PhaseOption,
+    RequestsOption,
+    StepsOption,
     bar,
     out,
     print_json,
@@ -28,6 +33,7 @@ from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is asked for
     from coterie.evaluation.placement.inspection import MapInspection
+    from coterie.evaluation.placement.samples import Brought, Over
 
 
 place_app = typer.Typer(
@@ -63,6 +69,11 @@ def inspect_command(
         typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the file's."),
     ] = None,
     ranks: RanksOption = None,
+    requests: RequestsOption = None,
+    phase: PhaseOption = None,
+    bursts: BurstsOption = 0.0,
+    over: OverOption = None,
+    steps: StepsOption = 64,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes; each holds the same number of ranks.")] = 1,
     from_: MapFormatOption = None,
     out_file: Annotated[
@@ -76,21 +87,25 @@ def inspect_command(
     """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
     from coterie.evaluation.placement.inspection import inspect_map
     from coterie.evaluation.placement.loads import read_load
+    from coterie.evaluation.placement.samples import Sampling
     from coterie.models import model_of
     from coterie.placement.maps.formats import read_map
 
     if out_file is not None and out_file.suffix != ".png":
         raise ConfigError(f"--out={out_file} must end in .png")
+    sampling = Sampling(requests, cast("Brought | None", phase), bursts, cast("Over | None", over), steps)
+    if sampling.asked and load is None:
+        raise ConfigError("--requests and --over are of a --load")
     spec = None if model is None else model_of("", model)
     found = read_map(placement, from_, model=spec, num_ranks=ranks)
-    tokens = what = None
+    tokens = what = single = None
     if load is not None:
         named = None if found.model == "unknown" else found.model
-        seen = read_load(load, None, model or named, window)
+        seen = read_load(load, None, model or named, window, sampling)
         if found.layer_ids not in (None, seen.layer_ids):
             raise ConfigError(f"{load} and {placement} are for different layers of {seen.spec.name}")
-        tokens, what = seen.tokens, seen.what
-    shown = inspect_map(found, nodes, tokens)
+        tokens, what, single = seen.tokens, seen.what, seen.steps
+    shown = inspect_map(found, nodes, tokens, single)
     if out_file is not None:
         from coterie.evaluation.placement.figures import draw_map
 
@@ -222,3 +237,11 @@ def _print_load(shown: MapInspection) -> None:
         f"Balancedness (mean ÷ busiest rank, 1 is even), mean of layers: {shown.balancedness:.3f}; "
         f"layer {shown.worst_layer} is the least even.",
     )
+    steps = shown.steps
+    if steps is not None:
+        worst = f"; {steps.worst} has {steps.least:.3f}" if steps.worst is not None else ""
+        text = (
+            f"Over {steps.what}: balancedness {steps.balancedness:.3f}, {steps.worst_tenth:.3f} in the least even tenth"
+            f"{worst}. Whether a plan has seen them only you know."
+        )
+        out.print(escape(text), highlight=False, soft_wrap=True)

@@ -14,8 +14,13 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from coterie.cli.output import (
+    BurstsOption,
     Column,
     JsonOption,
+    OverOption,
+    PhaseOption,
+    RequestsOption,
+    StepsOption,
     WindowOption,
     out,
     print_json,
@@ -26,10 +31,12 @@ from coterie.cli.output import (
     reporting,
     set_width,
 )
+from coterie.errors import ConfigError, check_new_file
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
     from coterie.costs.contention import Movement
     from coterie.evaluation.placement.plans import BatchRow, Planned
+    from coterie.evaluation.placement.samples import Brought, Over
     from coterie.types import WeightDtype
 
 PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
@@ -129,6 +136,18 @@ def plan_command(
             help="Relative speed of each rank, such as 1,1,0.5,0: 1 is the preset's speed, 0 a rank that is down.",
         ),
     ] = None,
+    requests: RequestsOption = None,
+    phase: PhaseOption = None,
+    bursts: BurstsOption = 0.0,
+    over: OverOption = None,
+    steps: StepsOption = 64,
+    save_scenarios: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-scenarios",
+            help="File to write the steps of --requests or --over to, for vLLM's policy; it must not exist.",
+        ),
+    ] = None,
     from_: Annotated[
         str | None, typer.Option("--from", help="Format of the load; detected from the file by default.")
     ] = None,
@@ -144,11 +163,15 @@ def plan_command(
     from coterie.evaluation.placement.plans import PlanOptions, make_plan
     from coterie.evaluation.placement.report import next_command, summary, verdict
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
+    from coterie.placement.scenario_files import save_scenarios as write_scenarios
 
     if out_file is None:
         map_formats[to]  # fail on a wrong name before the work
     else:
         check_map_target(out_file, to)
+    check_new_file(save_scenarios)
+    if save_scenarios is not None and requests is None and over is None:
+        raise ConfigError(f"--save-scenarios={save_scenarios} needs steps: --requests or --over")
     options = PlanOptions(
         load=load,
         load_format=from_,
@@ -171,6 +194,11 @@ def plan_command(
         dtype=cast("WeightDtype | None", dtype),
         memory_gb=memory,
         batch=batch,
+        requests=requests,
+        phase=cast("Brought | None", phase),
+        bursts=bursts,
+        over=cast("Over | None", over),
+        steps=steps,
     )
     with _reporting(json_output) as report:
         planned = make_plan(options, report)
@@ -178,6 +206,9 @@ def plan_command(
     if out_file is not None:
         written = write_map(out_file, planned.map, to)
         found |= {"written": str(out_file), "format": to, "left_out": list(written.left_out)}
+    if save_scenarios is not None:
+        write_scenarios(save_scenarios, planned.pricing.load(planned.options.batch))
+        found |= {"scenarios": str(save_scenarios)}
     found |= {"verdict": verdict(planned, found), "next": next_command(planned, found)}
     if json_output:
         print_json(found)
@@ -268,6 +299,7 @@ def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
         ["gain, on the load planned for", "", f"{found['gain_pct']:.1f}%"],
         ["gain, on load held out", "", "-" if held is None else f"{held['gain_pct']:.1f}%"],
         ["balancedness, mean of layers", *(f"{found[f'balancedness_{when}']:.3f}" for when in ("before", "after"))],
+        ["balancedness, on load held out", *_unseen(held)],
         ["balancedness, worst layer", *worst],
         ["duplicates", str(found["duplicates_before"]), str(found["duplicates_after"])],
     ]
@@ -275,11 +307,49 @@ def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
         columns.append("no spare slots")
         beside = f"{1e3 * other['after_s']:.3g}", f"{other['gain_pct']:.1f}%"
         unseen = "-" if held is None else f"{held['no_spare_gain_pct']:.1f}%"
-        for row, cell in zip(rows, (*beside, unseen, f"{other['balancedness_after']:.3f}", "", "0"), strict=True):
+        for row, cell in zip(rows, (*beside, unseen, f"{other['balancedness_after']:.3f}", "", "", "0"), strict=True):
             row.append(cell)
     how = f"Held out: {held['what']}" if held is not None else f"Nothing is held out: {found['not_held_out']}"
     print_table(f"Prediction at {_count(found['batch'], 'token')} a step", columns, rows)
-    out.print(escape(f"Balancedness: mean ÷ slowest rank, 1 is even. {how}."), highlight=False, soft_wrap=True)
+    lines = [f"Balancedness: mean ÷ slowest rank, 1 is even. {how}.", *_steps(found)]
+    for line in lines:
+        out.print(escape(line), highlight=False, soft_wrap=True)
+    if found["domains"]:
+        print_table(
+            "Balancedness on domains held out",
+            ["", "mix of today", "worst domain", ""],
+            [
+                [row["placement"], f"{row['mix']:.3f}", f"{row['worst']:.3f}", row["worst_domain"]]
+                for row in found["domains"]
+            ],
+            "A domain that is not in the load gains little.",
+        )
+
+
+def _unseen(held: dict[str, Any] | None) -> list[str]:
+    if held is None:
+        return ["-", "-"]
+    return [f"{held['balancedness_before']:.3f}", f"{held['balancedness_after']:.3f}"]
+
+
+def _steps(found: dict[str, Any]) -> list[str]:
+    """What planning for single steps gains over planning for their mean, on steps that no plan has seen."""
+    held, unseen = found["held_out"], found["unseen"]
+    if found["steps"] is None:
+        return []
+    lines = [f"Planned for {found['steps']['what']}; times and balancedness are means over steps."]
+    if held is not None:
+        lines.append(
+            f"On steps it was not planned on, balancedness is {held['balancedness_after']:.3f}; a plan for the mean "
+            f"step has {held['balancedness_mean']:.3f} there, what runs now {held['balancedness_before']:.3f}."
+        )
+    elif unseen is not None:
+        lines.append(
+            f"On {unseen['scenarios']} steps that were left out, balancedness is {unseen['after']:.3f} "
+            f"({unseen['fitted']:.3f} on the others); a plan for the mean step has {unseen['mean']:.3f} there, "
+            f"what runs now {unseen['before']:.3f}."
+        )
+    return lines
 
 
 def _print_bars(planned: Planned) -> None:
@@ -331,6 +401,8 @@ def _print_moves(found: dict[str, Any]) -> None:
         left = [name for name in found["left_out"] if name == "shares"]
         note = f"; {found['format']} cannot store shares: the engine splits tokens its own way" if left else ""
         lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
+    if "scenarios" in found:
+        lines.append(f"Steps written: {found['scenarios']}")
     for line in lines:
         out.print(escape(line), highlight=False, soft_wrap=True)
 

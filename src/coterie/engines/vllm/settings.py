@@ -105,6 +105,10 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File of a map made elsewhere. Whenever it is new, the next rearrangement brings it about; it may be missing."""
     save_map: str | None = None
     """File that gets each new map."""
+    scenarios: str | None = None
+    """File of single steps to plan for, as coterie plan --save-scenarios writes it; it may be replaced. Its steps are
+    brought to the mean step that vLLM reports. Without one, or where ranks have read different ones, plans are for the
+    mean step."""
 
     def __post_init__(self) -> None:
         check_positive(window=self.window, intra_gb_s=self.intra_gb_s, inter_gb_s=self.inter_gb_s)
@@ -116,6 +120,8 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"rebalancing and planning_s need when='pays'; it is {self.when!r}")
         if self.load_map is not None and self.load_map in (self.save_map, self.initial_map):
             raise ConfigError(f"load_map={self.load_map!r} must be a file of its own, not save_map or initial_map")
+        if self.scenarios is not None and self.when == "never":
+            raise ConfigError(f"scenarios={self.scenarios!r} are planned for, and when='never' plans nothing")
         if self.movement == "staged" and self.device is None:
             raise ConfigError("movement='staged' needs a device: its preset says what moves take from the steps")
 

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
+from coterie.evaluation.placement.samples import Sample
 from coterie.placement.maps.formats import PlacementMap
+from coterie.placement.objective.steps import worst_mean
 from coterie.types import Placement, balancedness, layer_balance
 
 MOST = 10
@@ -25,6 +27,22 @@ class Replicated:
     replicas: int
     load: float | None
     """Share of the layer's tokens, if a load was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsInspection:
+    """What single steps make of a placement."""
+
+    what: str
+    scenarios: int
+    balancedness: float
+    """Mean over steps and layers."""
+    worst_tenth: float
+    """Mean of the least even tenth of the steps."""
+    worst: str | None
+    """Name of the least even one, where they have names."""
+    least: float
+    """Its balancedness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +73,13 @@ class MapInspection:
     """Index in the model of the least even layer."""
     rank_load: list[list[float]] | None
     """[layer, rank] tokens."""
+    steps: StepsInspection | None = None
 
 
-def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | None = None) -> MapInspection:
-    """`load` [layer, expert] tokens of the same layers."""
+def inspect_map(
+    map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | None = None, steps: Sample | None = None
+) -> MapInspection:
+    """`load` [layer, expert] tokens of the same layers, and single steps of it."""
     placement = map.placement
     if placement.num_ranks % nodes:
         raise ConfigError(f"num_ranks={placement.num_ranks} must be a multiple of nodes={nodes}")
@@ -86,6 +107,23 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
         balancedness=None if busy is None else balancedness(busy),
         worst_layer=None if busy is None else ids[worst_layer(busy)],
         rank_load=None if busy is None else busy.tolist(),
+        steps=None if steps is None else _steps(map, steps),
+    )
+
+
+def _steps(map: PlacementMap, sample: Sample) -> StepsInspection:
+    load = sample.load
+    assert load.scenarios is not None
+    assert load.weights is not None
+    each = np.array([balancedness(_rank_load(map, step)) for step in load.scenarios])
+    least = int(each.argmin())
+    return StepsInspection(
+        what=sample.what,
+        scenarios=len(each),
+        balancedness=float(each @ load.weights),
+        worst_tenth=-float(worst_mean(-each[None], load.weights, 0.1)[0]),
+        worst=sample.names[least] if sample.names else None,
+        least=float(each[least]),
     )
 
 

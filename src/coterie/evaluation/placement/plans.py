@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from coterie.costs.contention import Movement
 from coterie.costs.presets import load_preset, step_model
-from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, check_one_of, check_positive
-from coterie.evaluation.placement.loads import WindowLoad, read_load
+from coterie.evaluation.placement.loads import Parts, WindowLoad, read_load
 from coterie.evaluation.placement.memory import RankMemory
+from coterie.evaluation.placement.pricing import Placed, Pricing
+from coterie.evaluation.placement.samples import Brought, Over, Sampling
 from coterie.evaluation.placement.sources import read_sources
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, SearchProgress
@@ -33,6 +34,9 @@ TIME_LIMIT_S = 10.0
 
 MOST_RANKS = 1024
 """Largest number of ranks: a few hundred are the most that serve one model, and arrays grow with it."""
+
+BATCH = 8192
+"""Tokens of a step that a plan is for, unless said otherwise."""
 
 BATCHES = (16, 64, 256, 1024, 4096, 8192, 16384)
 """Tokens of a step, over all ranks, at which a plan is priced besides the batch it was made for."""
@@ -65,64 +69,17 @@ class PlanOptions:
     preset: str = "h200"
     dtype: WeightDtype | None = None
     memory_gb: float | None = None
-    batch: int = 8192
+    batch: int = BATCH
+    """Tokens a step; steps of requests have their own."""
+    requests: int | None = None
+    phase: Brought | None = None
+    bursts: float = 0.0
+    over: Over | None = None
+    steps: int = 64
 
-
-class Placed(NamedTuple):
-    """A placement and how its replicas share tokens."""
-
-    placement: Placement
-    shares: NDArray[np.floating] | None = None
-    """[layer, slot]; None: equal shares."""
-    resplit: bool = False
-    """Whether shares are solved again for every load (split optimal)."""
-
-    @classmethod
-    def of(cls, plan: Plan) -> Placed:
-        return cls(plan.placement, None if plan.split == "equal" else plan.shares, plan.split == "optimal")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pricing:
-    """A load on a device: seconds of any placement, at any batch."""
-
-    model: StepModel
-    topology: Topology
-    tokens: Array
-    """[layer, expert]"""
-    settings: dict[str, float]
-    """Of the objective, besides its prices."""
-    sources: Array | None = None
-    movement: Movement = "stops"
-    """How the engine moves weights."""
-
-    def load(self, batch: int) -> Load:
-        seen = self.tokens.sum(axis=1).mean() / self.model.spec.top_k
-        return Load(self.tokens, max(float(seen) / batch, 1e-9), self.sources)
-
-    def objective(self, batch: int) -> Objective:
-        return Objective.of(self.model, batch, self.movement, **self.settings)
-
-    def problem(self, batch: int, placed: Placed) -> Problem:
-        return self.objective(batch).problem(self.load(batch), self.topology, placed.placement, placed.shares)
-
-    def busy_s(self, batch: int, placed: Placed) -> Array:
-        """[layer, rank] seconds of a step."""
-        problem, rows = self.problem(batch, placed), placed.placement.slot_experts
-        if not placed.resplit:
-            return problem.rank_s(rows, problem.shares)
-        from coterie.placement.splits.shares import optimal_shares  # its solver takes seconds to compile
-
-        return problem.rank_s(rows, optimal_shares(problem, rows))
-
-    def step_s(self, batch: int, placed: Placed) -> float:
-        """Seconds of the MoE layers of a step: each waits for its slowest rank."""
-        return float(self.busy_s(batch, placed).max(axis=1).sum())
-
-    def gain_pct(self, batch: int, now: Placed, then: Placed) -> float:
-        """Share of the MoE layers' time that `then` saves, in percent."""
-        before = self.step_s(batch, now)
-        return 100 * (1 - self.step_s(batch, then) / before) if before else 0.0
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.requests, self.phase, self.bursts, self.over, self.steps)
 
 
 class BatchRow(NamedTuple):
@@ -150,6 +107,24 @@ class HeldOut(NamedTuple):
     what: str
     gain_pct: float
     no_spare_gain_pct: float | None
+    balancedness_before: float
+    """Of what runs now."""
+    balancedness_mean: float | None
+    """Of a plan for the mean step of the other part; None where the plan is for that too."""
+    balancedness_after: float
+    """Of the plan, made on the other part."""
+
+
+class DomainRow(NamedTuple):
+    """A placement on domains that it was not planned on."""
+
+    placement: str
+    """Which one, in words."""
+    mix: float
+    """Balancedness on the mix of today."""
+    worst: float
+    """On the domain that suits it least."""
+    worst_domain: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +143,8 @@ class Planned:
     """The plan without spare slots, where there are some."""
     memory: RankMemory
     held_out: HeldOut | None
+    domains: list[DomainRow]
+    """Mix of today against the worst domain; empty unless the plan is over domains or mixtures of them."""
     batches: list[BatchRow]
 
     @property
@@ -183,14 +160,28 @@ class Planned:
         return self.pricing.model.measured
 
     def busy_s(self) -> tuple[Array, Array]:
-        """[layer, rank] seconds of a step, now and after."""
-        batch, after = self.options.batch, Placed.of(self.plan)._replace(resplit=False)  # solved for this load
-        return self.pricing.busy_s(batch, self.now), self.pricing.busy_s(batch, after)
+        """[layer, rank] seconds of the mean step, now and after."""
+        return self.pricing.busy_s(self.options.batch, self.now), self.pricing.busy_s(self.options.batch, self._after)
+
+    def step_s(self) -> tuple[float, float]:
+        """Seconds of the MoE layers of a step, now and after; the mean of steps where there are single ones."""
+        return self.pricing.step_s(self.options.batch, self.now), self.pricing.step_s(self.options.batch, self._after)
+
+    def balance(self) -> tuple[float, float]:
+        """Balancedness, now and after, on what was planned for."""
+        return self.pricing.balance(self.options.batch, self.now), self.pricing.balance(self.options.batch, self._after)
+
+    @property
+    def _after(self) -> Placed:
+        return Placed.of(self.plan)._replace(resplit=False)  # solved for this load
 
 
 def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned:
     _check(options)
-    load = read_load(options.load, options.load_format, options.model, options.window)
+    load = read_load(options.load, options.load_format, options.model, options.window, options.sampling)
+    if load.steps is not None and load.steps.sized:
+        own = load.tokens.sum(axis=1).mean() / load.spec.top_k
+        options = replace(options, batch=max(1, round(float(own))))
     topology = Topology(options.ranks, options.ranks // options.nodes, speeds=_speeds(options.speeds, options.ranks))
     given = None if options.current is None else _current(options, options.current, load)
     slots = _slots(options, load.spec.num_experts, load.spec.name) if given is None else given.placement.num_slots
@@ -207,7 +198,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
             parts=None,
             whole_because="its sources are those of the whole load",
         )
-    pricing = Pricing(model, topology, load.tokens, settings, sources, options.movement)
+    pricing = Pricing(model, topology, load.tokens, settings, sources, options.movement, load.steps)
     in_order = _in_order(load, topology)
     start = given or Placed(Placement.linear(len(load.tokens), load.spec.num_experts, options.ranks, slots))
     asking = _Round(options, load, pricing, given or in_order or start, start, _layers_done(report, load.layer_ids))
@@ -216,6 +207,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     no_spare = None
     if in_order is not None and slots > load.spec.num_experts:
         no_spare = asking.plan(pricing, options.batch, in_order)
+    scored = None if load.parts is None else _Scored.of(asking, load.parts, plan)
     return Planned(
         options=options,
         load=load,
@@ -225,7 +217,8 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
         problem=pricing.problem(options.batch, start),
         no_spare=no_spare,
         memory=memory,
-        held_out=asking.held_out(plan, no_spare, in_order),
+        held_out=None if scored is None else scored.held_out(no_spare, in_order),
+        domains=[] if scored is None else scored.domains(),
         batches=asking.rows(plan, no_spare),
     )
 
@@ -255,6 +248,13 @@ class _Round:
             return planner.plan(load, on.topology, begin.placement)
         return planner.plan(load, on.topology, begin.placement, begin.shares)
 
+    def plan_of(self, parts: Parts, whole: Plan, begin: Placed) -> Placed:
+        """The plan made on a part of the load; `whole` where other windows than those asked for are scored on."""
+        if parts.planned is None:
+            return Placed.of(whole)
+        part = replace(self.pricing, tokens=parts.planned, steps=parts.planned_steps)
+        return Placed.of(self.plan(part, self.options.batch, begin))
+
     def warm_up(self) -> None:
         """Plan one empty layer: compiling or loading the machine code is no part of planning's time."""
         placement = self.start.placement
@@ -262,27 +262,13 @@ class _Round:
         nothing = Load(np.zeros((1, placement.num_experts)))
         self._planner(self.options.batch).plan(nothing, self.pricing.topology, empty)
 
-    def held_out(self, plan: Plan, no_spare: Plan | None, in_order: Placed | None) -> HeldOut | None:
-        parts, batch = self.load.parts, self.options.batch
-        if parts is None:
-            return None
-        unseen = replace(self.pricing, tokens=parts.scored)
-
-        def gain(whole: Plan, begin: Placed) -> float:
-            made = whole
-            if parts.planned is not None:
-                made = self.plan(replace(self.pricing, tokens=parts.planned), batch, begin)
-            return unseen.gain_pct(batch, self.now, Placed.of(made))
-
-        beside = None if no_spare is None or in_order is None else gain(no_spare, in_order)
-        return HeldOut(parts.what, gain(plan, self.start), beside)
-
     def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
         """The plan at other batches; a plan made for each batch where that takes milliseconds."""
         spare = self.start.placement.num_slots > self.start.placement.num_experts
         quick = not spare and "time_limit_s" not in planners.parameters(self.options.planner)
         price, rows = self.pricing, []
-        for tokens in sorted({*BATCHES, self.options.batch}):
+        others = () if price.steps is not None and price.steps.sized else BATCHES
+        for tokens in sorted({*others, self.options.batch}):
             made = plan if tokens == self.options.batch else None
             if made is None and quick:
                 made = self.plan(price, tokens, self.start)
@@ -304,8 +290,62 @@ class _Round:
         return _planner(self.options, self.pricing.objective(batch), self.progress)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """Plans made on one part of the load, scored on the other."""
+
+    asking: _Round
+    parts: Parts
+    unseen: Pricing
+    made: Placed
+    """Plan of the part to plan on; of all that was asked for, where other windows are scored on."""
+    mean: Placed | None
+    """Plan for the mean step of that part, where the plan is for single ones."""
+
+    @classmethod
+    def of(cls, asking: _Round, parts: Parts, plan: Plan) -> _Scored:
+        unseen = replace(asking.pricing, tokens=parts.scored, steps=parts.scored_steps)
+        mean = None
+        if parts.planned is not None and parts.planned_steps is not None:
+            average = replace(asking.pricing, tokens=parts.planned, steps=None)
+            mean = Placed.of(asking.plan(average, asking.options.batch, asking.start))
+        return cls(asking, parts, unseen, asking.plan_of(parts, plan, asking.start), mean)
+
+    def held_out(self, no_spare: Plan | None, in_order: Placed | None) -> HeldOut:
+        batch, unseen, now, made, mean = self.asking.options.batch, self.unseen, self.asking.now, self.made, self.mean
+        beside = None
+        if no_spare is not None and in_order is not None:
+            beside = unseen.gain_pct(batch, now, self.asking.plan_of(self.parts, no_spare, in_order))
+        return HeldOut(
+            what=self.parts.what,
+            gain_pct=unseen.gain_pct(batch, now, made),
+            no_spare_gain_pct=beside,
+            balancedness_before=unseen.balance(batch, now),
+            balancedness_mean=None if mean is None else unseen.balance(batch, mean),
+            balancedness_after=unseen.balance(batch, made),
+        )
+
+    def domains(self) -> list[DomainRow]:
+        found = self.parts.domains
+        if found is None or self.mean is None:
+            return []
+        batch, pricing = self.asking.options.batch, replace(self.unseen, steps=found)
+        today = replace(pricing, steps=None, tokens=found.load.tokens)
+        rows = []
+        for name, placed in (("now", self.asking.now), ("a plan for the mean", self.mean), ("this plan", self.made)):
+            each = pricing.step_balance(batch, placed)
+            least = int(each.argmin())
+            rows.append(DomainRow(name, today.balance(batch, placed), float(each[least]), found.names[least]))
+        return rows
+
+
 def _check(options: PlanOptions) -> None:
     """Refuse what can be told before the load is read."""
+    sampling = options.sampling
+    if sampling.requests is not None and options.batch != BATCH:
+        raise ConfigError(f"--batch={options.batch}: a step of --requests={sampling.requests} has the tokens it has")
+    if sampling.asked and options.sources is not None:
+        raise ConfigError(f"--sources={options.sources} are of the mean step; leave it out with --requests and --over")
     if options.ranks < 1 or options.nodes < 1 or options.ranks % options.nodes:
         raise ConfigError(f"--ranks={options.ranks} must be a multiple of --nodes={options.nodes}, both at least 1")
     if options.ranks > MOST_RANKS:

@@ -24,9 +24,11 @@ def summary(planned: Planned) -> dict[str, Any]:
     plan, problem, spec, options = planned.plan, planned.problem, planned.load.spec, planned.options
     placement, topology, model = plan.placement, problem.topology, planned.pricing.model
     before, after = planned.busy_s()
-    before_s, after_s = (float(busy.max(axis=1).sum()) for busy in (before, after))
+    before_s, after_s = planned.step_s()
+    balance_before, balance_after = planned.balance()
+    steps = planned.pricing.steps
     saving = before_s - after_s
-    steps = 0.0 if not plan.movement_s else plan.movement_s / saving if saving > 0 else math.inf
+    paid = 0.0 if not plan.movement_s else plan.movement_s / saving if saving > 0 else math.inf
     found: dict[str, Any] = {
         "model": spec.name,
         "load": planned.load.what,
@@ -48,16 +50,19 @@ def summary(planned: Planned) -> dict[str, Any]:
         "start_s": plan.before_s,
         "after_s": after_s,
         "gain_pct": _percent(before_s, after_s),
-        "balancedness_before": problem.balance(before),
-        "balancedness_after": problem.balance(after),
+        "balancedness_before": balance_before,
+        "balancedness_after": balance_after,
+        "steps": None if steps is None else {"what": steps.what, "scenarios": steps.load.num_scenarios},
+        "unseen": None if plan.unseen is None else plan.unseen._asdict(),
+        "domains": [row._asdict() for row in planned.domains],
         "duplicates_before": planned.now.placement.duplicates,
         "duplicates_after": placement.duplicates,
         "moves": len(plan.moves),
         "move_bytes": len(plan.moves) * problem.objective.expert_bytes,
         "moves_by_link": by_link(plan, topology, placement.slots_per_rank),
         "movement_s": plan.movement_s,
-        "break_even_steps": steps if math.isfinite(steps) else None,
-        "break_even_s": steps * after_s if math.isfinite(steps) else None,
+        "break_even_steps": paid if math.isfinite(paid) else None,
+        "break_even_s": paid * after_s if math.isfinite(paid) else None,
         "movement": options.movement,
         "trade": trade(planned, saving),
         "planning_s": plan.planning_s,
@@ -219,7 +224,8 @@ def command(options: PlanOptions, **changes: Any) -> str:
     words = ["coterie", "plan", str(options.load)]
     for name in PlanOptions.__dataclass_fields__:
         value = changes.get(name, getattr(options, name))
-        if name != "load" and value is not None and value != getattr(plain, name):
+        own = name == "batch" and options.requests is not None
+        if name != "load" and not own and value is not None and value != getattr(plain, name):
             words += [flags.get(name, "--" + name.replace("_", "-")), str(value)]
     return shlex.join(words)
 

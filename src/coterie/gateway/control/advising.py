@@ -83,6 +83,7 @@ def _plain(advice: Advice, epoch_s: float, applied: bool) -> dict[str, Any]:
         "planned": advice.plan is not None,
         "gain_pct": advice.gain_pct,
         "gain_next_pct": advice.gain_next_pct,
+        "steps": None if advice.steps is None else advice.steps._asdict(),
         "moves": advice.moves,
         "moved_bytes": advice.moved_bytes,
         "movement_s": advice.movement_s,

@@ -23,7 +23,12 @@ that one.
 
 Against flapping a round must be worth its cost with a margin, and the interval changes by bounded factors. While moves
 of the last round are still on their way there is no new one; what is left over when the next is due widens the
-interval. Wrong where drift comes in jumps: a load that is steady for long and then another is met after up to an
+interval.
+
+Where windows carry scenarios, rounds are planned and scored over the newest of them, about the forecast of the mean.
+No map is even in every step, so what the last round left uneven is not counted as something to gain.
+
+Wrong where drift comes in jumps: a load that is steady for long and then another is met after up to an
 interval, unless the excess has grown by enough to be plainly worth a round (`urgent`).
 """
 
@@ -40,6 +45,7 @@ from coterie.errors import ConfigError, check_not_negative, check_positive_share
 from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
+from coterie.placement.triggers.recent import RecentSteps
 from coterie.types import Placement, Topology
 
 Array = NDArray[np.float64]
@@ -104,6 +110,8 @@ class Decision(NamedTuple):
     cost_s: float = 0.0
     planned: bool = False
     """Whether a planner ran: planning is then paid for even if nothing moves."""
+    horizon: float = 0.0
+    """Steps that the plan was weighed for."""
 
 
 @dataclass(slots=True)
@@ -146,7 +154,7 @@ class Rebalancer:
     `make` builds the planner with the keyword `objective`; a name of :data:`~coterie.placement.base.planners` looked
     up is one. `objective.planning_s` is what planning costs; it decides whether planning is worth while. Where windows
     say which ranks tokens came from, that is forecast too, by the same weights; windows that do not say it change
-    nothing about it.
+    nothing about it. The same holds for windows with scenarios, of which the newest are kept.
     """
 
     def __init__(
@@ -169,6 +177,7 @@ class Rebalancer:
         """Moves of the last round that have not landed."""
         self.drift = DriftEstimator(placement.num_layers, placement.num_experts, memory=settings.memory)
         self.forecast = Forecast()
+        self.recent = RecentSteps()
         self._sources: Forecast | None = None
         self._due = 0.0
         self._window = 0.0
@@ -182,6 +191,7 @@ class Rebalancer:
         self._fitted_at: float | None = None
         self._age_then = np.inf
         self._excess_then_s = 0.0
+        self._left_share = 0.0  # excess that the last round left in its scenarios, over the even load
         self._ground = 0.0
         self._full_s: float | None = None
         self._movement_s: float | None = None
@@ -201,29 +211,32 @@ class Rebalancer:
         self._score(load)
         self.drift.update(load.tokens)
         self._known = self.drift.estimate()
-        self.forecast.update(load.tokens / load.steps, self._known)
+        self.recent.update(load, self.forecast.update(load.tokens / load.steps, self._known))
         if load.sources is not None:
             self._sources = self._sources or Forecast()
             self._sources.update(load.sources / load.steps, self._known)
         if self.pending:
             return self._still_moving()
         weight = self._worth_steps()
-        problem = self.objective.problem(self._expected(), self.topology, self.placement, self._now.shares)
+        expected = self.recent.around(self._expected())
+        problem = self.objective.problem(expected, self.topology, self.placement, self._now.shares)
         if self._unreachable():
-            return self._plan(problem, weight, "an expert is on no living rank: ", must=True)
+            return self._plan(expected, problem, weight, "an expert is on no living rank: ", must=True)
         excess_s = _excess_s(self._now, problem)
         grown_s = (excess_s - self._excess_then_s) * self.interval
         urgent = self._cost_s is not None and grown_s > self.settings.urgent * self._cost_s
         if self.step < self._due and not (urgent and self._age() >= self.settings.min_interval):
             return self._wait("not_due", f"next look in {self._due - self.step:g} steps")
-        if excess_s * weight <= (1 + self.settings.margin) * self.objective.planning_s:
+        to_gain_s = max(0.0, excess_s - self._left_share * float(problem.even.sum()))
+        if to_gain_s * weight <= (1 + self.settings.margin) * self.objective.planning_s:
             self._settle_interval()
+            best = "steps as even as after the last round" if self._left_share else "an even load"
             return self._wait(
                 "planning_costs_more",
-                f"an even load would save {excess_s * weight:.3g} s in {self.interval:g} steps; planning alone costs "
+                f"{best} would save {to_gain_s * weight:.3g} s in {self.interval:g} steps; planning alone costs "
                 f"{self.objective.planning_s:.3g} s",
             )
-        return self._plan(problem, weight, "early: " if self.step < self._due else "")
+        return self._plan(expected, problem, weight, "early: " if self.step < self._due else "")
 
     def landed(self, moves: int | None = None) -> None:
         """So many moves of the last plan arrived; None is all that were left. The map changes with the last."""
@@ -247,11 +260,11 @@ class Rebalancer:
 
     # ------------------------------------------------------------------------------------------------ a round
 
-    def _plan(self, problem: Problem, weight: float, why: str, must: bool = False) -> Decision:
+    def _plan(self, expected: Load, problem: Problem, weight: float, why: str, must: bool = False) -> Decision:
         settings = self.settings
         planner = self.make(objective=replace(self.objective, horizon=weight))
         in_force = () if self._now.shares is None else (self._now.shares,)
-        plan = planner.plan(self._expected(), self.topology, self.placement, *in_force)
+        plan = planner.plan(expected, self.topology, self.placement, *in_force)
         cost_s = plan.movement_s + self.objective.planning_s
         gain_s = plan.saving_s * weight
         moves = len(plan.moves)
@@ -272,10 +285,12 @@ class Rebalancer:
         self._previous, self._next, self.pending = self._now, _Map.of(plan), moves
         self._saving_s = plan.saving_s
         self._excess_then_s = _excess_s(self._next, problem)
+        if problem.steps is not None:
+            self._left_share = self._excess_then_s / max(float(problem.even.sum()), 1e-300)
         self.landed(0)  # a plan that only shares tokens anew is in force at once
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
         why += f"{moves} moves gain {gain_s:.3g} s in {weight:.3g} steps and cost {cost_s:.3g} s; {self._known.reason}"
-        return Decision(plan, why, "moved", self.interval, gain_s, cost_s, True)
+        return Decision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
 
     def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> Decision:
         """Planned without a move that pays: planning costs time, so the next round is later."""

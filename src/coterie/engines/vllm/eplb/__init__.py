@@ -12,6 +12,7 @@ read a file, or whose planner fails, costs a round and nothing else.
     paying.py   the Rebalancer that answers "keep, because …" until a change pays
     prices.py   objective, topology and planner of the settings
     files.py    maps on disk: the one to begin from, one made elsewhere, the one to keep
+    steps.py    single steps to plan for, from a file
     base.py     a round, a decision, the group; carrying a map over when ranks come and go
     metrics.py  series in the Prometheus registry of the process
 

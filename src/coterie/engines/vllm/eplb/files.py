@@ -24,12 +24,21 @@ from coterie.types import Placement
 logger = logging.getLogger("vllm.coterie")
 
 
-class _Stamp(NamedTuple):
+class Stamp(NamedTuple):
     """What tells one version of a file from the next; a file that is replaced gets another inode."""
 
     modified_ns: int
     bytes: int
     inode: int
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """None where there is no file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return Stamp(stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
 class MapFiles:
@@ -41,9 +50,9 @@ class MapFiles:
         self._initial = self._read_initial()
         self._warned: set[str] = set()
         self._most_layers = 0
-        self._read: _Stamp | None = None
+        self._read: Stamp | None = None
         self._found: Placement | None = None
-        self._taken: _Stamp | None = None
+        self._taken: Stamp | None = None
 
     def begin(self, asked: Round, current: Placement) -> Placement | None:
         """The map to begin from, once, and only from the map vLLM starts with.
@@ -62,12 +71,8 @@ class MapFiles:
     def offered(self, asked: Round) -> Placement | None:
         """The map of `load_map` if it is newer than the last one taken, and fits."""
         path = Path(self._settings.load_map or "")
-        try:
-            stat = path.stat()
-        except OSError:
-            return None
-        stamp = _Stamp(stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        if stamp == self._taken:
+        stamp = stamp_of(path)
+        if stamp is None or stamp == self._taken:
             return None
         if stamp != self._read:
             self._read, self._found = stamp, None

@@ -22,6 +22,7 @@ import numpy as np
 
 from coterie.engines.vllm.eplb.base import Decision, Round, Slots, as_slots
 from coterie.engines.vllm.eplb.prices import Prices, checked
+from coterie.engines.vllm.eplb.steps import StepsFile
 from coterie.placement import Load, Rebalancer
 from coterie.types import Placement, Topology
 
@@ -60,8 +61,9 @@ class _State:
 class Payoff:
     """Decides in every round whether a change pays; a draft model beside the main one has a state of its own."""
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, prices: Prices, steps: StepsFile) -> None:
         self._prices = prices
+        self._steps = steps
         self._rebalancing = prices.settings.rebalancing_settings()
         self._states: dict[_Shape, _State] = {}
         # vLLM begins at three quarters of its interval.
@@ -102,7 +104,7 @@ class Payoff:
         """The round's decision; `current` is vLLM's old map, whole."""
         settings = self._prices.settings
         # Tokens of `window` steps, at the rate of the `horizon` steps that have passed since the last call.
-        load = Load(asked.tokens * (settings.horizon / settings.window), settings.horizon)
+        load = self._steps.around(Load(asked.tokens * (settings.horizon / settings.window), settings.horizon))
         state = self._state(load, asked, current)
         state.windows += 1
         if state.skips:

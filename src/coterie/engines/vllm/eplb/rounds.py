@@ -24,6 +24,7 @@ from coterie.engines.vllm.eplb.files import MapFiles
 from coterie.engines.vllm.eplb.metrics import series
 from coterie.engines.vllm.eplb.paying import Payoff
 from coterie.engines.vllm.eplb.prices import Prices, checked
+from coterie.engines.vllm.eplb.steps import StepsFile
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.placement import Load
 from coterie.placement.planning.eplb import rebalance
@@ -60,7 +61,8 @@ class Rounds:
         self._prices = Prices(settings)
         self._prices.check()
         self._files = MapFiles(settings, self._failed)
-        self._payoff = Payoff(self._prices) if settings.when == "pays" else None
+        self._steps = StepsFile(settings.scenarios, self._failed)
+        self._payoff = Payoff(self._prices, self._steps) if settings.when == "pays" else None
         self._warm = self._waiting = False
         self._told = ""
 
@@ -71,6 +73,8 @@ class Rounds:
         decision = self._from_file(asked, group) if loaded and self.settings.load_map is not None else None
         state: tuple[int, ...] = ()  # all ranks have compared the file's map: their states do not matter to it
         if decision is None:
+            if self.settings.scenarios is not None:
+                self._steps.agreed(group.agree(self._steps.offered()).same)
             decision = self._decided(asked, vllms)
             state = () if self._payoff is None else self._payoff.fingerprint()
         asking_s = time.perf_counter() - began
@@ -109,7 +113,7 @@ class Rounds:
 
     def _planned(self, asked: Round, current: Placement) -> Decision:
         """A plan over the interval, as it comes."""
-        plan = self._prices.plan(Load(asked.tokens, self.settings.window), asked, current)
+        plan = self._prices.plan(self._steps.around(Load(asked.tokens, self.settings.window)), asked, current)
         checked(self.settings.planner, plan)
         gain_s, took_s = plan.saving_s * self.settings.horizon, max(plan.planning_s, 1e-9)
         kind = "moved" if plan.skip_reason is None else "does_not_pay"
@@ -163,7 +167,8 @@ class Rounds:
         tokens = np.arange(asked.tokens.size, dtype=np.float64).reshape(asked.tokens.shape) * 7919 % 101
         try:
             for _ in range(1 if self._payoff is None else 2):  # the first one compiles
-                plan = checked(self.settings.planner, self._prices.plan(Load(tokens), asked, asked.linear()))
+                load = self._steps.around(Load(tokens))
+                plan = checked(self.settings.planner, self._prices.plan(load, asked, asked.linear()))
             return plan.planning_s
         except Exception:
             self._failed("coterie: the planner failed when it was tried")
@@ -216,7 +221,11 @@ def _expected(decision: Decision) -> str:
     plan = decision.plan
     if plan is None:
         return ""
+    unseen, held_out = plan.unseen, ""
+    if unseen is not None:
+        held_out = f", on {unseen.scenarios} steps held out {unseen.before:.3f} -> {unseen.after:.3f} "
+        held_out += f"(a plan for the mean step {unseen.mean:.3f})"
     return (
-        f", balance {plan.balance_before:.3f} -> {plan.balance_after:.3f}, a step's experts "
+        f", balance {plan.balance_before:.3f} -> {plan.balance_after:.3f}{held_out}, a step's experts "
         f"{plan.before_s * 1e3:.2f} -> {plan.after_s * 1e3:.2f} ms, planned in {plan.planning_s * 1e3:.0f} ms"
     )

@@ -1,0 +1,98 @@
+"""Advice for single steps, drawn from the newest requests, and scored on requests that came later."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coterie.control import AdviceSettings, LoadSeen, PlacementAdvisor, Shape
+from coterie.control.steps import FEWEST, SCENARIOS, with_steps
+from coterie.control.traffic import Kept
+from coterie.placement import Load, Objective
+from coterie.types import Placement, Topology
+
+RANKS, LAYERS, EXPERTS, TOP_K, TOKENS, STEPS = 4, 2, 16, 2, 40, 500
+SHAPE = Shape("made", LAYERS, EXPERTS, TOP_K, RANKS)
+OBJECTIVE = Objective(row_s=1e-4, expert_bytes=1e6)
+TASTES = np.random.default_rng(5).dirichlet(np.full(EXPERTS, 0.2), (3, LAYERS))
+TOGETHER = 3
+"""Requests in a step."""
+
+
+def requests(count: int, first: int, seed: int) -> list[Kept]:
+    """Finished requests, each of one of three subjects."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for serial in range(first, first + count):
+        taste = TASTES[rng.integers(3)]
+        counts = np.array([rng.multinomial(TOP_K * TOKENS, layer) for layer in taste], np.uint32)
+        found.append(Kept(serial, 0.0, "w0", np.zeros_like(counts), counts, float(TOKENS)))
+    return found
+
+
+def load_of(some: list[Kept]) -> np.ndarray:
+    """[layer, expert] tokens of one worker's share of STEPS steps."""
+    each = np.mean([one.decode / one.tokens for one in some], axis=0)
+    return np.asarray(each * TOGETHER * STEPS / RANKS)
+
+
+def test_steps_have_the_load_s_mean_and_the_requests_spread() -> None:
+    some = requests(64, 0, 0)
+    load = Load(4 * load_of(some), STEPS)
+    found = with_steps(load, some, np.random.default_rng(0))
+    assert found.scenarios is not None
+    assert found.num_scenarios == SCENARIOS
+    np.testing.assert_allclose(found.scenarios.mean(axis=0), load.tokens / load.steps)
+    spread = found.scenarios.std(axis=0).sum()
+    many = with_steps(Load(40 * load.tokens, STEPS), some, np.random.default_rng(0))
+    assert many.scenarios is not None
+    assert spread / found.tokens.sum() > 2 * many.scenarios.std(axis=0).sum() / many.tokens.sum(), "more in a step"
+    again = with_steps(load, some, np.random.default_rng(0))
+    np.testing.assert_array_equal(again.scenarios, found.scenarios)
+
+
+@pytest.mark.parametrize("some", [[], requests(FEWEST - 1, 0, 0)])
+def test_few_requests_are_no_sample(some: list[Kept]) -> None:
+    load = Load(np.ones((LAYERS, EXPERTS)))
+    assert with_steps(load, some, np.random.default_rng(0)) is load
+
+
+def advised(seen: bool) -> PlacementAdvisor:
+    settings = AdviceSettings(window_s=10.0, cooldown_s=1e6)
+    advisor = PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, Placement.linear(LAYERS, EXPERTS, RANKS), settings)
+    advisor.tick(0.0)
+    kept: list[Kept] = []
+    for window in range(3):
+        new = requests(80, 80 * window, window)
+        kept += new
+        for worker in range(RANKS):
+            assert advisor.observe(LoadSeen(10.0 * window, f"w{worker}", load_of(new), STEPS, 9.0))
+        advisor.tick(10.0 * (window + 1), kept if seen else [])
+    return advisor
+
+
+def test_advice_says_what_single_steps_gain_on_requests_that_came_later() -> None:
+    over, mean = advised(True).advice, advised(False).advice
+    assert over is not None
+    assert over.plan is not None
+    assert over.plan.unseen is not None
+    score = over.steps
+    assert score is not None
+    assert (score.requests, score.scenarios) == (80, SCENARIOS)
+    assert score.after > score.mean > score.before
+    assert over.gain_next_pct is not None
+    assert over.gain_next_pct > 0
+    assert mean is not None
+    assert mean.plan is not None
+    assert mean.steps is None, "without requests the mean load is planned for"
+    assert not np.array_equal(over.plan.placement.slot_experts, mean.plan.placement.slot_experts)
+
+
+def test_the_same_inputs_give_the_same_advice() -> None:
+    one, other = advised(True).advice, advised(True).advice
+    assert one is not None
+    assert other is not None
+    assert one.plan is not None
+    assert other.plan is not None
+    assert one.plan.placement.slot_experts.tobytes() == other.plan.placement.slot_experts.tobytes()
+    assert one.steps == other.steps
