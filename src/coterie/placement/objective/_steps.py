@@ -6,16 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
+from coterie.costs.lines import touched
 
 Array = NDArray[np.float64]
-
-
-@helper()
-def touched(tokens: float, whole: bool) -> float:
-    """Chance that a slot with so many tokens of a step is streamed; of a mean step unless it is a `whole` one."""
-    if whole:
-        return min(tokens, 1.0)
-    return float(-np.expm1(-tokens))
 
 
 @njit()
@@ -58,6 +51,22 @@ def assess_steps(
                     times[rank] += per_token[layer, rank, expert] * part
                     if touch[rank] > 0.0:
                         times[rank] += touch[rank] * touched(part, whole)
+
+
+@njit()
+def fill_replicas(tokens: Array, touch: Array, per_token: Array, whole: bool, seconds: Array) -> None:
+    """`seconds` [rank, expert, replicas - 1, scenario] of each of so many equal replicas of one layer.
+
+    `tokens` [scenario, expert]; `per_token` [rank, expert].
+    """
+    ranks, experts, replicas, scenarios = seconds.shape
+    for rank in range(ranks):
+        for expert in range(experts):
+            for index in range(replicas):
+                for scenario in range(scenarios):
+                    part = tokens[scenario, expert] / (index + 1.0)
+                    streamed = touch[rank] * touched(part, whole)
+                    seconds[rank, expert, index, scenario] = per_token[rank, expert] * part + streamed
 
 
 @njit()

@@ -19,7 +19,7 @@ from coterie.placement.planning.search.state import (
     part_of,
     slowest,
 )
-from coterie.placement.splits._flows import NONE
+from coterie.placement.flows.chains import NONE
 
 
 @helper()
