@@ -183,7 +183,7 @@ def test_the_best_plan_over_scenarios_beats_that_for_their_mean() -> None:
 def test_too_many_scenarios_are_refused_with_what_can_plan_them() -> None:
     load = Load.of_scenarios(np.ones((9, 1, 32)))
     planner = LatencyOptimalIlp(v3_prices())
-    with pytest.raises(ConfigError, match="32 experts on 4 ranks in 9 scenarios .* latency_optimal"):
+    with pytest.raises(ConfigError, match=r"32 experts on 4 ranks in 9 scenarios .* latency_optimal"):
         planner.plan(load, Topology(4), Placement.linear(1, 32, 4))
     problem = v3_prices().problem(load, Topology(4), Placement.linear(1, 32, 4))
     with pytest.raises(ConfigError, match="solved for the mean step"):

@@ -250,11 +250,3 @@ class ExpertLine(NamedTuple):
 def slot_s(row_s: float, touch_s: float, tokens: Any) -> Any:
     """A slot that gets so many tokens a step on average, by :class:`ExpertLine`; some steps may not touch it."""
     return touch_s * -np.expm1(-tokens) + row_s * tokens
-
-
-@helper()
-def touched(tokens: float, whole: bool) -> float:
-    """Chance that a slot with so many tokens of a step is streamed; of a mean step unless it is a `whole` one."""
-    if whole:
-        return min(tokens, 1.0)
-    return float(-np.expm1(-tokens))

@@ -6,9 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.lines import touched
 
 Array = NDArray[np.float64]
+
+
+@helper()
+def touched(tokens: float, whole: bool) -> float:
+    """Chance that a slot with so many tokens of a step is streamed; of a mean step unless it is a `whole` one."""
+    if whole:
+        return min(tokens, 1.0)
+    return float(-np.expm1(-tokens))
 
 
 @njit()

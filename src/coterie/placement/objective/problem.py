@@ -278,14 +278,10 @@ class Problem:
         """Balancedness of a placement, over the scenarios."""
         return self._balance(self._assess(slot_experts, shares, per_step))
 
-    def score(
-        self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False
-    ) -> Score:
+    def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False) -> Score:
         return self._score(self._assess(slot_experts, shares, per_step))
 
-    def _assess(
-        self, slot_experts: NDArray[np.integer], shares: Array | None, per_step: bool = False
-    ) -> _Assessment:
+    def _assess(self, slot_experts: NDArray[np.integer], shares: Array | None, per_step: bool = False) -> _Assessment:
         shape = len(slot_experts), self.current.num_ranks
         busy, arrivals, loads = np.empty(shape), np.empty(shape), np.empty(shape, np.int64)
         slots = np.ascontiguousarray(slot_experts, np.int32)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
 from coterie.placement.base import Load
-from coterie.placement.flows.splitting import split_steps
 from coterie.placement.objective._steps import assess_steps, bound_steps, fill_replicas
+from coterie.placement.objective.flows.splitting import split_steps
 from coterie.types import Topology
 
 Array = NDArray[np.float64]

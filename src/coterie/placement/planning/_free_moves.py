@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement.flows.chains import (
+from coterie.placement.objective.flows.chains import (
     NONE,
     REACHED,
     TWIN,

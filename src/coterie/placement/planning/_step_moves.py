@@ -1,10 +1,10 @@
 """The search behind per_step: swaps and gifts of one layer's slots, each scenario with its best split.
 
-The slowest rank of a scenario is slowest because of its bottleneck: ranks that no replica leads out of. Weights of ranks
-that are alike (by speed) inside the bottleneck and 0 outside are the dual of the split's linear program. An expert
-counts by its cheapest rank under these weights, and their sum is the slowest rank's time; for any other placement it is
-a bound from below. It is a sum over experts, so what a swap or a gift could gain at best is a sum of two entries of a
-table. The most promising are tried by the true split, and the first that lowers the objective is taken.
+A scenario's slowest rank takes as long as its bottleneck, the ranks that no replica leads out of, takes on average. So
+let a rank in the bottleneck count by its speed, any other 0 (the dual of the split's linear program), and every expert
+by the least counting of its ranks: these sum to the slowest rank's time, and for any other placement to a bound from
+below. What a swap or a gift could gain at best is then two entries of a table. The most promising changes are tried
+with the true split, and the first that lowers the objective is taken.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement.flows.chains import REACHED, Array, Indices, relieve
-from coterie.placement.flows.splitting import Step, StepScratch, draw_lines, new_step_scratch, split_best, split_step
-from coterie.placement.planning.search.step_state import weighed
+from coterie.placement.objective.flows.chains import REACHED, Array, Indices, relieve
+from coterie.placement.objective.flows.splitting import (
+    Step,
+    StepScratch,
+    draw_lines,
+    new_step_scratch,
+    split_best,
+    split_step,
+)
 
 TRIED = 24
 """Changes tried in a round, by what they could gain at best."""
@@ -77,7 +83,7 @@ class StepPlace(NamedTuple):
     """[scenario + 1] what scenarios from this one on count at least."""
     dual: Array
     """[scenario, rank] weights of ranks."""
-    count: Array
+    second: Array
     """[scenario] what a second of it counts."""
     leave: Array
     """[slot] expected seconds added if it lost its expert; negative: saved."""
@@ -190,7 +196,7 @@ def look(case: StepCase, place: StepPlace, scratch: StepScratch, edge: float) ->
     place.go[:] = 0.0
     for scenario in range(len(place.times)):
         past = steep if place.times[scenario] >= edge else 0.0
-        place.count[scenario] = case.weights[scenario] * (1.0 - case.tail + past)
+        place.second[scenario] = case.weights[scenario] * (1.0 - case.tail + past)
         if place.times[scenario] <= 0.0:
             continue
         step = Step(case.tokens[scenario], case.per_token, case.touch, case.whole, case.speeds, case.alive)
@@ -211,7 +217,7 @@ def look(case: StepCase, place: StepPlace, scratch: StepScratch, edge: float) ->
 def tabulate(case: StepCase, place: StepPlace, scratch: StepScratch, scenario: int) -> None:
     """Add one scenario to the tables."""
     ranks, experts = place.held.shape
-    each, dual, count = len(place.row) // ranks, place.dual[scenario], place.count[scenario]
+    each, dual, second = len(place.row) // ranks, place.dual[scenario], place.second[scenario]
     most = place.times[scenario] - place.low[scenario]
     unit, fixed = scratch.unit, scratch.fixed
     for expert in range(experts):
@@ -224,7 +230,7 @@ def tabulate(case: StepCase, place: StepPlace, scratch: StepScratch, scenario: i
         for rank in range(ranks):
             if case.alive[rank] and not place.held[rank, expert]:
                 value = dual[rank] * unit[rank, expert]
-                place.join[rank, expert] += count * (value * fixed[expert] + max(min(value, now) - now, -most))
+                place.join[rank, expert] += second * (value * fixed[expert] + max(min(value, now) - now, -most))
     for slot in range(len(place.row)):
         rank, expert = slot // each, place.row[slot]
         if not case.alive[rank] or case.tokens[scenario, expert] <= 0.0:
@@ -238,11 +244,11 @@ def tabulate(case: StepCase, place: StepPlace, scratch: StepScratch, scenario: i
                     without = min(without, value)
         saved = dual[rank] * unit[rank, expert] * fixed[expert]
         if place.copies[expert] > 1:
-            place.leave[slot] += count * (without - now - saved)
+            place.leave[slot] += second * (without - now - saved)
         for other in range(ranks):
             if case.alive[other] and not place.held[other, expert]:
                 value = dual[other] * unit[other, expert]
-                place.go[slot, other] += count * (min(value, without) - now + value * fixed[expert] - saved)
+                place.go[slot, other] += second * (min(value, without) - now + value * fixed[expert] - saved)
 
 
 @helper()
@@ -320,7 +326,10 @@ def improve_once(case: StepCase, place: StepPlace, scratch: StepScratch) -> bool
     edge = find_edge(place.times, case.weights, case.tail_share) if case.tail > 0.0 else 0.0
     lean, steep = 1.0 - case.tail, case.tail / case.tail_share
     floor = case.floor - case.tail * edge
-    seconds = weighed(place.times, case.weights, edge, lean, steep)
+    seconds = 0.0
+    for scenario in range(len(place.times)):
+        past = max(0.0, place.times[scenario] - edge)
+        seconds += case.weights[scenario] * (lean * place.times[scenario] + steep * past)
     if seconds <= floor:
         return False
     now = case.horizon * seconds + movement(case, place.arrivals)
@@ -376,7 +385,7 @@ def search_per_step(
         low=np.zeros(scenarios),
         rest=np.zeros(scenarios + 1),
         dual=np.zeros((scenarios, ranks)),
-        count=np.zeros(scenarios),
+        second=np.zeros(scenarios),
         leave=np.zeros(slots),
         join=np.zeros((ranks, experts)),
         go=np.zeros((slots, ranks)),

@@ -5,7 +5,7 @@
   replica by a weight can do this.
 * ``optimal``: shares solved again for every window (or batch), as DeepSeek's LPLB and SGLang's
   ``--ep-dispatch-algorithm lp`` do. Where a load has scenarios, for each of them:
-  :mod:`~coterie.placement.flows.splitting`; the shares of a plan are then those of the mean step.
+  :mod:`~coterie.placement.objective.flows.splitting`; the shares of a plan are then those of the mean step.
 
 Weighted and optimal are the same numbers, from different windows: weights are what was best for the window they were
 fitted on. On the next one they are worse than optimal, and may be worse than equal.
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
-from coterie.placement.flows.chains import Array, Indices, new_split
-from coterie.placement.flows.splitting import MOST_FIXED, split_best
 from coterie.placement.objective import Problem
+from coterie.placement.objective.flows.chains import Array, Indices, new_split
+from coterie.placement.objective.flows.splitting import MOST_FIXED, split_best
 
 
 class Affine(NamedTuple):

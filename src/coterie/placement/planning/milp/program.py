@@ -63,7 +63,7 @@ class Layer:
     unit: Array
     """[rank, expert] a step if the rank got all of the expert's tokens."""
     share: Array
-    """[expert, replicas - 1] of `unit` that each of so many equal replicas takes; at most, where there are scenarios."""
+    """[expert, replicas - 1] of `unit` that each of so many equal replicas takes; of the rank where that is most."""
     load_in: Array
     """[rank, expert] to load it there; 0 where it is."""
     speeds: Array

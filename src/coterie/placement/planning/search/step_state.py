@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.costs.lines import touched
+from coterie.placement.objective._steps import touched
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

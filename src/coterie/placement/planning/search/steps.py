@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.lines import touched
+from coterie.placement.objective._steps import touched
 from coterie.placement.planning.search.step_state import (
     Array,
     Ints,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from coterie._numba import helper
-from coterie.placement.flows.chains import NONE, Array, Indices, Split
+from coterie.placement.objective.flows.chains import NONE, Array, Indices, Split
 
 STALL = 50
 """Steps without progress after which the first column that helps is taken, not the steepest: that cannot go round."""

@@ -1,9 +1,9 @@
 """The best split of a layer's tokens over its replicas: for one load, and anew in every scenario.
 
-Without streaming a scenario's split is a linear program and solved exactly. A replica that streams pays for that as soon
-as it has a token, so the best split is one of on and off too. It is then searched: from the best of the split by
-straight lines, equal shares, and every expert whole on one of its ranks, shares leave the slowest rank one at a time as
-long as that makes it faster. Never worse than equal shares.
+Without streaming a scenario's split is a linear program and solved exactly. Where replicas stream, each that has a
+token pays for it, and which of them have any is a choice too. The split is then searched: from the best of the split by
+straight lines, equal shares, and every expert whole on one of its ranks, shares leave the slowest rank one at a time
+while that makes it faster. Never worse than equal shares.
 """
 
 from __future__ import annotations
@@ -14,9 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.lines import touched
-from coterie.placement.flows.chains import NONE, TWIN, Array, Indices, Split, least_limit, link, new_split, separable
-from coterie.placement.flows.simplex import solve_exactly
+from coterie.placement.objective._steps import touched
+from coterie.placement.objective.flows.chains import (
+    NONE,
+    TWIN,
+    Array,
+    Indices,
+    Split,
+    least_limit,
+    link,
+    new_split,
+    separable,
+)
+from coterie.placement.objective.flows.simplex import solve_exactly
 
 MOST_FIXED = 0.999
 """Largest fixed part of an expert's seconds: a share of its tokens always costs something."""
@@ -106,10 +116,7 @@ def split_step(row: Indices, step: Step, scratch: StepScratch) -> float:
 
 @helper()
 def _streams(step: Step) -> bool:
-    for seconds in step.touch:
-        if seconds > 0.0:
-            return True
-    return False
+    return bool(step.touch.max() > 0.0)
 
 
 @helper()
