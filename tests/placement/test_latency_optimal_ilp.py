@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from coterie.errors import ConfigError
-from coterie.placement import Eplb, Load, Objective, Plan, Problem, Score
+from coterie.placement import Eplb, LatencyOptimal, Load, Objective, Plan, Problem, Score
 from coterie.placement.base import SearchProgress
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
+from coterie.placement.scenarios import steps_of_requests
 from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology
 from v3_prices import v3_prices
@@ -62,7 +63,8 @@ def pick(problem: Problem, layers: list[int]) -> Problem:
     """The problem with these layers, any of them as often as wanted."""
     current = replace(problem.current, slot_experts=problem.current.slot_experts[layers])
     arrays = {name: getattr(problem, name)[layers] for name in ("unit", "share", "load_in", "source", "even", "reach")}
-    return replace(problem, current=current, **arrays)
+    steps = None if problem.steps is None else problem.steps.of_layers(np.array(layers))
+    return replace(problem, current=current, steps=steps, **arrays)
 
 
 def all_scores(problem: Problem, split: Any) -> Score:
@@ -77,8 +79,8 @@ def brute_force(problem: Problem, split: Any) -> float:
 
 
 @st.composite
-def problems(draw: st.DrawFn, largest: int) -> Problem:
-    """One layer of 2 or 3 ranks, up to `largest` slots in all, of every kind there is."""
+def problems(draw: st.DrawFn, largest: int, scenarios: int = 0) -> Problem:
+    """One layer of 2 or 3 ranks, up to `largest` slots in all, of every kind there is, with up to so many scenarios."""
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     ranks = draw(st.sampled_from([2, 3]))
     per_rank = draw(st.integers(2, largest // ranks))
@@ -105,7 +107,13 @@ def problems(draw: st.DrawFn, largest: int) -> Problem:
     for expert in np.setdiff1d(np.arange(experts), slots):  # a map must have them all, if on a rank that is gone
         twice = np.flatnonzero(np.bincount(slots, minlength=experts)[slots] > 1)
         slots[twice[0]] = expert
-    return objective.problem(Load(tokens, sources=sources), topology, Placement(slots[None], ranks, experts))
+    load = Load(tokens, sources=sources)
+    if scenarios:
+        count = draw(st.integers(1, scenarios))
+        some = np.round(rng.pareto(1.0, (count, 1, experts)) * draw(st.sampled_from([0.5, 300])), 1)
+        load = replace(load, scenarios=some, weights=rng.dirichlet(np.ones(count)), whole_steps=draw(st.booleans()))
+        objective = replace(objective, tail=draw(st.sampled_from([0.0, 0.5, 1.0])), tail_share=0.3)
+    return objective.problem(load, topology, Placement(slots[None], ranks, experts))
 
 
 @settings(deadline=None, max_examples=25)
@@ -119,6 +127,69 @@ def test_equal_split_is_the_best_of_all_placements(problem: Problem) -> None:
     assert report.objective_s[0] == pytest.approx(best, rel=1e-6, abs=1e-12)
     assert report.bound_s[0] <= best * (1 + 1e-9) + 1e-15
     assert report.closed.all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(problems(largest=9, scenarios=4))
+def test_scenarios_give_the_best_of_all_placements_over_them(problem: Problem) -> None:
+    plan = exact(problem).solve(problem)
+    report = plan.proven
+    best = brute_force(problem, "equal")
+    assert problem.score(plan.placement.slot_experts).total_s[0] == pytest.approx(best, rel=1e-6, abs=1e-12)
+    assert report.objective_s[0] == pytest.approx(best, rel=1e-6, abs=1e-12)
+    assert report.bound_s[0] <= best * (1 + 1e-9) + 1e-15
+    assert report.closed.all()
+
+
+ORACLE = {
+    "no spare slots": (8, v3_prices(expert_bytes=0.0)),
+    "spare slots": (12, v3_prices(expert_bytes=0.0)),
+    "moves priced": (12, v3_prices(horizon=20.0, move_price=0.2)),
+    "tail": (12, v3_prices(expert_bytes=0.0, tail=0.5, tail_share=0.3)),
+    "streaming": (12, v3_prices(expert_bytes=0.0, touch_s=2e-5)),
+}
+
+
+@pytest.mark.parametrize("kind", ORACLE)
+def test_latency_optimal_over_scenarios_is_within_two_percent(kind: str) -> None:
+    slots, objective = ORACLE[kind]
+    ratios = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        requests = rng.poisson(2000 * rng.dirichlet(np.full(8, 0.3), (12, 1)))
+        load = Load.of_scenarios(steps_of_requests(requests, 3, 6, rng))
+        topology, current = Topology(4), Placement.linear(1, 8, 4, slots)
+        problem = objective.problem(load, topology, current)
+        fast = LatencyOptimal(objective=objective).plan(load, topology, current).placement.slot_experts
+        report = LatencyOptimalIlp(objective, gap=1e-4).solve(problem, starts=[fast]).proven
+        assert report.closed.all()
+        ratios.append(float(problem.score(fast).total_s[0] / report.objective_s[0]))
+    print(f"{kind}: {max(ratios):.4f} of the optimum at worst, {np.mean(ratios):.4f} on average")
+    assert max(ratios) <= 1.02
+
+
+def test_the_best_plan_over_scenarios_beats_that_for_their_mean() -> None:
+    """Experts 0 and 1 are never hot together: side by side they fill one rank in turn."""
+    steps = np.array([[[8.0, 0.0, 4.0, 4.0]], [[0.0, 8.0, 4.0, 4.0]]])
+    topology, current = Topology(2), Placement.linear(1, 4, 2)
+    planner = LatencyOptimalIlp(v3_prices(row_s=1.0, expert_bytes=0.0))
+    load = Load.of_scenarios(steps)
+    plan = planner.plan(load, topology, current)
+    assert plan.after_s == 8.0
+    problem = planner.objective.problem(load, topology, current)
+    assert problem.slowest_s(np.array([[0, 2, 1, 3]], np.int32))[0] == 12.0, "as good for the mean"
+
+
+def test_too_many_scenarios_are_refused_with_what_can_plan_them() -> None:
+    load = Load.of_scenarios(np.ones((9, 1, 32)))
+    planner = LatencyOptimalIlp(v3_prices())
+    with pytest.raises(ConfigError, match=r"32 experts on 4 ranks in 9 scenarios .* latency_optimal"):
+        planner.plan(load, Topology(4), Placement.linear(1, 32, 4))
+    problem = v3_prices().problem(load, Topology(4), Placement.linear(1, 32, 4))
+    with pytest.raises(ConfigError, match="solved for the mean step"):
+        LatencyOptimalIlp(v3_prices(), "optimal").solve(problem)
+    mean = LatencyOptimalIlp(v3_prices(), "optimal").plan(load, Topology(4), Placement.linear(1, 32, 4))
+    assert mean.skip_reason is not None
 
 
 @settings(deadline=None, max_examples=12)
@@ -241,8 +312,6 @@ def test_what_progress_raises_comes_out() -> None:
 
 @pytest.mark.parametrize("split", ["equal", "optimal"])
 def test_starts_from_the_heuristic_and_is_never_worse(split: Any) -> None:
-    from coterie.placement.planning.latency_optimal import LatencyOptimal
-
     objective = v3_prices(horizon=200.0)
     topology = Topology(4, ranks_per_node=2, speeds=(1.0, 1.0, 0.8, 1.0))
     load = Load(zipf_drift(3, 32, np.random.default_rng(3), exponent=0.8, tokens=32768.0).after)

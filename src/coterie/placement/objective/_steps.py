@@ -61,6 +61,22 @@ def assess_steps(
 
 
 @njit()
+def fill_replicas(tokens: Array, touch: Array, per_token: Array, whole: bool, seconds: Array) -> None:
+    """`seconds` [rank, expert, replicas - 1, scenario] of each of so many equal replicas of one layer.
+
+    `tokens` [scenario, expert]; `per_token` [rank, expert].
+    """
+    ranks, experts, replicas, scenarios = seconds.shape
+    for rank in range(ranks):
+        for expert in range(experts):
+            for index in range(replicas):
+                for scenario in range(scenarios):
+                    part = tokens[scenario, expert] / (index + 1.0)
+                    streamed = touch[rank] * touched(part, whole)
+                    seconds[rank, expert, index, scenario] = per_token[rank, expert] * part + streamed
+
+
+@njit()
 def bound_steps(
     chosen: NDArray[np.int64],
     tokens: Array,

@@ -262,18 +262,26 @@ class Problem:
         """[layer, rank] seconds of loading experts that the rank does not hold."""
         return self._assess(slot_experts, None).arrivals_s
 
-    def slowest_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
-        """[layer] seconds of the slowest rank, expected over the scenarios."""
-        return self._slowest_s(self._assess(slot_experts, shares))
+    def slowest_s(
+        self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False
+    ) -> Array:
+        """[layer] seconds of the slowest rank, expected over the scenarios.
 
-    def balanced(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> float:
+        `per_step` splits tokens over replicas anew in every scenario, so that its slowest rank is fastest; `shares` are
+        then those of the mean step only. Without scenarios it says nothing. So in the methods below.
+        """
+        return self._slowest_s(self._assess(slot_experts, shares, per_step))
+
+    def balanced(
+        self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False
+    ) -> float:
         """Balancedness of a placement, over the scenarios."""
-        return self._balance(self._assess(slot_experts, shares))
+        return self._balance(self._assess(slot_experts, shares, per_step))
 
-    def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Score:
-        return self._score(self._assess(slot_experts, shares))
+    def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False) -> Score:
+        return self._score(self._assess(slot_experts, shares, per_step))
 
-    def _assess(self, slot_experts: NDArray[np.integer], shares: Array | None) -> _Assessment:
+    def _assess(self, slot_experts: NDArray[np.integer], shares: Array | None, per_step: bool = False) -> _Assessment:
         shape = len(slot_experts), self.current.num_ranks
         busy, arrivals, loads = np.empty(shape), np.empty(shape), np.empty(shape, np.int64)
         slots = np.ascontiguousarray(slot_experts, np.int32)
@@ -281,7 +289,9 @@ class Problem:
         arguments = slots, self.unit, self.share, given, self.load_in, self.source, self.alive, busy, arrivals, loads
         side_by_side(assess, len(slots), *arguments)
         steps = None
-        if self.steps is not None:
+        if self.steps is not None and per_step:
+            steps = self.steps.split_rank_s(slots, self.topology.rank_speeds)
+        elif self.steps is not None:
             steps = self.steps.rank_s(slots, None if shares is None else given, self.alive)
         return _Assessment(busy, arrivals, loads, steps)
 
@@ -313,12 +323,18 @@ class Problem:
         skip_reason: str | None = None,
         layer_reasons: tuple[str, ...] = (),
     ) -> Plan:
-        """The plan that leads to `slot_experts`: experts that stay on a rank keep their slot, shares follow them."""
+        """The plan that leads to `slot_experts`: experts that stay on a rank keep their slot, shares follow them.
+
+        With scenarios and `split` optimal, tokens are split anew in every scenario: after the plan, and before it if
+        there are shares in force, which are then those of an earlier such plan.
+        """
         current = self.current
         settled, order = settle(current.slot_experts, np.asarray(slot_experts, np.int32), current.num_ranks)
         given = None if shares is None else np.take_along_axis(shares, order, axis=1)
         placement = Placement(settled, current.num_ranks, current.num_experts)
-        was, will = self._assess(current.slot_experts, self.shares), self._assess(settled, given)
+        per_step = split == "optimal"
+        was = self._assess(current.slot_experts, self.shares, per_step and self.shares is not None)
+        will = self._assess(settled, given, per_step)
         before, after = self._score(was), self._score(will)
         return Plan(
             placement=placement,

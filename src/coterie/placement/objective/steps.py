@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
 from coterie.placement.base import Load
-from coterie.placement.objective._steps import assess_steps, bound_steps
+from coterie.placement.objective._steps import assess_steps, bound_steps, fill_replicas
+from coterie.placement.objective.flows.splitting import split_steps
 from coterie.types import Topology
 
 Array = NDArray[np.float64]
@@ -67,6 +68,21 @@ class Steps:
         prices = self.touch, self.per_token, self.whole
         side_by_side(assess_steps, len(busy), slot_experts, given, self.tokens, *prices, alive, busy)
         return busy
+
+    def split_rank_s(self, slot_experts: NDArray[np.integer], speeds: Array) -> Array:
+        """[layer, scenario, rank] seconds, every scenario with the split that makes its slowest rank fastest."""
+        busy = np.empty((*self.tokens.shape[:2], len(speeds)))
+        rows = np.ascontiguousarray(slot_experts, np.int64)
+        prices = self.touch, self.per_token, self.whole
+        side_by_side(split_steps, len(busy), rows, self.tokens, *prices, speeds, speeds > 0, busy)
+        return busy
+
+    def replica_s(self, layer: int, replicas: int) -> Array:
+        """[rank, expert, replicas - 1, scenario] seconds of each of up to so many equal replicas."""
+        scenarios, experts = self.tokens.shape[1:]
+        seconds = np.empty((len(self.touch), experts, replicas, scenarios))
+        fill_replicas(self.tokens[layer], self.touch, self.per_token[layer], self.whole, seconds)
+        return seconds
 
     def of_layers(self, layers: NDArray[np.integer]) -> Steps:
         return replace(

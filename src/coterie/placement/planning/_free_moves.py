@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement.splits._flows import (
+from coterie.placement.objective.flows.chains import (
     NONE,
     REACHED,
     TWIN,

@@ -63,8 +63,9 @@ class LatencyOptimal:
 
     objective: Objective = needs(PRICES_HINT)
     split: Split = "equal"
-    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved, and the
-    plan is for the mean step, whatever scenarios the load has."""
+    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved. Where the
+    load has scenarios, `optimal` splits anew in each of them, and the plan's shares are those of the mean step;
+    `weighted` plans for the mean step."""
     max_moves: int | None = None
     """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
     no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted. A plan within
@@ -78,7 +79,7 @@ class LatencyOptimal:
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
         started = perf_counter()
-        if self.split != "equal" or self.max_moves is not None:
+        if self.split == "weighted" or self.max_moves is not None:
             load = load.mean
         problem = self.objective.problem(load, topology, current, shares)
         living_ranks(problem)  # more slots than experts are refused
@@ -131,6 +132,8 @@ class LatencyOptimal:
     def _plan_split(self, problem: Problem, load: Load, started: float) -> Plan:
         from coterie.placement.planning.free_split import improve  # its solver is not needed for equal shares
 
+        if problem.steps is not None:
+            return self._plan_per_step(problem, load, started)
         start, spent = self._repaired(problem, load)
         found = improve(start, None if self.max_moves is None else max(0, self.max_moves - spent))
         gain, planning = _gain_s(problem, found.slot_experts, found.shares), self.objective.planning_s
@@ -144,6 +147,42 @@ class LatencyOptimal:
         if len(plan.moves):
             return plan
         return replace(plan, skip_reason=f"re-splitting alone saves {gain:.3g} s over the horizon, no move pays")
+
+    def _plan_per_step(self, problem: Problem, load: Load, started: float) -> Plan:
+        """With scenarios the split is solved anew in each of them."""
+        from coterie.placement.planning.per_step import Starts, plan_per_step
+        from coterie.placement.splits.shares import optimal_shares
+
+        current, shares, planning = problem.current, problem.shares, self.objective.planning_s
+        mean = replace(self, objective=replace(self.objective, planning_s=0.0)).plan(
+            load.mean, problem.topology, current, shares
+        )
+        equal, seen = self._found(problem, load)
+        sound = not current.duplicates and not _lost(problem)
+        there = np.ascontiguousarray(current.slot_experts, np.int32) if sound else equal.slot_experts
+        found = plan_per_step(problem, Starts(there, mean.placement.slot_experts, equal.slot_experts), seen)
+        rows = found.slot_experts
+        before = problem.score(current.slot_experts, shares, per_step=shares is not None)
+        saved = before.total_s - problem.score(rows, per_step=True).total_s
+        gain, moved = float(saved.sum()), (rows != current.slot_experts).any(axis=1)
+        reasons = tuple(
+            _reason(CHANGED if went else KEPT, one) for went, one in zip(moved.tolist(), saved.tolist(), strict=True)
+        )
+        took = perf_counter() - started
+        if gain <= planning and sound:
+            reason = f"re-splitting and moves save {gain:.3g} s over the horizon, planning takes {planning:.3g} s"
+            if shares is None:
+                plan = problem.keep(reason, took, reasons)
+            else:  # such a split is in force
+                rows, given, told = current.slot_experts, shares, {"planning_s": took, "layer_reasons": reasons}
+                plan = problem.plan(rows, given, split="optimal", skip_reason=reason, **told)
+        else:
+            given = optimal_shares(problem, rows)
+            plan = problem.plan(rows, given, split="optimal", planning_s=took, layer_reasons=reasons)
+            if not len(plan.moves):
+                reason = f"a split in every step alone saves {gain:.3g} s over the horizon, no move pays"
+                plan = replace(plan, skip_reason=reason)
+        return replace(plan, unseen=found.unseen)
 
     def _repaired(self, problem: Problem, load: Load) -> _Start:
         """The problem with no expert twice on a rank, and the moves that took."""

@@ -7,8 +7,10 @@ ranks (288 slots on 32) it may not close at all: then the proof says how large t
 A budget of moves couples the layers. It is given a price, which is bisected; of all that was found at any price, the
 best choice of one placement a layer that keeps to the budget is taken, and the highest bound over the prices holds.
 
-It plans for the mean step, also of a load with scenarios. Wrong where the next window is not like this one, as every
-planner; and a waste of time where `gap` is below what the
+Over scenarios (:attr:`Load.scenarios`) it minimises their expected time, tail included, for equal shares and small
+layers; larger ones are refused. With the optimal split it plans for the mean step.
+
+Wrong where the next window is not like this one, as every planner; and a waste of time where `gap` is below what the
 load is known to.
 """
 
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_at_least, check_not_negative
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning.milp.program import Array, Found, Layer, Mask
+from coterie.placement.planning.milp.program import Array, Found, Layer, LayerSteps, Mask
 from coterie.placement.planning.milp.running import Search
 from coterie.placement.planning.milp.solving import best_shares, solve
 from coterie.placement.planning.packing import living_ranks
@@ -34,6 +36,9 @@ from coterie.types import Placement, Topology
 
 PRICES = 8
 """Most prices per move that are tried to keep to a budget."""
+
+LARGEST = 1024
+"""Experts x ranks x scenarios up to which a layer's scenarios are planned for: past it a gap seldom closes."""
 
 TOLERANCE = 1e-5
 """Share of an objective: the gap that the solver's tolerances leave."""
@@ -74,15 +79,21 @@ class LatencyOptimalIlp:
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
-        mean = load.mean
-        starts = [self._heuristic(mean, topology, current)] if self.warm_start else []
-        return self.solve(self.objective.problem(mean, topology, current, shares), starts=starts)
+        if self.split == "optimal":
+            load = load.mean
+        problem = self.objective.problem(load, topology, current, shares)
+        _check_size(problem)
+        starts = [self._heuristic(load, topology, current)] if self.warm_start else []
+        return self.solve(problem, starts=starts)
 
     def solve(self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = ()) -> Plan:
         """The plan with its proof. `starts`: placements [layer, slot] to start from; in each layer the best of them
         and the current one is taken. `warm_start` is for :meth:`plan`. Where what is found gains no more than
         planning costs, the plan keeps what is in force; the proof is of what was found all the same."""
         living_ranks(problem)  # more slots than experts are refused
+        if problem.steps is not None and self.split == "optimal":
+            raise ConfigError("split='optimal' is solved for the mean step; make the problem of load.mean")
+        _check_size(problem)
         return _Planning(self, problem, starts, self.progress).solution()
 
     def _heuristic(self, load: Load, topology: Topology, current: Placement) -> NDArray[np.int32]:
@@ -120,9 +131,14 @@ class _Planning:
 
     def _layer(self, index: int, price: float) -> Layer:
         problem, objective, living = self.problem, self.problem.objective, self.living
+        unit, share, steps = problem.unit[index, living], problem.share[index].T, None
+        if problem.steps is not None:
+            seconds = problem.steps.replica_s(index, problem.share.shape[1])[living]
+            steps = LayerSteps(seconds, problem.steps.weights, objective.tail, objective.tail_share)
+            unit, share = _expected(seconds @ steps.weights)
         return Layer(
-            problem.unit[index, living],
-            problem.share[index].T,
+            unit,
+            share,
             problem.load_in[index, living],
             problem.topology.rank_speeds[living],
             problem.current.slots_per_rank,
@@ -131,6 +147,7 @@ class _Planning:
             objective.exposed,
             objective.exposed * objective.move_price,
             price,
+            steps,
         )
 
     def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[Found]:
@@ -270,6 +287,25 @@ class _Planning:
         """Whether what is in force may stay: every expert on a living rank, none twice on one."""
         held = [self._holds(slots) for slots in self.problem.current.slot_experts]
         return not any(doubled or not holds.any(axis=0).all() for holds, doubled in held)
+
+
+def _check_size(problem: Problem) -> None:
+    if problem.steps is None:
+        return
+    scenarios, experts = problem.steps.tokens.shape[1:]
+    ranks = int(problem.alive.sum())
+    if experts * ranks * scenarios > LARGEST:
+        raise ConfigError(
+            f"{experts} experts on {ranks} ranks in {scenarios} scenarios are too many to solve exactly: their product "
+            f"must be at most {LARGEST}. Plan with latency_optimal, or for the mean step (load.mean)"
+        )
+
+
+def _expected(seconds: Array) -> tuple[Array, Array]:
+    """`unit` and `share` of a layer from expected seconds [rank, expert, replicas - 1]."""
+    unit = seconds[:, :, 0]
+    parts = np.divide(seconds, unit[:, :, None], out=np.zeros(seconds.shape), where=unit[:, :, None] > 0)
+    return unit, parts.max(axis=0)
 
 
 def _repaired(layer: Layer, holds: Mask) -> Mask:

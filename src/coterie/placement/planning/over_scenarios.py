@@ -45,12 +45,20 @@ class Chosen(NamedTuple):
     unseen: Unseen | None
 
 
+class HeldOut(NamedTuple):
+    """Some layers, and the problems of the scenarios to plan for and of those held out."""
+
+    layers: NDArray[np.int64]
+    fitted: Problem
+    unseen: Problem
+
+
 def improve(problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDArray[np.bool_] | None = None) -> Slots:
     """[layer, slot] from a start in which every expert is on a living rank and none twice on one.
 
     Only `wanted` layers are improved, all unless given.
     """
-    steps = shrunk(_steps_of(problem), shrinkage)
+    steps = shrunk(steps_of(problem), shrinkage)
     objective = problem.objective
     rows = np.array(start, np.int32)
     numbers = np.array(
@@ -76,28 +84,32 @@ def improve(problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDAr
 
 def choose(problem: Problem, start: Slots, mean: Slots) -> Chosen:
     """The shrinkage whose plans do best on held-out scenarios; `mean` [layer, slot] is the plan for the mean step."""
-    steps = _steps_of(problem)
-    count = len(steps.weights)
-    if count < FEWEST:
+    if len(steps_of(problem).weights) < FEWEST:
         return Chosen(0.0, None)
-    layers = np.unique(np.linspace(0, len(start) - 1, min(LAYERS_TRIED, len(start))).round().astype(np.int64))
-    out = np.arange(count) % HELD_OUT == HELD_OUT - 1
-    some = problem.onward(layers, problem.current.slot_experts[layers], None)
-    fitted, unseen = _part(some, ~out), _part(some, out)
+    layers, fitted, unseen = hold_out(problem)
     tried, rows = {1.0: mean[layers]}, start[layers]
     for share in SHRINKAGES:
         tried[share] = rows = improve(fitted, rows, share)
     seconds = {share: float(unseen.slowest_s(rows).sum()) for share, rows in tried.items()}
     best = min(tried, key=lambda share: (seconds[share], share))
     told = Unseen(
-        before=unseen.balanced(some.current.slot_experts),
+        before=unseen.balanced(unseen.current.slot_experts),
         mean=unseen.balanced(tried[1.0]),
         after=unseen.balanced(tried[best]),
         fitted=fitted.balanced(tried[best]),
         shrinkage=best,
-        scenarios=int(out.sum()),
+        scenarios=len(steps_of(unseen).weights),
     )
     return Chosen(best, told)
+
+
+def hold_out(problem: Problem) -> HeldOut:
+    """Some layers of a problem, a part of its scenarios held out."""
+    count = problem.current.num_layers
+    layers = np.unique(np.linspace(0, count - 1, min(LAYERS_TRIED, count)).round().astype(np.int64))
+    out = np.arange(len(steps_of(problem).weights)) % HELD_OUT == HELD_OUT - 1
+    some = problem.onward(layers, problem.current.slot_experts[layers], None)
+    return HeldOut(layers, _part(some, ~out), _part(some, out))
 
 
 def shrunk(steps: Steps, share: float) -> Steps:
@@ -110,7 +122,7 @@ def shrunk(steps: Steps, share: float) -> Steps:
 
 def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
     """The problem of some scenarios."""
-    steps = _steps_of(problem)
+    steps = steps_of(problem)
     weights = steps.weights[chosen]
     kept = replace(
         steps,
@@ -123,6 +135,6 @@ def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
     return replace(problem, steps=kept, even=even, reach=reach)
 
 
-def _steps_of(problem: Problem) -> Steps:
+def steps_of(problem: Problem) -> Steps:
     assert problem.steps is not None, "the problem has scenarios"
     return problem.steps

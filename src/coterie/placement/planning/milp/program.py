@@ -6,6 +6,8 @@ experts arrive there over links of one price.
 
 * Equal split: ``z[expert, rank, n]`` says that the expert has n replicas and one of them is on the rank. Numbers past
   those that matter are one last level, which gets the time of the most replicas there may be: a bound stays a bound.
+* Scenarios: ``y[scenario]`` is the slowest rank's processing in each, and `T` what they count together. The tail is
+  Rockafellar and Uryasev's: an edge, and what each scenario takes past it.
 * Optimal split: ``p[expert, rank]`` holds it, ``x[expert, rank] <= p`` is its share of the expert's tokens. Seconds are
   taken to be shared alike, which streaming is not: a bound stays a bound there too, and what is found gets its price.
 
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 
 from coterie.placement.objective._arrays import parts_taken
+from coterie.placement.objective.steps import over_scenarios
 
 # One layer as the exact search sees it.
 
@@ -35,13 +38,32 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerSteps:
+    """Scenarios of a layer, living ranks only."""
+
+    seconds: Array
+    """[rank, expert, replicas - 1, scenario] of each of so many equal replicas."""
+    weights: Array
+    """[scenario]"""
+    tail: float
+    tail_share: float
+
+    def slowest(self, holds: Mask) -> float:
+        """Seconds of the slowest rank over the scenarios, as the objective counts them."""
+        rank, expert = np.nonzero(holds)
+        step_s = np.zeros((len(holds), len(self.weights)))
+        np.add.at(step_s, rank, self.seconds[rank, expert, holds.sum(axis=0)[expert] - 1])
+        return float(over_scenarios(step_s.max(axis=0)[None], self.weights, self.tail, self.tail_share)[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One layer's arrays, living ranks only, in seconds."""
+    """One layer's arrays, living ranks only, in seconds; expected ones where there are scenarios."""
 
     unit: Array
     """[rank, expert] a step if the rank got all of the expert's tokens."""
     share: Array
-    """[expert, replicas - 1] of `unit` that each of so many equal replicas takes."""
+    """[expert, replicas - 1] of `unit` that each of so many equal replicas takes; of the rank where that is most."""
     load_in: Array
     """[rank, expert] to load it there; 0 where it is."""
     speeds: Array
@@ -57,6 +79,15 @@ class Layer:
     """Price per second of any rank's arrivals."""
     move_price: float
     """Seconds that each move costs besides: the multiplier of a budget of moves."""
+    steps: LayerSteps | None = None
+    """None: the mean step is the only scenario."""
+
+    @property
+    def replica_s(self) -> Array:
+        """[rank, expert, replicas - 1] expected seconds of each of so many equal replicas."""
+        if self.steps is None:
+            return np.asarray(self.unit[:, :, None] * self.share)
+        return np.asarray(self.steps.seconds @ self.steps.weights)
 
     @property
     def held(self) -> Mask:
@@ -71,14 +102,17 @@ class Layer:
         """Seconds of the objective above horizon x floor, which no placement avoids."""
         arrivals = np.where(holds, self.load_in, 0.0).sum(axis=1)
         moves = float((holds & ~self.held).sum())
+        slowest = self._slowest(holds, shares) if self.steps is None else self.steps.slowest(holds)
+        waited = self.horizon * max(slowest - self.floor, 0.0) + self.slowest_price * float(arrivals.max())
+        return waited + self.each_price * float(arrivals.sum()) + self.move_price * moves
+
+    def _slowest(self, holds: Mask, shares: Array | None) -> float:
         if shares is None:
             count = holds.sum(axis=0)
             parts = np.where(holds, self.share[np.arange(len(count)), count - 1], 0.0)
         else:
             parts = parts_taken(self.share.T, shares)
-        slowest = float((self.unit * parts).sum(axis=1).max())
-        waited = self.horizon * max(slowest - self.floor, 0.0) + self.slowest_price * float(arrivals.max())
-        return waited + self.each_price * float(arrivals.sum()) + self.move_price * moves
+        return float((self.unit * parts).sum(axis=1).max())
 
 
 class Found(NamedTuple):
@@ -116,7 +150,7 @@ class Program:
         """`known`: excess of some placement; none that is worse need be found. `apart`: experts that get no last level
         for several numbers of replicas."""
         self.layer, self.split, self.apart = layer, split, apart
-        self.work = layer.work
+        self.work, self.replica_s = layer.work, layer.replica_s
         self.scale = float(self.work.sum() / layer.speeds.sum()) or 1.0
         prices = np.unique(layer.load_in[layer.load_in > 0])
         self.prices = prices if len(prices) else np.ones(1)
@@ -131,9 +165,14 @@ class Program:
         self.first_level = places * (2 if split == "optimal" else 1)
         self.first_count = self.first_level + (len(self.least) if split == "equal" else 0)
         self.slow = self.first_count + ranks * len(self.prices)
-        self.columns = self.slow + 2
+        self.first_step = self.slow + 2
+        self.columns = self.first_step + (0 if layer.steps is None else 2 * len(layer.steps.weights) + 1)
         self._add_replicas()
         self._add_ranks()
+        if layer.steps is None:
+            self._add_slowest()
+        else:
+            self._add_steps(layer.steps)
 
     def _place(self) -> None:
         layer, slowest = self.layer, self.slowest
@@ -149,7 +188,7 @@ class Program:
         self.owner, self.least, self.most = np.array(levels, np.int64).T
         level, rank = (side.ravel() for side in np.meshgrid(np.arange(len(levels)), np.arange(ranks), indexing="ij"))
         expert = self.owner[level]
-        seconds = layer.unit[rank, expert] * layer.share[expert, self.most[level] - 1]
+        seconds = self.replica_s[rank, expert, self.most[level] - 1]
         fits = seconds <= slowest
         level, rank, expert, seconds = level[fits], rank[fits], expert[fits], seconds[fits]
         outward = self.work[expert] * layer.share[expert, self.least[level] - 1]
@@ -159,7 +198,7 @@ class Program:
         """Numbers of replicas the expert may have, from and to: those that matter singly, then the rest at once."""
         layer = self.layer
         most = min(layer.share.shape[1], len(layer.unit))
-        each = layer.unit[:, expert].min() * layer.share[expert, :most]
+        each = self.replica_s[:, expert, :most].min(axis=0)
         fits = each <= self.slowest
         least = int(np.argmax(fits)) + 1 if fits.any() else most
         matter = int((each > SMALL * self.scale).sum()) + 1
@@ -217,15 +256,6 @@ class Program:
         ranks = len(layer.unit)
         index, rank = np.arange(len(places.expert)), np.arange(ranks)
         self._rows.add(places.rank, index, one, layer.slots, layer.slots, ranks)
-        busy = index + (self.first_share if self.split == "optimal" else 0)
-        self._rows.add(
-            np.concatenate([places.rank, rank]),
-            np.concatenate([busy, np.full(ranks, self.slow)]),
-            np.concatenate([places.seconds / self.scale, -np.ones(ranks)]),
-            -INF,
-            layer.floor / self.scale,
-            ranks,
-        )
         seconds = layer.load_in[places.rank, places.expert]
         self.arriving = np.flatnonzero(seconds > 0)
         price = np.searchsorted(self.prices, seconds[self.arriving])
@@ -250,6 +280,48 @@ class Program:
             ranks,
         )
 
+    def _add_slowest(self) -> None:
+        layer, places = self.layer, self.places
+        ranks = len(layer.unit)
+        busy = np.arange(len(places.expert)) + (self.first_share if self.split == "optimal" else 0)
+        self._rows.add(
+            np.concatenate([places.rank, np.arange(ranks)]),
+            np.concatenate([busy, np.full(ranks, self.slow)]),
+            np.concatenate([places.seconds / self.scale, -np.ones(ranks)]),
+            -INF,
+            layer.floor / self.scale,
+            ranks,
+        )
+
+    def _add_steps(self, steps: LayerSteps) -> None:
+        """The slowest rank of every scenario, what it takes past the tail's edge, and what they count together."""
+        layer, places = self.layer, self.places
+        ranks, count = len(layer.unit), len(steps.weights)
+        each, one = np.arange(count), np.ones(count)
+        slowest, edge = self.first_step + each, self.first_step + count
+        past = edge + 1 + each
+        taken = steps.seconds[places.rank, places.expert, self.most[places.level] - 1] / self.scale  # [place, scenario]
+        self._rows.add(
+            np.concatenate([(places.rank[:, None] * count + each).ravel(), np.arange(ranks * count)]),
+            np.concatenate([np.repeat(np.arange(len(taken)), count), np.tile(slowest, ranks)]),
+            np.concatenate([taken.ravel(), -np.ones(ranks * count)]),
+            -INF,
+            0.0,
+            ranks * count,
+        )
+        self._rows.add(
+            np.tile(each, 3),
+            np.concatenate([slowest, np.full(count, edge), past]),
+            np.concatenate([one, -one, -one]),
+            -INF,
+            0.0,
+            count,
+        )
+        columns = np.concatenate([slowest, [edge], past, [self.slow]])
+        lean, steep = (1.0 - steps.tail) * steps.weights, steps.tail / steps.tail_share * steps.weights
+        values = np.concatenate([lean, [steps.tail], steep, [-1.0]])
+        self._rows.add(np.zeros(len(columns), np.int64), columns, values, -INF, layer.floor / self.scale, 1)
+
     @property
     def whole(self) -> Index:
         """Columns that are whole numbers."""
@@ -266,7 +338,7 @@ class Program:
         cost[self.slow + 1] = layer.slowest_price * self.prices[0] / self.worth
         upper[self.first_count : self.slow] = layer.slots
         upper[self.slow] = (self.slowest - layer.floor) / self.scale
-        upper[self.slow + 1] = INF
+        upper[self.slow + 1 :] = INF
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(self.columns), upper
         self._rows.into(lp, self.columns)
         return lp

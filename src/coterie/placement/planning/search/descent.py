@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coterie._numba import helper
+from coterie.placement.objective.flows.chains import NONE
 from coterie.placement.planning.search.state import (
     EMPTY,
     TINY,
@@ -19,7 +20,6 @@ from coterie.placement.planning.search.state import (
     part_of,
     slowest,
 )
-from coterie.placement.splits._flows import NONE
 
 
 @helper()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.placement.splits._flows import NONE
+from coterie.placement.objective.flows.chains import NONE
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -1,0 +1,300 @@
+"""The best split of a layer's tokens over its replicas: for one load, and anew in every scenario.
+
+Without streaming a scenario's split is a linear program and solved exactly. Where replicas stream, each that has a
+token pays for it, and which of them have any is a choice too. The split is then searched: from the best of the split by
+straight lines, equal shares, and every expert whole on one of its ranks, shares leave the slowest rank one at a time
+while that makes it faster. Never worse than equal shares.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit
+from coterie.placement.objective._steps import touched
+from coterie.placement.objective.flows.chains import (
+    NONE,
+    TWIN,
+    Array,
+    Indices,
+    Split,
+    least_limit,
+    link,
+    new_split,
+    separable,
+)
+from coterie.placement.objective.flows.simplex import solve_exactly
+
+MOST_FIXED = 0.999
+"""Largest fixed part of an expert's seconds: a share of its tokens always costs something."""
+
+SAME = 1e-9
+"""Relative slack for rounding errors."""
+
+
+class Step(NamedTuple):
+    """Prices of one scenario of a layer."""
+
+    tokens: Array
+    """[expert]"""
+    per_token: Array
+    """[rank, expert] seconds."""
+    touch: Array
+    """[rank] seconds to stream an expert."""
+    whole: bool
+    speeds: Array
+    """[rank] 0 where it is gone."""
+    alive: NDArray[np.bool_]
+
+
+class StepScratch(NamedTuple):
+    """Working arrays of one split."""
+
+    split: Split
+    search: Indices
+    """[4, rank]"""
+    unit: Array
+    """[rank, expert] seconds of all its tokens, on a straight line."""
+    fixed: Array
+    """[expert] of that, for the slot itself."""
+    share: Array
+    """[slot] the best so far."""
+    busy: Array
+    """[rank] seconds of these shares."""
+
+
+@helper()
+def new_step_scratch(slots: int, experts: int, ranks: int) -> StepScratch:
+    return StepScratch(
+        new_split(slots, experts, ranks),
+        np.empty((4, ranks), np.int64),
+        np.empty((ranks, experts)),
+        np.empty(experts),
+        np.empty(slots),
+        np.empty(ranks),
+    )
+
+
+@helper()
+def split_best(
+    row: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, fixed: Array, split: Split, search: Indices
+) -> float:
+    """Share tokens so that the slowest rank is fastest; its seconds."""
+    link(row, alive, unit, fixed, split)
+    work = speed = 0.0  # less than an even share of the load where an expert is on no living rank
+    for rank in range(len(speeds)):
+        work += split.busy[rank] * speeds[rank]
+        speed += speeds[rank]
+    limit = least_limit(split, unit, speeds, work / speed, search)
+    if not separable(split, unit, speeds):
+        limit = solve_exactly(split, unit, fixed)
+    return limit
+
+
+@helper()
+def split_step(row: Indices, step: Step, scratch: StepScratch) -> float:
+    """The best split of one scenario, in `scratch.share` and `scratch.busy`; seconds of the slowest rank."""
+    split, streams = scratch.split, _streams(step)
+    draw_lines(step, scratch)
+    split_best(row, step.alive, step.speeds, scratch.unit, scratch.fixed, split, scratch.search)
+    if streams:
+        _price(step, split)
+    slowest = _keep(split, scratch, np.inf)
+    if streams:
+        for expert in range(len(split.first)):
+            _share_equally(split, expert)
+        _price(step, split)
+        slowest = _keep(split, scratch, slowest)
+        _gather(step, split)
+        slowest = _keep(split, scratch, slowest)
+        slowest = _polish(step, split, scratch)
+    return slowest
+
+
+@helper()
+def _streams(step: Step) -> bool:
+    return bool(step.touch.max() > 0.0)
+
+
+@helper()
+def draw_lines(step: Step, scratch: StepScratch) -> None:
+    """The price of a share as a straight line: through one replica and each of two."""
+    ranks, experts = scratch.unit.shape
+    if not _streams(step):
+        for rank in range(ranks):
+            for expert in range(experts):
+                scratch.unit[rank, expert] = step.per_token[rank, expert] * step.tokens[expert]
+        scratch.fixed[:] = 0.0
+        return
+    for expert in range(experts):
+        alone = halved = still = 0.0
+        for rank in range(ranks):
+            if step.alive[rank]:
+                alone += _slot_s(step, rank, expert, 1.0)
+                halved += _slot_s(step, rank, expert, 0.5)
+        if alone > 0.0:
+            still = min(max(2.0 * halved / alone - 1.0, 0.0), MOST_FIXED)
+        scratch.fixed[expert] = still / (1.0 - still)
+        for rank in range(ranks):
+            scratch.unit[rank, expert] = _slot_s(step, rank, expert, 1.0) * (1.0 - still)
+
+
+@helper()
+def _slot_s(step: Step, rank: int, expert: int, share: float) -> float:
+    """Seconds of a slot with a share of its expert's tokens."""
+    part = step.tokens[expert] * share
+    return float(step.per_token[rank, expert] * part + step.touch[rank] * touched(part, step.whole))
+
+
+@helper()
+def _price(step: Step, split: Split) -> None:
+    """What ranks take with these shares."""
+    each = len(split.share) // len(split.busy)
+    for rank in range(len(split.busy)):
+        split.busy[rank] = 0.0
+        for slot in range(rank * each, (rank + 1) * each):
+            if split.after[slot] != TWIN and split.share[slot] > 0.0:
+                split.busy[rank] += _slot_s(step, rank, split.expert[slot], split.share[slot])
+
+
+@helper()
+def _keep(split: Split, scratch: StepScratch, slowest: float) -> float:
+    """Remember these shares if they are better than `slowest` seconds; the better of the two."""
+    longest = 0.0
+    for seconds in split.busy:
+        longest = max(longest, seconds)
+    if longest >= slowest:
+        return slowest
+    for slot in range(len(split.share)):
+        scratch.share[slot] = split.share[slot]
+    for rank in range(len(split.busy)):
+        scratch.busy[rank] = split.busy[rank]
+    return longest
+
+
+@helper()
+def _share_equally(split: Split, expert: int) -> None:
+    slot = split.first[expert]
+    while slot >= 0:
+        split.share[slot] = 1.0 / split.copies[expert]
+        slot = split.after[slot]
+
+
+@helper()
+def _gather(step: Step, split: Split) -> None:
+    """Every expert whole on one of its ranks, the longest first, on the rank that is done with it soonest."""
+    each = len(split.share) // len(split.busy)
+    left = np.zeros(len(split.first))
+    for expert in range(len(left)):
+        slot = split.first[expert]
+        while slot >= 0:
+            split.share[slot] = 0.0
+            if split.copies[expert] > 1:
+                left[expert] = max(left[expert], _slot_s(step, slot // each, expert, 1.0))
+            slot = split.after[slot]
+        if left[expert] <= 0.0 and split.copies[expert] > 0:
+            split.share[split.first[expert]] = 1.0
+    _price(step, split)
+    while True:
+        expert = int(np.argmax(left))
+        if left[expert] <= 0.0:
+            break
+        left[expert] = 0.0
+        best, soonest = NONE, np.inf
+        slot = split.first[expert]
+        while slot >= 0:
+            done = split.busy[slot // each] + _slot_s(step, slot // each, expert, 1.0)
+            if done < soonest:
+                best, soonest = slot, done
+            slot = split.after[slot]
+        split.share[best] = 1.0
+        split.busy[best // each] = soonest
+
+
+@helper()
+def _polish(step: Step, split: Split, scratch: StepScratch) -> float:
+    """Move shares off the slowest rank while that makes it faster; its seconds."""
+    share, busy = scratch.share, scratch.busy
+    ranks, each = len(busy), len(share) // len(busy)
+    for _ in range(8 * ranks):
+        slowest = 0
+        for rank in range(ranks):
+            if busy[rank] > busy[slowest]:
+                slowest = rank
+        best, source, target, part = busy[slowest] * (1.0 - SAME), NONE, NONE, 0.0
+        for slot in range(slowest * each, (slowest + 1) * each):
+            expert = split.expert[slot]
+            if split.after[slot] == TWIN or split.copies[expert] < 2 or share[slot] <= 0.0:
+                continue
+            other = split.first[expert]
+            while other >= 0:
+                if other != slot:
+                    for choice in range(2):
+                        amount = share[slot] if choice == 0 else _balancing(step, split, share, busy, slot, other)
+                        here, there = _moved(step, split, share, busy, slot, other, amount)
+                        if max(here, there) < best:
+                            best, source, target, part = max(here, there), slot, other, amount
+                other = split.after[other]
+        if source == NONE:
+            return float(busy[slowest])
+        here, there = _moved(step, split, share, busy, source, target, part)
+        share[source] = max(0.0, share[source] - part)
+        share[target] += part
+        busy[slowest], busy[target // each] = here, there
+    return float(busy.max())
+
+
+@helper()
+def _balancing(step: Step, split: Split, share: Array, busy: Array, slot: int, other: int) -> float:
+    """Share to move so that both ranks end alike, if what they stream did not change any further."""
+    each = len(share) // len(busy)
+    rank, peer, expert = slot // each, other // each, split.expert[slot]
+    row_s = (step.per_token[rank, expert] + step.per_token[peer, expert]) * step.tokens[expert]
+    if row_s <= 0.0:
+        return 0.0
+    apart = busy[rank] - busy[peer]
+    if share[other] <= 0.0:
+        apart -= step.touch[peer] * touched(step.tokens[expert] * share[slot], step.whole)
+    return float(min(max(apart / row_s, 0.0), share[slot]))
+
+
+@helper()
+def _moved(
+    step: Step, split: Split, share: Array, busy: Array, slot: int, other: int, part: float
+) -> tuple[float, float]:
+    """Seconds of both ranks once a share of the one's slot goes to the other's."""
+    each = len(share) // len(busy)
+    rank, peer, expert = slot // each, other // each, split.expert[slot]
+    left = max(0.0, share[slot] - part)
+    here = busy[rank] - _slot_s(step, rank, expert, share[slot]) + _slot_s(step, rank, expert, left)
+    there = busy[peer] - _slot_s(step, peer, expert, share[other]) + _slot_s(step, peer, expert, share[other] + part)
+    return here, there
+
+
+@njit()
+def split_steps(
+    chosen: Indices,
+    rows: Indices,
+    tokens: Array,
+    touch: Array,
+    per_token: Array,
+    whole: bool,
+    speeds: Array,
+    alive: NDArray[np.bool_],
+    busy: Array,
+) -> None:
+    """`busy` [layer, scenario, rank] seconds of the chosen layers, each scenario with its best split.
+
+    `rows` [layer, slot] experts; `tokens` [layer, scenario, expert]; `per_token` [layer, rank, expert] seconds.
+    """
+    ranks, experts = per_token.shape[1:]
+    scratch = new_step_scratch(rows.shape[1], experts, ranks)
+    for layer in chosen:
+        for scenario in range(tokens.shape[1]):
+            step = Step(tokens[layer, scenario], per_token[layer], touch, whole, speeds, alive)
+            split_step(rows[layer], step, scratch)
+            for rank in range(ranks):
+                busy[layer, scenario, rank] = scratch.busy[rank]
