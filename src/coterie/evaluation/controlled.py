@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, RequestSeen
-from coterie.routing import Router, RouterFit
+from coterie.routing import Decision, Fleet, Request, Router, RouterFit
 from coterie.sim.fleet.control import FinishedRequest, RouterSwap
 
 
@@ -57,3 +57,26 @@ class FitsAtChanges:
             return None
         _, fit = self._changes.pop(0)
         return RouterSwap(self.make(fit), fit.fleet(self.places))
+
+
+class OneElsewhere:
+    """Sends one request to the worker after its own and changes nothing else: what follows differs by chance alone."""
+
+    def __init__(self, request: int, router: Router) -> None:
+        """`request` is the index of it, in a closed loop."""
+        self._swaps = {request: RouterSwap(_NextWorker(router)), request + 1: RouterSwap(router)}
+        self._routed = 0
+
+    def tick(self, now_s: float, ended: Sequence[FinishedRequest]) -> RouterSwap | None:  # noqa: ARG002  by request
+        """Called before each decision, once per request in a closed loop."""
+        request, self._routed = self._routed, self._routed + 1
+        return self._swaps.get(request)
+
+
+class _NextWorker:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def route(self, request: Request, fleet: Fleet) -> Decision:
+        decision = self._router.route(request, fleet)
+        return decision._replace(worker=(int(decision.worker) + 1) % len(fleet))

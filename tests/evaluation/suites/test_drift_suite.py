@@ -9,15 +9,15 @@ import pytest
 
 from control_traffic import NEW, OLD, band, fitted, made_requests
 from coterie.errors import ConfigError, UnavailableError
-from coterie.evaluation.controlled import FitsAtChanges
+from coterie.evaluation.controlled import FitsAtChanges, OneElsewhere
 from coterie.evaluation.suites.base import SuiteOptions
 from coterie.evaluation.suites.drift import suite as drift
 from coterie.evaluation.suites.drift.advice import advice_row
-from coterie.evaluation.suites.drift.cells import FRESH, LOOP, WITHOUT, DriftCell, Found, Outcome, serve_cell
+from coterie.evaluation.suites.drift.cells import CHANCE, FRESH, LOOP, WITHOUT, DriftCell, Found, Outcome, serve_cell
 from coterie.evaluation.suites.drift.notes import TABLES, advice_notes, notes_of
 from coterie.evaluation.suites.drift.traffic import GLM, GPT_OSS, read_turns
 from coterie.evaluation.suites.latency_optimal.domains import DomainSetting
-from coterie.routing import LocalityBand, RouterFit
+from coterie.routing import LocalityBand, Request, RouterFit
 
 
 def found(loop_ms: float) -> Found:
@@ -25,6 +25,7 @@ def found(loop_ms: float) -> Found:
         WITHOUT: Outcome(10.0, 20.0, 10.0, 20.0),
         LOOP: Outcome(loop_ms, 19.0, 9.0, 18.0),
         FRESH: Outcome(9.0, 18.0, 9.0, 18.0),
+        CHANCE: Outcome(10.02, 20.0, 10.0, 20.0),
     }
     return Found(outcomes, {"refit_started": 2, "refit_taken": 1}, 150.0, 3)
 
@@ -33,7 +34,7 @@ def test_rows_compare_by_seed_and_say_whether_the_bar_holds() -> None:
     cells = {DriftCell(GPT_OSS, "locality_band", seed): found(9.4 + 0.1 * seed) for seed in range(3)}
     cells |= {DriftCell(GLM, "latency_aware", seed): found(10.1) for seed in range(3)}
     rows = drift.rows_of(cells)
-    assert [row["variant"] for row in rows] == [WITHOUT, LOOP, FRESH] * 2
+    assert [row["variant"] for row in rows] == [WITHOUT, LOOP, FRESH, CHANCE] * 2
     good, bad = (row for row in rows if row["variant"] == LOOP)
     assert good["tpot_ms_saving_pct"] == pytest.approx(5.0)
     assert good["tpot_ms_saving_low"] < 5.0 < good["tpot_ms_saving_high"]
@@ -43,9 +44,10 @@ def test_rows_compare_by_seed_and_say_whether_the_bar_holds() -> None:
     notes = "\n".join(notes_of(rows))
     assert "the loop helps: it saves +5.00%" in notes
     assert "more than 0.5%: does NOT hold (-1.00%" in notes
+    assert "changes TPOT by 0.20%" in notes
     for table in TABLES:
         shown = [row for row in rows if table.shows(row)]
-        assert len(shown) == 3
+        assert len(shown) == 4
         assert all(str(column.value(row)) is not None for row in shown for column in table.columns)
 
 
@@ -75,6 +77,21 @@ def test_fits_at_changes_are_in_force_from_the_first_request_on() -> None:
     assert swaps[5] is not None
     assert isinstance(swaps[5].router, LocalityBand)
     assert swaps[5].router.fitted is fits[1]
+
+
+def test_one_request_goes_elsewhere_and_no_other() -> None:
+    fit = fitted(made_requests(np.random.default_rng(0), OLD, 32))
+    router, fleet = band(fit), fit.fleet(8)
+    seen = made_requests(np.random.default_rng(1), OLD, 5)
+    controller, using = OneElsewhere(2, router), router
+    for at, one in enumerate(seen):
+        swap = controller.tick(one.at_s, [])
+        assert (swap is not None) == (at in (2, 3))
+        using = using if swap is None else swap.router
+        asked = Request(one.request_id, 20, one.prefill)
+        chosen, own = (int(each.route(asked, fleet).worker) for each in (using, router))
+        assert (chosen != own) == (at == 2)
+        fleet.admit(one.request_id, chosen)
 
 
 @pytest.mark.parametrize("trace", [GPT_OSS, pytest.param(GLM, marks=pytest.mark.long)])

@@ -3,10 +3,13 @@
     without     the fit on the first turn's requests serves all turns
     loop        the same fit, and the live loop, which is told of the requests that end and of nothing else
     fresh       a fit on requests set apart of each turn, in force from the turn's first request on
+    chance      as without, but the first request that is measured goes to the next worker
 
-All three serve the same requests in the same order in a closed loop. Measured are the turns after the first. The loop
-pays for what it does: it notices a change by requests that have ended, a re-fit takes as long as `FIT_REQUESTS` of
-them take to end, and a candidate waits for requests that it can be scored on.
+All serve the same requests in the same order in a closed loop. Measured are the turns after the first, but for the
+requests in flight at the end: how fast they end depends on how the fleet happens to run empty. The loop pays for what
+it does: it notices a change by requests that have ended, a re-fit takes as long as `FIT_REQUESTS` of them take to end,
+and a candidate waits for requests that it can be scored on. What *chance* differs from *without* by is the noise of
+the figures: one request elsewhere changes who runs beside whom from then on, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from numpy.typing import NDArray
 from coterie.control import ControlEvent, ControlLoop, ControlSettings, Shape
 from coterie.costs.lines import StepPrices
 from coterie.errors import ConfigError
-from coterie.evaluation.controlled import FitsAtChanges, LoopController
+from coterie.evaluation.controlled import FitsAtChanges, LoopController, OneElsewhere
 from coterie.evaluation.suites.drift.traffic import GLM, GPT_OSS, Turns, read_turns
 from coterie.routing import Router, RouterFit, routers
 from coterie.sim.fleet.control import FleetController
@@ -43,7 +46,7 @@ SETTINGS = ControlSettings(cooldown_s=0.0)
 """Settings of the loop. Simulated requests are short, so that a cooldown in seconds would span several turns."""
 CONTEXT = 64
 """Cached tokens per request at which step prices are taken."""
-WITHOUT, LOOP, FRESH = VARIANTS = ("without", "loop", "fresh")
+WITHOUT, LOOP, FRESH, CHANCE = VARIANTS = ("without", "loop", "fresh", "chance")
 
 
 class DriftCell(NamedTuple):
@@ -54,7 +57,7 @@ class DriftCell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The turns after the first."""
+    """The turns after the first, but for the requests in flight at the end."""
 
     tpot_ms: float
     """Mean over requests."""
@@ -75,7 +78,7 @@ class Found(NamedTuple):
 
 
 def serve_cell(cell: DriftCell, data: Path, requests: int) -> Found:
-    """Serve one seed's traffic three times."""
+    """Serve one seed's traffic once per variant."""
     per_decoder = PER_DECODER[cell.trace]
     if requests < 4 * DECODERS * per_decoder:
         raise ConfigError(
@@ -85,7 +88,9 @@ def serve_cell(cell: DriftCell, data: Path, requests: int) -> Found:
     bench = _Bench(turns, cell, per_decoder)
     loop = bench.loop()
     fresh = FitsAtChanges(bench.firsts, bench.fits[1:], bench.make, bench.places)
-    outcomes = {WITHOUT: bench.serve(None), LOOP: bench.serve(loop), FRESH: bench.serve(fresh)}
+    chance = OneElsewhere(bench.firsts[0], bench.make(bench.fits[0]))
+    controllers = {WITHOUT: None, LOOP: loop, FRESH: fresh, CHANCE: chance}
+    outcomes = {name: bench.serve(controller) for name, controller in controllers.items()}
     return Found(
         {name: bench.outcome(run) for name, run in outcomes.items()},
         dict(Counter(event.kind for event in loop.events)),
@@ -97,7 +102,7 @@ def serve_cell(cell: DriftCell, data: Path, requests: int) -> Found:
 class _Bench:
     def __init__(self, turns: Turns, cell: DriftCell, per_decoder: int) -> None:
         self.turns, self.cell, self.per_decoder = turns, cell, per_decoder
-        self.places = ROOM * per_decoder
+        self.places, self.in_flight = ROOM * per_decoder, DECODERS * per_decoder
         self.fits = [
             RouterFit(DECODERS, per_decoder).fit(known, np.random.default_rng([cell.seed, 1, turn]))
             for turn, known in enumerate(turns.fits)
@@ -122,18 +127,19 @@ class _Bench:
             self.turns.model,
             self.make(self.fits[0]),
             FleetConfig(decode_workers=DECODERS, places=self.places),
-            in_flight=DECODERS * self.per_decoder,
+            in_flight=self.in_flight,
             fleet=self.fits[0].fleet(self.places),
             controller=controller,
         )
 
     def outcome(self, run: FleetRun) -> Outcome:
         turn = self.turns.turn
+        full = np.arange(len(turn)) < len(turn) - self.in_flight
         late = np.zeros(len(turn), np.bool_)
         for first in self.firsts:
             own = np.flatnonzero(turn == turn[first])
             late[own[len(own) // 2 :]] = True
-        return Outcome(*_measured(run, turn > 0), *_measured(run, late))
+        return Outcome(*_measured(run, full & (turn > 0)), *_measured(run, full & late))
 
     def waited(self, run: FleetRun, events: list[ControlEvent]) -> float:
         """Requests that arrived from a change until a fit was taken."""
@@ -149,8 +155,6 @@ class _Bench:
 def _measured(run: FleetRun, chosen: NDArray[np.bool_]) -> tuple[float, float]:
     """TPOT in ms of the chosen requests, and experts of the steps that began while they arrived."""
     tpot_ms = 1e3 * float(run.tpot_s[chosen & np.isfinite(run.tpot_s)].mean())
-    # A request stands for the time until the next one arrives: the closed loop is then full.
-    edges = np.append(run.arrival_s, run.arrival_s[-1])
-    at = np.searchsorted(run.arrival_s, run.step_start_s, side="right") - 1
-    steps = chosen[at] & (run.step_start_s < edges[-1])
+    # A request stands for the time until the next one arrives.
+    steps = chosen[np.searchsorted(run.arrival_s, run.step_start_s, side="right") - 1]
     return tpot_ms, float(np.average(run.step_distinct[steps], weights=run.step_decoding[steps]))

@@ -20,6 +20,7 @@ from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
 from coterie.evaluation.suites.drift.advice import advice_rows
 from coterie.evaluation.suites.drift.cells import (
+    CHANCE,
     FRESH,
     LOOP,
     PER_DECODER,
@@ -79,6 +80,7 @@ def _row(trace: str, router: str, variant: str, runs: Sequence[Found]) -> Row:
         row |= {f"{name}_saving_pct": spread.mean, f"{name}_saving_low": spread.low, f"{name}_saving_high": spread.high}
         if name == "tpot_ms":
             row["worst_seed_pct"] = min(saved)
+            row["noise_pct"] = float(np.sqrt(np.mean(np.square(saved)))) if variant == CHANCE else None
     if variant == LOOP:
         row |= _loop_values(runs)
         row["within_bar"] = row["tpot_ms_saving_pct"] >= -BAR_PCT
