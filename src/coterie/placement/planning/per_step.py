@@ -60,7 +60,7 @@ def best_of(problem: Problem, rows: Sequence[Slots]) -> Slots:
 
 def improve(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slots:
     """[layer, slot] from a start in which every expert is on a living rank and none twice on one; never worse."""
-    most = over_scenarios.SHRINKAGES[-1]  # 1 would leave the mean alone
+    most = max(over_scenarios.SHRINKAGES)  # 1 would leave the mean alone
     steps = over_scenarios.shrunk(over_scenarios.steps_of(problem), min(shrinkage, most))
     objective, rows = problem.objective, np.array(start, np.int64)
     numbers = np.array(
