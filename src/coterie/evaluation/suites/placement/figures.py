@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -19,6 +20,8 @@ Array = NDArray[np.float64]
 
 NAME = "placement"
 RANKS, SLOTS = 16, 288
+FAR = 0.7
+"""Deviation from the mean at which colours end."""
 SHOWN = {EPLB: "EPLB, planned on the mean", STEPS: "latency_optimal, planned on steps"}
 
 
@@ -56,15 +59,15 @@ def draw_figure(folder: Path, data: Path) -> list[Path]:
 
 def _fill(strips: Strips, figure: Figure, theme: Theme) -> None:
     panels: Any = figure.subplots(3, 1, sharex=True, height_ratios=(1.0, 1.0, 0.8))
-    top = max(float(np.percentile(loads, 99.8)) for loads in strips.loads.values())
+    colors = LinearSegmentedColormap.from_list("load", [theme.series[0], theme.background, theme.series[1]])
     image: Any = None
     for axes, (planner, label) in zip(panels, SHOWN.items(), strict=False):
-        image = axes.imshow(
-            strips.loads[planner], aspect="auto", cmap=theme.colormap(), vmin=0.5, vmax=top, interpolation="nearest"
-        )
-        axes.set(ylabel="rank")
+        scale = {"vmin": 1 - FAR, "vmax": 1 + FAR, "interpolation": "nearest"}
+        image = axes.imshow(strips.loads[planner], aspect="auto", cmap=colors, **scale)
+        axes.set(ylabel="rank", yticks=range(0, RANKS, 5))
         axes.set_title(label, loc="left")
-        _divide(axes, strips, theme.background)
+        axes.tick_params(axis="x", length=0)
+        _divide(axes, strips, theme.muted)
     bar = figure.colorbar(image, ax=panels[:2].tolist(), pad=0.02, extend="both")
     bar.set_label("load ÷ mean of the step")
     bar.outline.set_visible(False)
@@ -75,22 +78,20 @@ def _slowest(axes: Any, strips: Strips, theme: Theme) -> None:
     for color, (planner, label) in zip((theme.series[1], theme.series[0]), SHOWN.items(), strict=True):
         slowest = strips.loads[planner].max(axis=0)
         at = np.arange(len(slowest) + 1) - 0.5
-        axes.stairs(slowest, at, color=color, lw=1.8, label=f"{label}: {slowest.mean():.2f} on average")
-    axes.axhline(1.0, color=theme.muted, lw=1, ls="--")
-    axes.set(ylabel="slowest rank ÷ mean")
-    axes.set_ylim(0.95, None)
-    axes.legend(fontsize=8, loc="upper left")
+        axes.stairs(slowest, at, color=color, lw=1.8, label=f"{label}: {slowest.mean():.2f}", baseline=None)
+    axes.set(ylabel="slowest rank ÷ mean", ylim=(1.0, None))
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(SHOWN), borderaxespad=0.2)
     axes.grid(axis="y")
-    _divide(axes, strips, theme.grid)
+    _divide(axes, strips, theme.muted)
     each = next(iter(strips.loads.values())).shape[1] // len(strips.domains)
     middles = each * np.arange(len(strips.domains)) + (each - 1) / 2
     axes.set_xticks(middles, [name.replace("_", "\n") for name in strips.domains], fontsize=8)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel(f"unseen steps of one domain each, {each} of every domain")
+    axes.set_xlabel(f"GLM-5.2, one layer: unseen steps of one domain each, {each} of every domain")
 
 
 def _divide(axes: Any, strips: Strips, color: str) -> None:
     """Lines between the domains."""
     count = next(iter(strips.loads.values())).shape[1]
     for edge in range(0, count + 1, count // len(strips.domains)):
-        axes.axvline(edge - 0.5, color=color, lw=1.2)
+        axes.axvline(edge - 0.5, color=color, lw=0.8)
