@@ -80,6 +80,7 @@ def test_advice_says_what_single_steps_gain_on_requests_that_came_later() -> Non
     assert score is not None
     assert (score.requests, score.scenarios) == (80, SCENARIOS)
     assert score.after > score.mean > score.before
+    assert f"balancedness is {score.after:.3f}, {score.mean:.3f} with a plan for the mean step" in over.reason
     assert over.gain_next_pct is not None
     assert over.gain_next_pct > 0
     assert mean is not None

@@ -91,6 +91,8 @@ def test_files_give_back_what_was_written(tmp_path: Path) -> None:
     found = load_scenarios(path)
     assert found.whole_steps
     np.testing.assert_array_equal(found.scenarios, load.scenarios)
+    assert found.weights is not None
+    assert load.weights is not None
     np.testing.assert_allclose(found.weights, load.weights)
     np.testing.assert_allclose(found.tokens, load.tokens)
     assert [one.name for one in tmp_path.iterdir()] == ["steps.safetensors"]

@@ -53,6 +53,13 @@ class StepsScore(NamedTuple):
     after: float
     """Of the advised plan."""
 
+    @property
+    def words(self) -> str:
+        return (
+            f"on steps of {self.requests} newer requests balancedness is {self.after:.3f}, {self.mean:.3f} with a plan "
+            f"for the mean step, {self.before:.3f} now"
+        )
+
 
 class Advice(NamedTuple):
     """What to do about the placement. Never applied by the loop itself."""
@@ -221,7 +228,8 @@ class PlacementAdvisor:
         if problem.steps is not None and self._for_mean is not None:
             balance = (problem.balanced(one) for one in (now, self._for_mean.slot_experts))
             score = StepsScore(len(newer), len(problem.steps.weights), *balance, problem.balanced(then, shares))
-        self._made = made._replace(gain_next_pct=gain, steps=score)
+        reason = made.reason if score is None else f"{made.reason}; {score.words}"
+        self._made = made._replace(gain_next_pct=gain, steps=score, reason=reason)
         if gain > 0:
             return []
         self.rebalancer.replace(self.placement)

@@ -200,12 +200,12 @@ def _over(table: LoadTable, chosen: list[int], what: str, sampling: Sampling) ->
     what, tokens = f"{steps.what} of {what}", steps.load.tokens
     first, second = _halves(chosen, labels)
     try:
-        halves = [of_windows(table, sampling, part, seed) for seed, part in enumerate((first, second), 1)]
+        one, other = (of_windows(table, sampling, part, seed) for seed, part in enumerate((first, second), 1))
         domains = None if sampling.over == "windows" else of_domains(table, sampling, second)
     except ConfigError:
         return _Found(tokens, what, (), None, f"half of it is too little for steps over {sampling.over}", steps)
     how = f"planned on {len(first)} of its windows, scored on the other {len(second)}"
-    parts = Parts(halves[0].load.tokens, halves[1].load.tokens, how, *halves, domains)
+    parts = Parts(one.load.tokens, other.load.tokens, how, one, other, domains)
     return _Found(tokens, what, (), parts, steps=steps)
 
 

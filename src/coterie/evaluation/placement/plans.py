@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from coterie.costs.contention import Movement
 from coterie.costs.presets import load_preset, step_model
 from coterie.errors import ConfigError, check_one_of, check_positive
-from coterie.evaluation.placement.loads import Parts, WindowLoad, read_load
+from coterie.evaluation.placement.held_out import DomainRow, HeldOut, Scoring
+from coterie.evaluation.placement.loads import WindowLoad, read_load
 from coterie.evaluation.placement.memory import RankMemory
 from coterie.evaluation.placement.pricing import Placed, Pricing
 from coterie.evaluation.placement.samples import Brought, Over, Sampling
@@ -101,32 +102,6 @@ class BatchRow(NamedTuple):
         return 100 * (1 - self.after_s / self.now_s) if self.now_s else 0.0
 
 
-class HeldOut(NamedTuple):
-    """Gains on a load that was not planned on."""
-
-    what: str
-    gain_pct: float
-    no_spare_gain_pct: float | None
-    balancedness_before: float
-    """Of what runs now."""
-    balancedness_mean: float | None
-    """Of a plan for the mean step of the other part; None where the plan is for that too."""
-    balancedness_after: float
-    """Of the plan, made on the other part."""
-
-
-class DomainRow(NamedTuple):
-    """A placement on domains that it was not planned on."""
-
-    placement: str
-    """Which one, in words."""
-    mix: float
-    """Balancedness on the mix of today."""
-    worst: float
-    """On the domain that suits it least."""
-    worst_domain: str
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan and its inputs."""
@@ -207,7 +182,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     no_spare = None
     if in_order is not None and slots > load.spec.num_experts:
         no_spare = asking.plan(pricing, options.batch, in_order)
-    scored = None if load.parts is None else _Scored.of(asking, load.parts, plan)
+    held_out, domains = asking.scored(plan, no_spare, in_order)
     return Planned(
         options=options,
         load=load,
@@ -217,8 +192,8 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
         problem=pricing.problem(options.batch, start),
         no_spare=no_spare,
         memory=memory,
-        held_out=None if scored is None else scored.held_out(no_spare, in_order),
-        domains=[] if scored is None else scored.domains(),
+        held_out=held_out,
+        domains=domains,
         batches=asking.rows(plan, no_spare),
     )
 
@@ -248,19 +223,24 @@ class _Round:
             return planner.plan(load, on.topology, begin.placement)
         return planner.plan(load, on.topology, begin.placement, begin.shares)
 
-    def plan_of(self, parts: Parts, whole: Plan, begin: Placed) -> Placed:
-        """The plan made on a part of the load; `whole` where other windows than those asked for are scored on."""
-        if parts.planned is None:
-            return Placed.of(whole)
-        part = replace(self.pricing, tokens=parts.planned, steps=parts.planned_steps)
-        return Placed.of(self.plan(part, self.options.batch, begin))
-
     def warm_up(self) -> None:
         """Plan one empty layer: compiling or loading the machine code is no part of planning's time."""
         placement = self.start.placement
         empty = Placement(placement.slot_experts[:1], placement.num_ranks, placement.num_experts)
         nothing = Load(np.zeros((1, placement.num_experts)))
         self._planner(self.options.batch).plan(nothing, self.pricing.topology, empty)
+
+    def scored(
+        self, plan: Plan, no_spare: Plan | None, in_order: Placed | None
+    ) -> tuple[HeldOut | None, list[DomainRow]]:
+        """Plans made on a part of the load, on the rest of it."""
+        batch = self.options.batch
+        if self.load.parts is None:
+            return None, []
+        one = Scoring(self.load.parts, self.pricing, batch, self.now, lambda on, begin: self.plan(on, batch, begin))
+        made, mean = one.of_part(plan, self.start), one.for_the_mean(self.start)
+        beside = None if no_spare is None or in_order is None else one.of_part(no_spare, in_order)
+        return one.held_out(made, mean, beside), one.domains(made, mean)
 
     def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
         """The plan at other batches; a plan made for each batch where that takes milliseconds."""
@@ -288,55 +268,6 @@ class _Round:
 
     def _planner(self, batch: int) -> Planner:
         return _planner(self.options, self.pricing.objective(batch), self.progress)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scored:
-    """Plans made on one part of the load, scored on the other."""
-
-    asking: _Round
-    parts: Parts
-    unseen: Pricing
-    made: Placed
-    """Plan of the part to plan on; of all that was asked for, where other windows are scored on."""
-    mean: Placed | None
-    """Plan for the mean step of that part, where the plan is for single ones."""
-
-    @classmethod
-    def of(cls, asking: _Round, parts: Parts, plan: Plan) -> _Scored:
-        unseen = replace(asking.pricing, tokens=parts.scored, steps=parts.scored_steps)
-        mean = None
-        if parts.planned is not None and parts.planned_steps is not None:
-            average = replace(asking.pricing, tokens=parts.planned, steps=None)
-            mean = Placed.of(asking.plan(average, asking.options.batch, asking.start))
-        return cls(asking, parts, unseen, asking.plan_of(parts, plan, asking.start), mean)
-
-    def held_out(self, no_spare: Plan | None, in_order: Placed | None) -> HeldOut:
-        batch, unseen, now, made, mean = self.asking.options.batch, self.unseen, self.asking.now, self.made, self.mean
-        beside = None
-        if no_spare is not None and in_order is not None:
-            beside = unseen.gain_pct(batch, now, self.asking.plan_of(self.parts, no_spare, in_order))
-        return HeldOut(
-            what=self.parts.what,
-            gain_pct=unseen.gain_pct(batch, now, made),
-            no_spare_gain_pct=beside,
-            balancedness_before=unseen.balance(batch, now),
-            balancedness_mean=None if mean is None else unseen.balance(batch, mean),
-            balancedness_after=unseen.balance(batch, made),
-        )
-
-    def domains(self) -> list[DomainRow]:
-        found = self.parts.domains
-        if found is None or self.mean is None:
-            return []
-        batch, pricing = self.asking.options.batch, replace(self.unseen, steps=found)
-        today = replace(pricing, steps=None, tokens=found.load.tokens)
-        rows = []
-        for name, placed in (("now", self.asking.now), ("a plan for the mean", self.mean), ("this plan", self.made)):
-            each = pricing.step_balance(batch, placed)
-            least = int(each.argmin())
-            rows.append(DomainRow(name, today.balance(batch, placed), float(each[least]), found.names[least]))
-        return rows
 
 
 def _check(options: PlanOptions) -> None:

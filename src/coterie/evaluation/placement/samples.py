@@ -128,7 +128,7 @@ def _footprints(trace: ActivationTrace, chosen: NDArray[np.int64]) -> NDArray[np
 def of_windows(table: LoadTable, asked: Sampling, chosen: list[int], seed: int) -> Sample:
     """Windows, domains or mixtures of domains, each weighted by its tokens."""
     counts = np.asarray(table.counts[chosen], np.float64)
-    kept = counts.any(axis=(1, 2))
+    kept = np.asarray(counts.any(axis=(1, 2)))
     if asked.over == "windows":
         _check(int(kept.sum()), "windows")
         return Sample(_weighted(counts[kept]), f"{int(kept.sum())} windows", sized=False)
@@ -145,7 +145,7 @@ def of_windows(table: LoadTable, asked: Sampling, chosen: list[int], seed: int) 
 def of_domains(table: LoadTable, asked: Sampling, chosen: list[int]) -> Sample:
     """Each domain whole."""
     counts = np.asarray(table.counts[chosen], np.float64)
-    kept = counts.any(axis=(1, 2))
+    kept = np.asarray(counts.any(axis=(1, 2)))
     names, labels = _domains(table, asked, chosen, kept)
     domains = np.array([counts[kept][labels == name].sum(axis=0) for name in names])
     return Sample(_weighted(domains), f"{len(domains)} domains", sized=False, names=names)
