@@ -99,9 +99,10 @@ def test_what_gains_less_than_planning_costs_is_kept() -> None:
     plan = planner.plan(load, topology, current)
     assert plan.skip_reason is not None
     assert plan.split == "equal"
-    free = planner.plan(load, topology, current, planner.objective.problem(load, topology, current).equal_shares(current.slot_experts))
-    assert free.split == "optimal", "in force before, and so after"
-    assert free.saving_s == 0
+    shares = planner.objective.problem(load, topology, current).equal_shares(current.slot_experts)
+    kept = planner.plan(load, topology, current, shares)
+    assert kept.split == "optimal", "in force before, and so after"
+    assert kept.saving_s == 0
     dear = LatencyOptimal(objective=v3_prices(expert_bytes=1e15), split="optimal").plan(load, topology, current)
     assert len(dear.moves) == 0
     assert "no move pays" in str(dear.skip_reason)

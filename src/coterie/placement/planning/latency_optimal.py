@@ -174,8 +174,14 @@ class LatencyOptimal:
             if shares is None:
                 plan = problem.keep(reason, took, reasons)
             else:  # such a split is in force
-                rows, given, told = current.slot_experts, shares, {"planning_s": took, "layer_reasons": reasons}
-                plan = problem.plan(rows, given, split="optimal", skip_reason=reason, **told)
+                plan = problem.plan(
+                    current.slot_experts,
+                    shares,
+                    split="optimal",
+                    planning_s=took,
+                    skip_reason=reason,
+                    layer_reasons=reasons,
+                )
         else:
             given = optimal_shares(problem, rows)
             plan = problem.plan(rows, given, split="optimal", planning_s=took, layer_reasons=reasons)
