@@ -34,7 +34,7 @@ LEAST = 3e-4
 FEWEST = 8
 """Scenarios below which none is held out."""
 
-LAYERS_TRIED = 8
+LAYERS_TRIED = 6
 """Layers on which the shrinkage is chosen."""
 
 

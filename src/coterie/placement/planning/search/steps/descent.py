@@ -2,8 +2,7 @@
 
 Each pass looks at every pair of ranks for the best swap of a slot of one with a slot of the other, and takes it if the
 objective falls; then at every slot whose expert has other replicas, for an expert that would use it better. It ends
-when a pass finds nothing. A swap is weighed in all scenarios at once: times of the two ranks change by what the two
-experts take there, and the other ranks count by the slowest of them.
+when a pass finds next to nothing.
 
 With a tail, a scenario counts by ``v + steep x max(0, v - edge)``, with the edge at the time that the worst share of
 scenarios exceed now. That is at least the objective for any edge and equal to it for this one, so what lowers it lowers
@@ -18,19 +17,18 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.placement.planning.search.steps.gifts import look_at_gifts
 from coterie.placement.planning.search.steps.state import (
+    UNITS,
     Array,
     Ints,
     StepLayer,
     StepPrices,
     StepScratch,
     StepState,
-    expected,
     find_edge,
     mark_stale,
-    moving,
     new_scratch,
     new_state,
-    objective,
+    objective_now,
     take,
 )
 from coterie.placement.planning.search.steps.swaps import best_swap, swap
@@ -112,9 +110,13 @@ def kick(alive: NDArray[np.bool_], row: Ints, seed: int) -> int:
 
 
 @helper()
-def objective_now(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
-    """The objective, less what the edge itself counts."""
-    return float(objective(expected(layer, state, prices), moving(state, prices), prices, state.edge[0]))
+def units_of(tokens: Array, weights: Array, touch: Array, per_token: Array, slots: int) -> float:
+    """Units of a second, so that all experts on the slowest rank have as many as there may be."""
+    total = slots * touch.max()
+    for expert in range(len(tokens)):
+        for scenario in range(len(weights)):
+            total += weights[scenario] * tokens[expert, scenario] * per_token[:, expert].max()
+    return UNITS / max(total, 1e-300)
 
 
 @njit()
@@ -151,7 +153,8 @@ def search_steps(
                 by_expert[expert, scenario] = tokens[at, scenario, expert]
         for slot in range(slots):
             base[slot] = rows[at, slot]
-        layer = StepLayer(by_expert, weights, touch, per_token[at], load_in[at], alive, whole, uniform)
+        scale = units_of(by_expert, weights, touch, per_token[at], slots)
+        layer = StepLayer(by_expert, weights * scale, scale, touch, per_token[at], load_in[at], alive, whole, uniform)
         prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail)
         least, seed = np.inf, 12345
         for trial in range(1 + (KICKS if slots * ranks <= THOROUGH else 0)):

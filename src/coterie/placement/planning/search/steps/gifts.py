@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from coterie._numba import helper
-from coterie.placement.objective._steps import touched
 from coterie.placement.planning.search.steps.state import (
     StepLayer,
     StepPrices,
     StepScratch,
     StepState,
-    add_part,
-    add_slot,
-    add_up,
+    Units,
+    add_units,
     expected,
     fill_slot,
+    fill_units,
     mark_stale,
     moving,
     objective,
-    raise_to,
+    objective_now,
     rank_slowest,
-    share_out,
-    weighed,
 )
 
 
 @helper()
 def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, least: float) -> bool:
     """Give slots to experts that use them better, by at least a share of the objective; whether any was given."""
-    per_rank, given = len(scratch.values), False
+    per_rank, given = len(scratch.pull), False
     fill_wanting(layer, state, scratch)
     for slot in range(len(state.row)):
         rank, expert = slot // per_rank, state.row[slot]
@@ -45,20 +44,16 @@ def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, pric
 @helper()
 def fill_wanting(layer: StepLayer, state: StepState, scratch: StepScratch) -> None:
     """`wanting`: experts whose further replica would shorten the slowest ranks most, if they stayed the slowest."""
-    relief, per_rank = scratch.relief, len(scratch.values)
+    relief, per_rank = scratch.relief, len(scratch.pull)
     for expert in range(len(relief)):
         relief[expert] = 0.0
     for rank in range(len(layer.alive)):
         for scenario in range(len(layer.weights)):
-            if state.busy[rank, scenario] < state.first[scenario]:
+            if not layer.alive[rank] or state.busy[rank, scenario] < state.first[scenario]:
                 continue
             for slot in range(rank * per_rank, (rank + 1) * per_rank):
                 expert = state.row[slot]
-                fewer = layer.tokens[expert, scenario] / (state.copies[expert] + 1.0)
-                less = layer.per_token[rank, expert] * (state.part[expert, scenario] - fewer)
-                if layer.touch[rank] > 0.0:
-                    less += layer.touch[rank] * (state.stream[expert, scenario] - touched(fewer, layer.whole))
-                relief[expert] += layer.weights[scenario] * less
+                relief[expert] += state.table[slot, scenario] / (state.copies[expert] + 1.0)
     for at in range(len(scratch.wanting)):
         most = -1
         for expert in range(len(relief)):
@@ -74,22 +69,21 @@ def best_gift(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, slot: int, least: float
 ) -> int:
     """The expert that lowers the objective most in this slot; -1 if none does."""
-    ranks = len(layer.alive)
-    per_rank, edge = len(scratch.values), state.edge[0]
-    rank, was = slot // per_rank, state.row[slot]
-    free_slot(layer, state, scratch, rank, was)
+    ranks, rank, was = len(layer.alive), slot // len(scratch.pull), state.row[slot]
     living = 0
     for one in range(ranks):
         living += layer.alive[one]
-    best = objective(expected(layer, state, prices), moving(state, prices), prices, edge) * (1.0 - least)
-    pick = -1
+        for scenario in range(len(scratch.peak)):
+            scratch.freed[one, scenario] = state.busy[one, scenario]
+    copy_less(layer, state, scratch, rank, was)
+    best, pick = objective_now(layer, state, prices) * (1.0 - least), -1
     for expert in scratch.wanting:
         if expert < 0 or expert == was or state.held[rank, expert] >= 0 or state.copies[expert] >= living:
             continue
-        seconds = gifted_s(layer, state, scratch, prices, rank, expert)
+        copy_more(layer, state, scratch, rank, expert)
         added = layer.load_in[rank, expert] - layer.load_in[rank, was]
         state.arrivals[rank] += added
-        value = objective(seconds, moving(state, prices), prices, edge)
+        value = objective(expected(layer, state, prices, scratch.peak), moving(state, prices), prices, state.edge[0])
         state.arrivals[rank] -= added
         if value < best:
             best, pick = value, expert
@@ -97,59 +91,62 @@ def best_gift(
 
 
 @helper()
-def free_slot(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
+def copy_less(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
     """`freed` [rank, scenario]: times once the rank gives an expert up, and its other replicas take over."""
-    fewer = 1.0 / (state.copies[expert] - 1.0)
+    each = 1.0 / (state.copies[expert] - 1.0)
     for one in range(len(layer.alive)):
-        freed, busy = scratch.freed[one], state.busy[one]
-        for scenario in range(len(freed)):
-            freed[scenario] = busy[scenario]
         if state.held[one, expert] < 0:
             continue
-        token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
-        add_slot(freed, state.part[expert], state.stream[expert], token_s, touch_s, -1.0)
+        add_units(scratch.freed[one], state.table[state.held[one, expert]], -1)
         if one != rank:
-            add_part(freed, layer.tokens[expert], fewer, token_s, touch_s, layer.whole)
+            token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
+            fill_units(scratch.more, layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
+            add_units(scratch.freed[one], scratch.more, 1)
 
 
 @helper()
-def gifted_s(
-    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, expert: int
-) -> float:
-    """What is expected if the slot that was freed on `rank` goes to `expert`."""
-    peak, changed, more = scratch.peak, scratch.changed, 1.0 / (state.copies[expert] + 1.0)
+def copy_more(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
+    """`peak` [scenario]: time of the slowest rank if the slot that was freed on `rank` goes to `expert`."""
+    peak, more, each = scratch.peak, scratch.more, 1.0 / (state.copies[expert] + 1.0)
     for scenario in range(len(peak)):
-        peak[scenario] = 0.0
+        peak[scenario] = 0
     for one in range(len(layer.alive)):
-        holds = state.held[one, expert] >= 0
-        if not holds and one != rank:
-            raise_to(peak, scratch.freed[one])
-            continue
+        times, held = scratch.freed[one], state.held[one, expert]
         for scenario in range(len(peak)):
-            changed[scenario] = scratch.freed[one, scenario]
-        token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
-        add_part(changed, layer.tokens[expert], more, token_s, touch_s, layer.whole)
-        if holds:
-            add_slot(changed, state.part[expert], state.stream[expert], token_s, touch_s, -1.0)
-        raise_to(peak, changed)
-    return weighed(peak, layer.weights, state.edge[0], prices.lean, prices.steep)
+            more[scenario] = 0
+        if held >= 0 or one == rank:
+            token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
+            fill_units(more, layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
+        if held >= 0:
+            add_units(more, state.table[held], -1)
+        raise_to(peak, times, more)
+
+
+@helper()
+def raise_to(peak: Units, times: Units, more: Units) -> None:
+    for scenario in range(len(peak)):
+        value = np.int32(times[scenario] + more[scenario])
+        peak[scenario] = value if value > peak[scenario] else peak[scenario]
 
 
 @helper()
 def give(layer: StepLayer, state: StepState, scratch: StepScratch, slot: int, expert: int) -> None:
-    rank, was = slot // (len(state.row) // len(layer.alive)), state.row[slot]
+    rank, was = slot // len(scratch.pull), state.row[slot]
+    for changed in (was, expert):
+        for one in range(len(layer.alive)):
+            if state.held[one, changed] >= 0:
+                add_units(state.busy[one], state.table[state.held[one, changed]], -1)
     state.row[slot] = expert
     state.held[rank, was], state.held[rank, expert] = -1, slot
     state.copies[was] -= 1
     state.copies[expert] += 1
+    state.arrivals[rank] += layer.load_in[rank, expert] - layer.load_in[rank, was]
+    mark_stale(scratch.stale, rank)
     for changed in (was, expert):
-        share_out(layer, state, changed)
-    for one in range(len(layer.alive)):
-        if one != rank and state.held[one, was] < 0 and state.held[one, expert] < 0:
-            continue
-        for changed in (was, expert):
-            if state.held[one, changed] >= 0:
-                fill_slot(layer, state, state.held[one, changed])
-        add_up(layer, state, one)
-        mark_stale(scratch.stale, one)
+        for one in range(len(layer.alive)):
+            held = state.held[one, changed]
+            if held >= 0:
+                fill_slot(layer, state, held)
+                add_units(state.busy[one], state.table[held], 1)
+                mark_stale(scratch.stale, one)
     rank_slowest(state.busy, state.first, state.second, state.third)

@@ -1,4 +1,8 @@
-"""Where the search of a layer over scenarios stands, and the loops that keep it."""
+"""Where the search of a layer over scenarios stands, and the loops that keep it.
+
+Times are whole numbers of a small unit, each scenario's weight multiplied in: a sum over scenarios is then what is
+expected, and does not depend on the order in which a processor adds. No sum is past 32 bits.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from coterie.placement.objective._steps import touched
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Table = NDArray[np.float32]
-"""Seconds at half the width: actions are weighed on them, and must gain far more than they are rounded by."""
+Units = NDArray[np.int32]
+"""Times, weighted."""
 
+UNITS = 2.0**30
+"""Of all experts on one rank, expected over the scenarios."""
 
 TRIED = 3
 """Experts that are tried for a slot to give away: those whose further replica relieves the slowest ranks most."""
@@ -26,7 +32,9 @@ class StepLayer(NamedTuple):
     tokens: Array
     """[expert, scenario]"""
     weights: Array
-    """[scenario]"""
+    """[scenario] units of a second."""
+    scale: float
+    """Units of a second, over all scenarios."""
     touch: Array
     """[rank] seconds to stream an expert."""
     per_token: Array
@@ -65,51 +73,44 @@ class StepState(NamedTuple):
     """[rank, expert] slot that holds it, or -1."""
     copies: Ints
     """[expert]"""
-    part: Array
-    """[expert, scenario] tokens of each replica."""
-    stream: Array
-    """[expert, scenario] chance that a replica is streamed."""
-    busy: Array
-    """[rank, scenario] seconds."""
-    most: Array
-    """[rank, scenario] seconds of the rank's longest slot."""
-    table: Table
-    """[rank, scenario, slot of a rank] seconds."""
+    table: Units
+    """[slot, scenario] time of each slot."""
+    busy: Units
+    """[rank, scenario]"""
     arrivals: Array
     """[rank] seconds of loading."""
-    first: Array
-    """[scenario] seconds of the slowest rank; `second` and `third` of the next ones."""
-    second: Array
-    third: Array
+    first: Units
+    """[scenario] time of the slowest rank; `second` and `third` of the next ones."""
+    second: Units
+    third: Units
     edge: Array
     """[1] seconds past which a scenario belongs to the tail."""
+    edges: Units
+    """[scenario] the same."""
 
 
 class StepScratch(NamedTuple):
     """Working arrays of a pair of ranks, or of a slot to give away."""
 
-    still: Array
-    """[scenario] seconds of the slowest of the ranks that do not change."""
-    low: Array
-    """[scenario] seconds that no swap gets below."""
-    order: Ints
-    """[scenario] those to add up, in order."""
-    rest: Array
-    """[scenario + 1] the least that those from each in `order` on count."""
-    there: Table
-    """[scenario, slot of a rank] seconds of one rank's experts on the other, where ranks differ."""
-    back: Table
-    """[scenario, slot of a rank] seconds of the other rank's experts on the first."""
-    values: Table
-    """[slot of a rank] what is expected after a swap."""
-    pull: Table
-    """[slot of a rank] by how much giving it away lowers what is expected, at most."""
-    freed: Array
-    """[rank, scenario] seconds without the slot that is given away."""
-    peak: Array
+    still: Units
+    """[scenario] time of the slowest of the ranks that do not change."""
+    mine: Units
+    """[scenario] 1 where the first rank of the pair is the slowest of all, else 0; `theirs`: where the second is."""
+    theirs: Units
+    there: Units
+    """[slot of a rank, scenario] one rank's experts on the other, where ranks differ; in `back` the other's on the
+    one."""
+    back: Units
+    pull: Array
+    """[slot of a rank] what is expected falls by at most this if the slot is given away, and"""
+    push: Array
+    """rises by at least this for what is taken."""
+    freed: Units
+    """[rank, scenario] times without the slot that is given away."""
+    peak: Units
     """[scenario]"""
-    changed: Array
-    """[scenario] seconds of a rank that a gift changes."""
+    more: Units
+    """[scenario] time of a replica if there were one more, or one less."""
     relief: Array
     """[expert]"""
     wanting: Ints
@@ -124,33 +125,30 @@ def new_state(slots: int, ranks: int, experts: int, scenarios: int) -> StepState
         row=np.zeros(slots, np.int64),
         held=np.zeros((ranks, experts), np.int16),
         copies=np.zeros(experts, np.int64),
-        part=np.zeros((experts, scenarios)),
-        stream=np.zeros((experts, scenarios)),
-        busy=np.zeros((ranks, scenarios)),
-        most=np.zeros((ranks, scenarios)),
-        table=np.zeros((ranks, scenarios, slots // ranks), np.float32),
+        table=np.zeros((slots, scenarios), np.int32),
+        busy=np.zeros((ranks, scenarios), np.int32),
         arrivals=np.zeros(ranks),
-        first=np.zeros(scenarios),
-        second=np.zeros(scenarios),
-        third=np.zeros(scenarios),
+        first=np.zeros(scenarios, np.int32),
+        second=np.zeros(scenarios, np.int32),
+        third=np.zeros(scenarios, np.int32),
         edge=np.zeros(1),
+        edges=np.zeros(scenarios, np.int32),
     )
 
 
 @helper()
 def new_scratch(per_rank: int, ranks: int, experts: int, scenarios: int) -> StepScratch:
     return StepScratch(
-        still=np.zeros(scenarios),
-        low=np.zeros(scenarios),
-        order=np.zeros(scenarios, np.int64),
-        rest=np.zeros(scenarios + 1),
-        there=np.zeros((scenarios, per_rank), np.float32),
-        back=np.zeros((scenarios, per_rank), np.float32),
-        values=np.zeros(per_rank, np.float32),
-        pull=np.zeros(per_rank, np.float32),
-        freed=np.zeros((ranks, scenarios)),
-        peak=np.zeros(scenarios),
-        changed=np.zeros(scenarios),
+        still=np.zeros(scenarios, np.int32),
+        mine=np.zeros(scenarios, np.int32),
+        theirs=np.zeros(scenarios, np.int32),
+        there=np.zeros((per_rank, scenarios), np.int32),
+        back=np.zeros((per_rank, scenarios), np.int32),
+        pull=np.zeros(per_rank),
+        push=np.zeros(per_rank),
+        freed=np.zeros((ranks, scenarios), np.int32),
+        peak=np.zeros(scenarios, np.int32),
+        more=np.zeros(scenarios, np.int32),
         relief=np.zeros(experts),
         wanting=np.zeros(TRIED, np.int64),
         stale=np.zeros((ranks, ranks), np.bool_),
@@ -161,137 +159,85 @@ def new_scratch(per_rank: int, ranks: int, experts: int, scenarios: int) -> Step
 
 
 @helper()
-def add_slot(times: Array, part: Array, stream: Array, token_s: float, touch_s: float, sign: float) -> None:
-    """Add what a slot takes in each scenario, or take it away."""
-    token_s, touch_s = sign * token_s, sign * touch_s
-    for scenario in range(len(times)):
-        times[scenario] += token_s * part[scenario] + touch_s * stream[scenario]
-
-
-@helper()
-def add_part(times: Array, tokens: Array, each: float, token_s: float, touch_s: float, whole: bool) -> None:
-    """Add what a slot that gets `each` of the tokens takes in each scenario."""
+def fill_units(
+    units: Units, tokens: Array, weights: Array, each: float, token_s: float, touch_s: float, whole: bool
+) -> None:
+    """The time of a replica that gets `each` of an expert's tokens."""
     row_s = token_s * each
     if touch_s == 0.0:
-        for scenario in range(len(times)):
-            times[scenario] += row_s * tokens[scenario]
+        for scenario in range(len(units)):
+            units[scenario] = np.int32(weights[scenario] * tokens[scenario] * row_s + 0.5)
     else:
-        for scenario in range(len(times)):
-            times[scenario] += row_s * tokens[scenario] + touch_s * touched(tokens[scenario] * each, whole)
+        for scenario in range(len(units)):
+            seconds = tokens[scenario] * row_s + touch_s * touched(tokens[scenario] * each, whole)
+            units[scenario] = np.int32(weights[scenario] * seconds + 0.5)
 
 
 @helper()
-def add_longest(most: Array, part: Array, stream: Array, token_s: float, touch_s: float) -> None:
-    """Raise to what a slot takes in each scenario."""
-    for scenario in range(len(most)):
-        seconds = token_s * part[scenario] + touch_s * stream[scenario]
-        most[scenario] = seconds if seconds > most[scenario] else most[scenario]
+def add_units(times: Units, units: Units, sign: int) -> None:
+    factor = np.int32(sign)
+    for scenario in range(len(times)):
+        times[scenario] = np.int32(times[scenario] + np.int32(factor * units[scenario]))
 
 
 @helper()
-def fill_column(table: Table, place: int, part: Array, stream: Array, token_s: float, touch_s: float) -> None:
-    for scenario in range(len(part)):
-        table[scenario, place] = np.float32(token_s * part[scenario] + touch_s * stream[scenario])
+def summed(times: Units) -> int:
+    total = np.int32(0)
+    for scenario in range(len(times)):
+        total = np.int32(total + times[scenario])
+    return int(total)
 
 
 @helper()
-def raise_to(peak: Array, times: Array) -> None:
-    for scenario in range(len(peak)):
-        peak[scenario] = times[scenario] if times[scenario] > peak[scenario] else peak[scenario]
-
-
-@helper()
-def weighed(times: Array, weights: Array, edge: float, lean: float, steep: float) -> float:
-    """What the times of the scenarios count; four sums side by side, as each waits for the one before."""
-    one, two, three, four, whole = 0.0, 0.0, 0.0, 0.0, len(times) // 4 * 4
-    for at in range(0, whole, 4):
-        one += weights[at] * counted(times[at], edge, lean, steep)
-        two += weights[at + 1] * counted(times[at + 1], edge, lean, steep)
-        three += weights[at + 2] * counted(times[at + 2], edge, lean, steep)
-        four += weights[at + 3] * counted(times[at + 3], edge, lean, steep)
-    for at in range(whole, len(times)):
-        one += weights[at] * counted(times[at], edge, lean, steep)
-    return (one + two) + (three + four)
-
-
-@helper()
-def counted(time: float, edge: float, lean: float, steep: float) -> float:
-    """What a time counts: more past the edge."""
-    past = time - edge
-    return lean * time + steep * (past if past > 0.0 else 0.0)
-
-
-@helper()
-def share_out(layer: StepLayer, state: StepState, expert: int) -> None:
-    """What each replica of an expert gets, by how many there are."""
-    part, stream, whole = state.part[expert], state.stream[expert], layer.whole
-    tokens, each = layer.tokens[expert], 1.0 / max(1, state.copies[expert])
-    streams = False
-    for rank in range(len(layer.touch)):
-        streams = streams or layer.touch[rank] > 0.0
-    for scenario in range(len(part)):
-        part[scenario] = tokens[scenario] * each
-    if streams:
-        for scenario in range(len(part)):
-            stream[scenario] = touched(part[scenario], whole)
+def summed_past(times: Units, edges: Units) -> int:
+    """Of what is past the edge."""
+    total = np.int32(0)
+    for scenario in range(len(times)):
+        past = np.int32(times[scenario] - edges[scenario])
+        total = np.int32(total + (past if past > 0 else np.int32(0)))
+    return int(total)
 
 
 @helper()
 def take(layer: StepLayer, state: StepState, row: Ints) -> None:
     """Stand at a placement."""
-    experts, ranks = len(state.copies), len(layer.alive)
+    ranks = len(layer.alive)
     per_rank = len(row) // ranks
-    for expert in range(experts):
+    for expert in range(len(state.copies)):
         state.copies[expert] = 0
     for rank in range(ranks):
-        for expert in range(experts):
+        for expert in range(len(state.copies)):
             state.held[rank, expert] = -1
         for slot in range(rank * per_rank, (rank + 1) * per_rank):
             state.row[slot] = row[slot]
             if layer.alive[rank]:
                 state.copies[row[slot]] += 1
                 state.held[rank, row[slot]] = slot
-    for expert in range(experts):
-        share_out(layer, state, expert)
-    for slot in range(len(row)):
-        fill_slot(layer, state, slot)
     for rank in range(ranks):
-        add_up(layer, state, rank)
+        state.arrivals[rank] = 0.0
+        for scenario in range(len(state.first)):
+            state.busy[rank, scenario] = 0
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            if layer.alive[rank]:
+                fill_slot(layer, state, slot)
+                add_units(state.busy[rank], state.table[slot], 1)
+                state.arrivals[rank] += layer.load_in[rank, row[slot]]
     rank_slowest(state.busy, state.first, state.second, state.third)
 
 
 @helper()
 def fill_slot(layer: StepLayer, state: StepState, slot: int) -> None:
     """The slot's times in `table`."""
-    per_rank = len(state.row) // len(layer.alive)
-    rank, expert = slot // per_rank, state.row[slot]
-    token_s, touch_s = layer.per_token[rank, expert], layer.touch[rank]
-    fill_column(state.table[rank], slot % per_rank, state.part[expert], state.stream[expert], token_s, touch_s)
+    rank, expert = slot // (len(state.row) // len(layer.alive)), state.row[slot]
+    token_s, touch_s, each = layer.per_token[rank, expert], layer.touch[rank], 1.0 / state.copies[expert]
+    fill_units(state.table[slot], layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
 
 
 @helper()
-def add_up(layer: StepLayer, state: StepState, rank: int) -> None:
-    """A rank's times from its slots: rounding errors do not add up."""
-    busy, most, per_rank = state.busy[rank], state.most[rank], len(state.row) // len(layer.alive)
-    for scenario in range(len(busy)):
-        busy[scenario] = 0.0
-        most[scenario] = 0.0
-    state.arrivals[rank] = 0.0
-    if not layer.alive[rank]:
-        return
-    for slot in range(rank * per_rank, (rank + 1) * per_rank):
-        expert = state.row[slot]
-        state.arrivals[rank] += layer.load_in[rank, expert]
-        token_s, touch_s = layer.per_token[rank, expert], layer.touch[rank]
-        add_slot(busy, state.part[expert], state.stream[expert], token_s, touch_s, 1.0)
-        add_longest(most, state.part[expert], state.stream[expert], token_s, touch_s)
-
-
-@helper()
-def rank_slowest(busy: Array, first: Array, second: Array, third: Array) -> None:
+def rank_slowest(busy: Units, first: Units, second: Units, third: Units) -> None:
     """The times of the three slowest ranks in every scenario."""
     for scenario in range(len(first)):
-        first[scenario], second[scenario], third[scenario] = 0.0, 0.0, 0.0
+        first[scenario], second[scenario], third[scenario] = 0, 0, 0
     for rank in range(len(busy)):
         times = busy[rank]
         for scenario in range(len(first)):
@@ -311,9 +257,11 @@ def mark_stale(stale: NDArray[np.bool_], rank: int) -> None:
 
 
 @helper()
-def expected(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
-    """What the slowest ranks count over the scenarios."""
-    return weighed(state.first, layer.weights, state.edge[0], prices.lean, prices.steep)
+def expected(layer: StepLayer, state: StepState, prices: StepPrices, peak: Units) -> float:
+    """What the times of the slowest ranks [scenario] count, in seconds."""
+    if prices.steep == 0.0:
+        return summed(peak) / layer.scale
+    return (prices.lean * summed(peak) + prices.steep * summed_past(peak, state.edges)) / layer.scale
 
 
 @helper()
@@ -331,25 +279,31 @@ def objective(seconds: float, moved: float, prices: StepPrices, edge: float) -> 
 
 
 @helper()
+def objective_now(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
+    """The objective, less what the edge itself counts."""
+    seconds = expected(layer, state, prices, state.first)
+    return float(objective(seconds, moving(state, prices), prices, state.edge[0]))
+
+
+@helper()
 def find_edge(layer: StepLayer, state: StepState, prices: StepPrices, share: float) -> None:
     """The time that the worst `share` of scenarios exceed now."""
     state.edge[0] = 0.0
     if prices.steep <= 0.0:
         return
-    left, last = share, np.inf
-    while True:
+    left, last = share * layer.scale, np.inf
+    while left > 0.0:
         top, weight = -1.0, 0.0
         for scenario in range(len(layer.weights)):
-            value = state.first[scenario]
-            if value < last and value > top:
+            value = state.first[scenario] / max(layer.weights[scenario], 1e-300)
+            if layer.weights[scenario] > 0.0 and top < value < last:
                 top = value
-        for scenario in range(len(layer.weights)):
-            if state.first[scenario] == top:
-                weight += layer.weights[scenario]
         if top < 0.0:
-            return
-        state.edge[0] = top
+            break
+        for scenario in range(len(layer.weights)):
+            if layer.weights[scenario] > 0.0 and state.first[scenario] / layer.weights[scenario] == top:
+                weight += layer.weights[scenario]
+        state.edge[0] = last = top
         left -= weight
-        last = top
-        if left <= 0.0:
-            return
+    for scenario in range(len(layer.weights)):
+        state.edges[scenario] = np.int32(state.edge[0] * layer.weights[scenario] + 0.5)
