@@ -166,8 +166,7 @@ def test_latency_optimal_over_scenarios_is_close_to_the_best(kind: str) -> None:
         assert report.gap[0] < 2e-3
         ratios.append(float(problem.score(fast).total_s[0] / report.objective_s[0]))
     told = f"{kind}: {max(ratios):.4f} of the best at worst, {np.mean(ratios):.4f} on average"
-    assert np.mean(ratios) < 1.02, told
-    assert max(ratios) < 1.1, told
+    assert max(ratios) < 1.02, told
 
 
 def test_the_best_plan_over_scenarios_beats_that_for_their_mean() -> None:

@@ -43,13 +43,16 @@ CLOSE = 1e-3
 """Share of the objective: a pass that gains less is the last."""
 
 KICKS = 12
-"""Times that a small layer is searched again after some random swaps: a single descent may end 5% from the best."""
+"""Times that a small layer is searched again after a random kick: a single descent may end 5% from the best."""
+
+TINY, TINY_KICKS = 64, 96
+"""Slots x ranks up to which kicks cost next to nothing, and how many such a layer gets."""
 
 THOROUGH = 1024
 """Slots x ranks up to which a layer is small."""
 
 KICKED = 3
-"""Swaps of one kick."""
+"""Random swaps, or slots given to another expert, of one kick."""
 
 
 @helper()
@@ -88,7 +91,7 @@ def descend(
 
 @helper()
 def kick(alive: NDArray[np.bool_], row: Ints, seed: int) -> int:
-    """Make some random swaps in a row [slot]; returns the next seed."""
+    """Make some random swaps and gifts in a row [slot]; returns the next seed."""
     done, per_rank = 0, len(row) // len(alive)
     for _ in range(8 * KICKED):
         # Numbers of a linear congruence, the same everywhere.
@@ -99,11 +102,16 @@ def kick(alive: NDArray[np.bool_], row: Ints, seed: int) -> int:
         rank, other = one // per_rank, two // per_rank
         if rank == other or not alive[rank] or not alive[other] or done == KICKED:
             continue
-        free = True
+        taken, given, copies = False, False, 0
         for place in range(per_rank):
-            held, beside = row[rank * per_rank + place], row[other * per_rank + place]
-            free = free and held != row[two] and beside != row[one]
-        if free:
+            taken = taken or row[rank * per_rank + place] == row[two]
+            given = given or row[other * per_rank + place] == row[one]
+        for slot in range(len(row)):
+            copies += alive[slot // per_rank] and row[slot] == row[one]
+        if not taken and copies > 1 and seed // 256 % 2:
+            row[one] = row[two]
+            done += 1
+        elif not taken and not given:
             row[one], row[two] = row[two], row[one]
             done += 1
     return seed
@@ -157,7 +165,8 @@ def search_steps(
         layer = StepLayer(by_expert, weights * scale, scale, touch, per_token[at], load_in[at], alive, whole, uniform)
         prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail)
         least, seed = np.inf, 12345
-        for trial in range(1 + (KICKS if slots * ranks <= THOROUGH else 0)):
+        kicks = TINY_KICKS if slots * ranks <= TINY else KICKS if slots * ranks <= THOROUGH else 0
+        for trial in range(1 + kicks):
             for slot in range(slots):
                 start[slot] = base[slot]
             if trial:
