@@ -3,7 +3,8 @@
 The search starts from where the experts are, and from the plan for the mean step where that is better. Scenarios are a
 sample, and a plan can fit a sample: so a part of them is held out, plans for the rest are made with several shares of
 the mean step mixed into every scenario (shrinkage), and the share whose plans do best on what was held out is taken for
-all. A share of 1 is the plan for the mean. This is done on some of the layers, evenly spread.
+all. A share of 1 is the plan for the mean, which is taken unless another is clearly better. This is done on some of the
+layers, evenly spread.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ SHRINKAGES = (0.5, 0.25, 0.0)
 HELD_OUT = 4
 """Every so manieth scenario is held out to choose the shrinkage."""
 
-LEAST = 3e-4
-"""Share of a layer's objective that an action must gain: less fits the sample, not the steps to come."""
+LEAST = 3e-5
+"""Share of a layer's objective that an action must gain. On GLM-5.2's domains and 32 ranks, balancedness of what no
+plan has seen is .706 with 3e-4 and .714 with this."""
+
+MARGIN = 0.01
+"""Share by which a plan must do better than the mean's on what was held out, or the mean's is taken: scenarios made of
+the same requests are alike, held out or not."""
 
 FEWEST = 8
 """Scenarios below which none is held out."""
@@ -83,7 +89,10 @@ def improve(problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDAr
 
 
 def choose(problem: Problem, start: Slots, mean: Slots) -> Chosen:
-    """The shrinkage whose plans do best on held-out scenarios; `mean` [layer, slot] is the plan for the mean step."""
+    """The shrinkage whose plans do best on held-out scenarios; `mean` [layer, slot] is the plan for the mean step.
+
+    Plans for the shares are made one from another, so all but the first take few actions.
+    """
     if len(steps_of(problem).weights) < FEWEST:
         return Chosen(0.0, None)
     layers, fitted, unseen = hold_out(problem)
@@ -92,6 +101,8 @@ def choose(problem: Problem, start: Slots, mean: Slots) -> Chosen:
         tried[share] = rows = improve(fitted, rows, share)
     seconds = {share: float(unseen.slowest_s(rows).sum()) for share, rows in tried.items()}
     best = min(tried, key=lambda share: (seconds[share], share))
+    if seconds[best] > (1.0 - MARGIN) * seconds[1.0]:
+        best = 1.0
     told = Unseen(
         before=unseen.balanced(unseen.current.slot_experts),
         mean=unseen.balanced(tried[1.0]),
