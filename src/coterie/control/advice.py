@@ -226,8 +226,13 @@ class PlacementAdvisor:
         gain = 100.0 * (1.0 - after / before) if before > 0 else 0.0
         score = None
         if problem.steps is not None and self._for_mean is not None:
-            balance = (problem.balanced(one) for one in (now, self._for_mean.slot_experts))
-            score = StepsScore(len(newer), len(problem.steps.weights), *balance, problem.balanced(then, shares))
+            score = StepsScore(
+                requests=len(newer),
+                scenarios=len(problem.steps.weights),
+                before=problem.balanced(now),
+                mean=problem.balanced(self._for_mean.slot_experts),
+                after=problem.balanced(then, shares),
+            )
         reason = made.reason if score is None else f"{made.reason}; {score.words}"
         self._made = made._replace(gain_next_pct=gain, steps=score, reason=reason)
         if gain > 0:
