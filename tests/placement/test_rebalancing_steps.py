@@ -77,6 +77,18 @@ def test_what_a_round_leaves_uneven_is_no_reason_to_plan_again() -> None:
     assert any(decision.plan is not None for decision in later)
 
 
+def test_a_plan_that_only_fits_its_sample_is_not_carried_out() -> None:
+    """Steady traffic, noisy windows, free moves: there is always a plan that fits the newest steps better."""
+    rng = np.random.default_rng(11)
+    tastes = rng.dirichlet(np.full(EXPERTS, 0.4), (40, LAYERS))
+    one = rebalancer(planning_s=0.0)
+    found = drive(one, [20_000 * tastes[rng.integers(40, size=STEPS)] for _ in range(16)], True)
+    moved = [decision for decision in found if decision.plan is not None]
+    assert found[0].plan is not None
+    assert len(moved) <= 6
+    assert any("steps held out balancedness would be" in decision.reason for decision in found)
+
+
 def test_kept_steps_are_bounded() -> None:
     one = rebalancer()
     drive(one, [steps(40, seed) for seed in range(4)], True)

@@ -26,7 +26,8 @@ of the last round are still on their way there is no new one; what is left over 
 interval.
 
 Where windows carry scenarios, rounds are planned and scored over the newest of them, about the forecast of the mean.
-No map is even in every step, so what the last round left uneven is not counted as something to gain.
+No map is even in every step, so what the last round left uneven is not counted as something to gain; and a plan fits
+its sample, so of its predicted saving only the share counts that held on scenarios it was not made for.
 
 Wrong where drift comes in jumps: a load that is steady for long and then another is met after up to an
 interval, unless the excess has grown by enough to be plainly worth a round (`urgent`).
@@ -45,7 +46,7 @@ from coterie.errors import ConfigError, check_not_negative, check_positive_share
 from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
-from coterie.placement.triggers.recent import RecentSteps
+from coterie.placement.triggers.recent import RecentSteps, held_share, no_saving
 from coterie.types import Placement, Topology
 
 Array = NDArray[np.float64]
@@ -266,12 +267,13 @@ class Rebalancer:
         in_force = () if self._now.shares is None else (self._now.shares,)
         plan = planner.plan(expected, self.topology, self.placement, *in_force)
         cost_s = plan.movement_s + self.objective.planning_s
-        gain_s = plan.saving_s * weight
+        saving_s = plan.saving_s * held_share(plan)
+        gain_s = saving_s * weight
         moves = len(plan.moves)
         self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
         self._excess_then_s = _excess_s(self._now, problem)  # what was looked at and left is not urgent again
-        if plan.saving_s <= 0 and not must:
-            return self._in_vain("nothing_found", plan.skip_reason or "the planner finds nothing", 0.0, cost_s)
+        if saving_s <= 0 and not must:
+            return self._in_vain("nothing_found", no_saving(plan), 0.0, cost_s)
         # Planning is paid for by now: only the movement can still be saved.
         if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
             why += (
@@ -283,7 +285,7 @@ class Rebalancer:
         self._settle_interval()
         self._age_then, self._fitted_at = self._age(), self.step
         self._previous, self._next, self.pending = self._now, _Map.of(plan), moves
-        self._saving_s = plan.saving_s
+        self._saving_s = saving_s
         self._excess_then_s = _excess_s(self._next, problem)
         if problem.steps is not None:
             self._left_share = self._excess_then_s / max(float(problem.even.sum()), 1e-300)

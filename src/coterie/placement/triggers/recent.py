@@ -1,4 +1,4 @@
-"""The newest steps that windows brought, to plan for: weighted as the forecast weighs the windows they came from."""
+"""The newest steps that windows brought, to plan for, and what a plan for them is worth on others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import check_at_least
-from coterie.placement.base import Load
+from coterie.placement.base import Load, Plan
 from coterie.placement.scenarios import at_mean
 
 Array = NDArray[np.float64]
@@ -48,3 +48,21 @@ class RecentSteps:
             return expected
         steps = at_mean(self._steps, self._weights, expected.tokens / expected.steps)
         return replace(expected, scenarios=steps, weights=self._weights, whole_steps=self._whole)
+
+
+def held_share(plan: Plan) -> float:
+    """Share of the predicted saving that holds on scenarios the plan was not made for."""
+    unseen = plan.unseen
+    if unseen is None:
+        return 1.0
+    fitted = unseen.fitted - unseen.before
+    return float(np.clip((unseen.after - unseen.before) / fitted, 0.0, 1.0)) if fitted > 0 else 0.0
+
+
+def no_saving(plan: Plan) -> str:
+    """Why a plan saves nothing."""
+    unseen = plan.unseen
+    if plan.skip_reason is not None or unseen is None or unseen.after > unseen.before:
+        return plan.skip_reason or "the planner finds nothing"
+    would, now = f"{unseen.after:.3f}", f"{unseen.before:.3f}"
+    return f"on {unseen.scenarios} steps held out balancedness would be {would}; the map that serves has {now}"
