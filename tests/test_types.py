@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from coterie.errors import ConfigError
-from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, balancedness, check_dtype, narrowest_uint
+from coterie.types import (
+    BYTES_PER_WEIGHT,
+    ModelSpec,
+    Placement,
+    Topology,
+    balancedness,
+    check_dtype,
+    narrowest_uint,
+    shown_s,
+)
 
 SHAPE: dict[str, Any] = {
     "name": "tiny",
@@ -176,3 +185,8 @@ class TestBalancedness:
         assert balancedness(np.array([[1.0, 3.0]])) == pytest.approx(2 / 3)
         assert balancedness(np.array([[4.0, 0.0, 0.0, 0.0]])) == 0.25
         assert balancedness(np.array([[0.0, 0.0], [1.0, 3.0]])) == pytest.approx((1 + 2 / 3) / 2), "no load is even"
+
+
+def test_seconds_are_shown_in_a_unit_that_reads_well() -> None:
+    values = (0.0, 2.81e-05, -0.0042, 0.5, 12.345)
+    assert [shown_s(one) for one in values] == ["0 s", "28.1 µs", "-4.2 ms", "500 ms", "12.3 s"]

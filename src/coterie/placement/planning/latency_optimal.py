@@ -31,7 +31,7 @@ from coterie.placement.planning.over_scenarios import choose, improve
 from coterie.placement.planning.packing import living_ranks
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.registry import needs
-from coterie.types import Placement, Topology
+from coterie.types import Placement, Topology, shown_s
 
 Split = Literal["equal", "weighted", "optimal"]
 
@@ -267,7 +267,7 @@ class LatencyOptimal:
             return f"no move pays for itself within {self.objective.horizon:g} steps"
         if gain <= planning:
             return (
-                f"{self.objective.horizon:g} steps would save {gain:.3g} s after movement, "
+                f"{self.objective.horizon:g} steps would save {shown_s(gain)} after movement, "
                 f"which does not pay planning_s={planning:.3g}"
             )
         return None
@@ -277,9 +277,9 @@ def _reason(outcome: int, saved_s: float) -> str:
     if outcome == AT_TARGET:
         return "even enough"
     if outcome == REPAIRED:
-        return f"repaired; saves {saved_s:.3g} s over the horizon"
+        return f"repaired; saves {shown_s(saved_s)} over the horizon"
     if outcome == CHANGED:
-        return f"saves {saved_s:.3g} s over the horizon, movement paid"
+        return f"saves {shown_s(saved_s)} over the horizon, movement paid"
     return "no move pays for itself"
 
 
