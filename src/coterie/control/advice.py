@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, LoadSeen, Shape
-from coterie.control.steps import with_steps
+from coterie.control.steps import MOST_REQUESTS, with_steps
 from coterie.control.traffic import Kept
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
@@ -227,7 +227,7 @@ class PlacementAdvisor:
         score = None
         if problem.steps is not None and self._for_mean is not None:
             score = StepsScore(
-                requests=len(newer),
+                requests=min(len(newer), MOST_REQUESTS),
                 scenarios=len(problem.steps.weights),
                 before=problem.balanced(now),
                 mean=problem.balanced(self._for_mean.slot_experts),

@@ -21,13 +21,13 @@ SCENARIOS = 32
 """Steps that are drawn."""
 FEWEST = 16
 """Requests below which none are drawn."""
-MOST = 256
+MOST_REQUESTS = 256
 """Newest requests that steps are drawn from."""
 
 
 def with_steps(load: Load, requests: Sequence[Kept], rng: Generator) -> Load:
     """The load with steps of these requests; the load itself where they are too few."""
-    newest = requests[-MOST:]
+    newest = requests[-MOST_REQUESTS:]
     if len(newest) < FEWEST:
         return load
     # Summed as integers first: an array of single precision, not of double, for hundreds of footprints.
