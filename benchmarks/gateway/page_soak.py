@@ -56,7 +56,7 @@ BOUNDS = {
     "gateway_mb": Bound(0.03, 4.0),
     "children_mb": Bound(0.05, 8.0),
     "heap_mb": Bound(0.05, 0.5),
-    "nodes": Bound(0.02, 20),
+    "nodes": Bound(0.15, 20),  # advice comes and goes
 }
 
 

@@ -27,6 +27,7 @@ from coterie.errors import check_at_least, check_one_of
 from coterie.placement.base import Load, Plan, Unseen, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.flashlb import FlashLb
 from coterie.placement.planning.over_scenarios import choose, improve
 from coterie.placement.planning.packing import living_ranks
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
@@ -104,13 +105,15 @@ class LatencyOptimal:
             return self._other_start(problem, load, self._search(problem)), None
         average = self.objective.problem(load.mean, problem.topology, problem.current, problem.shares)
         mean = self._other_start(average, load.mean, self._search(average))
-        return self._over_scenarios(problem, mean)
+        return self._over_scenarios(problem, load, mean)
 
-    def _over_scenarios(self, problem: Problem, mean: _Found) -> tuple[_Found, Unseen | None]:
+    def _over_scenarios(self, problem: Problem, load: Load, mean: _Found) -> tuple[_Found, Unseen | None]:
         """From the placement as it is and from the plan for the mean step, whichever comes out better."""
         current = problem.current
         sound = not current.duplicates and not _lost(problem)
         start = np.ascontiguousarray(current.slot_experts, np.int32) if sound else mean.slot_experts
+        if current.num_slots > current.num_experts:
+            start = self._with_replicas(problem, load, start)
         shrinkage, unseen = choose(problem, start, mean.slot_experts)
         rows = mean.slot_experts
         if shrinkage < 1.0:
@@ -128,6 +131,15 @@ class LatencyOptimal:
         outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
         outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
         return _Found(rows, np.where(keep, 0.0, saved), outcomes), unseen
+
+    def _with_replicas(self, problem: Problem, load: Load, start: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[layer, slot] the greedy's placement where that is better, movement paid.
+
+        Gifts of single slots, from a placement whose replicas are of no use, do not lead far.
+        """
+        fresh = FlashLb(objective=self.objective).plan(load, problem.topology, problem.current).placement.slot_experts
+        better = problem.score(fresh).total_s < problem.score(start).total_s
+        return np.where(better[:, None], fresh, start).astype(np.int32)
 
     def _plan_split(self, problem: Problem, load: Load, started: float) -> Plan:
         from coterie.placement.planning.free_split import improve  # its solver is not needed for equal shares

@@ -8,6 +8,7 @@ that such steps have. Balancedness is that of tokens in all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +41,12 @@ TIMED_RANKS, TIMED_SPARE = (8, 16), 2
 LINEAR, EPLB, GREEDY, MEAN, STEPS = "linear", "eplb", "flashlb", "latency_optimal, mean", "latency_optimal, steps"
 CONTENDERS = {LINEAR: "linear", EPLB: "eplb", GREEDY: "flashlb", MEAN: "latency_optimal", STEPS: "latency_optimal"}
 """Planners by what they are called here: all but `flashlb` and the last plan for the mean step."""
-SPLITS = ("equal",)
-"""How replicas share tokens in the steps that are scored."""
+EQUAL, OPTIMAL = "equal", "optimal"
+SPLITS = (EQUAL, OPTIMAL)
+"""How replicas share tokens in the steps that are scored: in equal parts, or by the best split of every step, which
+`latency_optimal` then plans for."""
+SPLIT_RANKS = (8,)
+"""Ranks on which the optimal split is tried, in phase `rows` with the fewest spare slots."""
 FREE = Objective(row_s=1e-6, expert_bytes=0.0, exposed=0.0)
 """Prices of phase `rows`."""
 
@@ -105,10 +110,16 @@ def _serve(cell: Cell, data: Path) -> Iterator[Found]:
         samples = samples_of(cell, phase, data)
         objective = prices(cell.trace, phase, cell.ranks, step_tokens(cell.trace, samples[0]))
         for slots in slots_of(experts, cell.ranks)[: 1 if left_out else TIMED_SPARE if phase != ROWS else None]:
-            for planner in CONTENDERS:
-                plans = [plan_first(planner, sample, objective, cell.ranks, slots) for sample in samples]
-                for split in SPLITS:
+            for split in splits_of(cell, phase, slots - experts):
+                for planner in CONTENDERS:
+                    plans = [plan_first(planner, sample, objective, cell.ranks, slots, split) for sample in samples]
                     yield _found(planner, split, phase, samples, plans, objective)
+
+
+def splits_of(cell: Cell, phase: str, spare: int) -> tuple[str, ...]:
+    """Without spare slots there is nothing to split."""
+    tried = phase == ROWS and cell.ranks in SPLIT_RANKS and cell.traffic != LEFT_OUT
+    return SPLITS if tried and spare == SPARE[spec_of(cell.trace).num_experts][1] else (EQUAL,)
 
 
 def samples_of(cell: Cell, phase: str, data: Path) -> list[Sample]:
@@ -139,11 +150,12 @@ def slots_of(experts: int, ranks: int) -> list[int]:
     return [experts + spare for spare in SPARE[experts] if not (experts + spare) % ranks]
 
 
-def plan_first(planner: str, sample: Sample, objective: Objective, ranks: int, slots: int) -> Plan:
+def plan_first(planner: str, sample: Sample, objective: Objective, ranks: int, slots: int, split: str = EQUAL) -> Plan:
     """The plan of a contender, from experts in order."""
     load = sample.fit.mean if planner == MEAN else sample.fit
     current = Placement.linear(load.num_layers, load.num_experts, ranks, slots)
-    return planners.make(CONTENDERS[planner], {"objective": objective}).plan(load, Topology(ranks), current)
+    settings = {"split": split} if CONTENDERS[planner] == "latency_optimal" else {}
+    return planners.make(CONTENDERS[planner], {"objective": objective}, **settings).plan(load, Topology(ranks), current)
 
 
 def _found(
@@ -167,11 +179,13 @@ def _found(
     )
 
 
-def score(load: Load, placement: Placement, objective: Objective, split: str = "equal") -> Scored:
+def score(load: Load, placement: Placement, objective: Objective, split: str = EQUAL) -> Scored:
     """What a placement does on the steps of a load, if replicas share tokens by this split."""
     check_one_of(SPLITS, split=split)
     topology = Topology(placement.num_ranks)
+    if load.scenarios is None:
+        load = replace(load, scenarios=load.tokens[None] / load.steps)  # one step, which may be split too
     tokens = FREE.problem(load, topology, placement)
     timed = tokens if objective is FREE else objective.problem(load, topology, placement)
-    slots = placement.slot_experts
-    return Scored(tokens.balanced(slots), float(timed.slowest_s(slots).mean()))
+    slots, anew = placement.slot_experts, split == OPTIMAL
+    return Scored(tokens.balanced(slots, per_step=anew), float(timed.slowest_s(slots, per_step=anew).mean()))

@@ -7,7 +7,18 @@ from typing import Any
 
 from coterie.evaluation.runs import interval_of, with_ends, with_half
 from coterie.evaluation.suites.base import Column, Row, SuiteTable
-from coterie.evaluation.suites.placement.cells import DECODE, EPLB, GREEDY, LINEAR, MEAN, PREFILL, ROWS, STEPS
+from coterie.evaluation.suites.placement.cells import (
+    DECODE,
+    EPLB,
+    EQUAL,
+    GREEDY,
+    LINEAR,
+    MEAN,
+    OPTIMAL,
+    PREFILL,
+    ROWS,
+    STEPS,
+)
 from coterie.evaluation.suites.placement.mixtures import FOR_DOMAINS, FOR_MIX
 from coterie.evaluation.suites.placement.rows import MIXTURES, PLANS, SHIFTS
 from coterie.evaluation.suites.placement.traffic import GLM, LEFT_OUT, MIX, ONE_DOMAIN, spec_of
@@ -24,7 +35,8 @@ SETTING = (
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    plans = [row for row in rows if row["part"] == PLANS and row["planner"] == STEPS]
+    ours = [row for row in rows if row["part"] == PLANS and row["planner"] == STEPS]
+    plans = [row for row in ours if row["split"] == EQUAL]
     shifts = [row for row in rows if row["part"] == SHIFTS]
     mixtures = [row for row in rows if row["part"] == MIXTURES]
     return [
@@ -33,6 +45,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         *_never_worse_notes(plans),
         *_time_notes(plans),
         *_left_out_notes(plans),
+        *(_split_note(row) for row in ours if row["split"] == OPTIMAL),
         *(_moves_note(row) for row in shifts if row["planner"] == STEPS),
         *_mixture_notes(mixtures),
         _verdict(plans, shifts),
@@ -91,6 +104,12 @@ def _left_out_notes(plans: Sequence[Row]) -> list[str]:
         for row in plans
         if row["traffic"] == LEFT_OUT
     ]
+
+
+def _split_note(row: Row) -> str:
+    return f"Split anew in every step, {_where(row)}: {row['balancedness_unseen']:.3f}; " + ", ".join(
+        f"{name} {row['others'][name]['balancedness_unseen']:.3f}" for name in (EPLB, GREEDY, MEAN)
+    )
 
 
 def _moves_note(row: Row) -> str:
@@ -187,6 +206,7 @@ _CELL = (
     Column("ranks", _plain("ranks")),
     Column("slots", _plain("slots")),
 )
+_SPLIT = Column("split", _plain("split"))
 
 
 def _others(names: Iterable[str], key: str, form: str) -> tuple[Column, ...]:
@@ -198,6 +218,7 @@ TABLES = (
         "Balancedness in tokens on unseen steps",
         (
             *_CELL,
+            _SPLIT,
             *_others((LINEAR, EPLB, GREEDY, MEAN), "balancedness_unseen", ".3f"),
             Column("steps", _unseen),
             Column("fitted", _number("balancedness_fit")),
