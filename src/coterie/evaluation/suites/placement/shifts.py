@@ -35,6 +35,7 @@ from coterie.evaluation.suites.placement.traffic import (
     GLM_TOKENS,
     TINY,
     Sample,
+    but_one,
     read_chunks,
     read_recorded,
     spec_of,
@@ -139,7 +140,7 @@ def _steps(shift: Shift, domains: tuple[str, ...], data: Path) -> tuple[Array, A
     rows = GLM_TOKENS[PREFILL] * spec_of(GLM).top_k
     chosen = [chunks.domains.index(name) for name in domains]
     fit, unseen = (rows * half[chosen] for half in chunks.halves(shift.seed))
-    return fit.reshape(-1, *fit.shape[2:]), unseen.mean(axis=1)
+    return but_one(fit).reshape(-1, *fit.shape[2:]), unseen.mean(axis=1)
 
 
 def _joined(one: Array, other: Array, share: float, whole: bool) -> Load:
