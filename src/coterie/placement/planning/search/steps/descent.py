@@ -36,7 +36,7 @@ from coterie.placement.planning.search.steps.swaps import best_swap, swap
 PASSES = 32
 """Most passes over a layer."""
 
-COARSE = (10.0, 3.0)
+COARSE = (100.0, 30.0)
 """First passes take only what gains so many times the least: large gains first need fewer swaps in all."""
 
 CLOSE = 1e-3
