@@ -116,7 +116,7 @@ def units_of(tokens: Array, weights: Array, touch: Array, per_token: Array, slot
     for expert in range(len(tokens)):
         for scenario in range(len(weights)):
             total += weights[scenario] * tokens[expert, scenario] * per_token[:, expert].max()
-    return UNITS / max(total, 1e-300)
+    return float(UNITS / max(total, 1e-300))
 
 
 @njit()
