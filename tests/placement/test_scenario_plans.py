@@ -140,6 +140,22 @@ def test_dear_moves_are_not_made_and_cheap_ones_are() -> None:
     assert moves[0] > moves[1] > moves[2] == 0
 
 
+@pytest.mark.parametrize("budget", [0, 6, 20, 1000])
+def test_a_budget_of_moves_holds_over_scenarios(budget: int) -> None:
+    tokens = steps(10, 16, 4, 16)
+    load, topology, current = Load.of_scenarios(tokens), Topology(4, 4), Placement.linear(4, 16, 4)
+    planner = LatencyOptimal(objective=FREE, max_moves=budget)
+    plan, mean = planner.plan(load, topology, current), planner.plan(load.mean, topology, current)
+    problem = FREE.problem(load, topology, current)
+    assert len(plan.moves) <= budget
+    assert plan.after_s <= plan.before_s
+    if budget in (0, 1000):
+        free = LatencyOptimal(objective=FREE).plan(load, topology, current)
+        wanted = free.after_s if budget else plan.before_s
+        assert plan.after_s <= wanted * (1 + 1e-12)
+    assert plan.after_s <= problem.slowest_s(mean.placement.slot_experts).sum() * (1 + 1e-9)
+
+
 def test_a_rank_that_is_gone_gets_nothing() -> None:
     tokens = steps(7, 8, 2, 8)
     topology = Topology(4, 4, speeds=(1.0, 0.0, 1.0, 0.5))

@@ -66,11 +66,10 @@ class LatencyOptimal:
     split: Split = "equal"
     """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved. Where the
     load has scenarios, `optimal` splits anew in each of them, and the plan's shares are those of the mean step;
-    `weighted` plans for the mean step."""
+    `weighted`, and `optimal` within a budget of moves, plan for the mean step."""
     max_moves: int | None = None
     """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
-    no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted. A plan within
-    a budget is for the mean step."""
+    no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
 
     def __post_init__(self) -> None:
         check_one_of(("equal", "weighted", "optimal"), split=self.split)
@@ -80,7 +79,7 @@ class LatencyOptimal:
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
         started = perf_counter()
-        if self.split == "weighted" or self.max_moves is not None:
+        if self.split == "weighted" or (self.split == "optimal" and self.max_moves is not None):
             load = load.mean
         problem = self.objective.problem(load, topology, current, shares)
         living_ranks(problem)  # more slots than experts are refused
@@ -105,7 +104,29 @@ class LatencyOptimal:
             return self._other_start(problem, load, self._search(problem)), None
         average = self.objective.problem(load.mean, problem.topology, problem.current, problem.shares)
         mean = self._other_start(average, load.mean, self._search(average))
-        return self._over_scenarios(problem, load, mean)
+        if self.max_moves is None:
+            return self._over_scenarios(problem, load, mean)
+        found, unseen = replace(self, max_moves=None)._found(problem, load)
+        return self._within_budget(problem, self.max_moves, mean, found), unseen
+
+    @staticmethod
+    def _within_budget(problem: Problem, budget: int, mean: _Found, found: _Found) -> _Found:
+        """For each layer what there is, its plan for the mean step, or its plan over the scenarios."""
+        current = problem.current
+        sound = not current.duplicates and not _lost(problem)
+        first = current.slot_experts if sound else mean.slot_experts  # what must be repaired is
+        rows = np.stack([first, mean.slot_experts, found.slot_experts])  # [option, layer, slot]
+        scores = [problem.score(option) for option in rows]
+        totals = np.stack([score.total_s for score in scores], axis=1)
+        seconds = np.stack([score.movement_s for score in scores], axis=1)
+        moves = np.stack([score.moves for score in scores], axis=1)
+        layers = np.arange(current.num_layers)
+        chosen = spend(np.full(len(layers), len(rows)), totals, seconds, moves, min(budget, first.size))
+        taken = rows[chosen, layers].astype(np.int32)
+        outcomes = np.where((taken == current.slot_experts).all(axis=1), KEPT, CHANGED)
+        outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
+        before = problem.score(current.slot_experts, problem.shares).total_s
+        return _Found(taken, before - totals[layers, chosen], outcomes)
 
     def _over_scenarios(self, problem: Problem, load: Load, mean: _Found) -> tuple[_Found, Unseen | None]:
         """From the placement as it is and from the plan for the mean step, whichever comes out better."""

@@ -36,7 +36,7 @@ from coterie.placement.planning.search.steps.swaps import best_swap, swap
 PASSES = 32
 """Most passes over a layer."""
 
-COARSE = (10.0, 3.0)
+COARSE = (100.0, 30.0)
 """First passes take only what gains so many times the least: large gains first need fewer swaps in all."""
 
 CLOSE = 1e-3
@@ -124,7 +124,7 @@ def units_of(tokens: Array, weights: Array, touch: Array, per_token: Array, slot
     for expert in range(len(tokens)):
         for scenario in range(len(weights)):
             total += weights[scenario] * tokens[expert, scenario] * per_token[:, expert].max()
-    return UNITS / max(total, 1e-300)
+    return float(UNITS / max(total, 1e-300))
 
 
 @njit()

@@ -24,7 +24,7 @@ from coterie.placement.planning.search.steps.state import (
     summed,
 )
 
-LOOKED = 6
+LOOKED = 2
 """Slots of the first rank after which a swap that gains is taken, those with the steepest slope first."""
 
 
