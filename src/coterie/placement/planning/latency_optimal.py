@@ -171,11 +171,10 @@ class LatencyOptimal:
         took = perf_counter() - started
         if gain <= planning and sound:
             reason = f"re-splitting and moves save {gain:.3g} s over the horizon, planning takes {planning:.3g} s"
-            if shares is None:
-                plan = problem.keep(reason, took, reasons)
-            else:  # such a split is in force
-                rows, given, told = current.slot_experts, shares, {"planning_s": took, "layer_reasons": reasons}
-                plan = problem.plan(rows, given, split="optimal", skip_reason=reason, **told)
+            plan = problem.keep(reason, took, reasons)
+            if shares is not None:  # such a split is in force
+                plan = problem.plan(current.slot_experts, shares, split="optimal", skip_reason=reason)
+                plan = replace(plan, planning_s=took, layer_reasons=reasons)
         else:
             given = optimal_shares(problem, rows)
             plan = problem.plan(rows, given, split="optimal", planning_s=took, layer_reasons=reasons)
