@@ -21,6 +21,10 @@ from coterie.types import Placement, Topology
 HOST = -1
 """Source of a move that no living rank can serve: the host's copy of the weights."""
 
+HELD_OUT = 4
+"""Every so manieth scenario of a load is held out by planners that ask how their plans do on steps not planned on. What
+draws scenarios makes those of requests that the others do not have, where there are enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

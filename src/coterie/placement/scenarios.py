@@ -20,12 +20,16 @@ from scipy.optimize import nnls
 
 from coterie.errors import ConfigError, check_at_least, check_share
 from coterie.footprints.counting import accumulate_load
+from coterie.placement.base import HELD_OUT
 from coterie.traces.activations import ActivationTrace
 from coterie.types import DECODE, PREFILL
 
 Counts = NDArray[np.integer] | NDArray[np.floating]
 Steps = NDArray[np.float64]
 """[scenario, layer, expert] tokens."""
+
+APART = 2
+"""Steps' requests that there must be, for steps that are held out to have requests of their own."""
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -48,7 +52,8 @@ def steps_of_requests(
     """Draw `count` steps of so many requests each, from the footprints of requests [request, layer, expert].
 
     A share of `bursts` of the steps has requests of one domain only, drawn by how many requests it has; `domains` names
-    that of each request. No request is twice in a step, unless there are too few of its domain.
+    that of each request. No request is twice in a step, unless there are too few of its domain. Where there are
+    enough, requests of every :data:`~coterie.placement.base.HELD_OUT`-th step are in no other steps than these.
     """
     if footprints.ndim != 3:
         raise ConfigError(f"footprints has shape {footprints.shape}; it must be [request, layer, expert]")
@@ -193,11 +198,14 @@ def _draw(
         if len(domains) != available:
             raise ConfigError(f"domains has {len(domains)} entries; there are {available} requests")
         labels = np.unique(np.asarray(domains), return_inverse=True)[1]
-    everyone = np.arange(available)
+    part = np.zeros(available, np.bool_)
+    if available >= HELD_OUT * APART * requests:
+        part[rng.permutation(available)[::HELD_OUT]] = True  # requests of the steps that planners hold out
     groups = []
-    for _ in range(count):
-        pool = everyone
+    for step in range(count):
+        pool = np.flatnonzero(part == (step % HELD_OUT == HELD_OUT - 1)) if part.any() else np.arange(available)
         if rng.random() < bursts:
-            pool = np.flatnonzero(labels == labels[rng.integers(available)])
+            one = labels == labels[rng.choice(pool)]
+            pool = pool[one[pool]]
         groups.append(rng.choice(pool, requests, replace=len(pool) < requests))
     return groups

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.placement.base import Unseen
+from coterie.placement.base import HELD_OUT, Unseen
 from coterie.placement.objective import Problem
 from coterie.placement.objective.steps import Steps
 from coterie.placement.planning.search.steps.descent import search_steps
@@ -26,16 +26,13 @@ Slots = NDArray[np.int32]
 SHRINKAGES = (0.5, 0.25, 0.0)
 """Shares of the mean tried, besides 1, each from the plan for the one before."""
 
-HELD_OUT = 4
-"""Every so manieth scenario is held out to choose the shrinkage."""
-
 LEAST = 3e-5
 """Share of a layer's objective that an action must gain. On GLM-5.2's domains and 32 ranks, balancedness of chunks that
 no plan has seen is .706 with 3e-4 and .714 with this."""
 
 MARGIN = 0.01
-"""Share by which a plan must do better than the mean's on what was held out, or the mean's is taken: scenarios made of
-the same requests are alike, held out or not."""
+"""Share by which a plan must do better than the mean's on what was held out, or the mean's is taken: few scenarios are
+held out, and some may be made of the same requests as others."""
 
 FEWEST = 8
 """Scenarios below which none is held out."""
