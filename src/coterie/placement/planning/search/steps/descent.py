@@ -36,10 +36,10 @@ from coterie.placement.planning.search.steps.swaps import best_swap, swap
 PASSES = 32
 """Most passes over a layer."""
 
-COARSE = (100.0, 30.0)
+COARSE = (10.0,)
 """First passes take only what gains so many times the least: large gains first need fewer swaps in all."""
 
-CLOSE = 1e-3
+CLOSE = 3e-3
 """Share of the objective: a pass that gains less is the last."""
 
 KICKS = 12
