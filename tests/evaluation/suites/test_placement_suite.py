@@ -162,6 +162,15 @@ def test_other_traffic_takes_fewer_moves_than_eplb(data_dir: Path) -> None:
     assert before.fit.num_scenarios == after.fit.num_scenarios == 16, "steps that do not come are not planned on"
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "deepseek-v2-lite"])
+def test_recorded_requests_have_steps_of_both_phases(data_dir: Path, name: str) -> None:
+    recorded = read_recorded(name, data_dir)
+    decode = recorded.sample(16, "decode", 0).fit
+    assert decode.tokens.shape == recorded.footprints.shape[1:]
+    assert np.allclose(decode.tokens.sum(axis=1), 16 * spec_of(name).top_k)
+    assert recorded.sample(16, ROWS, 0).fit.tokens.sum() > 10 * decode.tokens.sum()
+
+
 @pytest.mark.parametrize("traffic", [ONE_DOMAIN, MIX, LEFT_OUT])
 def test_chunks_that_are_planned_on_are_not_scored(data_dir: Path, traffic: str) -> None:
     chunks = read_chunks(data_dir)

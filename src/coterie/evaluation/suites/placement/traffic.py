@@ -115,11 +115,17 @@ def read_recorded(name: str, data: Path | None) -> Recorded:
     elif data is None:
         raise UnavailableError(f"{name} needs recorded routing: set COTERIE_DATA to the folder of real data")
     else:
-        trace = read_as(ActivationTrace, data / "activations" / TRACES[name])
+        trace = _one_phase(read_as(ActivationTrace, data / "activations" / TRACES[name]))
     labels = trace.requests.domains or [""] * trace.num_requests
     counted = [footprint(trace.request(row).expert_ids, trace.meta.num_experts) for row in range(trace.num_requests)]
     areas = np.array([area_of(label, len(set(labels))) for label in labels])
     return Recorded(name, trace, np.array(counted)[:, :: EVERY_LAYER[name]], areas)
+
+
+def _one_phase(trace: ActivationTrace) -> ActivationTrace:
+    """The trace with all tokens as decoded ones: any of a request's may stand for its token of a decode step."""
+    tokens, offsets = trace.arrays()
+    return ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, trace.requests)
 
 
 def _tiny_trace() -> ActivationTrace:
