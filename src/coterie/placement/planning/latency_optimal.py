@@ -28,7 +28,7 @@ from coterie.placement.base import Load, Plan, Unseen, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.flashlb import FlashLb
-from coterie.placement.planning.over_scenarios import choose, improve
+from coterie.placement.planning.over_scenarios import choose, improve, moves_are_free
 from coterie.placement.planning.packing import living_ranks
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.registry import needs
@@ -41,6 +41,10 @@ LONGEST_TRAIL = 96
 
 FAR = 1.05
 """Ratio to the floor: a layer above it is also searched from EPLB's placement."""
+
+
+CLEARLY = 1.03
+"""Where moves have a price, the ratio to another start above which a plan from where the experts are is given up."""
 
 
 class _Start(NamedTuple):
@@ -133,16 +137,17 @@ class LatencyOptimal:
         current = problem.current
         sound = not current.duplicates and not _lost(problem)
         start = np.ascontiguousarray(current.slot_experts, np.int32) if sound else mean.slot_experts
-        if current.num_slots > current.num_experts:
+        spare, free = current.num_slots > current.num_experts, moves_are_free(problem)
+        if spare and free:
             start = self._with_replicas(problem, load, start)
         shrinkage, unseen = choose(problem, start, mean.slot_experts)
         rows = mean.slot_experts
         if shrinkage < 1.0:
             rows = improve(problem, start, shrinkage)
-            ours, theirs = problem.score(rows), problem.score(mean.slot_experts)
-            worse = ours.total_s > theirs.total_s
+            other = self._with_replicas(problem, load, mean.slot_experts) if spare else mean.slot_experts
+            worse = problem.score(rows).total_s > problem.score(other).total_s * (1.0 if free else CLEARLY)
             if worse.any():
-                again = improve(problem, mean.slot_experts, shrinkage, worse)
+                again = improve(problem, other, shrinkage, worse)
                 rows = np.where(worse[:, None], again, rows)
         before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
         saved = before.total_s - after.total_s

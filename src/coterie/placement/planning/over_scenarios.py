@@ -30,6 +30,9 @@ LEAST = 3e-5
 """Share of a layer's objective that an action must gain. On GLM-5.2's domains and 32 ranks, balancedness of chunks that
 no plan has seen is .706 with 3e-4 and .714 with this."""
 
+LEAST_MOVING = 1e-3
+"""The same where moves have a price: a service that runs is not stirred for what may be chance."""
+
 MARGIN = 0.003
 """Share by which a plan must do better than the mean's on what was held out, or the mean's is taken: few scenarios are
 held out, and some may be made of the same requests as others."""
@@ -64,9 +67,7 @@ def improve(problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDAr
     steps = shrunk(steps_of(problem), shrinkage)
     objective = problem.objective
     rows = np.array(start, np.int32)
-    numbers = np.array(
-        [objective.horizon, objective.exposed, objective.move_price, objective.tail, objective.tail_share, LEAST]
-    )
+    numbers = numbers_of(problem)
     arguments = (
         rows,
         np.ones(len(rows), np.bool_) if wanted is None else wanted,
@@ -83,6 +84,18 @@ def improve(problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDAr
     )
     side_by_side(search_steps, len(rows), *arguments)
     return rows
+
+
+def moves_are_free(problem: Problem) -> bool:
+    return not problem.objective.exposed or not problem.load_in.any()
+
+
+def numbers_of(problem: Problem) -> NDArray[np.float64]:
+    """What a search weighs: horizon, exposed, move_price, the tail's weight and share, and the least gain."""
+    objective, least = problem.objective, LEAST if moves_are_free(problem) else LEAST_MOVING
+    return np.array(
+        [objective.horizon, objective.exposed, objective.move_price, objective.tail, objective.tail_share, least]
+    )
 
 
 def choose(problem: Problem, start: Slots, mean: Slots) -> Chosen:

@@ -62,17 +62,7 @@ def improve(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slots:
     """[layer, slot] from a start in which every expert is on a living rank and none twice on one; never worse."""
     most = max(over_scenarios.SHRINKAGES)  # 1 would leave the mean alone
     steps = over_scenarios.shrunk(over_scenarios.steps_of(problem), min(shrinkage, most))
-    objective, rows = problem.objective, np.array(start, np.int64)
-    numbers = np.array(
-        [
-            objective.horizon,
-            objective.exposed,
-            objective.move_price,
-            objective.tail,
-            objective.tail_share,
-            over_scenarios.LEAST,
-        ]
-    )
+    numbers, rows = over_scenarios.numbers_of(problem), np.array(start, np.int64)
     arguments = (
         rows,
         steps.tokens,

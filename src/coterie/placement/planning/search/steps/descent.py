@@ -175,7 +175,7 @@ def search_steps(
             descend(layer, state, scratch, prices, share, numbers[5])
             find_edge(layer, state, prices, share)
             found = objective_now(layer, state, prices) + prices.horizon * tail * state.edge[0]
-            if found < least:
+            if not trial or found < least * (1.0 - numbers[5]):
                 least = found
                 for slot in range(slots):
                     base[slot] = state.row[slot]
