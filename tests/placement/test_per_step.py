@@ -36,9 +36,10 @@ def every_map(ranks: int, each: int, experts: int) -> NDArray[np.int32]:
 def test_close_to_the_best_of_all_placements() -> None:
     maps, ratios = every_map(3, 2, 5), []
     for seed in range(8):
-        load, topology = Load.of_scenarios(steps(seed, 6, 1, 5)), Topology(3)
+        known, topology = steps(seed, 6, 1, 5), Topology(3)
+        load = Load.of_scenarios(known)
         current = Placement(maps[seed * 7 : seed * 7 + 1], 3, 5)
-        everywhere = Load.of_scenarios(np.repeat(load.scenarios, len(maps), axis=1))
+        everywhere = Load.of_scenarios(np.repeat(known, len(maps), axis=1))
         all_maps = FREE.problem(everywhere, topology, Placement(maps, 3, 5))
         best = float(all_maps.slowest_s(maps, per_step=True).min())
         plan = LatencyOptimal(objective=FREE, split="optimal").plan(load, topology, current)
@@ -79,7 +80,7 @@ def test_never_worse_than_its_start(seed: int, spare: int, tail: float, touch_s:
 def test_replicas_that_help_the_split_are_not_those_that_help_equal_shares() -> None:
     load = Load.of_scenarios(steps(1, 24, 3, 16))
     topology, current = Topology(4), Placement.linear(3, 16, 4, 20)
-    planners = {split: LatencyOptimal(objective=FREE, split=split) for split in ("equal", "optimal")}  # type: ignore[arg-type]
+    planners = {split: LatencyOptimal(objective=FREE, split=split) for split in ("equal", "optimal")}
     equal, optimal = (planners[split].plan(load, topology, current) for split in planners)
     problem = FREE.problem(load, topology, current)
     rows = equal.placement.slot_experts

@@ -25,6 +25,8 @@ from coterie.evaluation.suites.placement.traffic import GLM, LEFT_OUT, MIX, ONE_
 
 NEVER_WORSE = 0.5
 """Points of balancedness by which a plan for steps may fall behind EPLB's on steps of the same mix."""
+ROUNDING = 0.05
+"""Points below which balancedness is the same."""
 QUARTER_PCT = 25.0
 """Bar of a re-plan's moves, as a share of EPLB's."""
 SETTING = (
@@ -70,7 +72,7 @@ def _never_worse_notes(plans: Sequence[Row]) -> list[str]:
             [row for row in plans if row["phase"] == ROWS and row["traffic"] != LEFT_OUT],
             "vs_mean",
             "our own plan on the mean",
-            0.0,
+            ROUNDING,
         ),
     ]
 
