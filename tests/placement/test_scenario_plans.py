@@ -135,7 +135,7 @@ def test_dear_moves_are_not_made_and_cheap_ones_are() -> None:
     load, topology, current = Load.of_scenarios(tokens), Topology(4, 4), Placement.linear(4, 16, 4)
     moves = [
         len(LatencyOptimal(objective=Objective(row_s=1e-6, expert_bytes=size)).plan(load, topology, current).moves)
-        for size in (0.0, 3e10, 1e13)
+        for size in (0.0, 1e10, 1e13)
     ]
     assert moves[0] > moves[1] > moves[2] == 0
 

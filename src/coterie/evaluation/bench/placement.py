@@ -62,7 +62,7 @@ SIZES = (
 )
 """The last has the paper's start, a map that is uneven to about .65, and a load that lets .996 be reached."""
 
-BASELINES = ("linear", "round_robin", "popularity", "eplb")
+BASELINES = ("linear", "round_robin", "popularity", "eplb", "flashlb")
 EXACT = "latency_optimal_ilp"
 """It takes minutes at these sizes: fewer layers are given to it."""
 
