@@ -33,6 +33,11 @@ def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A,
         futures = {pool.submit(work, item): item for item in items}
         for future in as_completed(futures):
             yield futures[future], future.result()
+    except BaseException:
+        # Waiting for what still runs would keep an interrupted command: only Ctrl-C reaches the processes as well.
+        for process in list(pool._processes.values()):
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

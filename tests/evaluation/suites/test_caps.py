@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import active_children
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,21 @@ def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.Monkey
     monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 2)
     assert dict(in_parallel(_square, list(range(20)))) == {value: value * value for value in range(20)}
     assert dict(in_parallel(partial(pow, 2), [3])) == {3: 8}
+
+
+def test_stopping_early_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 2)
+    before = active_children()
+    results = in_parallel(time.sleep, [0.0, 900.0, 900.0])
+    first = next(results)
+    running = [process for process in active_children() if process not in before]
+    results.close()  # type: ignore[attr-defined]  # a generator
+    assert first == (0.0, None)
+    assert running
+    while running:
+        ended = wait([process.sentinel for process in running], timeout=300)
+        assert ended, "a process is still there"
+        running = [process for process in running if process.sentinel not in ended]
 
 
 def test_interval_is_students() -> None:
