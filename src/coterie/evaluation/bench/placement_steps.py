@@ -37,7 +37,7 @@ def steps_of_subjects(layers: int, experts: int, tokens: float, seed: int) -> Lo
 def scenario_rows(report: Report, layers: int, experts: int, tokens: float) -> Iterator[Row]:
     """A row for the scenarios and one for their mean, at every size."""
     load = steps_of_subjects(layers, experts, tokens, seed=0)
-    objective = replace(DEEPSEEK_V3_PREFILL, expert_bytes=0.0)
+    objective = replace(DEEPSEEK_V3_PREFILL, exposed=0.0)
     planner = planners.make("latency_optimal", {"objective": objective})
     for done, (slots, ranks) in enumerate(SIZES):
         report(f"over scenarios, {slots} slots, {ranks} ranks", done, len(SIZES))

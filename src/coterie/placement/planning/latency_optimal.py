@@ -144,7 +144,9 @@ class LatencyOptimal:
         rows = mean.slot_experts
         if shrinkage < 1.0:
             rows = improve(problem, start, shrinkage)
-            other = self._with_replicas(problem, load, mean.slot_experts) if spare else mean.slot_experts
+            other = mean.slot_experts
+            if spare and not free:
+                other = self._with_replicas(problem, load, other)
             worse = problem.score(rows).total_s > problem.score(other).total_s * (1.0 if free else CLEARLY)
             if worse.any():
                 again = improve(problem, other, shrinkage, worse)

@@ -30,8 +30,9 @@ LEAST = 3e-5
 """Share of a layer's objective that an action must gain. On GLM-5.2's domains and 32 ranks, balancedness of chunks that
 no plan has seen is .706 with 3e-4 and .714 with this."""
 
-LEAST_MOVING = 1e-3
-"""The same where moves have a price: a service that runs is not stirred for what may be chance."""
+LEAST_MOVING = 8e-3
+"""The same where moves have a price, times the number of ranks, of which an action changes two: a service that runs is
+not stirred for what may be chance."""
 
 MARGIN = 0.003
 """Share by which a plan must do better than the mean's on what was held out, or the mean's is taken: few scenarios are
@@ -92,7 +93,9 @@ def moves_are_free(problem: Problem) -> bool:
 
 def numbers_of(problem: Problem) -> NDArray[np.float64]:
     """What a search weighs: horizon, exposed, move_price, the tail's weight and share, and the least gain."""
-    objective, least = problem.objective, LEAST if moves_are_free(problem) else LEAST_MOVING
+    objective, least = problem.objective, LEAST
+    if not moves_are_free(problem):
+        least = LEAST_MOVING / problem.current.num_ranks
     return np.array(
         [objective.horizon, objective.exposed, objective.move_price, objective.tail, objective.tail_share, least]
     )
