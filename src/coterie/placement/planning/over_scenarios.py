@@ -30,9 +30,9 @@ LEAST = 3e-5
 """Share of a layer's objective that an action must gain. On GLM-5.2's domains and 32 ranks, balancedness of chunks that
 no plan has seen is .706 with 3e-4 and .714 with this."""
 
-LEAST_MOVING = 8e-3
-"""The same where moves have a price, times the number of ranks, of which an action changes two: a service that runs is
-not stirred for what may be chance."""
+LEAST_MOVING, MANY = 1e-3, 8
+"""The same where moves have a price: a service that runs is not stirred for what may be chance. On more than so many
+ranks an action changes less of a layer, and the least gain falls with their number."""
 
 MARGIN = 0.003
 """Share by which a plan must do better than the mean's on what was held out, or the mean's is taken: few scenarios are
@@ -95,7 +95,7 @@ def numbers_of(problem: Problem) -> NDArray[np.float64]:
     """What a search weighs: horizon, exposed, move_price, the tail's weight and share, and the least gain."""
     objective, least = problem.objective, LEAST
     if not moves_are_free(problem):
-        least = LEAST_MOVING / problem.current.num_ranks
+        least = LEAST_MOVING * min(1.0, MANY / problem.current.num_ranks)
     return np.array(
         [objective.horizon, objective.exposed, objective.move_price, objective.tail, objective.tail_share, least]
     )
