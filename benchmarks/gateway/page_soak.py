@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from coterie.errors import UnavailableError
 from coterie.evaluation.demo.traffic import keep_busy
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded
 from coterie.net.http_client import Client
+from coterie.net.processes import free_port
 
 MB = 1e6
 
@@ -87,12 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems = grown(found)
     print("\n".join(problems) or f"flat over {asked.minutes:g} minutes: {found[-1].decisions} decisions were shown")
     return 1 if problems else 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_gateway(config: Path, fleet: EmbeddedFleet, log: int) -> subprocess.Popen[bytes]:

@@ -39,14 +39,6 @@ def narrowest_uint(largest: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.min_scalar_type(largest))
 
 
-def shown_s(seconds: float) -> str:
-    """Seconds for a message, in s, ms or µs."""
-    size = abs(seconds)
-    if size >= 1 or not size:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if size >= 1e-3 else f"{1e6 * seconds:.3g} µs"
-
-
 class Interval(NamedTuple):
     """A mean and the ends of its 95% interval, which are None where one sample was taken: it has no interval."""
 

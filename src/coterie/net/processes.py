@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,21 +33,58 @@ LOG_LINES = 40
 """Lines of the log's first traceback, and of its end, in an error."""
 
 
-_given: set[int] = set()
+LOWEST_PORT = 10_000
+"""Ports below it may be those of services."""
+TRIES = 1_000
+_held: dict[int, socket.socket] = {}
+"""By each port that `free_port` returned: while the socket is open, no other process is given that port."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free TCP port that was not returned before: the system may offer the same one again.
+    """A free TCP port for a server that starts later, returned only once while this process lives.
 
-    Another process may take it first: start the server soon.
+    It is outside the range from which the system gives ports to connections, as one of those would take it before a
+    server that loads for ten seconds listens; and on Linux no other process's `free_port` returns it.
     """
-    while True:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = int(probe.getsockname()[1])
-        if port not in _given:
-            _given.add(port)
+    end = _first_of_system()
+    if end < LOWEST_PORT + TRIES:  # the system gives nearly all of them
+        end = 65_536
+    draw = random.SystemRandom()
+    for _ in range(TRIES):
+        port = draw.randrange(LOWEST_PORT, end)
+        if port not in _held and _is_free(host, port) and _hold(port):
             return port
+    raise UnavailableError(f"none of {TRIES:,} ports of {host} from {LOWEST_PORT} to {end - 1} is free")
+
+
+def _first_of_system() -> int:
+    """First port that the system gives to connections."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # not Linux
+        return 49_152
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _hold(port: int) -> bool:
+    """False if another process holds it. The name is of the network namespace, as ports are."""
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":  # others have no names without a file
+            holder.bind(f"\0coterie-port-{port}")
+    except OSError:
+        holder.close()
+        return False
+    _held[port] = holder
+    return True
 
 
 class ServerProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -140,3 +141,22 @@ def test_environment_is_added_to(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert one.stop() == 0
     assert one.log_text().strip() == f"here {os.environ['PATH']}"
+
+
+def test_ports_of_several_processes_differ_and_no_connection_gets_one() -> None:
+    script = "from coterie.net.processes import free_port; print(*(free_port() for _ in range(100))); input()"
+    command = [sys.executable, "-c", script]
+    drawing = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    try:
+        drawn = []
+        for one in drawing:
+            assert one.stdout is not None
+            drawn += [int(word) for word in one.stdout.readline().split()]
+    finally:
+        for one in drawing:
+            one.communicate("\n", timeout=60)
+    assert len(set(drawn)) == len(drawn) == 400
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if given.exists():
+        first, last = (int(word) for word in given.read_text().split())
+        assert not any(first <= port <= last for port in drawn) or first < 11_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -21,6 +20,7 @@ from coterie.gateway.access.keys import new_key
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.control_section import ControlSection
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded
+from coterie.net.processes import free_port
 from coterie.routing import Decision
 from gateway_runs import Run, gateway, run
 from http1_peers import until
@@ -388,12 +388,6 @@ def test_another_page_cannot_read_it(browser: Chromium, front: Front) -> None:
             assert found.running.gateway.live.computed == computed
 
     front.use(test())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

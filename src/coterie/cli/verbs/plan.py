@@ -32,6 +32,7 @@ from coterie.cli.output import (
     set_width,
 )
 from coterie.errors import ConfigError, check_new_file
+from coterie.units import shown_s
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
     from coterie.costs.contention import Movement
@@ -376,26 +377,26 @@ def _print_moves(found: dict[str, Any]) -> None:
             lines.append(f"split {found['split']} alone makes a step {found['gain_pct']:.1f}% shorter")
     else:
         links = ", ".join(
-            f"{part['moves']:,} {name} ({_seconds(part['link_s'])} of link time)"
+            f"{part['moves']:,} {name} ({shown_s(part['link_s'])} of link time)"
             for name, part in found["moves_by_link"].items()
         )
         lines.append(f"{_count(found['moves'], 'move')}, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
-        held, steps = f"movement holds up serving for {_seconds(found['movement_s'])}", found["break_even_steps"]
+        held, steps = f"movement holds up serving for {shown_s(found['movement_s'])}", found["break_even_steps"]
         if steps is None:
             lines.append(f"{held}, and never pays for itself")
         else:
             whole = math.ceil(steps)
-            even = f"paid for after {_count(whole, 'step')}, {_seconds(whole * found['after_s'])} of MoE layers"
+            even = f"paid for after {_count(whole, 'step')}, {shown_s(whole * found['after_s'])} of MoE layers"
             lines.append(f"{held}: {even} (horizon {_count(found['horizon'], 'step')})")
         lines += _trade(found["trade"])
     proof = found["proof"]
     if proof is not None:
         lines.append(
-            f"{_seconds(proof['objective_s'])} over the horizon, movement paid; no plan is below "
-            f"{_seconds(proof['bound_s'])}: a gap of {proof['gap']:.2%}, {proof['worst_gap']:.2%} in the "
+            f"{shown_s(proof['objective_s'])} over the horizon, movement paid; no plan is below "
+            f"{shown_s(proof['bound_s'])}: a gap of {proof['gap']:.2%}, {proof['worst_gap']:.2%} in the "
             f"worst layer; {proof['layers_closed']} of {found['layers']} layers closed"
         )
-    lines.append(f"planning took {_seconds(found['planning_s'])}")
+    lines.append(f"planning took {shown_s(found['planning_s'])}")
     if "written" in found:
         what = " (the current placement)" if found["keep"] else ""
         left = [name for name in found["left_out"] if name == "shares"]
@@ -413,7 +414,7 @@ def _trade(trade: dict[str, Any]) -> list[str]:
     if stops is None or staged is None:
         return []
     return [
-        f"an engine that stops for moves loses all of their time, {_seconds(trade['link_s'])}, and needs "
+        f"an engine that stops for moves loses all of their time, {shown_s(trade['link_s'])}, and needs "
         f"{stops:.2g} steps to win it back;",
         f"one that stages them behind its steps loses {trade['staged_exposed']:.1%} of it, and needs {staged:.2g}",
     ]
@@ -421,7 +422,3 @@ def _trade(trade: dict[str, Any]) -> list[str]:
 
 def _count(number: float, what: str) -> str:
     return f"{number:,.0f} {what}" + ("" if number == 1 else "s")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"

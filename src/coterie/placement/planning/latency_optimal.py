@@ -32,7 +32,8 @@ from coterie.placement.planning.over_scenarios import choose, improve, moves_are
 from coterie.placement.planning.packing import living_ranks
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.registry import needs
-from coterie.types import Placement, Topology, shown_s
+from coterie.types import Placement, Topology
+from coterie.units import shown_s
 
 Split = Literal["equal", "weighted", "optimal"]
 
@@ -99,7 +100,7 @@ class LatencyOptimal:
         gain = 0.0 if shares is None else _gain_s(problem, current.slot_experts, None)
         if gain <= self.objective.planning_s:
             return replace(problem.keep(skip, took, reasons), unseen=unseen)
-        reason = f"equal shares alone save {gain:.3g} s over the horizon, no move pays"
+        reason = f"equal shares alone save {shown_s(gain)} over the horizon, no move pays"
         return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
 
     def _found(self, problem: Problem, load: Load) -> tuple[_Found, Unseen | None]:
@@ -179,14 +180,14 @@ class LatencyOptimal:
         gain, planning = _gain_s(problem, found.slot_experts, found.shares), self.objective.planning_s
         took = perf_counter() - started
         if gain <= planning and not spent and not _lost(problem):
-            reason = f"re-splitting and moves save {gain:.3g} s over the horizon, planning takes {planning:.3g} s"
+            reason = f"re-splitting and moves save {shown_s(gain)} over the horizon, planning takes {shown_s(planning)}"
             return problem.keep(reason, took, found.reasons)
         plan = problem.plan(
             found.slot_experts, found.shares, split=self.split, planning_s=took, layer_reasons=found.reasons
         )
         if len(plan.moves):
             return plan
-        return replace(plan, skip_reason=f"re-splitting alone saves {gain:.3g} s over the horizon, no move pays")
+        return replace(plan, skip_reason=f"re-splitting alone saves {shown_s(gain)} over the horizon, no move pays")
 
     def _plan_per_step(self, problem: Problem, load: Load, started: float) -> Plan:
         """With scenarios the split is solved anew in each of them."""
@@ -210,7 +211,7 @@ class LatencyOptimal:
         )
         took = perf_counter() - started
         if gain <= planning and sound:
-            reason = f"re-splitting and moves save {gain:.3g} s over the horizon, planning takes {planning:.3g} s"
+            reason = f"re-splitting and moves save {shown_s(gain)} over the horizon, planning takes {shown_s(planning)}"
             if shares is None:
                 plan = problem.keep(reason, took, reasons)
             else:  # such a split is in force
@@ -226,7 +227,7 @@ class LatencyOptimal:
             given = optimal_shares(problem, rows)
             plan = problem.plan(rows, given, split="optimal", planning_s=took, layer_reasons=reasons)
             if not len(plan.moves):
-                reason = f"a split in every step alone saves {gain:.3g} s over the horizon, no move pays"
+                reason = f"a split in every step alone saves {shown_s(gain)} over the horizon, no move pays"
                 plan = replace(plan, skip_reason=reason)
         return replace(plan, unseen=found.unseen)
 

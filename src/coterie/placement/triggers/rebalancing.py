@@ -48,6 +48,7 @@ from coterie.placement.objective import Objective, Problem
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
 from coterie.placement.triggers.recent import RecentSteps, held_share, no_saving
 from coterie.types import Placement, Topology
+from coterie.units import shown_s
 
 Array = NDArray[np.float64]
 
@@ -234,8 +235,8 @@ class Rebalancer:
             best = "steps as even as after the last round" if self._left_share else "an even load"
             return self._wait(
                 "planning_costs_more",
-                f"{best} would save {to_gain_s * weight:.3g} s in {self.interval:g} steps; planning alone costs "
-                f"{self.objective.planning_s:.3g} s",
+                f"{best} would save {shown_s(to_gain_s * weight)} in {self.interval:g} steps; planning alone costs "
+                f"{shown_s(self.objective.planning_s)}",
             )
         return self._plan(expected, problem, weight, "early: " if self.step < self._due else "")
 
@@ -277,8 +278,8 @@ class Rebalancer:
         # Planning is paid for by now: only the movement can still be saved.
         if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
             why += (
-                f"{moves} moves would gain {gain_s:.3g} s in {weight:.3g} steps and take {plan.movement_s:.3g} s, "
-                f"not {settings.margin:.0%} less"
+                f"{moves} moves would gain {shown_s(gain_s)} in {weight:.3g} steps "
+                f"and take {shown_s(plan.movement_s)}, not {settings.margin:.0%} less"
             )
             return self._in_vain("does_not_pay", why, gain_s, cost_s)
         self._close_round()
@@ -291,7 +292,8 @@ class Rebalancer:
             self._left_share = self._excess_then_s / max(float(problem.even.sum()), 1e-300)
         self.landed(0)  # a plan that only shares tokens anew is in force at once
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
-        why += f"{moves} moves gain {gain_s:.3g} s in {weight:.3g} steps and cost {cost_s:.3g} s; {self._known.reason}"
+        why += f"{moves} moves gain {shown_s(gain_s)} in {weight:.3g} steps and cost {shown_s(cost_s)}; "
+        why += self._known.reason
         return Decision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
 
     def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> Decision:
