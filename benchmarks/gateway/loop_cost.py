@@ -7,8 +7,9 @@ round the loop is switched on and off by a reload, which of them first in turn; 
 its interval is the 95% one by bootstrap over the rounds. ``--subscribe`` reads an endless answer of the gateway, as a
 page does, for as long as the loop is on. A fit's own time is shown apart.
 
-Latency and rate are noisy where clients, workers, gateway and loop share few cores. The gateway's processor time for a
-request is not: it says what the loop and the page add to the gateway itself.
+Latency and rate are noisy where clients, workers, gateway and loop share few cores, and so is the gateway's processor
+time for a request: what runs beside it slows it. What the loop and the page add to the gateway itself is measured while
+no request comes, right after the busy seconds: a page is then sent as much, and nothing else is done.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +34,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from coterie.evaluation.runs import interval, with_ends
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.control_section import AdviseSection, ControlSection
 from coterie.gateway.embedded import tiny_fit_path
@@ -63,6 +66,8 @@ class Cost(NamedTuple):
     requests_per_s: float
     cpu_ms: float
     """Processor time of the gateway's own process, a request."""
+    idle_pct: float
+    """Processor time of the gateway's own process while no request comes, as a share of the time."""
 
 
 class Switched:
@@ -93,8 +98,11 @@ class Switched:
         async with self.page(state):
             before = await self.requests(client), cpu_s(self.pid)
             seen = await measure(self.url, options)
-            used = cpu_s(self.pid) - before[1]
-            return Cost(*seen, 1e3 * used / (await self.requests(client) - before[0]))
+            used, answered = cpu_s(self.pid) - before[1], await self.requests(client) - before[0]
+            start_s, start_cpu_s = time.perf_counter(), cpu_s(self.pid)
+            await asyncio.sleep(options.idle_seconds)
+            idle = (cpu_s(self.pid) - start_cpu_s) / (time.perf_counter() - start_s)
+            return Cost(*seen, 1e3 * used / answered, 100 * idle)
 
     async def requests(self, client: Client) -> float:
         """Requests answered so far."""
@@ -123,6 +131,11 @@ class Switched:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await upstream.close()
+
+
+def mean_of(values: Sequence[float]) -> str:
+    """Mean and 95% interval: processor time is counted in hundredths of a second, too coarse for a median."""
+    return with_ends(interval(values), 2, sign="")
 
 
 def cpu_s(pid: int) -> float:
@@ -160,6 +173,10 @@ def report(told: dict[str, Any], clients: int) -> str:
         on, off = ([getattr(one, field) for one in rounds[state]] for state in ("on", "off"))
         ratio = median_of([getattr(a, field) / getattr(b, field) for a, b in pairs])
         lines.append(f"| {name} | {median_of(on)} | {median_of(off)} | {ratio} |")
+    on, off = ([one.idle_pct for one in rounds[state]] for state in ("on", "off"))
+    more = mean_of([a - b for a, b in zip(on, off, strict=True)])
+    name = "gateway's processor time, no requests (% of a core)"
+    lines.append(f"| {name} | {mean_of(on)} | {mean_of(off)} | {more} more |")
     taken, kept = (f"{told['fits'][name]:.0f}" for name in ("taken", "kept"))
     lines.append(f"| fits taken, kept; the last took | {taken}, {kept}; {told['fit_s']:.2f} s | | |")
     return "\n".join(lines)
@@ -171,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=400, help="of the single client, a round")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=2.0, help="of the several clients, a round")
+    parser.add_argument("--idle-seconds", type=float, default=2.0, help="without requests, a round")
     parser.add_argument("--rate", type=float, default=25.0, help="requests a second of each worker, as events")
     parser.add_argument(
         "--subscribe", metavar="PATH", help="endless answer to read while the loop is on, such as /live"

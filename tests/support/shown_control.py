@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from coterie.gateway.control.live import LiveControl
+from coterie.gateway.control.loads import as_map
 from coterie.gateway.control.views import ControlView
 
 
@@ -47,5 +50,5 @@ def full_view(
             "before": {"balance": 0.71, "rank_s": [1.2e-4, 0.8e-4] * items},
             "after": {"balance": 0.96, "rank_s": [1.0e-4, 1.04e-4] * items},
         },
-        loads={id: [[float(layer * 8 + expert) for expert in range(8)] for layer in range(4)] for id in workers},
+        loads={id: as_map(np.arange(32.0).reshape(4, 8)) for id in workers},
     )

@@ -38,7 +38,7 @@ from coterie.evaluation.suites.placement.mixtures import (
 )
 from coterie.evaluation.suites.placement.notes import TABLES, notes_of
 from coterie.evaluation.suites.placement.rows import mixture_rows, plan_rows, shift_rows
-from coterie.evaluation.suites.placement.shifts import HORIZONS, Replanned, Shift, samples_of, serve_shift
+from coterie.evaluation.suites.placement.shifts import FEW, HORIZONS, Replanned, Shift, samples_of, serve_shift
 from coterie.evaluation.suites.placement.traffic import (
     GLM,
     LEFT_OUT,
@@ -155,9 +155,13 @@ def test_a_cell_of_the_shipped_model() -> None:
 def test_other_traffic_takes_fewer_moves_than_eplb(data_dir: Path) -> None:
     found = serve_shift(Shift(GLM, 288, "3/4 to 1/4", 0), data_dir)
     for horizon in HORIZONS:
-        eplb, ours = (next(o for o in found if (o.planner, o.horizon) == (name, horizon)) for name in (EPLB, STEPS))
+        by_name = {one.planner: one for one in found if one.horizon == horizon}
+        eplb, ours, few = (by_name[name] for name in (EPLB, STEPS, FEW))
         assert ours.moves <= eplb.moves / 4
         assert ours.layer_s < eplb.layer_s
+        assert ours.total_s < eplb.total_s
+        assert few.moves <= eplb.moves / 4
+        assert few.layer_s <= eplb.layer_s
     before, after = samples_of(Shift(GLM, 288, "all", 0), data_dir)
     assert before.fit.num_scenarios == after.fit.num_scenarios == 16, "steps that do not come are not planned on"
 

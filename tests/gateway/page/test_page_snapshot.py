@@ -11,8 +11,9 @@ import pytest
 
 from canned_workers import canned_workers
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.control.views import ControlView
-from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_CELLS, MOST_DECISIONS, Asked, heat, snapshot
+from coterie.gateway.control.loads import MOST_CELLS, as_map
+from coterie.gateway.control.views import ControlView, HeatMap
+from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_DECISIONS, Asked, heat, snapshot
 from coterie.gateway.page.verdict import verdict
 from coterie.gateway.parts import Parts
 from coterie.routing import Decision
@@ -101,15 +102,17 @@ def test_the_heat_map_is_cut_to_what_can_be_shown() -> None:
         assert heat(parts, None)["reason"].startswith("No control loop")
         parts.control = ShownControl(None)
         assert "not told" in heat(parts, "a")["reason"]
-        loads = np.arange(300.0 * 1024).reshape(300, 1024).tolist()
-        parts.control = ShownControl(ControlView(status={}, loads={"a": loads, "b": [], "c": [[math.nan, math.inf]]}))
-        told = heat(parts, None)
+        loads = np.arange(300.0 * 1024).reshape(300, 1024)
+        loads[0, 0] = 1e300
+        maps = {"a": as_map(loads), "b": as_map(np.zeros((0, 4))), "c": as_map(np.zeros((1, 2 * MOST_CELLS)))}
+        parts.control = ShownControl(ControlView(status={}, loads=maps))
+        told = msgspec.json.decode(msgspec.json.encode(heat(parts, None)))
         assert (told["worker"], told["layers"], told["experts"]) == ("a", MOST_CELLS // 1024, 1024)
-        assert len(told["values"]) == MOST_CELLS
+        assert told["values"] == [2**53, *range(1, MOST_CELLS)]
         assert told["layers_left_out"] == 300 - told["layers"]
         assert "has not told" in heat(parts, "b")["reason"]
         assert "has not told" in heat(parts, "gone")["reason"]
-        assert heat(parts, "c")["values"] == [None, None], "JSON has neither"
+        assert (heat(parts, "c")["layers"], heat(parts, "c")["experts"]) == (1, MOST_CELLS)
         await parts.close()
 
     run(test)
@@ -122,7 +125,7 @@ def test_the_heat_map_is_cut_to_what_can_be_shown() -> None:
         {"advice": {"before": {"rank_s": [math.nan, "x", None, 1e-4]}, "gain_pct": math.inf, "actions": [1, None, {}]}},
         {"events": [{}, {"kind": None, "reason": 7, "values": [1], "at_s": "then"}]},
         {"status": {"job": [1], "drift_ratio": math.nan, 5: "x"}},
-        {"loads": {"a": [[]]}},
+        {"loads": {"a": HeatMap(0, 0, b"[]")}},
     ],
 )
 def test_a_view_of_another_form_is_told_as_far_as_it_goes(broken: dict[str, Any]) -> None:

@@ -190,7 +190,7 @@ class Driver:
         if self._no_advice is not None:
             status["no_advice"] = self._no_advice
         return ControlView(
-            status=status, advice=self._applier.shown(self.loop, self._epoch_s), loads=self.loads.as_lists()
+            status=status, advice=self._applier.shown(self.loop, self._epoch_s), loads=self.loads.as_maps()
         )
 
     def _event(self, event: ControlEvent) -> dict[str, Any]:

@@ -1,19 +1,28 @@
-"""The newest loads of each worker, summed, for the heat map of the page."""
+"""The newest loads of each worker, summed, for the heat map of the page.
+
+The maps are encoded here, in the loop's process: a gateway that answers requests has no time for thousands of cells.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control import LoadSeen
+from coterie.gateway.control.views import HeatMap
 
 PIECES = 30
 """Reports of a worker that are summed: half a minute at a report a second."""
 MOST_WORKERS = 256
 """Workers whose loads are kept; those of others are left out."""
+MOST_CELLS = 1 << 15
+"""Cells of a heat map: 61 layers of 512 experts fit."""
+MOST_TOKENS = 1 << 53
+"""A page's numbers are whole up to here."""
 
 
 class RecentLoads:
@@ -39,6 +48,14 @@ class RecentLoads:
         for worker in [one for one in self._pieces if one not in workers]:
             del self._pieces[worker], self._sums[worker]
 
-    def as_lists(self) -> dict[str, list[list[float]]]:
-        """Worker → [layer][expert] tokens."""
-        return {worker: total.tolist() for worker, total in self._sums.items()}
+    def as_maps(self) -> dict[str, HeatMap]:
+        """By worker."""
+        return {worker: as_map(total) for worker, total in self._sums.items()}
+
+
+def as_map(tokens: NDArray[np.float64]) -> HeatMap:
+    """`tokens` [layer, expert], cut to what a page can show."""
+    experts = min(tokens.shape[1], MOST_CELLS)
+    layers = min(len(tokens), MOST_CELLS // max(1, experts))
+    whole = np.minimum(tokens[:layers, :experts], MOST_TOKENS).astype(np.int64)
+    return HeatMap(layers, experts, msgspec.json.encode(whole.ravel().tolist()), len(tokens) - layers)

@@ -25,8 +25,6 @@ MOST_RANKS = 256
 MOST_VALUES = 24
 """Named values of an event, or of the loop's status."""
 MOST_TEXT = 300
-MOST_CELLS = 1 << 15
-"""Cells of a heat map: 61 layers of 512 experts fit."""
 MINUTE_S = 60.0
 NO_LOOP = "No control loop runs in this gateway: nothing watches the experts of its workers."
 NO_NEWS = "The control loop has started and has not told anything yet."
@@ -75,20 +73,17 @@ def heat(parts: Parts, worker: str | None) -> dict[str, Any]:
     known = [cut(name, 128) for name in sorted(view.loads)[:MOST_WORKERS]]
     if worker is None and known:
         worker = known[0]
-    loads = view.loads.get(worker or "")
-    if not loads or not loads[0]:
+    found = view.loads.get(worker or "")
+    if found is None or not found.layers * found.experts:
         said = "No worker has" if worker is None else f"{cut(worker, 128)} has not"
         return {"worker": worker, "workers": known, "reason": f"{said} told of its experts yet."}
-    experts = len(loads[0])
-    layers = min(len(loads), max(1, MOST_CELLS // experts))
-    values = [_rounded(value) for row in loads[:layers] for value in row[:MOST_CELLS]]
     return {
         "worker": worker,
         "workers": known,
-        "layers": layers,
-        "layers_left_out": len(loads) - layers,
-        "experts": min(experts, MOST_CELLS),
-        "values": values,
+        "layers": found.layers,
+        "layers_left_out": found.layers_left_out,
+        "experts": found.experts,
+        "values": msgspec.Raw(found.values),
     }
 
 

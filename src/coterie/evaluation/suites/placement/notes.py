@@ -21,14 +21,13 @@ from coterie.evaluation.suites.placement.cells import (
 )
 from coterie.evaluation.suites.placement.mixtures import FOR_DOMAINS, FOR_MIX
 from coterie.evaluation.suites.placement.rows import MIXTURES, PLANS, SHIFTS
+from coterie.evaluation.suites.placement.shifts import FEW, FEW_PCT
 from coterie.evaluation.suites.placement.traffic import GLM, LEFT_OUT, MIX, ONE_DOMAIN, spec_of
 
 NEVER_WORSE = 0.5
 """Points of balancedness by which a plan for steps may fall behind EPLB's on steps of the same mix."""
 ROUNDING = 0.05
 """Points below which balancedness is the same."""
-QUARTER_PCT = 25.0
-"""Bar of a re-plan's moves, as a share of EPLB's."""
 SETTING = (
     "Balancedness is mean ÷ max rank load in tokens, mean over layers and steps that no plan has seen; intervals are "
     "over splits into steps to plan on and steps to score, 95%. First plans, moves free; layer times are the H200 "
@@ -48,7 +47,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         *_time_notes(plans),
         *_left_out_notes(plans),
         *(_split_note(row) for row in ours if row["split"] == OPTIMAL),
-        *(_moves_note(row) for row in shifts if row["planner"] == STEPS),
+        *(_moves_note(row) for row in shifts if row["planner"] in (STEPS, FEW)),
         *_mixture_notes(mixtures),
         _verdict(plans, shifts),
     ]
@@ -120,13 +119,15 @@ def _split_note(row: Row) -> str:
 
 
 def _moves_note(row: Row) -> str:
-    holds = "at most a quarter" if row["moves_of_eplb_pct"] <= QUARTER_PCT else "MORE than a quarter"
+    holds = "at most a quarter" if row["moves_of_eplb_pct"] <= FEW_PCT else "MORE than a quarter"
+    held = ", held to a quarter of EPLB's moves" if row["planner"] == FEW else ""
     return (
         f"Other traffic ({row['change']}), {row['trace']}, {row['slots']} slots on {row['ranks']} ranks, for "
-        f"{row['horizon']:,.0f} steps: {row['moves']:,} moves, "
+        f"{row['horizon']:,.0f} steps{held}: {row['moves']:,} moves, "
         f"{row['moves_of_eplb_pct']:.0f}% of EPLB's ({holds}); balancedness {row['balancedness_before']:.3f} → "
         f"{row['balancedness_unseen']:.3f}, a layer takes "
-        f"{with_ends(interval_of(row, 'layer_time_vs_eplb'), unit='%')} against EPLB's new plan."
+        f"{with_ends(interval_of(row, 'layer_time_vs_eplb'), unit='%')} against EPLB's new plan; with "
+        f"movement, all steps take {with_ends(interval_of(row, 'total_vs_eplb'), unit='%')}."
     )
 
 
@@ -153,7 +154,7 @@ def _mixture_notes(rows: Sequence[Row]) -> list[str]:
 def _verdict(plans: Sequence[Row], shifts: Sequence[Row]) -> str:
     counted = [row for row in plans if row["phase"] == ROWS and row["traffic"] != LEFT_OUT]
     ahead = sum((row["vs_eplb_low"] or row["vs_eplb_points"]) > 0 for row in counted)
-    few = sum(row["planner"] == STEPS and row["moves_of_eplb_pct"] <= QUARTER_PCT for row in shifts)
+    few = sum(row["planner"] == STEPS and row["moves_of_eplb_pct"] <= FEW_PCT for row in shifts)
     several = sum(row["planner"] == STEPS for row in shifts)
     return (
         f"Verdict: planned for steps, placement is surely evener than EPLB's on unseen steps in {ahead} of "
@@ -201,6 +202,10 @@ def _half(row: Row) -> float:
 
 def _time(row: Row) -> str:
     return with_half(interval_of(row, "layer_time_vs_eplb"))
+
+
+def _total(row: Row) -> str:
+    return with_half(interval_of(row, "total_vs_eplb"))
 
 
 def _of_steps(*phases: str) -> Callable[[Row], bool]:
@@ -255,6 +260,7 @@ TABLES = (
             Column("before", _number("balancedness_before")),
             Column("after", _unseen),
             Column("layer time vs EPLB %", _time),
+            Column("with movement %", _total),
             Column("moves", _plain("moves")),
             Column("% of EPLB's", _number("moves_of_eplb_pct", 0)),
             Column("GB", lambda row: f"{row['bytes'] / 1e9:.2f}"),

@@ -74,6 +74,7 @@ def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
     for (trace, slots, change, horizon, planner), own in groups.items():
         theirs = groups[trace, slots, change, horizon, EPLB]
         share = [100.0 * a.moves / b.moves for a, b in zip(own, theirs, strict=True)]
+        total = [100.0 * (a.total_s / b.total_s - 1.0) for a, b in zip(own, theirs, strict=True)]
         rows.append(
             {
                 "part": SHIFTS,
@@ -90,6 +91,7 @@ def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
                 "balancedness_before": float(np.mean([one.before for one in own])),
                 **_spread("balancedness_unseen", [one.after for one in own], ""),
                 **_spread("layer_time_vs_eplb", _percent(own, theirs)),
+                **_spread("total_vs_eplb", total),
                 **_spread("moves_of_eplb", share),
                 **_cost(trace, [one.moves for one in own], [one.planning_s for one in own]),
                 "movement_s": float(np.mean([one.movement_s for one in own])),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from coterie._numba import helper
 from coterie.placement.planning.search.steps.state import (
     StepLayer,
@@ -112,21 +110,21 @@ def copy_more(layer: StepLayer, state: StepState, scratch: StepScratch, rank: in
         peak[scenario] = 0
     for one in range(len(layer.alive)):
         times, held = scratch.freed[one], state.held[one, expert]
-        for scenario in range(len(peak)):
-            more[scenario] = 0
-        if held >= 0 or one == rank:
-            token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
-            fill_units(more, layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
+        if held < 0 and one != rank:
+            raise_to(peak, times)
+            continue
+        token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
+        fill_units(more, layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
         if held >= 0:
             add_units(more, state.table[held], -1)
-        raise_to(peak, times, more)
+        add_units(more, times, 1)
+        raise_to(peak, more)
 
 
 @helper()
-def raise_to(peak: Units, times: Units, more: Units) -> None:
+def raise_to(peak: Units, times: Units) -> None:
     for scenario in range(len(peak)):
-        value = np.int32(times[scenario] + more[scenario])
-        peak[scenario] = value if value > peak[scenario] else peak[scenario]
+        peak[scenario] = times[scenario] if times[scenario] > peak[scenario] else peak[scenario]
 
 
 @helper()
