@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,8 +35,15 @@ def bench_command(
     for name in names:
         mine = [{key: value for key, value in row.items() if key != "group"} for row in rows if row["group"] == name]
         for kind in dict.fromkeys(tuple(row) for row in mine):
-            some = [row for row in mine if tuple(row) == kind]
-            print_table(name, kind, [list(row.values()) for row in some])
+            _print_rows(name, [row for row in mine if tuple(row) == kind])
+
+
+def _print_rows(name: str, rows: list[dict[str, Any]]) -> None:
+    """Rows of one kind; what is the same in all of them is said once, below."""
+    same = {key: value for key, value in rows[0].items() if len(rows) > 1 and all(row[key] == value for row in rows)}
+    differ = [key for key in rows[0] if key not in same]
+    note = "In all rows: " + "; ".join(f"{key} {value}" for key, value in same.items()) if same else None
+    print_table(name, differ, [[row[key] for key in differ] for row in rows], note)
 
 
 def _groups() -> list[dict[str, str]]:
