@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -60,6 +65,12 @@ def test_few_requests_are_no_sample(some: list[Kept]) -> None:
 def advised(seen: bool) -> PlacementAdvisor:
     settings = AdviceSettings(window_s=10.0, cooldown_s=1e6)
     advisor = PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, Placement.linear(LAYERS, EXPERTS, RANKS), settings)
+    serve(advisor, seen)
+    return advisor
+
+
+def serve(advisor: PlacementAdvisor, seen: bool) -> None:
+    """Three windows, with the requests of which they are made if they are `seen`."""
     advisor.tick(0.0)
     kept: list[Kept] = []
     for window in range(3):
@@ -68,7 +79,6 @@ def advised(seen: bool) -> PlacementAdvisor:
         for worker in range(RANKS):
             assert advisor.observe(LoadSeen(10.0 * window, f"w{worker}", load_of(new), STEPS, 9.0))
         advisor.tick(10.0 * (window + 1), kept if seen else [])
-    return advisor
 
 
 def test_advice_says_what_single_steps_gain_on_requests_that_came_later() -> None:
@@ -97,3 +107,35 @@ def test_the_same_inputs_give_the_same_advice() -> None:
     assert other.plan is not None
     assert one.plan.placement.slot_experts.tobytes() == other.plan.placement.slot_experts.tobytes()
     assert one.steps == other.steps
+
+
+def loops_loaded() -> set[tuple[str, str]]:
+    """Every loop of Coterie that this process has compiled or read from the cache, with its types."""
+    from numba.core.dispatcher import Dispatcher
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("coterie.")]
+    loops = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
+    return {(f"{one.__module__}.{one.__name__}", str(types)) for one in loops for types in one.signatures}
+
+
+def first_advice(spare: int) -> list[tuple[str, str]]:
+    """Loops that the first plans load although the advisor was warmed up."""
+    placement = Placement.linear(LAYERS, EXPERTS, RANKS, EXPERTS + spare)
+    settings = AdviceSettings(window_s=10.0, cooldown_s=1e6)
+    advisor = PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, settings)
+    advisor.warm_up()
+    warmed = loops_loaded()
+    assert any("search_steps" in name for name, _ in warmed)
+    serve(advisor, seen=True)
+    assert advisor.advice is not None
+    assert advisor.advice.plan is not None
+    return sorted(loops_loaded() - warmed)
+
+
+@pytest.mark.parametrize("spare", [0, RANKS])
+def test_an_advisor_that_is_warmed_up_compiles_nothing_when_it_plans(spare: int) -> None:
+    # In a process of its own: other tests of this one have used the planners.
+    script = f"from test_advice_steps import first_advice; print(first_advice({spare}))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, LoadSeen, Shape
-from coterie.control.steps import MOST_REQUESTS, with_steps
+from coterie.control.steps import MOST_REQUESTS, SCENARIOS, with_steps
 from coterie.control.traffic import Kept
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
@@ -159,6 +159,21 @@ class PlacementAdvisor:
     def advice(self) -> Advice | None:
         """The plan that stands, or else why the placement is kept; None before the first window."""
         return self._made or self._kept
+
+    def warm_up(self) -> None:
+        """Plan for a made-up load of one layer: loops that were not compiled before are compiled now.
+
+        That takes a minute or so, once a machine, in which a loop that is in service would see nothing.
+        """
+        some = Placement(self.placement.slot_experts[:1], self.placement.num_ranks, self.placement.num_experts)
+        steps = np.random.default_rng(0).integers(1, 9, (SCENARIOS, 1, self.shape.num_experts)).astype(np.float64)
+        for load in (Load.of_scenarios(steps), Load(steps.mean(axis=0))):
+            planner = planners[self.settings.planner](objective=self.objective)
+            placement = planner.plan(load, self.topology, some).placement
+            self.objective.problem(load, self.topology, some).balanced(placement.slot_experts)
+        bytes_of = self.objective.row_bytes, self.objective.expert_bytes
+        manager = ActionManager(self.topology, *bytes_of, self.manager.settings)
+        manager.cycle(np.ones((self.topology.num_ranks, 1, self.shape.num_experts)), held_by(some), 0.0)
 
     def observe(self, seen: LoadSeen) -> bool:
         """Add a checked load; False where this worker's pieces cover more time than there was."""

@@ -131,7 +131,9 @@ class Driver:
         if self._section.advise is None:
             return None
         try:
-            return advisor_of(self._section.advise, shape, self._spec)
+            advisor = advisor_of(self._section.advise, shape, self._spec)
+            advisor.warm_up()
+            return advisor
         except CoterieError as error:
             self._no_advice = str(error)
             return None

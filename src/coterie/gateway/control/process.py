@@ -69,14 +69,15 @@ class Process:
         now_s = time.monotonic()
         if isinstance(message, SetUp):
             self._tick_s = message.section.tick_s
-            self._streams.follow(message.streams)
             if self._driver is not None:
                 self._driver.close()
             try:
                 self._driver = Driver(message, self.send, now_s)
+                self._driver.tick(time.monotonic(), self._streams.counters)  # it may have compiled for a minute
             except CoterieError as error:
                 self._driver = None
                 self.send(Unable(message.generation, str(error)))
+            self._streams.follow(message.streams)  # not before: what they send meanwhile would be late
         elif self._driver is None or message.generation != self._driver.generation:
             return
         elif isinstance(message, Fleet):
