@@ -1,6 +1,6 @@
 """An abrupt change of the traffic on a live fleet: how soon the router is fitted anew, and what that gives.
 
-    python benchmarks/gateway/drift.py [--seed 0] [--json]
+    python benchmarks/gateway/drift.py [--seed 0] [--rounds 6] [--json]
 
 One prefill and three decode workers of coterie-tiny behind `coterie serve`, the control loop on, under a closed loop of
 clients. A router is fitted to German, French and Spanish prompts; then all clients send Russian, Arabic and Japanese
@@ -61,8 +61,8 @@ LEARN = 192
 """Requests that the first router is fitted to."""
 SETTLE_S, LIMIT_S, LIVE_S = 10.0, 120.0, 45.0
 """Time of traffic before the change, the longest wait for the swap, and time after it."""
-ROUNDS, ROUND_REQUESTS, FIRST_REQUESTS = 6, 240, 48
-"""Rounds of the comparison, requests of each under each fit, and those answered before it is measured."""
+ROUND_REQUESTS, FIRST_REQUESTS = 240, 48
+"""Requests of a round of the comparison under each fit, and those answered before it is measured."""
 FITS = ("before", "loop", "fresh")
 
 
@@ -205,7 +205,7 @@ class Steps:
         return StepTotals.of(logs)
 
 
-async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
+async def run(fleet: EmbeddedFleet, seed: int, rounds: int) -> dict[str, Any]:
     bench = Bench(fleet, seed)
     first, second = (halves(languages) for languages in (BEFORE, AFTER))
     bench.write(None, ControlSection(enabled=False))
@@ -225,7 +225,7 @@ async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
             bench.fit(listener.seen[-LEARN:], seed).save(start)
             told = await live(bench, client, clients, steps, listener, first[0], second[0], start)
             print(f"swapped after {told['swap_s']} s; {told['live_experts']}", file=sys.stderr, flush=True)
-            told["rounds"] = await compare(bench, client, clients, steps, second[1], told.pop("fits"))
+            told["rounds"] = await compare(bench, client, clients, steps, second[1], told.pop("fits"), rounds)
             return {**told, "failed": clients.failed, "answered": clients.answered}
     finally:
         await asyncio.to_thread(bench.gateway.stop)
@@ -312,12 +312,18 @@ async def fit_in_force(client: Client) -> str:
 
 
 async def compare(
-    bench: Bench, client: Client, clients: Clients, steps: Steps, prompts: list[Prompt], fits: dict[str, str]
+    bench: Bench,
+    client: Client,
+    clients: Clients,
+    steps: Steps,
+    prompts: list[Prompt],
+    fits: dict[str, str],
+    rounds: int,
 ) -> dict[str, list[float]]:
     """Experts a step under each fit, round by round, as a share of those under the fit before the change."""
     clients.prompts = prompts
     ratios: dict[str, list[float]] = {"loop": [], "fresh": [], "loop against fresh": []}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         requests = [clients.drawn() for _ in range(ROUND_REQUESTS)]
         found: dict[str, StepTotals] = {}
         for name in np.roll(FITS, number):  # none is always first
@@ -326,7 +332,7 @@ async def compare(
         for name in ("loop", "fresh"):
             ratios[name].append(100 * (experts_ratio(found["before"], found[name]) or np.nan))
         ratios["loop against fresh"].append(100 * (experts_ratio(found["fresh"], found["loop"]) or np.nan))
-        print(f"round {number + 1} of {ROUNDS} done", file=sys.stderr)
+        print(f"round {number + 1} of {rounds} done", file=sys.stderr)
     return ratios
 
 
@@ -387,10 +393,11 @@ def report(told: dict[str, Any]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=6, help="of the comparison of fits")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     options = parser.parse_args(argv)
     with run_embedded() as fleet:
-        told = asyncio.run(run(fleet, options.seed))
+        told = asyncio.run(run(fleet, options.seed, options.rounds))
     if options.json:
         print(json.dumps(told, indent=1, default=str))
         return
