@@ -18,6 +18,24 @@ def touched(tokens: float, whole: bool) -> float:
     return float(-np.expm1(-tokens))
 
 
+@helper()
+def find_edge(times: Array, weights: Array, share: float) -> float:
+    """The time that the worst `share` of the scenarios reach; `weights` add up to 1."""
+    left, last = share, np.inf
+    while True:
+        top, weight = -1.0, 0.0
+        for value in times:
+            if value < last and value > top:
+                top = value
+        for scenario in range(len(times)):
+            if times[scenario] == top:
+                weight += weights[scenario]
+        left -= weight
+        if left <= 1e-12 or top < 0.0:
+            return max(top, 0.0)
+        last = top
+
+
 @njit()
 def assess_steps(
     chosen: NDArray[np.int64],
@@ -33,8 +51,7 @@ def assess_steps(
     """`busy` [layer, scenario, rank] seconds of the chosen layers.
 
     `given` [layer, slot] are shares, or empty for equal ones; `tokens` [layer, scenario, expert]; `touch` [rank]
-    seconds
-    to stream an expert; `per_token` [layer, rank, expert] seconds.
+    seconds to stream an expert; `per_token` [layer, rank, expert] seconds.
     """
     ranks, experts = per_token.shape[1:]
     per_rank = slot_experts.shape[1] // ranks

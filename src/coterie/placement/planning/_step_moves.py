@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
+from coterie.placement.objective._steps import find_edge
 from coterie.placement.objective.flows.chains import REACHED, Array, Indices, relieve
 from coterie.placement.objective.flows.splitting import (
     Step,
@@ -143,24 +144,6 @@ def split_all(case: StepCase, place: StepPlace, scratch: StepScratch, edge: floa
         if total + place.rest[scenario + 1] >= most:
             return np.inf
     return total
-
-
-@helper()
-def find_edge(times: Array, weights: Array, share: float) -> float:
-    """The time that the worst `share` of the scenarios reach."""
-    left, last = share, np.inf
-    while True:
-        top, weight = -1.0, 0.0
-        for value in times:
-            if value < last and value > top:
-                top = value
-        for scenario in range(len(times)):
-            if times[scenario] == top:
-                weight += weights[scenario]
-        left -= weight
-        if left <= 1e-12 or top < 0.0:
-            return max(top, 0.0)
-        last = top
 
 
 @helper()

@@ -24,11 +24,11 @@ from coterie.placement.planning.search.steps.state import (
     StepPrices,
     StepScratch,
     StepState,
-    find_edge,
     mark_stale,
     new_scratch,
     new_state,
     objective_now,
+    set_edge,
     take,
 )
 from coterie.placement.planning.search.steps.swaps import best_swap, swap
@@ -62,7 +62,7 @@ def descend(
     """Take what gains, until a pass finds next to nothing. `least`: share of the objective that an action must gain."""
     ranks, gifts = len(layer.alive), len(state.row) > len(state.copies)
     for at in range(PASSES):
-        find_edge(layer, state, prices, share)
+        set_edge(layer, state, prices, share)
         now = objective_now(layer, state, prices)
         before, gain = now, least
         if at < len(COARSE):
@@ -174,7 +174,7 @@ def search_steps(
                 seed = kick(alive, start, seed)
             take(layer, state, start)
             descend(layer, state, scratch, prices, share, numbers[5])
-            find_edge(layer, state, prices, share)
+            set_edge(layer, state, prices, share)
             found = objective_now(layer, state, prices) + prices.horizon * tail * state.edge[0]
             if not trial or found < least * (1.0 - numbers[5]):
                 least = found

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.placement.objective._steps import touched
+from coterie.placement.objective._steps import find_edge, touched
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -286,24 +286,14 @@ def objective_now(layer: StepLayer, state: StepState, prices: StepPrices) -> flo
 
 
 @helper()
-def find_edge(layer: StepLayer, state: StepState, prices: StepPrices, share: float) -> None:
-    """The time that the worst `share` of scenarios exceed now."""
+def set_edge(layer: StepLayer, state: StepState, prices: StepPrices, share: float) -> None:
+    """Put the edge at the time that the worst `share` of scenarios reach now."""
     state.edge[0] = 0.0
     if prices.steep <= 0.0:
         return
-    left, last = share * layer.scale, np.inf
-    while left > 0.0:
-        top, weight = -1.0, 0.0
-        for scenario in range(len(layer.weights)):
-            value = state.first[scenario] / max(layer.weights[scenario], 1e-300)
-            if layer.weights[scenario] > 0.0 and top < value < last:
-                top = value
-        if top < 0.0:
-            break
-        for scenario in range(len(layer.weights)):
-            if layer.weights[scenario] > 0.0 and state.first[scenario] / layer.weights[scenario] == top:
-                weight += layer.weights[scenario]
-        state.edge[0] = last = top
-        left -= weight
-    for scenario in range(len(layer.weights)):
+    times = np.zeros(len(layer.weights))
+    for scenario in range(len(times)):
+        times[scenario] = state.first[scenario] / max(layer.weights[scenario], 1e-300)
+    state.edge[0] = find_edge(times, layer.weights / layer.scale, share)
+    for scenario in range(len(times)):
         state.edges[scenario] = np.int32(state.edge[0] * layer.weights[scenario] + 0.5)
