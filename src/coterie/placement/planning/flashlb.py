@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit, side_by_side
 from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import PRICES_HINT, Objective
+from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import replicate
 from coterie.placement.planning.packing import Slots, living_ranks, make_room, plan_for_living
 from coterie.registry import needs
@@ -38,8 +38,13 @@ class FlashLb:
     ) -> Plan:
         started = perf_counter()
         problem = self.objective.problem(load, topology, current, shares)
-        slots = greedy(load, living_ranks(problem) * current.slots_per_rank, topology.rank_speeds[problem.alive])
-        return plan_for_living(problem, slots, started, "the load asks for no other")
+        return plan_for_living(problem, slots_for(problem, load), started, "the load asks for no other")
+
+
+def slots_for(problem: Problem, load: Load) -> Slots:
+    """[layer, slot of a living rank] experts."""
+    speed = problem.topology.rank_speeds[problem.alive]
+    return greedy(load, living_ranks(problem) * problem.current.slots_per_rank, speed)
 
 
 def greedy(load: Load, num_slots: int, speed: Array) -> Slots:
@@ -50,19 +55,19 @@ def greedy(load: Load, num_slots: int, speed: Array) -> Slots:
     weight = np.take_along_axis(load.tokens / count, kind, axis=1)
     order = np.argsort(-weight, axis=1, kind="stable")
     out = np.empty((layers, num_slots), np.int32)
-    side_by_side(_place, layers, order, weight, kind, _relative(load) / count[:, None], speed, out)
+    side_by_side(_place, layers, order, weight, kind, _relative(load) / count[:, :, None], speed, out)
     return out
 
 
 def _relative(load: Load) -> Array:
-    """[layer, scenario, expert] tokens as a share of their step's, times the weight of the scenario."""
+    """[layer, expert, scenario] tokens as a share of their step's, times the weight of the scenario."""
     if load.scenarios is None or load.weights is None:
         steps, weights = load.tokens[None], np.ones(1)
     else:
         steps, weights = load.scenarios, load.weights
     total = steps.sum(axis=2, keepdims=True)
     share = np.divide(steps, total, out=np.zeros(steps.shape), where=total > 0)
-    return np.ascontiguousarray(np.moveaxis(share * weights[:, None, None], 0, 1))
+    return np.ascontiguousarray(np.moveaxis(share * weights[:, None, None], 0, 2))
 
 
 @njit()
@@ -77,10 +82,10 @@ def _place(
 ) -> None:
     """Fill `out` [layer, slot] with experts, in the chosen layers.
 
-    `tokens` [layer, scenario, expert] are those of each of an expert's slots; `weight` [layer, item] the mean of them,
+    `tokens` [layer, expert, scenario] are those of each of an expert's slots; `weight` [layer, item] the mean of them,
     `kind` [layer, item] the items' experts, `order` the items by weight.
     """
-    scenarios, experts = tokens.shape[1:]
+    experts, scenarios = tokens.shape[1:]
     ranks, items = len(speed), kind.shape[1]
     room = items // ranks
     packed = np.empty((ranks, room), np.int64)
@@ -98,7 +103,7 @@ def _place(
             best, least, lightest = -1, np.inf, np.inf
             for rank in range(ranks):
                 if filled[rank] < room and not holds[rank, expert]:
-                    height = _height(tokens[layer], expert, speed[rank], busy[rank], peak)
+                    height = _height(tokens[layer, expert], speed[rank], busy[rank], peak)
                     light = (total[rank] + weight[layer, item]) / speed[rank]
                     if height < least or (height == least and light < lightest):
                         best, least, lightest = rank, height, light
@@ -110,7 +115,7 @@ def _place(
             total[best] += weight[layer, item]
             holds[best, expert] = True
             for scenario in range(scenarios):
-                busy[best, scenario] += tokens[layer, scenario, expert] / speed[best]
+                busy[best, scenario] += tokens[layer, expert, scenario] / speed[best]
                 peak[scenario] = max(peak[scenario], busy[best, scenario])
         for rank in range(ranks):
             for place in range(room):
@@ -118,11 +123,11 @@ def _place(
 
 
 @helper()
-def _height(tokens: Array, expert: int, speed: float, busy: Array, peak: Array) -> float:
-    """Sum over scenarios of the busiest rank's load if the rank got the expert."""
+def _height(tokens: Array, speed: float, busy: Array, peak: Array) -> float:
+    """Sum over scenarios of the busiest rank's load if the rank got the expert of these tokens."""
     height = 0.0
     for scenario in range(len(peak)):
-        height += max(peak[scenario], busy[scenario] + tokens[scenario, expert] / speed)
+        height += max(peak[scenario], busy[scenario] + tokens[scenario] / speed)
     return height
 
 
@@ -143,5 +148,5 @@ def _recount(
         for place in range(filled[rank]):
             expert = kind[packed[rank, place]]
             for scenario in range(len(peak)):
-                busy[rank, scenario] += tokens[scenario, expert] / speed[rank]
+                busy[rank, scenario] += tokens[expert, scenario] / speed[rank]
                 peak[scenario] = max(peak[scenario], busy[rank, scenario])

@@ -29,14 +29,19 @@ def living_ranks(problem: Problem) -> int:
     return int(problem.alive.sum())
 
 
+def on_living(problem: Problem, slots: Slots) -> Slots:
+    """[layer, slot] with `slots` [layer, slot of a living rank]; slots of the others stay as they are."""
+    placed = np.array(problem.current.slot_experts, np.int32)
+    placed[:, np.repeat(problem.alive, problem.current.slots_per_rank)] = slots
+    return placed
+
+
 def plan_for_living(problem: Problem, slots: Slots, started: float, same: str) -> Plan:
-    """The plan to `slots` [layer, slot of a living rank]; slots of the others stay as they are.
+    """The plan to `slots` [layer, slot of a living rank].
 
     `started` is when planning began, `same` what to say where that moves nothing.
     """
-    placed = np.array(problem.current.slot_experts, np.int32)
-    placed[:, np.repeat(problem.alive, problem.current.slots_per_rank)] = slots
-    plan = problem.plan(placed, planning_s=perf_counter() - started)
+    plan = problem.plan(on_living(problem, slots), planning_s=perf_counter() - started)
     return plan if len(plan.moves) else replace(plan, skip_reason=same)
 
 

@@ -48,11 +48,17 @@ KICKS = 12
 TINY, TINY_KICKS = 64, 96
 """Slots x ranks up to which kicks cost next to nothing, and how many such a layer gets."""
 
-THOROUGH, FEW_SLOTS = 1024, 64
-"""Slots x ranks, or slots on any number of ranks, up to which a layer is small."""
+THOROUGH = 1024
+"""Slots x ranks up to which a layer is small."""
 
 KICKED = 3
 """Random swaps, or slots given to another expert, of one kick."""
+
+
+@helper()
+def is_small(slots: int, ranks: int) -> bool:
+    """Whether a layer is searched again after kicks."""
+    return slots * ranks <= THOROUGH
 
 
 @helper()
@@ -165,8 +171,7 @@ def search_steps(
         layer = StepLayer(by_expert, weights * scale, scale, touch, per_token[at], load_in[at], alive, whole, uniform)
         prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail)
         least, seed = np.inf, 12345
-        small = slots * ranks <= THOROUGH or slots <= FEW_SLOTS
-        kicks = TINY_KICKS if slots * ranks <= TINY else KICKS if small else 0
+        kicks = TINY_KICKS if slots * ranks <= TINY else KICKS if is_small(slots, ranks) else 0
         for trial in range(1 + kicks):
             for slot in range(slots):
                 start[slot] = base[slot]
