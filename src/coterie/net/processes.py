@@ -36,8 +36,8 @@ LOG_LINES = 40
 LOWEST_PORT = 10_000
 """Ports below it may be those of services."""
 TRIES = 1_000
-_held: dict[int, socket.socket] = {}
-"""By each port that `free_port` returned: while the socket is open, no other process is given that port."""
+_held: dict[int, int] = {}
+"""Port that `free_port` returned → file descriptor: while that is open, no other process is given the port."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -83,7 +83,7 @@ def _hold(port: int) -> bool:
     except OSError:
         holder.close()
         return False
-    _held[port] = holder
+    _held[port] = holder.detach()  # kept until the process ends
     return True
 
 
