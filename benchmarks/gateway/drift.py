@@ -396,6 +396,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=6, help="of the comparison of fits")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     options = parser.parse_args(argv)
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} must be at least 1")
     with run_embedded() as fleet:
         told = asyncio.run(run(fleet, options.seed, options.rounds))
     if options.json:
