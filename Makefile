@@ -13,6 +13,8 @@ PIP := -m pip install -qq --disable-pip-version-check
 # Compiled loops are kept in the tree: test workers share them, and a second run compiles nothing. Both environments
 # have the numba that vLLM asks for, or each would throw away what the other compiled.
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
+# Found by the content of the sources: a checkout, which changes their times, compiles nothing again.
+export NUMBA_CACHE_LOCATOR_CLASSES ?= coterie._compiled_files.ByContent,UserProvidedCacheLocator
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-engines test-long run lint docs bench clean
