@@ -1,4 +1,4 @@
-"""Numba's cache of compiled loops: a damaged or unwritable one costs time, not the command; a key that outlives a checkout.
+"""Numba's cache of compiled loops: a damaged one costs time, not the command, and its key outlives a checkout.
 
 Numba reads its cache files with pickle and lets out whatever that raises on a cut or overwritten file.
 """
@@ -72,7 +72,7 @@ class ByContent(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no
 
 @cache
 def sources_hash(path: Path) -> str:
-    """Hash of a file, of what it imports of this package, and in turn of what those import that have compiled functions.
+    """Hash of a file, of what it imports of this package, and so on for imports that have compiled functions.
 
     A compiled function holds the code of the compiled functions it calls, and the values of the constants it reads.
     """
@@ -90,13 +90,13 @@ def sources_hash(path: Path) -> str:
 
 @cache
 def _imports(path: Path) -> set[Path]:
-    found = set()
+    files: set[Path] = set()
     for module, names in _IMPORT.findall(_text(path)):
         base = PACKAGE.joinpath(*module.split(".")[1:])
         candidates = [base.with_suffix(".py"), base / "__init__.py"]
         candidates += [base / f"{name}.py" for name in re.findall(r"\w+", names)]
-        found.update(file for file in candidates if file.is_file())
-    return found
+        files.update(file for file in candidates if file.is_file())
+    return files
 
 
 @cache
