@@ -17,23 +17,28 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
 export NUMBA_CACHE_LOCATOR_CLASSES ?= coterie._compiled_files.ByContent,UserProvidedCacheLocator
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-engines test-long run lint docs bench clean
+.PHONY: help install test coverage test-engines test-long run lint docs bench clean
 
 help: ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
 
 install: $(VENV)/.warmed ## Make .venv, install Coterie in it with what its tests need, and compile its loops ahead
 
-# tests/conftest.py says which tests a worker takes together.
-test: $(VENV)/.installed ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not long"
+# Loops are compiled before, so that no two test processes compile the same one; then any process may take any test.
+TEST := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
+test: $(VENV)/.warmed ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
+	$(TEST) -m "not long"
+
+coverage: $(VENV)/.warmed ## Run the tests and print which statements they run; compiled loops count as not run
+	$(VENV)/bin/python $(PIP) pytest-cov
+	$(TEST) -m "not long" --cov=coterie --cov-report=term:skip-covered
 
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -n 2 --dist loadgroup -m "vllm and not long"
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not long"
 
 test-long: $(VENV)/.installed $(ENGINES)/.installed ## Run the tests that take minutes, of real engines among them
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "long and not vllm"
+	$(TEST) -m "long and not vllm"
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "long and vllm"
 
 run: install ## Serve a small fleet behind the gateway, and show what routing by experts saves; Ctrl-C ends it
@@ -75,8 +80,8 @@ $(VENV)/.installed: pyproject.toml
 		|| $(VENV)/bin/python $(PIP) $(WANTED)
 	@touch $@
 
-# Loops are compiled here, on all cores, rather than by whichever verb comes first; where that fails, they are compiled
-# when they are needed. Tests do not wait for it: they compile what they run.
+# Loops are compiled here, on all cores, rather than by whichever verb or test comes first; where that fails, they are
+# compiled when they are needed.
 $(VENV)/.warmed: $(VENV)/.installed
 	-@$(VENV)/bin/coterie warm
 	@touch $@

@@ -17,7 +17,6 @@ from http1_peers import until
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 12
 CHAT = [{"role": "user", "content": "How many ducks are there on the pond?"}]
 
-pytestmark = pytest.mark.xdist_group("embedded gateway")
 
 
 @pytest.fixture(scope="module")
