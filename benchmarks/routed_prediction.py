@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.experts import MoeParams
-from coterie.costs.roofline import Quality, Roofline
+from coterie.costs.roofline import Quality, RooflineLaw
 from coterie.costs.step import StepModel
 from coterie.errors import InputError
 from coterie.evaluation.demo.loop import LoopSettings, make_router
@@ -31,7 +31,7 @@ from coterie.types import ModelSpec
 from coterie.wire.expert_events import RequestExperts
 
 NOT_FITTED = Quality(0.0, 0.0, 0)
-FREE = Roofline(1e-9, 1e15, 1e15, 1.0, NOT_FITTED)
+FREE = RooflineLaw(1e-9, 1e15, 1e15, 1.0, NOT_FITTED)
 
 
 class StepLine(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import coterie
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.footprints import footprint
 from coterie.routing import RouterFit, routers
@@ -122,9 +122,11 @@ def test_wrong_calls_fail_loudly(trace: ActivationTrace, fitted: RouterFit, tmp_
         coterie.simulate(requests, model=model)
     with pytest.raises(ConfigError, match="router 'latency_aware' needs fitted: a fit to a trace"):
         routers.make("latency_aware")
-    with pytest.raises(ConfigError, match=r"needs cost: the prices of a decode step; make them with StepPrices\.of"):
+    with pytest.raises(
+        ConfigError, match=r"needs cost: the prices of a decode step; make them with DecodeStepPrices\.of"
+    ):
         routers.make("latency_aware", {"fitted": fitted})
-    assert routers.make("latency_aware", {"fitted": fitted, "cost": StepPrices.of(model)})
+    assert routers.make("latency_aware", {"fitted": fitted, "cost": DecodeStepPrices.of(model)})
     with pytest.raises(ConfigError, match="router 'latency_aware' has no setting 'band'; it has fitted, cost"):
         fitted.router("latency_aware", model, band=0.1)
     with pytest.raises(UnknownNameError, match="Did you mean 'latency_aware'"):

@@ -8,12 +8,14 @@ import pytest
 from control_traffic import BATCH, NEW, OLD, SETTINGS, SHAPE, band, fitted, made_requests
 from coterie.control import Scorer
 from coterie.control.traffic import Kept, Traffic
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import ConfigError
 from coterie.routing import RouterFit
 from coterie.routing.fleet import MOST_CERTAIN
 
-PRICES = StepPrices(fixed_us=50.0, expert_us=2.0, request_us=0.5, context_us=0.01, prefill_us=1.0, output_tokens=40.0)
+PRICES = DecodeStepPrices(
+    fixed_us=50.0, expert_us=2.0, request_us=0.5, context_us=0.01, prefill_us=1.0, output_tokens=40.0
+)
 
 
 def kept_of(groups: np.ndarray, count: int, seed: int) -> list[Kept]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from coterie.costs.exchange import Traffic
+from coterie.costs.exchange import ExchangeTraffic
 from coterie.costs.presets import step_model
 from coterie.costs.replicas import slot_tokens
 from coterie.costs.step import Batch, CostOptions
@@ -111,7 +111,7 @@ def test_a_busier_rank_makes_the_exchange_longer() -> None:
 def test_given_traffic_is_used() -> None:
     placement = Placement.linear(SPEC.num_moe_layers, 128, 8)
     model = replace(MODEL, topology=Topology(8))
-    step = model.step(even_load(64), Batch(decode_requests=8), placement, Traffic(45e6, 0.0))
+    step = model.step(even_load(64), Batch(decode_requests=8), placement, ExchangeTraffic(45e6, 0.0))
     assert step.all_to_all_s[0] == pytest.approx(2 * (NVLINK4.latency_s + 45e6 / NVLINK4.bytes_per_s))
 
 

@@ -24,7 +24,7 @@ from coterie.evaluation.simulate.servers import SpreadServer, StepServer, make_s
 from coterie.evaluation.simulate.what_if import MAX_BYTES, simulate, write
 from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model
-from coterie.sim.metrics import summarise
+from coterie.sim.metrics import summarise_run
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.types import Placement, Topology
 from simulate_traces import make_trace, quiet, rng
@@ -67,7 +67,7 @@ def test_a_run_is_what_its_parts_give(tmp_path: Path) -> None:
     for row in found.rows:
         strategy = make_strategy(row["strategy"], server)
         run = server.run(strategy, arrived.at(150.0), np.random.default_rng([4, 2]), check=True)
-        for name, value in summarise(run)._asdict().items():
+        for name, value in summarise_run(run)._asdict().items():
             assert row[name] == value, name
     base, ours = found.rows
     assert ours["p99_reduction_pct"] == pytest.approx(100 * (1 - ours["p99_ms"] / base["p99_ms"]))

@@ -171,7 +171,7 @@ def test_contracts(coterie: Coterie, trace: Path, log: Path) -> None:
         "from pathlib import Path\n"
         "import coterie\n"
         "from coterie.batching import strategies\n"
-        "from coterie.costs.lines import StepPrices\n"
+        "from coterie.costs.lines import DecodeStepPrices\n"
         "from coterie.placement import DEEPSEEK_V3_PREFILL, planners\n"
         "from coterie.predictors import predictors\n"
         "from coterie.routing import routers\n"
@@ -182,7 +182,7 @@ def test_contracts(coterie: Coterie, trace: Path, log: Path) -> None:
         f"check_predictor(lambda: predictors.make({PREDICTOR!r}))\n"
         f"check_reader(readers[{FORMAT!r}], Path({str(log)!r}))\n"
         f"fitted = coterie.fit_router(coterie.open_trace({str(trace)!r}), workers=4)\n"
-        "cost = StepPrices.of(coterie.step_model('deepseek-v2-lite'))\n"
+        "cost = DecodeStepPrices.of(coterie.step_model('deepseek-v2-lite'))\n"
         f"make = lambda: routers.make({ROUTER!r}, {{'fitted': fitted, 'cost': cost, 'seed': 0}})\n"
         "check_router(make, fitted.num_layers, fitted.num_experts, workers=4)\n"
     )

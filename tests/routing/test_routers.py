@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.models import get_model
@@ -30,7 +30,7 @@ def make(name: str) -> Callable[[], Router]:
     return lambda: routers.make(name, context)
 
 
-def latency_aware(cost: StepPrices = COST) -> LatencyAware:
+def latency_aware(cost: DecodeStepPrices = COST) -> LatencyAware:
     return LatencyAware(fitted(), cost)
 
 
@@ -217,7 +217,7 @@ def test_a_cached_prefix_is_worth_its_prefill() -> None:
 
 
 def test_prices_of_a_calibrated_model() -> None:
-    prices = StepPrices.of(step_model(get_model("gpt-oss-20b"), "h200", "bf16"))
+    prices = DecodeStepPrices.of(step_model(get_model("gpt-oss-20b"), "h200", "bf16"))
     assert 0.5 < prices.expert_us < 50
     assert prices.fixed_us > 0
     assert 0 < prices.request_us < prices.fixed_us

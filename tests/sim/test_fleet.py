@@ -16,7 +16,7 @@ from coterie.models import get_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet._tables import MOST_DECODING, step_tables
-from coterie.sim.fleet.metrics import FleetRun, Limits, summarise_fleet
+from coterie.sim.fleet.metrics import FleetRun, LatencyLimits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import Link, ModelSpec
@@ -158,11 +158,11 @@ def test_one_request_by_hand() -> None:
     ]
     assert run.first_token_s[0] == pytest.approx(ready + times[0], rel=1e-9)
     assert run.finish_s[0] == pytest.approx(ready + sum(times), rel=1e-9)
-    summary = summarise_fleet(run, Limits(ttft_s=10.0, tpot_s=1e-9))
+    summary = summarise_fleet(run, LatencyLimits(ttft_s=10.0, tpot_s=1e-9))
     assert summary.ttft.p50 == pytest.approx(1e3 * (ready + times[0] - 0.5))
     assert summary.tpot.p999 == pytest.approx(1e3 * (times[1] + times[2]) / 2)
     assert summary.within_limits == 0.0
-    assert summarise_fleet(run, Limits(ttft_s=10.0)).within_limits == 1.0
+    assert summarise_fleet(run, LatencyLimits(ttft_s=10.0)).within_limits == 1.0
 
 
 def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt() -> None:

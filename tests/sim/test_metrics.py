@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.sim import Run, summarise
+from coterie.sim import Run, summarise_run
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -29,7 +29,7 @@ def test_summaries_are_the_plain_formulas(requests: int, batches: int, seed: int
     skipped = rng.integers(0, 5, requests)
     per_batch = [rng.uniform(0.1, 2, batches) for _ in range(3)]
     run = Run(arrival, start, finish, skipped, per_batch[0], rng.integers(1, 9, batches), per_batch[1], per_batch[2])
-    found = summarise(run)
+    found = summarise_run(run)
 
     latency = [(f - a) * 1000 for f, a in zip(finish, arrival, strict=True)]
     assert found.requests == requests
@@ -48,4 +48,4 @@ def test_summaries_are_the_plain_formulas(requests: int, batches: int, seed: int
 
 def test_a_run_that_took_no_time() -> None:
     one, zero = np.ones(1), np.zeros(1, np.int64)
-    assert summarise(Run(one, one, one, zero, np.zeros(1), zero + 1, one, one)).throughput == math.inf
+    assert summarise_run(Run(one, one, one, zero, np.zeros(1), zero + 1, one, one)).throughput == math.inf

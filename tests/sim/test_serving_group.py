@@ -15,13 +15,13 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, CostOptions, StepModel
 from coterie.errors import ConfigError
 from coterie.sim.fleet.requests import FleetRequests, Recordings
-from coterie.sim.group import Group
+from coterie.sim.group import LockstepGroup
 from coterie.sim.group.prompts import deal_layers
 from coterie.sim.group.serving import (
     MOST_AHEAD,
     PASSES,
     GroupPrices,
-    ServedRun,
+    GroupServedRun,
     ServeSettings,
     ServingGroup,
     check_served,
@@ -58,7 +58,7 @@ def shuffled_placement(rng: np.random.Generator) -> Placement:
 class Plain:
     """The same group, request by request in plain Python, timed by Group.mixed_step."""
 
-    def __init__(self, group: Group, requests: FleetRequests, settings: ServeSettings) -> None:
+    def __init__(self, group: LockstepGroup, requests: FleetRequests, settings: ServeSettings) -> None:
         self.group, self.requests, self.settings = group, requests, settings
         cuts = list(range(0, settings.prompt_tokens, settings.piece_tokens))
         self.pieces = [range(at, min(at + settings.piece_tokens, settings.prompt_tokens)) for at in cuts]
@@ -136,7 +136,7 @@ def test_equals_a_plain_simulator_on_the_steps_of_a_group(
     chosen = replace(SETTINGS, deduplicate=deduplicate)
     group = ServingGroup(GroupPrices.of(model, chosen), placement, requests)
     run = group.serve(arrival_s, ranks)
-    first, finish, steps = Plain(Group(model, placement, deduplicate), requests, chosen).serve(arrival_s, ranks)
+    first, finish, steps = Plain(LockstepGroup(model, placement, deduplicate), requests, chosen).serve(arrival_s, ranks)
     check_served(run, requests, 40)
     assert run.first_s == pytest.approx(first, rel=1e-6)
     assert run.finish_s == pytest.approx(finish, rel=1e-6)
@@ -186,7 +186,7 @@ def test_requests_go_to_the_least_busy_rank(seed: int) -> None:
     assert random.done == 24
 
 
-def served() -> tuple[ServedRun, FleetRequests]:
+def served() -> tuple[GroupServedRun, FleetRequests]:
     rng = np.random.default_rng(1)
     requests = drawn(recordings(rng), 12, rng)
     group = ServingGroup(GroupPrices.of(small_model(), SETTINGS), Placement.linear(LAYERS, 8, RANKS), requests)
@@ -306,7 +306,7 @@ def test_tensor_parallel_steps_by_hand() -> None:
         assert run.steps.rest_s[0] == pytest.approx(rest + LAYERS * 1e-6 * model.routing_us(tokens), rel=1e-6)
         records = requests.recordings
         row = int(records.prompt_row[requests.recorded[0]]) + np.arange(40) % 7
-        alone = Group(model, Placement.linear(LAYERS, 8, RANKS))
+        alone = LockstepGroup(model, Placement.linear(LAYERS, 8, RANKS))
         whole = alone.step(records.expert_ids[row], np.arange(40) // 10, np.zeros(40, np.int64))
         if collectives == "replicated":
             assert run.steps.all_to_all_s[0] == 0.0

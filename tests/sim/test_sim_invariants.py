@@ -13,7 +13,7 @@ from numpy.random import Generator
 
 from coterie.batching import Selection, Window, strategies
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
-from coterie.batching.waiting import Batch
+from coterie.batching.waiting import ChosenBatch
 from coterie.errors import ConfigError
 from coterie.sim import DecodeRequests, Execution, Run, Simulation, decode, run_batches, run_decode, server
 from coterie.sim.invariants import (
@@ -131,7 +131,7 @@ def test_a_broken_kernel_is_caught(
 class Loses(Scheduler):
     """Drops the last of a batch of more than one."""
 
-    def next_batch(self, running: np.ndarray) -> Batch[int]:
+    def next_batch(self, running: np.ndarray) -> ChosenBatch[int]:
         batch = super().next_batch(running)
         keep = max(1, len(batch.items) - 1)
         return batch._replace(items=batch.items[:keep], skipped=batch.skipped[:keep])
@@ -142,7 +142,7 @@ class Repeats(Scheduler):
 
     again = True
 
-    def next_batch(self, running: np.ndarray) -> Batch[int]:
+    def next_batch(self, running: np.ndarray) -> ChosenBatch[int]:
         batch = super().next_batch(running)
         if self.again:
             self.again = False

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.routing.calibration import Calibration
 from coterie.routing.fitted import RouterFit
 
-COST = StepPrices(fixed_us=900.0, expert_us=1.8, request_us=2.0, context_us=0.001, prefill_us=20.0, output_tokens=256.0)
+COST = DecodeStepPrices(
+    fixed_us=900.0, expert_us=1.8, request_us=2.0, context_us=0.001, prefill_us=20.0, output_tokens=256.0
+)
 """About gpt-oss-20b's on an H200."""
 LAYERS, EXPERTS, TOP_K, WORKERS, GROUPS = 3, 8, 2, 6, 4
 

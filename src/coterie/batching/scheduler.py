@@ -12,7 +12,7 @@ import msgspec
 from numpy.random import Generator
 
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Strategy, strategies
-from coterie.batching.waiting import Batch, Chooser, RowView, WaitingList
+from coterie.batching.waiting import Chooser, ChosenBatch, RowView, WaitingList
 from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_input_file, check_not_negative
 
 
@@ -123,7 +123,7 @@ class Scheduler:
             due_s = min(due_s, self._arrival_s[self._waiting.at(trigger - 1)])
         return due_s
 
-    def next_batch(self, running: Loads) -> Batch[int]:
+    def next_batch(self, running: Loads) -> ChosenBatch[int]:
         """Take up to `max_batch_size` requests out of the queue; `running` [layer, expert] is the load they join."""
         self._view.load = running
         batch = self._waiting.take_batch(self.config.max_batch_size)

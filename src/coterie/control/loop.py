@@ -36,7 +36,7 @@ from coterie.control.jobs import FitJob
 from coterie.control.scoring import Comparison, Scorer
 from coterie.control.state import Candidate, Known, RunningJob, Swap, Watch
 from coterie.control.traffic import Kept, Traffic, reference_of, sample_of
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import ConfigError, check_at_least
 from coterie.routing import Router, RouterFit
 
@@ -57,7 +57,7 @@ class ControlLoop:
         settings: ControlSettings | None = None,
         *,
         batch: int = 16,
-        prices: StepPrices | None = None,
+        prices: DecodeStepPrices | None = None,
         advisor: PlacementAdvisor | None = None,
         names: Collection[str] | None = None,
         now_s: float = 0.0,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from coterie.control.traffic import Kept
-from coterie.costs.lines import StepPrices, decode_us
+from coterie.costs.lines import DecodeStepPrices, decode_us
 from coterie.errors import ConfigError
 from coterie.routing import Request, Router, RouterFit
 from coterie.routing.fleet import MOST_CERTAIN
@@ -35,7 +35,7 @@ ROUNDS = 4
 """Times that each request is measured."""
 ROOM = 4
 """Places of a worker, as a multiple of its mean number of requests."""
-BY_EXPERTS = StepPrices(
+BY_EXPERTS = DecodeStepPrices(
     fixed_us=0.0, expert_us=1.0, request_us=0.0, context_us=0.0, prefill_us=0.0, output_tokens=256.0
 )
 """Prices where none are given: a step takes as long as it touches experts."""
@@ -74,7 +74,7 @@ class Comparison(NamedTuple):
 class Scorer:
     """Scores fits by the router that serves with them."""
 
-    def __init__(self, make: Callable[[RouterFit], Router], batch: int, prices: StepPrices | None = None) -> None:
+    def __init__(self, make: Callable[[RouterFit], Router], batch: int, prices: DecodeStepPrices | None = None) -> None:
         self.make, self.batch = make, batch
         self.line = (prices or BY_EXPERTS).line
 

@@ -124,7 +124,7 @@ def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:
     return slot // placement.slots_per_rank
 
 
-class Traffic(NamedTuple):
+class ExchangeTraffic(NamedTuple):
     """Bytes one rank moves in one direction of one all-to-all, over each kind of link.
 
     By expectation that is a mean over ranks; counted from a load, the busiest rank's.
@@ -136,14 +136,14 @@ class Traffic(NamedTuple):
     @classmethod
     def expected(
         cls, spec: ModelSpec, tokens: int, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
-    ) -> Traffic:
+    ) -> ExchangeTraffic:
         """`tokens` tokens on every rank, uniform routing."""
         return cls.of(expected_locality(spec, topology), spec, tokens, bytes_per_value)
 
     @classmethod
     def arriving(
         cls, rows: float, spec: ModelSpec, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
-    ) -> Traffic:
+    ) -> ExchangeTraffic:
         """`rows` token-and-expert pairs computed on a rank, their tokens spread evenly over all ranks."""
         ranks, near = topology.num_ranks, min(topology.ranks_per_node, topology.num_ranks)
         row = spec.hidden_size * bytes_per_value / ranks
@@ -152,12 +152,12 @@ class Traffic(NamedTuple):
     @classmethod
     def of(
         cls, locality: Locality, spec: ModelSpec, tokens: float, bytes_per_value: float = BYTES_PER_VALUE
-    ) -> Traffic:
+    ) -> ExchangeTraffic:
         row = spec.hidden_size * bytes_per_value
         return cls(tokens * (locality.remote - locality.inter_node) * row, tokens * locality.inter_node * row)
 
 
-def all_to_all_us(traffic: Traffic, topology: Topology) -> float:
+def all_to_all_us(traffic: ExchangeTraffic, topology: Topology) -> float:
     """Dispatch and combine: both directions of one layer. Links of a kind work at once; intra and inter overlap."""
     intra, inter = topology.intra, topology.inter
     near, far = traffic.intra_bytes / intra.bytes_per_s, traffic.inter_bytes / inter.bytes_per_s
@@ -187,9 +187,9 @@ def exposed(exchange: Any, overlap: float, experts: Any) -> Any:
 def arrival_links(spec: ModelSpec, topology: Topology) -> Array:
     """[4] microseconds of latency and per row inside a node, then between nodes.
 
-    Rows are token-and-expert pairs computed on a rank, as in :meth:`Traffic.arriving`.
+    Rows are token-and-expert pairs computed on a rank, as in :meth:`ExchangeTraffic.arriving`.
     """
-    one = Traffic.arriving(1.0, spec, topology)
+    one = ExchangeTraffic.arriving(1.0, spec, topology)
     intra, inter = topology.intra, topology.inter
     return np.array(
         [

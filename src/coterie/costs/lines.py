@@ -4,7 +4,7 @@
   an expert touches it with probability p, so an expert stays cold with probability ``prod(1 - p)``. The time of a rank
   is the sum over its experts of ``touched x first_us + (rows past a first tile) x row_us``. A layer takes as long as
   its slowest rank, and its busiest one's rows to exchange.
-* :class:`StepPrices` prices a decode step for a router, by the experts it touches, its requests and what they cached.
+* :class:`DecodeStepPrices` prices a decode step for a router, by its distinct experts, requests and cached tokens.
 * :class:`ExpertLine` prices a slot for a planner, by the tokens it gets.
 
 They rank choices; times that are reported come from :mod:`coterie.costs.step`. Same terms, no soft maximum, and tiles
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.costs.exchange import Traffic, all_to_all_us
+from coterie.costs.exchange import ExchangeTraffic, all_to_all_us
 from coterie.costs.experts import STREAM, TILE, arrival_us, fixed_us, tile_us
 from coterie.costs.replicas import Slots
 from coterie.costs.step import Batch, StepModel
@@ -75,7 +75,9 @@ class StepCost:
         fixed = rest * 1e6 + layers * (model.routing_us(batch.tokens) + moe.overhead_us + moe.token_us * batch.tokens)
         arrival = 0.0
         if ranks > 1:
-            one, two = (all_to_all_us(Traffic.arriving(n, spec, model.topology), model.topology) for n in (1e4, 2e4))
+            one, two = (
+                all_to_all_us(ExchangeTraffic.arriving(n, spec, model.topology), model.topology) for n in (1e4, 2e4)
+            )
             arrival = (two - one) / 1e4
         slots = share = None
         if placement is not None and not _is_linear(placement):
@@ -144,7 +146,7 @@ def rank_us(touched: float, past: float, first_us: float, row_us: float) -> floa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPrices:
+class DecodeStepPrices:
     """Microseconds of a decode step, as a straight line. Make one with :meth:`of`."""
 
     fixed_us: float
@@ -171,7 +173,9 @@ class StepPrices:
         object.__setattr__(self, "line", line)
 
     @classmethod
-    def of(cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0) -> StepPrices:
+    def of(
+        cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0
+    ) -> DecodeStepPrices:
         """Prices of a calibrated model, for decode steps of about so many requests with so many cached tokens each."""
         spec, chunk = model.spec, 2048
 
@@ -206,18 +210,18 @@ class StepPrices:
 
 
 FIXED, EXPERT, REQUEST, CONTEXT, PREFILL = range(5)
-"""Places in :attr:`StepPrices.line`."""
+"""Places in :attr:`DecodeStepPrices.line`."""
 
 
 @helper()
 def added_us(line: Array, start: float, experts: float, requests: float, context: float) -> float:
-    """`start`, and what so many experts, requests and cached tokens add to a decode step by :class:`StepPrices`."""
+    """`start` plus the price of these experts, requests and cached tokens, by :class:`DecodeStepPrices`."""
     return float(start + line[EXPERT] * experts + line[REQUEST] * requests + line[CONTEXT] * context)
 
 
 @helper()
 def decode_us(line: Array, experts: float, requests: float, context: float) -> float:
-    """A decode step by :class:`StepPrices`."""
+    """A decode step by :class:`DecodeStepPrices`."""
     return added_us(line, line[FIXED], experts, requests, context)
 
 

@@ -20,7 +20,7 @@ from coterie.costs.contention import Contention, fit_contention
 from coterie.costs.dense import gemm_work
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
-from coterie.costs.roofline import Curve, Roofline, Transfer, fit_curve, fit_roofline, fit_transfer
+from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, fit_curve, fit_roofline, fit_transfer
 from coterie.costs.shipped import check_preset, preset_names
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
 from coterie.errors import ConfigError, InputError, TraceError, check_input_file
@@ -35,10 +35,10 @@ class ShapeFit(msgspec.Struct, frozen=True):
 
     moe: dict[str, MoeFit]
     """Fits by weight dtype."""
-    gemm: Roofline
-    decode_attention: Roofline
-    prefill_attention: Roofline
-    routing: Curve | None = None
+    gemm: RooflineLaw
+    decode_attention: RooflineLaw
+    prefill_attention: RooflineLaw
+    routing: CurveLaw | None = None
     """None where it was not measured; it then counts as 0."""
 
 
@@ -50,9 +50,9 @@ class Preset(msgspec.Struct, frozen=True):
     measurement: Measurement
     fits: dict[str, ShapeFit]
     """Fits by model."""
-    copies: dict[str, Transfer]
+    copies: dict[str, TransferLaw]
     """Copy speeds by path."""
-    all_to_all: Transfer | None = None
+    all_to_all: TransferLaw | None = None
     """All-to-all by bytes one rank sends; None where only one device was measured."""
     contention: dict[str, Contention] = {}
     """Steps beside copies, by path; empty where it was not measured."""
@@ -69,7 +69,7 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
             report(f"fit {shape.model}", done, len(measurement.shapes))
         fits[shape.model] = fit_shape(shape, float(measurement.hardware.get("cache_bytes", math.inf)))
     paths = sorted({cell.path for cell in measurement.copies})
-    copies: dict[str, Transfer] = {
+    copies: dict[str, TransferLaw] = {
         path: fit_transfer(*zip(*((c.nbytes, c.us) for c in measurement.copies if c.path == path), strict=True))
         for path in paths
     }
@@ -110,7 +110,7 @@ def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFi
     )
 
 
-def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell]) -> Roofline:
+def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell]) -> RooflineLaw:
     work = [attention_work(spec, c.batch, c.query, c.batch * c.seen) for c in cells]
     return fit_roofline([w.nbytes for w in work], [w.flops for w in work], [c.us for c in cells])
 

@@ -32,7 +32,7 @@ def soft_max(a: Any, b: Any, sharpness: float) -> Any:
 
 @helper()
 def roofline_us(law: Column, nbytes: Any, flops: Any) -> Any:
-    """Time of a kernel; law [4] as :class:`Roofline` lists it."""
+    """Time of a kernel; law [4] as :class:`RooflineLaw` lists it."""
     return law[0] + soft_max(nbytes / law[1] + 1e-9, flops / law[2] + 1e-9, law[3])
 
 
@@ -44,7 +44,7 @@ class Quality(msgspec.Struct, frozen=True):
     cells: int
 
 
-class Roofline(msgspec.Struct, frozen=True):
+class RooflineLaw(msgspec.Struct, frozen=True):
     """overhead + soft_max(bytes ÷ bandwidth, flops ÷ rate)."""
 
     overhead_us: float
@@ -66,14 +66,14 @@ class Roofline(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=256)
-def _as_fitted(law: Roofline) -> Column:
+def _as_fitted(law: RooflineLaw) -> Column:
     """Make an array read-only."""
     numbers = np.exp([float(np.log(number)) for number in law.numbers()])
     numbers.flags.writeable = False
     return np.asarray(numbers)
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class TransferLaw(msgspec.Struct, frozen=True):
     """latency + bytes ÷ bandwidth, in one direction."""
 
     latency_us: float
@@ -84,7 +84,7 @@ class Transfer(msgspec.Struct, frozen=True):
         return self.latency_us + nbytes / self.bytes_per_us
 
 
-class Curve(msgspec.Struct, frozen=True):
+class CurveLaw(msgspec.Struct, frozen=True):
     """Measured points joined by straight lines; past the last, the last line goes on. For what has no law."""
 
     at: tuple[float, ...]
@@ -102,7 +102,7 @@ def _interpolate(x: float, at: Sequence[float], us: Sequence[float]) -> float:
     return float(np.interp(x, at, us))
 
 
-def fit_curve(at: Sequence[float], us: Sequence[float]) -> Curve:
+def fit_curve(at: Sequence[float], us: Sequence[float]) -> CurveLaw:
     """Keep the points; the error is that of each inner point predicted from its neighbours."""
     points = sorted(zip(at, us, strict=True))
     if len(points) < 3:
@@ -115,7 +115,7 @@ def fit_curve(at: Sequence[float], us: Sequence[float]) -> Curve:
         for i in range(1, len(xs) - 1)
     ]
     quality = Quality(round(float(np.mean(error)), 2), round(max(error), 2), len(error))
-    return Curve(tuple(xs), tuple(ys), quality)
+    return CurveLaw(tuple(xs), tuple(ys), quality)
 
 
 def _roofline(logs: Column, nbytes: Column, flops: Column) -> Column:
@@ -153,19 +153,19 @@ def _fit(
     return best, Quality(round(float(error.mean()), 2), round(float(error.max()), 2), len(us))
 
 
-def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike) -> Roofline:
+def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike) -> RooflineLaw:
     """Fit to cells of bytes moved, flops done and microseconds taken."""
     size, work, time = (np.asarray(v, float) for v in (nbytes, flops, us))
     start = [max(1e-2, time.min() / 2), np.median(size / time), np.median(work / time) * 2, 2.0]
     best, quality = _fit(_roofline, [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], time, size, work)
     overhead, bandwidth, rate, sharpness = best
-    return Roofline(overhead, bandwidth, rate, sharpness, quality)
+    return RooflineLaw(overhead, bandwidth, rate, sharpness, quality)
 
 
-def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> Transfer:
+def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:
     """Fit to cells of bytes and microseconds."""
     size, time = np.asarray(nbytes, float), np.asarray(us, float)
     start = [max(1e-2, float(time.min())), max(1.5, float(size.max() / time.max()))]
     best, quality = _fit(_linear, start, [1e7, 1e9], time, size)
     latency, bandwidth = best
-    return Transfer(latency, bandwidth, quality)
+    return TransferLaw(latency, bandwidth, quality)

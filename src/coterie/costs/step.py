@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from coterie.costs.attention import attention_shape, attention_us
 from coterie.costs.contention import Contention
 from coterie.costs.dense import gemm_work
-from coterie.costs.exchange import Traffic, all_to_all_us, exposed
+from coterie.costs.exchange import ExchangeTraffic, all_to_all_us, exposed
 from coterie.costs.experts import MoeParams, layer_us, slowest_us
 from coterie.costs.movement import transfer_s
 from coterie.costs.replicas import slot_tokens
-from coterie.costs.roofline import Curve, Roofline, Transfer
+from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
@@ -102,12 +102,12 @@ class StepModel:
     spec: ModelSpec
     dtype: WeightDtype
     moe: MoeParams
-    routing: Curve | None
+    routing: CurveLaw | None
     """Gate, top-k, gather and weighted sum, by tokens. None counts as 0."""
-    gemm: Roofline
-    decode_attention: Roofline
-    prefill_attention: Roofline
-    copies: dict[str, Transfer]
+    gemm: RooflineLaw
+    decode_attention: RooflineLaw
+    prefill_attention: RooflineLaw
+    copies: dict[str, TransferLaw]
     """Movement inside a device and between it and its host."""
     topology: Topology = ONE_DEVICE
     options: CostOptions = PLAIN
@@ -181,7 +181,7 @@ class StepModel:
         load: NDArray[np.integer],
         batch: Batch,
         placement: Placement | None = None,
-        traffic: Traffic | None = None,
+        traffic: ExchangeTraffic | None = None,
     ) -> StepTime:
         """The whole step. `load` [MoE layer, expert] tokens of all ranks together; `batch` is one rank's."""
         if len(load) != self.spec.num_moe_layers:
@@ -202,11 +202,11 @@ class StepModel:
         routing = self.routing_us(tokens) * 1e-6 * len(moe)
         return StepTime(self.attention_s(batch), self.dense_s(tokens, batch.outputs), routing, moe, exchange)
 
-    def _traffic(self, load: NDArray[np.integer], placement: Placement) -> list[Traffic]:
+    def _traffic(self, load: NDArray[np.integer], placement: Placement) -> list[ExchangeTraffic]:
         """[layer] all-to-all time, from the rows of the busiest rank; replicas share tokens from all ranks."""
         slots = slot_tokens(load, placement)
         arriving = slots.reshape(len(slots), placement.num_ranks, -1).sum(axis=2).max(axis=1)
-        return [Traffic.arriving(rows, self.spec, self.topology) for rows in arriving]
+        return [ExchangeTraffic.arriving(rows, self.spec, self.topology) for rows in arriving]
 
     def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:
         """Moving one layer's weights of some experts over a link, or over a path measured on this device."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
@@ -182,8 +182,8 @@ class Bench:
     placement: Placement | None = None
 
     @property
-    def prices(self) -> StepPrices:
-        return StepPrices.of(self.model, self.per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
+    def prices(self) -> DecodeStepPrices:
+        return DecodeStepPrices.of(self.model, self.per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
 
     def router(self, name: str, **settings: Any) -> Router:
         context: dict[str, Any] = {"fitted": self.fitted, "cost": self.prices, "seed": self.seed}

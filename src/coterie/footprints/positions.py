@@ -367,7 +367,7 @@ COLUMNS = ENDED_S, ROWS, DISTINCT, SECONDS = range(4)
 forward pass, 0 where the worker does not measure it."""
 
 
-class Steps(NamedTuple):
+class LoggedSteps(NamedTuple):
     total: int
     """Steps since the worker's start."""
     rows: NDArray[np.float64]
@@ -390,7 +390,7 @@ class StepLog:
         self._ring[self.total % len(self._ring)] = ended_s, rows, distinct, seconds
         self._total[0] += np.uint64(1)
 
-    def read(self, after: int | None = None) -> Steps:
+    def read(self, after: int | None = None) -> LoggedSteps:
         """Steps after the first `after` since the start; by default all that are kept."""
         total = self.total
         first = max(0, total - len(self._ring))
@@ -398,4 +398,4 @@ class StepLog:
             after = first
         if not first <= after <= total:
             raise InputError(f"steps after {after} were asked for; of {total}, the last {len(self._ring)} are kept")
-        return Steps(total, self._ring[np.arange(after, total) % len(self._ring)])
+        return LoggedSteps(total, self._ring[np.arange(after, total) % len(self._ring)])

@@ -82,5 +82,5 @@ def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) ->
 
 routers: PolicyRegistry[Router] = PolicyRegistry("router", group="coterie.routers")
 """Routers by name; built-in ones are registered when :mod:`coterie.routing` is imported. Contexts offer `fitted` (a
-:class:`~coterie.routing.fitted.RouterFit`), `cost` (:class:`~coterie.costs.lines.StepPrices`), `labels`, `placement`
-(:class:`~coterie.types.Placement`) and `seed`."""
+:class:`~coterie.routing.fitted.RouterFit`), `cost` (:class:`~coterie.costs.lines.DecodeStepPrices`), `labels`,
+`placement` (:class:`~coterie.types.Placement`) and `seed`."""

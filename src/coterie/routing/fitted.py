@@ -19,7 +19,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, InputError, TraceError, check_at_least, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
@@ -157,7 +157,7 @@ class RouterFit:
 
         Settings are the router's own, such as ``band=0.05``; `cost` replaces the prices.
         """
-        context = {"fitted": self, "cost": StepPrices.of(model, self.batch), "seed": 0}
+        context = {"fitted": self, "cost": DecodeStepPrices.of(model, self.batch), "seed": 0}
         return routers.make(name, context, **settings)
 
     def fleet(self, places: int, speeds: NDArray[np.floating] | list[float] | None = None) -> Fleet:

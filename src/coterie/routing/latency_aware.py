@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.costs.lines import PREFILL, StepPrices, added_us, decode_us
+from coterie.costs.lines import PREFILL, DecodeStepPrices, added_us, decode_us
 from coterie.registry import needs
 from coterie.routing._dots import SCALE, products
 from coterie.routing.base import Decision, Request, routers
@@ -42,7 +42,7 @@ COST_OF_EXPERTS = COST + ": {:.1f} experts more a step beside the {} running"
 class LatencyAware:
     fitted: RouterFit = needs(FIT_HINT)
     """Forecasts a request's experts."""
-    cost: StepPrices = needs("the prices of a decode step; make them with StepPrices.of(step_model)")
+    cost: DecodeStepPrices = needs("the prices of a decode step; make them with DecodeStepPrices.of(step_model)")
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         workers, learned = len(fleet.places), self.fitted.for_fleet(request.footprint, fleet)

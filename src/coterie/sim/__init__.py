@@ -6,7 +6,7 @@ from coterie.sim.fleet.metrics import FleetRun, FleetSummary, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, draw_requests, split_recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.sim.kernel import Simulation
-from coterie.sim.metrics import Run, Summary, summarise
+from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.sim.server import ExecutionModel, run_batches
 
 __all__ = [
@@ -19,15 +19,15 @@ __all__ = [
     "FleetSummary",
     "PrefillExecution",
     "Run",
+    "RunSummary",
     "Simulation",
     "SpreadExecution",
     "StepTimer",
-    "Summary",
     "draw_requests",
     "run_batches",
     "run_decode",
     "run_fleet",
     "split_recordings",
-    "summarise",
     "summarise_fleet",
+    "summarise_run",
 ]

@@ -25,7 +25,7 @@ from coterie.errors import ConfigError, check_at_least
 from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_places, check_tokens
 from coterie.sim.metrics import Run
-from coterie.sim.server import Server, check_requests
+from coterie.sim.server import SimulatedServer, check_requests
 
 StepTiming = Callable[[NDArray[np.int64], Batch], Execution]
 """Time of a step whose tokens activate a load [layer, expert], such as a StepTimer."""
@@ -84,7 +84,7 @@ def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
         raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {experts - 1}")
 
 
-class _Decoder(Server):
+class _Decoder(SimulatedServer):
     def __init__(
         self,
         requests: DecodeRequests,

@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """[batch] experts touched, mean over layers."""
 
 
-class Summary(NamedTuple):
+class RunSummary(NamedTuple):
     """Metrics of a run. Latency is from arrival to the end, waiting included."""
 
     requests: int
@@ -52,11 +52,11 @@ class Summary(NamedTuple):
     """Longest from arrival to start."""
 
 
-def summarise(run: Run) -> Summary:
+def summarise_run(run: Run) -> RunSummary:
     latency_ms = (run.finish_s - run.arrival_s) * 1e3
     p50, p90, p99, p999 = np.percentile(latency_ms, PERCENTILES)
     span_s = float(run.finish_s.max() - run.arrival_s.min())
-    return Summary(
+    return RunSummary(
         requests=len(latency_ms),
         p50_ms=float(p50),
         p90_ms=float(p90),

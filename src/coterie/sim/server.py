@@ -64,7 +64,7 @@ def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
         raise ConfigError(f"predicted holds {low if not low >= 0 else high}; loads must be finite and at least 0")
 
 
-class Server(ABC):
+class SimulatedServer(ABC):
     """What servers have in common: requests that arrive, a scheduler, and when each request ran."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Server(ABC):
             self.seen_s = self.sim.now_s
 
 
-class _BatchServer(Server):
+class _BatchServer(SimulatedServer):
     def __init__(
         self,
         arrival_s: NDArray[np.float64],

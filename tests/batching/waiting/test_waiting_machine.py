@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coterie.batching import strategies
 from coterie.batching.costs import SpreadCost
-from coterie.batching.waiting.choosing import Choice, Chooser
+from coterie.batching.waiting.choosing import Chooser, WindowChoice
 from waiting_engine import Engine, Request, waiting_list
 
 
@@ -165,7 +165,9 @@ class Watched(Chooser[Request]):
 
     machine: WaitingMachine
 
-    def choose(self, queue: str, window: list[Request], skips: list[int], queued: int, size: int) -> Choice | None:
+    def choose(
+        self, queue: str, window: list[Request], skips: list[int], queued: int, size: int
+    ) -> WindowChoice | None:
         model = self.machine.model
         best = min(r.priority for r in model)
         could = [r for r in model if r.priority == best and not r.blocked]

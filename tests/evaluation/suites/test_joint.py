@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
-from coterie.costs.exchange import Traffic, all_to_all_us
+from coterie.costs.exchange import ExchangeTraffic, all_to_all_us
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError
@@ -43,7 +43,7 @@ from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.routing.fleet import Fleet
 from coterie.routing.joint import Joint
-from coterie.sim.group import Group, GroupOutcome, outcome
+from coterie.sim.group import GroupOutcome, LockstepGroup, summarise_group
 from coterie.types import INFINIBAND_400G, ModelSpec, Placement, Topology
 
 FIELDS = {
@@ -92,7 +92,7 @@ def steps(draw: st.DrawFn, ranks: int = 4) -> tuple[Any, Any, Any]:
 def test_a_step_by_brute_force(placement: Placement, step: tuple[Any, Any, Any]) -> None:
     """Who computes what, what crosses, and each part's time, token by token in plain Python."""
     (ids, home, context), model = step, small_model()
-    found = Group(model, placement).step(ids, home, context)
+    found = LockstepGroup(model, placement).step(ids, home, context)
     each, experts_us, exchange_us, remote = placement.slots_per_rank, 0.0, 0.0, 0
     tokens = np.bincount(home, minlength=4)
     for layer, slots in enumerate(placement.slot_experts):
@@ -112,7 +112,7 @@ def test_a_step_by_brute_force(placement: Placement, step: tuple[Any, Any, Any])
                 remote += 1
         experts_us += max(model.experts_us(rows.reshape(4, -1)[rank], int(tokens[rank])) for rank in range(4))
         busiest = max(sent.max(), received.max())
-        exchange_us += all_to_all_us(Traffic(busiest * 64 * 2.0, 0.0), model.topology)
+        exchange_us += all_to_all_us(ExchangeTraffic(busiest * 64 * 2.0, 0.0), model.topology)
     rest = []
     for rank in range(4):
         n = int(tokens[rank])
@@ -131,7 +131,7 @@ def test_without_replicas_it_is_the_step_model() -> None:
     """As many tokens on every rank: attention, dense, routing and experts are those of StepModel.step."""
     model, placement, rng = small_model(), Placement.linear(2, 8, 4), np.random.default_rng(0)
     ids = np.array([[rng.permutation(8)[:2] for _ in range(2)] for _ in range(32)], np.uint8)
-    found = Group(model, placement).step(ids, np.arange(32) % 4, np.full(32, 100))
+    found = LockstepGroup(model, placement).step(ids, np.arange(32) % 4, np.full(32, 100))
     load = np.stack([np.bincount(ids[:, layer].ravel(), minlength=8) for layer in range(2)])
     whole = model.step(load, Batch(decode_requests=8, decode_context=800), placement)
     assert found.experts_s == pytest.approx(whole.moe_s.sum())
@@ -141,7 +141,7 @@ def test_without_replicas_it_is_the_step_model() -> None:
 @settings(max_examples=25, deadline=None)
 @given(placements(), steps())
 def test_what_crosses_is_what_ranks_ask_for_and_lack(placement: Placement, step: tuple[Any, Any, Any]) -> None:
-    group = Group(small_model(), placement)
+    group = LockstepGroup(small_model(), placement)
     found = group.step(*step)
     assert group.asked.sum() == found.activations
     assert group.asked[~group.held].sum() == found.remote
@@ -155,20 +155,20 @@ def test_nothing_crosses_where_all_hold_all() -> None:
     everywhere = Placement(np.tile(np.arange(8, dtype=np.int32), (2, 4)), 4, 8)
     rng = np.random.default_rng(1)
     ids = rng.integers(0, 8, (12, 2, 2)).astype(np.uint8)
-    found = Group(small_model(), everywhere).step(ids, np.arange(12) % 4, np.full(12, 10))
+    found = LockstepGroup(small_model(), everywhere).step(ids, np.arange(12) % 4, np.full(12, 10))
     assert found.remote == 0
     assert found.all_to_all_s == 0
 
 
 def test_a_group_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="has 2 of 8"):
-        Group(small_model(), Placement.linear(3, 8, 4))
+        LockstepGroup(small_model(), Placement.linear(3, 8, 4))
     with pytest.raises(ConfigError, match=r"num_ranks=2 must equal topology\.num_ranks=4"):
-        Group(small_model(), Placement.linear(2, 8, 2))
+        LockstepGroup(small_model(), Placement.linear(2, 8, 2))
     two_nodes = step_model(SMALL, "h200", "bf16", Topology(4, ranks_per_node=2))
     with pytest.raises(ConfigError, match="must be one node"):
-        Group(two_nodes, Placement.linear(2, 8, 4))
-    group = Group(small_model(), Placement.linear(2, 8, 4))
+        LockstepGroup(two_nodes, Placement.linear(2, 8, 4))
+    group = LockstepGroup(small_model(), Placement.linear(2, 8, 4))
     with pytest.raises(ConfigError, match=r"expected \[3, 2, k\]"):
         group.step(np.zeros((2, 2, 2), np.uint8), np.zeros(3, int), np.ones(3, int))
 
@@ -193,11 +193,11 @@ def test_the_loop_is_full_and_every_token_comes_once(bench: GroupBench) -> None:
     assert run.arrived[-1] <= (run.ranks >= 0).sum() <= len(loop.requests)
     served = np.flatnonzero(run.ranks >= 0)
     assert run.tokens.sum() <= loop.requests.output_tokens[served].sum()
-    found = outcome(run, loop.in_flight, RANKS)
+    found = summarise_group(run, loop.in_flight, RANKS)
     assert found.tokens_per_s * found.tbt_mean_ms == pytest.approx(1e3 * loop.in_flight)
     assert found.all_to_all_pct + found.experts_pct < 100
     with pytest.raises(ConfigError, match="not replaced once"):
-        outcome(run, len(loop.requests), RANKS)
+        summarise_group(run, len(loop.requests), RANKS)
 
 
 def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_who_is_held_back_waits_and_nobody_starves(bench: GroupBench) -> None:
     longest = max(float(gaps.max()) for gaps in run.gaps)
     slowest = max(part.total_s for part in run.parts)
     assert slowest < longest < (3 + 4) * slowest
-    found = outcome(run, loop.in_flight, RANKS)
+    found = summarise_group(run, loop.in_flight, RANKS)
     assert found.decoding_pct < 100
     assert found.tbt_p99_ms > found.tbt_mean_ms
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from coterie.batching import strategies
 from coterie.batching.costs import SpreadCost
-from coterie.batching.waiting import Chooser, Report, RequestView, WaitingList
+from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 
 LAYERS, EXPERTS = 2, 8
 
@@ -28,7 +28,7 @@ class Engine(RequestView[Request]):
 
     def __init__(self, places: int = 4, runs: Sequence[Request] = (), known: bool = True) -> None:
         self.told: list[str] = []
-        super().__init__(Report(self.told.append))
+        super().__init__(WaitingReport(self.told.append))
         self.places = places
         self.runs = list(runs)
         self.known = known

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from coterie.batching.base import Strategy, Window
 from coterie.batching.picking import must_take
-from coterie.batching.waiting.report import Counters, Decision, Report
+from coterie.batching.waiting.report import BatchDecision, WaitingCounters, WaitingReport
 from coterie.batching.waiting.views import ServerView
 from coterie.errors import ConfigError
 
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Hashable)
 UNKNOWN = "no waiting request has a known load (no footprint, no table in 'loads'): they go in order of arrival"
 
 
-class Choice(NamedTuple):
+class WindowChoice(NamedTuple):
     """Requests to take from a window."""
 
     order: list[int]
@@ -41,8 +41,8 @@ class Chooser(Generic[T]):
         window_size: int,
         batch_size: int,
         strict: bool = False,
-        report: Report | None = None,
-        decided: Callable[[Decision], None] | None = None,
+        report: WaitingReport | None = None,
+        decided: Callable[[BatchDecision], None] | None = None,
     ) -> None:
         """The strategy sees the `window_size` oldest requests and selects `batch_size`, or as many as places are free.
 
@@ -55,12 +55,12 @@ class Chooser(Generic[T]):
         self.window_size = window_size
         self.batch_size = batch_size
         self.strict = strict
-        self.report = report or Report()
+        self.report = report or WaitingReport()
         self._rng = rng
         self._decided = decided
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> WaitingCounters:
         return self.report.counters
 
     def warm_up(self, shape: tuple[int, int]) -> None:
@@ -72,7 +72,7 @@ class Chooser(Generic[T]):
         except Exception as error:
             self._failed(error)
 
-    def choose(self, queue: str, window: list[T], skips: list[int], queued: int, size: int) -> Choice | None:
+    def choose(self, queue: str, window: list[T], skips: list[int], queued: int, size: int) -> WindowChoice | None:
         """Choose `size` requests of a window, oldest first; None where no load is known or the strategy failed."""
         try:
             loads = self.view.loads(window)
@@ -82,7 +82,7 @@ class Chooser(Generic[T]):
                 return None
             shown = Window(loads, np.array(skips, np.int64), queued)
             selection = self.strategy.select(shown, self.view.running_load(), size, self._rng)
-            choice = Choice(self._in_turn(selection.order, shown, size), selection.reason)
+            choice = WindowChoice(self._in_turn(selection.order, shown, size), selection.reason)
         except Exception as error:
             self._failed(error)
             return None
@@ -113,13 +113,13 @@ class Chooser(Generic[T]):
             raise error
         self.report.failed(f"strategy {type(self.strategy).__name__}", error)
 
-    def _log(self, queue: str, window: list[T], skips: list[int], queued: int, size: int, choice: Choice) -> None:
+    def _log(self, queue: str, window: list[T], skips: list[int], queued: int, size: int, choice: WindowChoice) -> None:
         assert self._decided is not None
         names = [self.view.name(request) for request in window]
         running = [self.view.name(request) for request in self.view.running()]
         order = [names[index] for index in choice.order]
         try:
-            self._decided(Decision(queue, names, skips, queued, size, running, order, choice.reason))
+            self._decided(BatchDecision(queue, names, skips, queued, size, running, order, choice.reason))
         except Exception as error:
             self._decided = None
             self.report.failed("writing 'decisions'", error)

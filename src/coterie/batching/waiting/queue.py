@@ -38,7 +38,7 @@ ARRIVAL = "in order of arrival"
 """Reason of a batch that no strategy chose."""
 
 
-class Batch(NamedTuple, Generic[T]):
+class ChosenBatch(NamedTuple, Generic[T]):
     """Requests that start together."""
 
     items: list[T]
@@ -203,11 +203,11 @@ class WaitingList(Generic[T]):
         if plan is not None and not plan.rest:
             self._retire()
 
-    def take_batch(self, size: int) -> Batch[T]:
+    def take_batch(self, size: int) -> ChosenBatch[T]:
         """Hand out one selection of up to `size` at once, in a step of its own. Nobody may be urgent."""
         self._retire()
         if not self._entries or size < 1:
-            return Batch([], [], "nobody waits" if size else "no place is free")
+            return ChosenBatch([], [], "nobody waits" if size else "no place is free")
         rank, lane, _, _ = self._entries[0].key
         if lane == URGENT:
             raise ConfigError(f"{self._entries[0].request!r} is urgent: such requests go one by one")
@@ -222,7 +222,7 @@ class WaitingList(Generic[T]):
         else:
             for entry in entries:
                 self._drop(entry)
-        batch = Batch([entry.request for entry in entries], [entry.skips for entry in entries], reason or ARRIVAL)
+        batch = ChosenBatch([entry.request for entry in entries], [entry.skips for entry in entries], reason or ARRIVAL)
         self._handed_out = dict(zip(batch.items, entries, strict=True))
         self._pass_over(stayed)
         oldest = 0  # of those that stay

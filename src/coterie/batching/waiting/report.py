@@ -12,7 +12,7 @@ from coterie.errors import ConfigError, CoterieError
 
 
 @dataclass
-class Counters:
+class WaitingCounters:
     """Counts since the start."""
 
     selections: int = 0
@@ -28,11 +28,11 @@ class Counters:
     """Most times any request was passed over."""
 
 
-class Report:
+class WaitingReport:
     """Counters; each kind of problem is reported once."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        self.counters = Counters()
+        self.counters = WaitingCounters()
         self._tell = tell
         self._told: set[str] = set()
 
@@ -49,7 +49,7 @@ class Report:
                 self._tell(message)
 
 
-class Decision(NamedTuple):
+class BatchDecision(NamedTuple):
     """One selection, with requests by name."""
 
     queue: str
@@ -77,6 +77,6 @@ class DecisionFile:
         except OSError as error:
             raise ConfigError(f"decisions={str(path)!r}: cannot be written: {error.strerror}") from None
 
-    def __call__(self, decision: Decision) -> None:
+    def __call__(self, decision: BatchDecision) -> None:
         with self.path.open("a") as stream:
             stream.write(json.dumps(decision._asdict()) + "\n")

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from coterie.batching.base import Loads
-from coterie.batching.waiting.report import Report
+from coterie.batching.waiting.report import WaitingReport
 from coterie.errors import InputError
 
 T = TypeVar("T", bound=Hashable)
@@ -76,7 +76,7 @@ class RequestView(ABC, Generic[T]):
     mean of the window's others.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: WaitingReport) -> None:
         self.report = report
         self._shares: dict[T, Loads | None] = {}
         self._shape: tuple[int, ...] | None = None

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from coterie.batching.base import Loads
-from coterie.batching.waiting import Chooser, Report, RequestView, WaitingList
+from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 from coterie.costs.lines import StepCost
 from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
 from coterie.errors import ConfigError
@@ -33,7 +33,7 @@ class _View(RequestView[str]):
     """Requests, by their ids, as the library's scheduler sees them."""
 
     def __init__(self, scheduler: Any, source: LoadSource, phase: str) -> None:
-        super().__init__(Report(_tell))
+        super().__init__(WaitingReport(_tell))
         self._scheduler = scheduler
         self._source = source
         self._prefill = phase == "prefill"

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from coterie.batching.base import Loads
-from coterie.batching.waiting import Chooser, Report, RequestView, WaitingList
+from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 from coterie.costs.lines import StepCost
 from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
 from coterie.wire.footprints import footprint_of
@@ -18,7 +18,7 @@ from coterie.wire.footprints import footprint_of
 class SchedulerView(RequestView[Any]):
     """Requests as vLLM's scheduler sees them."""
 
-    def __init__(self, scheduler: Any, source: LoadSource, phase: str, report: Report) -> None:
+    def __init__(self, scheduler: Any, source: LoadSource, phase: str, report: WaitingReport) -> None:
         super().__init__(report)
         self._scheduler = scheduler
         self._source = source
@@ -129,7 +129,7 @@ def chosen_queues(
     source = LoadSource.open(settings.loads, model.get_total_num_hidden_layers(), model.get_num_experts())
     if source.table is not None:
         source.share([0], None)  # compiles what it needs
-    view = SchedulerView(scheduler, source, settings.phase, Report(tell))
+    view = SchedulerView(scheduler, source, settings.phase, WaitingReport(tell))
     chooser = settings.chooser(view, source.shape, cost_of(scheduler, settings))
     queues = []
     for name in ("waiting", "kv_holding_waiting"):

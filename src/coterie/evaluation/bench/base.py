@@ -19,7 +19,7 @@ from coterie.costs.cells import MoeTable, expert_tokens
 from coterie.costs.experts import MoeParams, layer_us
 from coterie.costs.fit import fit_error
 from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, shape_spec
-from coterie.costs.roofline import Curve, Roofline, Transfer
+from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw
 from coterie.costs.shipped import preset_names
 from coterie.footprints.counting import accumulate_load
 from coterie.registry import Registry
@@ -157,8 +157,8 @@ def _part_rows(preset: Preset) -> list[Row]:
     return rows
 
 
-def _part_row(name: str, preset: str, model: str, part: Roofline | Transfer | Curve) -> Row:
-    call = (lambda: part.us(1e6, 1e9)) if isinstance(part, Roofline) else (lambda: part.us(1e6))
+def _part_row(name: str, preset: str, model: str, part: RooflineLaw | TransferLaw | CurveLaw) -> Row:
+    call = (lambda: part.us(1e6, 1e9)) if isinstance(part, RooflineLaw) else (lambda: part.us(1e6))
     quality = part.held_out
     return {
         "name": name,

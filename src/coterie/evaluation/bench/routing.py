@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.random import Generator
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.evaluation.bench.base import Report, Row, benches, median_us
 from coterie.evaluation.bench.kvindex import kv_directory_rows
@@ -74,7 +74,7 @@ def _busy_fleet(workers: int, fitted: RouterFit, counts: np.ndarray, rng: Genera
 
 def _decision_rows(report: Report) -> Iterator[Row]:
 
-    cost = StepPrices.of(step_model(get_model(SHAPE), "h200"), IN_FLIGHT)
+    cost = DecodeStepPrices.of(step_model(get_model(SHAPE), "h200"), IN_FLIGHT)
     rng = np.random.default_rng(0)
     counts = _counts(16, rng)
     for size in SIZES:

@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.engines.vllm.subscriber import Subscriber, hear
 from coterie.errors import ConfigError, InputError, UnavailableError, check_at_least
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.evaluation.load.steps import read_steps
 from coterie.footprints import PositionStore, footprint
-from coterie.footprints.positions import ROWS, Steps
+from coterie.footprints.positions import ROWS, LoggedSteps
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import get_model
 from coterie.net.http_client import Client, completion_path, served_model
@@ -159,7 +159,7 @@ async def run_loop(
 def make_router(name: str, fitted: RouterFit, in_flight: int, seed: int = 0) -> Router:
     """A registered router; steps are priced as on an H200, each layer as one of the reference shape."""
     spec = get_model(REFERENCE_SHAPE)
-    line = StepPrices.of(step_model(spec, "h200"), in_flight)
+    line = DecodeStepPrices.of(step_model(spec, "h200"), in_flight)
     depth = spec.num_moe_layers / fitted.num_layers  # layers of the reference shape that one here stands for
     cost = replace(line, expert_us=line.expert_us * depth)
     return routers.make(name, {"fitted": fitted, "cost": cost, "seed": seed})
@@ -313,7 +313,7 @@ async def serve(
     return run
 
 
-async def steps_of(client: Client, decoder: DecodeWorker, after: int | None = None) -> Steps:
+async def steps_of(client: Client, decoder: DecodeWorker, after: int | None = None) -> LoggedSteps:
     """What a decode worker logged of all steps but its first `after`, or all that it keeps."""
     if decoder.store is not None:
         return PositionStore.attach(decoder.store).log.read(after)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import UnavailableError
-from coterie.footprints.positions import COLUMNS, DISTINCT, ROWS, Steps
+from coterie.footprints.positions import COLUMNS, DISTINCT, ROWS, LoggedSteps
 from coterie.net.http_client import Client
 
 
-async def read_steps(client: Client, after: int | None = None) -> Steps:
+async def read_steps(client: Client, after: int | None = None) -> LoggedSteps:
     """What a reference worker logged of all steps but its first `after`, or all that it keeps."""
     status, text = await client.call("GET", "/steps" if after is None else f"/steps?after={after}")
     if status != 200:
@@ -26,7 +26,7 @@ async def read_steps(client: Client, after: int | None = None) -> Steps:
             f"{client.url}/steps: HTTP {status}: not a reference worker, or not its key; {text[:200]}"
         )
     found = json.loads(text)
-    return Steps(found["total"], np.array(found["steps"], np.float64).reshape(-1, len(COLUMNS)))
+    return LoggedSteps(found["total"], np.array(found["steps"], np.float64).reshape(-1, len(COLUMNS)))
 
 
 class StepTotals(NamedTuple):

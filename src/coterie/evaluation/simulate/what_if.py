@@ -43,7 +43,7 @@ from coterie.evaluation.simulate.verdict import Verdict, verdict
 from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model, model_from_config, model_of
 from coterie.prompts import read_prompts
-from coterie.sim.metrics import Run, Summary, summarise
+from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace
 from coterie.traces.store import write_json
@@ -79,7 +79,7 @@ class Simulated:
 
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
-    """One per strategy, fcfs first: :class:`coterie.sim.metrics.Summary` and gains against fcfs in percent."""
+    """One per strategy, fcfs first: :class:`coterie.sim.metrics.RunSummary` and gains against fcfs in percent."""
     notes: list[str]
     verdict: Verdict
     runs: dict[str, Run]
@@ -125,10 +125,10 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
         before += count
         return found
 
-    capacity = summarise(run(BASELINE, np.zeros(count), "Measuring what the server can do")).throughput
+    capacity = summarise_run(run(BASELINE, np.zeros(count), "Measuring what the server can do")).throughput
     rate, arrival_s = _times(options, work, arrived, capacity)
     runs = {name: run(name, arrival_s, f"Simulating {name}") for name in names}
-    summaries = {name: summarise(one) for name, one in runs.items()}
+    summaries = {name: summarise_run(one) for name, one in runs.items()}
     rows = [_row(name, summaries[name], summaries[BASELINE]) for name in names]
     settings = {
         "execution": work.execution,
@@ -412,7 +412,7 @@ def _server(
 # ------------------------------------------------------------------------------------------------------ in words
 
 
-def _row(name: str, ours: Summary, base: Summary) -> dict[str, Any]:
+def _row(name: str, ours: RunSummary, base: RunSummary) -> dict[str, Any]:
     row: dict[str, Any] = {"strategy": name, **ours._asdict()}
     for field in LOWER_IS_BETTER:
         row[f"{field.removesuffix('_ms')}_reduction_pct"] = 100.0 * (1.0 - getattr(ours, field) / getattr(base, field))

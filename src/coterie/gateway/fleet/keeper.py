@@ -53,8 +53,8 @@ class FleetKeeper(Pool):
     def __init__(self, spec: RouterSource = NO_SPEC, context: Mapping[str, Any] | None = None) -> None:
         """`spec` names the router.
 
-        `context` holds values for it that a spec cannot name: `fitted` (a RouterFit), `cost` (StepPrices), `placement`,
-        `labels` by row, and what a plugin's router needs.
+        `context` holds values for it that a spec cannot name: `fitted` (a RouterFit), `cost` (DecodeStepPrices),
+        `placement`, `labels` by row, and what a plugin's router needs.
         """
         super().__init__(spec, context)
         self._running: dict[str, Choice] = {}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.fleet.asked import Checks, checked_row, fallback_of
@@ -174,11 +174,11 @@ def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict
     return {label: own for label, own in rows.items() if own}
 
 
-def prices_of(spec: RouterSpec, fitted: RouterFit | None) -> StepPrices:
+def prices_of(spec: RouterSpec, fitted: RouterFit | None) -> DecodeStepPrices:
     """Prices of a decode step of the spec's model, or of the one that was fitted. Raises CoterieError if none ships."""
     name = spec.model if spec.model is not None else fitted.model if fitted is not None else ""
     model = step_model(get_model(name), spec.device, spec.dtype)
-    return StepPrices.of(model) if fitted is None else StepPrices.of(model, fitted.batch)
+    return DecodeStepPrices.of(model) if fitted is None else DecodeStepPrices.of(model, fitted.batch)
 
 
 def _refused(spec: RouterSpec, error: Exception) -> ConfigError:

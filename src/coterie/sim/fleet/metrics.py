@@ -70,14 +70,14 @@ class FleetRun(NamedTuple):
         return np.where(after > 0, (self.finish_s - self.first_token_s) / np.maximum(after, 1), np.nan)
 
 
-class Limits(NamedTuple):
+class LatencyLimits(NamedTuple):
     """Latency limits (service-level objectives)."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
 
-class Latency(NamedTuple):
+class LatencySummary(NamedTuple):
     """Milliseconds."""
 
     mean: float
@@ -87,7 +87,7 @@ class Latency(NamedTuple):
     p999: float
 
     @classmethod
-    def of(cls, seconds: NDArray[np.float64]) -> Latency:
+    def of(cls, seconds: NDArray[np.float64]) -> LatencySummary:
         known = seconds[np.isfinite(seconds)] * 1e3
         if not known.size:
             return cls(*(math.nan,) * 5)
@@ -99,11 +99,11 @@ class FleetSummary(NamedTuple):
 
     requests: int
     """Requests that arrived in the window and finished before the run ended."""
-    ttft: Latency
+    ttft: LatencySummary
     """From arrival to the first token."""
-    tpot: Latency
+    tpot: LatencySummary
     """Per token after the first."""
-    e2e: Latency
+    e2e: LatencySummary
     """From arrival to the last token."""
     within_limits: float
     """Share of the arrived requests that kept both limits; an unfinished one counts as not kept."""
@@ -132,7 +132,7 @@ class FleetSummary(NamedTuple):
 
 
 def summarise_fleet(
-    run: FleetRun, limits: Limits | None = None, since_s: float = 0.0, until_s: float = math.inf
+    run: FleetRun, limits: LatencyLimits | None = None, since_s: float = 0.0, until_s: float = math.inf
 ) -> FleetSummary:
     """Summarise requests that arrived and steps that began in a window; without one, filling and draining count too."""
     until_s = min(until_s, run.end_s)
@@ -142,7 +142,7 @@ def summarise_fleet(
     arrived = (run.arrival_s >= since_s) & (run.arrival_s <= until_s)
     done = arrived & np.isfinite(run.finish_s)
     ttft, tpot = (run.first_token_s - run.arrival_s)[done], run.tpot_s[done]
-    limits = limits or Limits()
+    limits = limits or LatencyLimits()
     kept = int(((ttft <= limits.ttft_s) & (np.isnan(tpot) | (tpot <= limits.tpot_s))).sum())
     steps = (run.step_start_s >= since_s) & (run.step_start_s < until_s)
     decoding = run.step_decoding[steps].astype(np.int64)
@@ -157,9 +157,9 @@ def summarise_fleet(
     prompts = int(run.prompt_tokens[done].sum())
     return FleetSummary(
         requests=int(done.sum()),
-        ttft=Latency.of(ttft),
-        tpot=Latency.of(tpot),
-        e2e=Latency.of((run.finish_s - run.arrival_s)[done]),
+        ttft=LatencySummary.of(ttft),
+        tpot=LatencySummary.of(tpot),
+        e2e=LatencySummary.of((run.finish_s - run.arrival_s)[done]),
         within_limits=kept / max(1, int(arrived.sum())),
         goodput=kept / span,
         tokens_per_s=float(decoding.sum() / span),

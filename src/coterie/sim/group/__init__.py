@@ -1,6 +1,6 @@
 """Expert-parallel groups: the time of a step, a closed loop of decode, and a group that serves prompts and answers."""
 
-from coterie.sim.group.loop import GroupLoop, GroupOutcome, GroupRun, outcome
-from coterie.sim.group.step import Group, GroupStep
+from coterie.sim.group.loop import GroupLoop, GroupOutcome, GroupRun, summarise_group
+from coterie.sim.group.step import GroupStep, LockstepGroup
 
-__all__ = ["Group", "GroupLoop", "GroupOutcome", "GroupRun", "GroupStep", "outcome"]
+__all__ = ["GroupLoop", "GroupOutcome", "GroupRun", "GroupStep", "LockstepGroup", "summarise_group"]

@@ -15,7 +15,7 @@ from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand
 from coterie.routing import Decision, Fleet, Request, Router, RouterFit, admit_together
 from coterie.sim.fleet.requests import FleetRequests
-from coterie.sim.group.step import Group, GroupStep
+from coterie.sim.group.step import GroupStep, LockstepGroup
 from coterie.types import Placement
 
 
@@ -72,7 +72,7 @@ class GroupLoop:
 
     def serve(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupRun:
         """Without a batcher all requests decode in every step."""
-        group = Group(self.model, placement)
+        group = LockstepGroup(self.model, placement)
         fleet, size = self.fitted.fleet(self.places), self.in_flight
         fleet.local = group.local
         present = _Present.none(size)
@@ -176,7 +176,7 @@ class GroupOutcome(NamedTuple):
     steps: int
 
 
-def outcome(run: GroupRun, in_flight: int, ranks: int) -> GroupOutcome:
+def summarise_group(run: GroupRun, in_flight: int, ranks: int) -> GroupOutcome:
     steady = np.flatnonzero(run.arrived >= 2 * in_flight)
     if not len(steady):
         raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")

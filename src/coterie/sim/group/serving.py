@@ -158,7 +158,7 @@ class ServedSteps(NamedTuple):
         return self.rest_s + self.experts_s + self.all_to_all_s + self.ring_s
 
 
-class ServedRun(NamedTuple):
+class GroupServedRun(NamedTuple):
     """One run; arrays are [request] in order of arrival."""
 
     arrival_s: NDArray[np.float64]
@@ -212,7 +212,7 @@ class ServingGroup:
         ranks: NDArray[np.integer] | None = None,
         until_s: float = np.inf,
         affinity: NDArray[np.floating] | None = None,
-    ) -> ServedRun:
+    ) -> GroupServedRun:
         """The first len(arrival_s) requests.
 
         Where attention is data parallel, `ranks` [request] says where they run. Without it a request goes, when it
@@ -271,7 +271,7 @@ class ServingGroup:
             finish,
             decoded,
         )
-        return ServedRun(arrival_s, first, finish, decoded, lane, _steps(log[:steps]), end_s, queued, running)
+        return GroupServedRun(arrival_s, first, finish, decoded, lane, _steps(log[:steps]), end_s, queued, running)
 
 
 def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, rows: int) -> NDArray[np.int64]:
@@ -331,7 +331,7 @@ class ServeSummary(NamedTuple):
     """Mean time of a step."""
 
 
-def summarise_served(run: ServedRun) -> ServeSummary:
+def summarise_served(run: GroupServedRun) -> ServeSummary:
     """Every request must have finished."""
     if run.done < len(run.arrival_s) or not run.done:
         raise ConfigError(f"{run.done} of {len(run.arrival_s)} requests finished; metrics are of whole runs")
@@ -354,7 +354,7 @@ def summarise_served(run: ServedRun) -> ServeSummary:
     )
 
 
-def check_served(run: ServedRun, requests: FleetRequests, prompt_tokens: int) -> None:
+def check_served(run: GroupServedRun, requests: FleetRequests, prompt_tokens: int) -> None:
     """INV-19, 20, 21 and 29 of a run: nobody is lost, times are in order, steps neither overlap nor invent tokens."""
     arrived, done = int((run.arrival_s <= run.end_s).sum()), run.done
     words = f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run"

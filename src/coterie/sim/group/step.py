@@ -45,7 +45,7 @@ class GroupStep(NamedTuple):
         return self.rest_s + self.experts_s + self.all_to_all_s
 
 
-class Group:
+class LockstepGroup:
     """Step times of a model on a placement; `asked` counts each rank's activations over all steps.
 
     With `deduplicate` a token is sent once to a rank, however many of its experts are there.

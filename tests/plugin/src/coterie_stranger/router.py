@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.registry import needs
 from coterie.routing import Decision, Fleet, Request, RouterFit
 from coterie.routing.picking import best
@@ -15,7 +15,7 @@ from coterie.routing.picking import best
 @dataclass(frozen=True, slots=True)
 class Overlap:
     fitted: RouterFit = needs("what was learned from a trace")
-    cost: StepPrices = needs("the prices of a decode step")
+    cost: DecodeStepPrices = needs("the prices of a decode step")
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         queue_us = (fleet.running + 1) / fleet.speeds * self.cost.request_us

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.exchange import Traffic, all_to_all_us, first_rank
+from coterie.costs.exchange import ExchangeTraffic, all_to_all_us, first_rank
 from coterie.errors import TraceError
 from coterie.traces.activations import ActivationTrace
 from coterie.types import Placement, Topology
@@ -58,7 +58,7 @@ class BusiestRank(NamedTuple):
     def mean_us(self, row_bytes: float, topology: Topology) -> float:
         """Mean over steps and layers. Combine sends back what dispatch brought, so its busiest rank is as busy."""
         times = [
-            all_to_all_us(Traffic(intra * row_bytes, inter * row_bytes), topology)
+            all_to_all_us(ExchangeTraffic(intra * row_bytes, inter * row_bytes), topology)
             for intra, inter in zip(self.intra.ravel().tolist(), self.inter.ravel().tolist(), strict=True)
         ]
         return float(np.mean(times))

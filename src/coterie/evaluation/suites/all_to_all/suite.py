@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.exchange import (
+    ExchangeTraffic,
     Locality,
-    Traffic,
     all_to_all_us,
     counted_locality,
     expected_locality,
@@ -146,7 +146,7 @@ def _formula_row(beside: str, spec: ModelSpec, topology: Topology, batch: int) -
 
 
 def _formula_us(spec: ModelSpec, found: Locality, tokens: int, topology: Topology) -> float:
-    return all_to_all_us(Traffic.of(found, spec, tokens, VALUE_BYTES), topology)
+    return all_to_all_us(ExchangeTraffic.of(found, spec, tokens, VALUE_BYTES), topology)
 
 
 def _row(

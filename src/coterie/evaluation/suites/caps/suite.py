@@ -27,7 +27,7 @@ from coterie.batching.scheduler import SchedulerConfig
 from coterie.evaluation.runs import in_parallel, interval, interval_of, with_half
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.caps.published import GREEDY, RATES, REQUESTS, SEEDS, TOP_SIX, published
-from coterie.sim import SpreadExecution, Summary, run_batches, summarise
+from coterie.sim import RunSummary, SpreadExecution, run_batches, summarise_run
 from coterie.sim.workloads import SemanticLoads, draw_workload
 from coterie.traces.arrivals import ArrivalProcess, BurstyArrivals, PoissonArrivals
 from coterie.traces.store import write_json
@@ -82,7 +82,7 @@ def make_strategy(name: str, setting: CapsSetting) -> Strategy:
     return strategies.make(name, {"cost": SpreadCost(setting.sensitivity)}, max_skips=None)
 
 
-def run_cell(cell: Cell, names: tuple[str, ...], requests: int, setting: CapsSetting) -> dict[str, Summary]:
+def run_cell(cell: Cell, names: tuple[str, ...], requests: int, setting: CapsSetting) -> dict[str, RunSummary]:
     """Every strategy on the same arrivals and loads."""
     pattern_seed = PATTERNS.index(cell.pattern)
     rng = np.random.default_rng([cell.seed, pattern_seed])
@@ -93,7 +93,7 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, setting: CapsSet
         config = SchedulerConfig(strategy=name, max_skips=None)
         rng = np.random.default_rng([cell.seed, pattern_seed, 1])
         run = run_batches(drawn.arrival_s, drawn.loads, execution, config, make_strategy(name, setting), rng)
-        found[name] = summarise(run)
+        found[name] = summarise_run(run)
     return found
 
 
@@ -103,7 +103,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     seeds, rates = options.seeds or SEEDS, options.rates or RATES
     names = _names(options.strategies)
     cells = [Cell(pattern, rate, seed) for pattern in PATTERNS for rate in rates for seed in seeds]
-    found: dict[Cell, dict[str, Summary]] = {}
+    found: dict[Cell, dict[str, RunSummary]] = {}
     report("Simulating", 0, len(cells))
     for cell, summaries in in_parallel(partial(run_cell, names=names, requests=requests, setting=SETTING), cells):
         found[cell] = summaries
@@ -132,11 +132,11 @@ def _names(asked: tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _row(pattern: str, rate: float, name: str, runs: list[dict[str, Summary]]) -> dict[str, Any]:
+def _row(pattern: str, rate: float, name: str, runs: list[dict[str, RunSummary]]) -> dict[str, Any]:
     ours = np.array([run[name] for run in runs], dtype=float)  # [seed, field]
     base = np.array([run["fcfs"] for run in runs], dtype=float)
     mean, std = ours.mean(axis=0), ours.std(axis=0, ddof=1).tolist() if len(runs) > 1 else [None] * ours.shape[1]
-    at = {field: index for index, field in enumerate(Summary._fields)}
+    at = {field: index for index, field in enumerate(RunSummary._fields)}
     row: dict[str, Any] = {"pattern": pattern, "rate": rate, "strategy": name, "fitted": rate in FITTED_RATES}
     for field in ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "throughput", "imbalance"):
         row[field], row[f"{field}_std"] = float(mean[at[field]]), std[at[field]]

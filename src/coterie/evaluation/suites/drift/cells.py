@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control import ControlEvent, ControlLoop, ControlSettings, Shape
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import ConfigError
 from coterie.evaluation.controlled import FitsAtChanges, LoopController, OneElsewhere
 from coterie.evaluation.suites.drift.traffic import GLM, GPT_OSS, Turns, read_turns
@@ -108,7 +108,7 @@ class _Bench:
             for turn, known in enumerate(turns.fits)
         ]
         tokens = float(turns.requests.output_tokens.mean())
-        self.prices = StepPrices.of(turns.model, per_decoder, CONTEXT, tokens)
+        self.prices = DecodeStepPrices.of(turns.model, per_decoder, CONTEXT, tokens)
         self.firsts = [int(np.flatnonzero(turns.turn == turn)[0]) for turn in range(1, len(turns.fits))]
 
     def make(self, fit: RouterFit) -> Router:

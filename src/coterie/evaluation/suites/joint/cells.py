@@ -24,7 +24,7 @@ from numpy.random import Generator
 
 from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
 from coterie.costs.exchange import BYTES_PER_VALUE, row_us
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
@@ -36,7 +36,7 @@ from coterie.placement.planning.eplb import rebalance
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.routing import Router, RouterFit, routers
 from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordings, split_recordings
-from coterie.sim.group import Group, GroupLoop, GroupOutcome, outcome
+from coterie.sim.group import GroupLoop, GroupOutcome, LockstepGroup, summarise_group
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
 
 RANKS = 8
@@ -104,7 +104,7 @@ class GroupBench:
     def router(self, name: str, **settings: Any) -> Router:
         loop = self.served
         tokens = float(np.mean(loop.requests.output_tokens))
-        cost = StepPrices.of(loop.model, loop.in_flight // RANKS, CONTEXT, tokens)
+        cost = DecodeStepPrices.of(loop.model, loop.in_flight // RANKS, CONTEXT, tokens)
         return routers.make(name, {"fitted": loop.fitted, "cost": cost, "seed": 0}, **settings)
 
     def linked(self, link: Link) -> GroupBench:
@@ -113,7 +113,7 @@ class GroupBench:
         return GroupBench(replace(self.known, model=model), replace(self.served, model=model))
 
     def outcome(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupOutcome:
-        return outcome(self.served.serve(placement, router, batcher), self.served.in_flight, RANKS)
+        return summarise_group(self.served.serve(placement, router, batcher), self.served.in_flight, RANKS)
 
 
 class SplitTrace(NamedTuple):
@@ -231,7 +231,7 @@ def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Gener
     """A step of tokens drawn from all that are served, as many on every rank."""
     recorded = bench.served.requests.recordings.expert_ids
     ids, home = recorded[rng.integers(0, len(recorded), tokens)], np.arange(tokens) % RANKS
-    part = Group(bench.served.model, placement).step(ids, home, np.full(tokens, CONTEXT))
+    part = LockstepGroup(bench.served.model, placement).step(ids, home, np.full(tokens, CONTEXT))
     return GroupOutcome(
         tbt_mean_ms=1e3 * part.total_s,
         tbt_p99_ms=1e3 * part.total_s,

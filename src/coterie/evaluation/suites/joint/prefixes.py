@@ -24,7 +24,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
@@ -128,7 +128,9 @@ def serve_prefix_cell(
     count = requests or REQUESTS
     rate = LOAD * served_a_second(draw_shared(cell, recordings, count, data), model, config)
     drawn = draw_shared(cell, recordings, count, data, rate)
-    price = StepPrices.of(model, PER_WORKER, int(np.mean(drawn.prompt_tokens)), float(np.mean(drawn.output_tokens)))
+    price = DecodeStepPrices.of(
+        model, PER_WORKER, int(np.mean(drawn.prompt_tokens)), float(np.mean(drawn.output_tokens))
+    )
     found: PrefixFound = {}
     for name, variant in VARIANTS.items():
         made: Router = routers.make(variant.router, {"fitted": fitted, "cost": price, "seed": 0}, **variant.settings)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.exchange import Locality, Traffic
+from coterie.costs.exchange import ExchangeTraffic, Locality
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.models import get_model
@@ -75,7 +75,7 @@ class Steps:
             spec = self.model.spec
             rng = np.random.default_rng([self.seed, sessions])  # the same tokens whatever the replicas
             load = rng.multinomial(sessions * self.case.ranks * spec.top_k, self.shares)
-            traffic = Traffic.of(self.locality(replicas), spec, sessions)
+            traffic = ExchangeTraffic.of(self.locality(replicas), spec, sessions)
             batch = Batch(decode_requests=sessions, decode_context=sessions * self.case.context)
             step = self.model.step(load, batch, self.placement(replicas), traffic)
             self._found[replicas, sessions] = step.total_s

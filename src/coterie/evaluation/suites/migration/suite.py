@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from coterie.costs.exchange import Locality, Traffic, all_to_all_us
+from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us
 from coterie.errors import UnknownNameError
 from coterie.evaluation.figures import Theme, write_figure
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
@@ -198,7 +198,7 @@ def _exchange_us(model: str, remote: float, batch: int) -> float | None:
         return None
     away = spec.top_k * remote
     locality = Locality(spec.top_k - away, away, away, 0.0)
-    return all_to_all_us(Traffic.of(locality, spec, -(-batch // RANKS)), Topology(RANKS))
+    return all_to_all_us(ExchangeTraffic.of(locality, spec, -(-batch // RANKS)), Topology(RANKS))
 
 
 def _replica_rows(domains: Domains, bench: Bench, popular: Held, batch: int) -> list[dict[str, Any]]:

@@ -39,7 +39,16 @@ from coterie.footprints.counting import footprint
 from coterie.models import get_model
 from coterie.predictors import PredictRequest, predictors
 from coterie.registry import Offers
-from coterie.sim import DecodeRequests, PrefillExecution, Run, StepTimer, Summary, run_batches, run_decode, summarise
+from coterie.sim import (
+    DecodeRequests,
+    PrefillExecution,
+    Run,
+    RunSummary,
+    StepTimer,
+    run_batches,
+    run_decode,
+    summarise_run,
+)
 from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.readers import read_as
 from coterie.types import ModelSpec, Placement, Topology
@@ -267,7 +276,7 @@ class Bench:
         )
 
 
-def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> dict[str, Summary]:
+def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> dict[str, RunSummary]:
     """Every strategy on the same requests; the rate is a share of what first come, first served can do."""
     recording = load_recording(data / "activations" / ROUTING[cell.model])
     arrivals = load_arrivals(data / "requests" / ARRIVALS[cell.arrivals])
@@ -282,9 +291,9 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> d
         order=cell.order,
         prior_tokens=prior_tokens,
     )
-    at_once = summarise(bench.run(strategies.make("fcfs"), 1e9, np.random.default_rng(seed)))
+    at_once = summarise_run(bench.run(strategies.make("fcfs"), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
-    return {name: summarise(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
+    return {name: summarise_run(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
@@ -300,7 +309,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
         raise ConfigError(f"rate={max(loads):g} must be at most {MOST_LOAD:g}: a share of what fcfs can serve")
     kinds = list(product(REGIMES, ROUTING, ARRIVALS, ORDERS, loads))
     cells = [Cell(*kind, seed) for kind in kinds for seed in seeds]
-    found: dict[Cell, dict[str, Summary]] = {}
+    found: dict[Cell, dict[str, RunSummary]] = {}
     report("Simulating", 0, len(cells))
     work = partial(run_cell, names=names, requests=options.requests or REQUESTS, data=data)
     for cell, summaries in in_parallel(work, cells):
@@ -323,7 +332,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     return result
 
 
-def _row(kind: tuple[Any, ...], name: str, runs: list[dict[str, Summary]]) -> dict[str, Any]:
+def _row(kind: tuple[Any, ...], name: str, runs: list[dict[str, RunSummary]]) -> dict[str, Any]:
     """Gains against fcfs, each seed with its own: both served the same requests."""
     row: dict[str, Any] = {**dict(zip(Cell._fields, kind, strict=False)), "strategy": name}
     for field in ("p50_ms", "p99_ms", "mean_ms", "throughput", "imbalance", "distinct", "batch_ms"):
@@ -342,7 +351,7 @@ def _row(kind: tuple[Any, ...], name: str, runs: list[dict[str, Summary]]) -> di
     return row
 
 
-def _overall(regime: str, order: str, name: str, by_seed: list[list[dict[str, Summary]]]) -> dict[str, Any]:
+def _overall(regime: str, order: str, name: str, by_seed: list[list[dict[str, RunSummary]]]) -> dict[str, Any]:
     """Over models, arrivals and loads: the mean over cells for each seed, and the interval over seeds."""
     row: dict[str, Any] = {
         "regime": regime,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from coterie.costs.exchange import Locality, Traffic, all_to_all_us, uniform_locality
+from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us, uniform_locality
 from coterie.costs.presets import load_preset, measured_link, step_model
 from coterie.costs.step import Batch, StepModel
 from coterie.evaluation.figures import Theme, write_figure
@@ -91,7 +91,7 @@ def layer_time(model: StepModel, tokens: int, rate: float, dispatch: str) -> Lay
     found = locality_at(rate, spec, ranks)
     if dispatch == "deduplicated":
         found = found._replace(remote=found.remote_ranks)
-    exchange = all_to_all_us(Traffic.of(found, spec, tokens), model.topology)
+    exchange = all_to_all_us(ExchangeTraffic.of(found, spec, tokens), model.topology)
     return LayerTime(compute_us(model, tokens), exchange)
 
 
@@ -258,7 +258,7 @@ def _share_note(vanilla: Sequence[Row]) -> str:
     model = Regime("deepseek-v2-lite", "prefill", 4096, links()[0], DISPATCHES[0]).step_model()
     compute, spec = compute_us(model, 4096), model.spec
     wanted_us = compute * PUBLISHED_SHARE / (100.0 - PUBLISHED_SHARE)
-    nbytes = Traffic.of(locality_at(1.0 / RANKS, spec), spec, 4096).intra_bytes
+    nbytes = ExchangeTraffic.of(locality_at(1.0 / RANKS, spec), spec, 4096).intra_bytes
     rate = nbytes / (wanted_us / 2.0 * 1e-6 - model.topology.intra.latency_s)
     return (
         f"Published: communication is {PUBLISHED_SHARE}% of MoE layers, DeepSeek-V2-Lite on 8 GPUs. Nearest of ours: "

@@ -31,7 +31,7 @@ from coterie.evaluation.suites.sem_moe.contenders import (
 from coterie.evaluation.suites.sem_moe.published import THROUGHPUT_GAINS
 from coterie.sim.group.serving import (
     GroupPrices,
-    ServedRun,
+    GroupServedRun,
     ServeSettings,
     ServeSummary,
     ServingGroup,
@@ -109,7 +109,7 @@ class Curve:
         self.unit_s = bench.arrivals(MOST)
         self._found: dict[tuple[float, int], tuple[ServeSummary, float]] = {}
 
-    def serve(self, arrival_s: NDArray[np.float64]) -> ServedRun:
+    def serve(self, arrival_s: NDArray[np.float64]) -> GroupServedRun:
         ranks = None if self.ranks is None else self.ranks[: len(arrival_s)]
         return self.group.serve(arrival_s, ranks, affinity=self.affinity)
 
@@ -152,7 +152,7 @@ def requests_at(rate: float) -> int:
     return int(np.clip(rate * SPAN_S, LEAST, MOST))
 
 
-def duplicates_pct(run: ServedRun, recorded: NDArray[np.int64]) -> float:
+def duplicates_pct(run: GroupServedRun, recorded: NDArray[np.int64]) -> float:
     """Percent of requests that arrive while another use of their recording is in flight."""
     order = np.lexsort((run.arrival_s, recorded))
     same = recorded[order[1:]] == recorded[order[:-1]]
