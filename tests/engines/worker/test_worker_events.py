@@ -45,13 +45,12 @@ def subscriber(context: Any, stream: EventStream, queue: int, buffer: int | None
         socket.setsockopt(zmq.RCVBUF, buffer)
     socket.setsockopt(zmq.SUBSCRIBE, b"t")
     socket.connect(stream.endpoint)
-    for _ in range(12_000):  # until the subscription has arrived
+    for _ in range(3000):  # until the subscription has arrived, and nothing older is on its way
         stream.publish(b"")
-        if socket.poll(10):
-            break
-    while socket.poll(20):
-        socket.recv_multipart()
-    return socket
+        while socket.poll(20):
+            if from_frames(socket.recv_multipart()).seq == stream.published - 1:
+                return socket
+    raise AssertionError("nothing was received")
 
 
 def test_a_full_queue_drops_and_counts_and_never_waits(context: Any, publish: Callable[[int], EventStream]) -> None:
@@ -64,7 +63,7 @@ def test_a_full_queue_drops_and_counts_and_never_waits(context: Any, publish: Ca
         frame = from_frames(reading.recv_multipart())
         gaps.see(frame.seq)
         got += 1
-    assert stream.dropped == 1, "it was found full once, and left out from then on"
+    assert stream.dropped >= 1, "the stuck reader was found full"
     assert (got, gaps.lost) == (400, 0), "the other reader lost nothing"
     missed, seen, last = Gaps(), 0, first - 1
     missed.see(last)
@@ -81,6 +80,20 @@ def test_a_full_queue_drops_and_counts_and_never_waits(context: Any, publish: Ca
     assert seen + missed.lost == last - first + 1
     assert missed.lost > 100, "and it can tell how many it missed"
     stuck.close(linger=0)
+    reading.close(linger=0)
+
+
+def test_a_reader_that_has_read_everything_is_never_found_full(
+    context: Any, publish: Callable[[int], EventStream]
+) -> None:
+    """libzmq learns of the room that a reader makes up to 3 ms late: a faster publisher must ask for it."""
+    stream = publish(1)
+    reading = subscriber(context, stream, 10_000)
+    dropped = stream.dropped
+    for number in range(stream.published, stream.published + 1000):
+        stream.publish(b"")
+        assert stream.dropped == dropped, "the reader had received the message before"
+        assert from_frames(reading.recv_multipart()).seq == number
     reading.close(linger=0)
 
 

@@ -1,8 +1,7 @@
 """Publishes expert events on ZMQ from a thread of its own: serving never waits for a subscriber.
 
 A message that finds the thread's queue full is dropped and counted. An XPUB socket tells whether anyone subscribes, so
-nothing is gathered for nobody, and when a subscriber's queue becomes full, which a PUB socket hides. ZMQ then leaves
-that subscriber out until it has room: how many messages it lost, it sees by their numbers.
+events are gathered only for a subscriber. How a full subscriber is noticed: `coterie.wire.publishing`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from coterie.errors import UnavailableError
 from coterie.wire.event_security import secure_publisher
 from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
 from coterie.wire.framing import to_frames
+from coterie.wire.publishing import limit_queues, send_to_all
 
 Event = RequestExperts | ExpertLoad
 Build = Callable[[], Event]
@@ -42,9 +42,8 @@ class EventPublisher:
         self._rank = rank
         self._queue: queue.Queue[tuple[int, Build | Event | None]] = queue.Queue(capacity)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.SNDHWM, capacity)
+        limit_queues(self._socket, capacity)
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscriber, not only the first
         if secret is not None:
             secure_publisher(self._socket, secret)
@@ -103,7 +102,8 @@ class EventPublisher:
             except Exception:  # one event that cannot be built must not end the stream
                 self._failed += 1
                 continue
-            self._send(seq, payload)
+            self._published += 1
+            self._dropped += not send_to_all(self._socket, to_frames(TOPIC, seq, payload))
         self._socket.close()
 
     def _note_subscription(self, message: bytes) -> None:
@@ -112,17 +112,6 @@ class EventPublisher:
             self._put(None)  # an empty message as a greeting
         elif message[:1] == b"\x00":
             self._subscribers = max(0, self._subscribers - 1)
-
-    def _send(self, seq: int, payload: bytes) -> None:
-        frames = to_frames(TOPIC, seq, payload)
-        self._published += 1
-        try:
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
-        except zmq.Again:  # someone's queue is full: give it to the others
-            self._dropped += 1
-            self._socket.setsockopt(zmq.XPUB_NODROP, 0)
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
-            self._socket.setsockopt(zmq.XPUB_NODROP, 1)
 
     def close(self) -> None:
         """Send queued messages for a short time."""

@@ -1,9 +1,7 @@
 """An event stream on ZMQ that never makes the engine wait.
 
-A PUB socket drops silently for a subscriber whose queue is full. Here it is first asked to refuse instead, so that this
-is noticed, and then to send to all the others: one stuck reader costs nobody else a message. Until that reader has made
-room ZMQ leaves it out without a word, so what is counted are the times a queue was found full; how many messages its
-reader then missed, the reader sees in their numbers.
+A subscriber that does not read loses messages, which it sees in their numbers, and costs no other subscriber one:
+see `coterie.wire.publishing`.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from coterie.wire.event_security import secure_publisher
 from coterie.wire.expert_events import ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
 from coterie.wire.framing import REPLAY_END, to_frames
 from coterie.wire.kv_events import KVEvent, KVEvents, encode_kv_events
+from coterie.wire.publishing import limit_queues, send_to_all
 
 MAX_ASKED = 4096
 """Largest message of a subscriber: it sends topics and numbers."""
@@ -54,8 +53,7 @@ class EventStream:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._socket.setsockopt(zmq.SNDHWM, queue)
-        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        limit_queues(self._socket, queue)
         self._replay: Replay | None = None
         try:
             self.endpoint = _bind(self._socket, endpoint, secret)
@@ -74,13 +72,7 @@ class EventStream:
         self.published += 1
         if self._replay is not None:  # before it is sent: who misses the next message may ask for this one at once
             self._replay.keep(frames)
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            self.dropped += 1
-            self._socket.setsockopt(zmq.XPUB_NODROP, 0)
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-            self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self.dropped += not send_to_all(self._socket, frames)
 
     def close(self) -> None:
         self._socket.close()
