@@ -376,3 +376,80 @@ def test_many_under_one_id() -> None:
             idle(found)
 
     run(test)
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("max_tokens", {"max_tokens": 1024}),
+    ("max_tokens", {"max_tokens": 10**30}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_completion_tokens", {"max_completion_tokens": 1e300}),
+    ("min_tokens", {"min_tokens": 10**9}),
+    ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
+    ("temperature", {"temperature": -1}),
+    ("temperature", {"temperature": -0.001}),
+    ("top_p", {"top_p": 1.5}),
+    ("top_k", {"top_k": -2}),
+    ("min_p", {"min_p": -0.5}),
+    ("seed", {"seed": 2**63}),
+    ("seed", {"seed": -(2**63) - 1}),
+    ("n", {"n": 0}),
+    ("presence_penalty", {"presence_penalty": 3}),
+    ("frequency_penalty", {"frequency_penalty": -2.5}),
+    ("repetition_penalty", {"repetition_penalty": -1}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options", {"stream": True, "stream_options": "usage"}),
+]
+
+
+def test_what_a_decode_worker_would_refuse_is_refused_before_the_prefill() -> None:
+    """60 such requests left 2,035 of 2,048 blocks staged for 65 to 95 s."""
+
+    async def test() -> None:
+        async with vllm_pair("d") as (found, workers):
+            await until(lambda: found.running.parts.pools["decode"].context_tokens == 1024)
+            for field, body in REFUSED:
+                got = await found.client.complete(**body)
+                assert (got.status, got.json["error"]["param"]) == (400, field), body
+                assert field in got.json["error"]["message"]
+            assert not workers["p"].completions
+            assert not workers["d"].completions
+            fits = {"max_tokens": 1023, "temperature": 0, "seed": -(2**63), "top_p": 1, "n": 2, "min_tokens": 3}
+            assert (await found.client.complete(**fits, stop=None, top_k="9")).status == 200
+            idle(found)
+
+    run(test)
+
+
+@pytest.mark.parametrize("grant", [True, False])
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_staged_kv_is_let_go_when_the_decode_worker_refuses(status: int, grant: bool) -> None:
+    """A worker of Coterie is told to drop it; another engine's KV is fetched by a request for one token."""
+
+    async def refuses(worker: Canned, request: Request, responder: Responder) -> None:
+        asked = msgspec.json.decode(request.body)
+        await (answer if asked["max_tokens"] == 1 else says(status))(worker, request, responder)
+
+    async def test() -> None:
+        async with vllm_pair("d", prefill=prefills(grant)) as (found, workers):
+            workers["d"].act = refuses
+            assert (await found.client.complete(max_tokens=7, logit_bias={"0": "x"})).status == status
+            await found.running.parts.flow.close()
+            assert len(deleted(workers["p"])) == grant
+            taken = [one.body for one in workers["d"].completions[1:]]
+            assert [one["kv_transfer_params"]["do_remote_prefill"] for one in taken] == [True] * (not grant)
+            await settled(found)
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [429, 500])
+def test_staged_kv_is_let_go_when_the_only_decode_worker_fails(status: int) -> None:
+    async def test() -> None:
+        async with vllm_pair("d", health=HealthSettings(every_s=3600.0, backoff_s=0.0, retries=0)) as (found, workers):
+            workers["d"].act = says(status)
+            assert (await found.client.complete()).status == status
+            await found.running.parts.flow.close()
+            assert len(deleted(workers["p"])) == 1
+            await settled(found)
+
+    run(test)

@@ -75,8 +75,6 @@ class Parts:
         """Of routers, on this fleet, as far as it has come."""
         self.control: LiveControl | None = None
         """The loop that re-fits the decode router; None where it is off."""
-        self.context_tokens = 0
-        """Longest context that a worker has told of."""
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._started = False
         self._ending: set[asyncio.Task[None]] = set()
@@ -156,6 +154,11 @@ class Parts:
         self._refresh_control()
         self.watcher.catch_up()  # or it would be counted again
         self.metrics.forget_worker(worker_id)
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest context that a worker has told of; 0 if none has."""
+        return max(pool.context_tokens for pool in self.pools.values())
 
     def find(self, worker_id: str) -> WorkerEntry:
         for pool in self.pools.values():
@@ -254,7 +257,7 @@ class Parts:
                 if state == "unhealthy":
                     self.knowledge.restarted(pool.name, pool.keeper.row_of(member.entry.id), member.entry.id)
             if well and not told:
-                told = await self._learn_context(member)
+                told = await self._learn_context(pool, member)
             await asyncio.sleep(member.health.next_check_s - pool.clock())
 
     async def _is_well(self, member: Member, timeout_s: float) -> bool:
@@ -266,7 +269,7 @@ class Parts:
             return False
         return answer.status == 200
 
-    async def _learn_context(self, member: Member) -> bool:
+    async def _learn_context(self, pool: Pool, member: Member) -> bool:
         """Ask for the context length, which bounds bodies; whether the worker answered."""
         try:
             async with asyncio.timeout(MODELS_S):
@@ -276,7 +279,7 @@ class Parts:
             return False
         for card in found.data:
             if card.max_model_len is not None and 0 < card.max_model_len < 1 << 31:
-                self.context_tokens = max(self.context_tokens, card.max_model_len)
+                pool.context_tokens = max(pool.context_tokens, card.max_model_len)
         return True
 
     # --------------------------------------------------------------------------------------------------------- gauges

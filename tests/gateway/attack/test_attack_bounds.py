@@ -163,7 +163,7 @@ def test_floods_of_headers_and_bodies() -> None:
 def test_a_worker_that_lies_about_its_context_does_not_lift_the_limit() -> None:
     async def test() -> None:
         async with canned_workers("a") as (worker,), gateway(config_of([worker])) as found:
-            found.running.parts.context_tokens = (1 << 31) - 1
+            found.running.parts.pools["decode"].context_tokens = (1 << 31) - 1
             assert found.running.gateway.body_limit == MOST_BODY
             raw = await Raw.open(found.port)
             raw.send(b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"\r\nContent-Length: %d\r\n\r\n" % (MOST_BODY + 1))

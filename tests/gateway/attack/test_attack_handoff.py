@@ -38,6 +38,11 @@ def smuggled() -> list[bytes]:
         b'{"prompt":"x","kv\\u005ftransfer_params":%b}' % params,
         b'{"prompt":"x","\\u006b\\u0076_transfer_params":%b}' % params,
         b'{"prompt":"x","kv_transfer_params":%b,"request_id":"another","rid":["a"],"data_parallel_rank":9}' % params,
+        b'{"prompt":"x","vllm_xargs":{"kv_transfer_params":%b,"mine":1}}' % params,
+        b'{"prompt":"x","vllm_xargs":{"kv\\u005ftransfer_params":%b}}' % params,
+        b'{"vllm_xargs":{"kv_transfer_params":%b},"prompt":"x","vllm_xargs":{}}' % params,
+        b'{"vllm_xargs":{},"prompt":"x","vllm_xargs":{"ec_transfer_params":%b,"kv_cache_report_mode":"x"}}' % params,
+        b'{"prompt":"x","ec_transfer_params":%b,"kv_transfer_params":null,"vllm_xargs":{"request_id":"y"}}' % params,
     ]
 
 
@@ -48,6 +53,7 @@ def clean(worker: Canned) -> None:
         assert not (OWNED - {"kv_transfer_params"}) & set(asked.body)
         given = asked.body.get("kv_transfer_params")
         assert given is None or given.get("remote_host") is None
+        assert set(asked.body.get("vllm_xargs") or {}) <= {"mine"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 OWNED = frozenset(
     (
         "kv_transfer_params",
+        "ec_transfer_params",
         "request_id",
         "rid",
         "bootstrap_host",
@@ -35,6 +36,9 @@ OWNED = frozenset(
     )
 )
 """Fields of a body that only the gateway may set: they make a worker fetch KV, or name a request or a rank."""
+EXTRA_ARGUMENTS = "vllm_xargs"
+"""Field whose entries vLLM reads beside its own arguments, `kv_transfer_params` among them: checked like the body."""
+OWNED_ARGUMENTS = OWNED | {"kv_cache_report_mode"}
 PASSED = frozenset((b"accept", b"content-type", b"user-agent", b"traceparent", b"tracestate", b"baggage"))
 """Headers of a client that workers get."""
 NO_HEADERS: Headers = []
@@ -196,6 +200,7 @@ class _Fields(msgspec.Struct):
     stream: Any = None
     model: Any = None
     cache_salt: Any = UNSET
+    vllm_xargs: Any = UNSET
     tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -216,6 +221,15 @@ def read_fields(data: bytes) -> _Fields:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         parse_object(data)  # says it better
         raise HttpError(400, f"the body is not JSON: {error}") from None
+
+
+def without_owned(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body without the fields that only the gateway may set, wherever a worker would read them."""
+    kept = {field: value for field, value in body.items() if field not in OWNED}
+    arguments = kept.get(EXTRA_ARGUMENTS)
+    if isinstance(arguments, dict):
+        kept[EXTRA_ARGUMENTS] = {name: value for name, value in arguments.items() if name not in OWNED_ARGUMENTS}
+    return kept
 
 
 def prompt_of(found: _Fields) -> bytes:
@@ -273,8 +287,8 @@ def make_call(
     if body is not None:
         data = encode_object(body)
     found = read_fields(data)
-    if _owned_of(found) != _NONE_OWNED:
-        data = encode_object({field: value for field, value in parse_object(data).items() if field not in OWNED})
+    if _owned_of(found) != _NONE_OWNED or found.vllm_xargs is not UNSET:
+        data = encode_object(without_owned(parse_object(data)))
         found = read_fields(data)
     stream = found.stream or False
     own = None if found.cache_salt is UNSET else found.cache_salt

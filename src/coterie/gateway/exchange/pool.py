@@ -102,6 +102,8 @@ class Pool:
         self.clock = clock
         self.needed = True
         """Whether a request needs a worker of this pool: if none is open, it waits for one that is not."""
+        self.context_tokens = 0
+        """Longest context that a worker has told of; 0 if none has."""
         self.rng = default_rng()
         self._due = math.inf
         """Time when a breaker next lets a request through."""

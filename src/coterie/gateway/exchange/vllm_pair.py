@@ -9,7 +9,9 @@ worker may have given them to another request.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -26,6 +28,7 @@ from coterie.gateway.exchange.tries import may_retry
 from coterie.gateway.signals.knowledge import NOTHING, Known
 from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError
+from coterie.routing.fleet import shown
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import GRANT, decode_body, prefill_body
 
@@ -33,6 +36,53 @@ DROP_S = 10.0
 """Time for a prefill worker to drop KV."""
 MOST_DROPS = 1024
 """Handoffs being dropped at a time; engines give up the KV of others by themselves."""
+
+
+ACCEPTED: dict[str, tuple[float, float]] = {
+    "max_tokens": (0, 1 << 31),
+    "max_completion_tokens": (0, 1 << 31),
+    "min_tokens": (0, 1 << 31),
+    "n": (1, 1 << 31),
+    "temperature": (0, math.inf),
+    "top_p": (0, 1),
+    "top_k": (-1, 1 << 63),
+    "min_p": (0, 1),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, math.inf),
+}
+"""Field → least and largest number that any engine accepts."""
+
+
+def check_generation(body: Mapping[str, Any], context_tokens: int, prompt_tokens: int) -> None:
+    """Refuse before the prefill what every decode worker would refuse after it, when the prompt's KV is staged.
+
+    The prefill worker is asked for one token, so it never sees the client's `max_tokens`, `min_tokens` and
+    `stream_options`. Only numbers are compared: engines differ in which texts they read as numbers. `context_tokens` is
+    the longest context of a decode worker, 0 if unknown; the prompt has at least `prompt_tokens`.
+    """
+    for field, (low, high) in ACCEPTED.items():
+        value = body.get(field)
+        if isinstance(value, int | float) and not low <= value <= high:
+            relation = "at least 0" if high == math.inf else f"in {low} … {high}"
+            raise HttpError(400, f"{field}={_shown(value)} must be {relation}", param=field)
+    most = {name: body.get(name) for name in ("max_completion_tokens", "max_tokens", "min_tokens")}
+    for field, value in most.items():
+        if context_tokens and isinstance(value, int | float) and value + prompt_tokens > context_tokens:
+            most_tokens = context_tokens - prompt_tokens
+            room = f"the prompt has {prompt_tokens} or more tokens, and both must fit {context_tokens}"
+            raise HttpError(400, f"{field}={_shown(value)} must be at most {most_tokens}: {room}", param=field)
+    options = body.get("stream_options")
+    if options and not (isinstance(options, dict) and body.get("stream")):
+        raise HttpError(400, "stream_options must be an object, and needs stream=true", param="stream_options")
+    fewest, allowed = most["min_tokens"], most["max_completion_tokens"] or most["max_tokens"]
+    if isinstance(fewest, int) and isinstance(allowed, int) and fewest > allowed:
+        raise HttpError(400, f"min_tokens={fewest} must be at most max_tokens={allowed}", param="min_tokens")
+
+
+def _shown(value: float) -> str:
+    return shown(value) if isinstance(value, int) else str(value)
 
 
 class _Prefilled(msgspec.Struct):
@@ -61,6 +111,8 @@ class VllmPairFlow(Flow):
         self._drops: set[asyncio.Task[None]] = set()
 
     async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
+        exact = known.ids is not None and "truncate_prompt_tokens" not in call.body
+        check_generation(call.body, self.decode.context_tokens, known.tokens if exact else 1)
         started = time.monotonic()
         found = await self._prefilled(call, sink, known)
         prefill_s = time.monotonic() - started
@@ -92,8 +144,9 @@ class VllmPairFlow(Flow):
         except BaseException:  # the client went away, or no decode worker answered
             self._let_go(found, call, offered)
             raise
-        if not taken:
-            self._let_go(found, call, offered)
+        refused = 400 <= delivered.status < 500 and not may_retry(delivered.status)  # before the KV was fetched
+        if not taken or delivered.status >= 400:
+            self._let_go(found, call, offered and not refused)
         told = outcome(delivered, call, known, started)
         told.prefill, told.footprint, told.prefill_s = found.member.entry.id, found.footprint, prefill_s
         return told
