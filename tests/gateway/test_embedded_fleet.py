@@ -18,7 +18,6 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 12
 CHAT = [{"role": "user", "content": "How many ducks are there on the pond?"}]
 
 
-
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[EmbeddedFleet]:
     with run_embedded(decoders=1) as found:
