@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from canned_workers import canned_workers, held
+from canned_workers import canned_workers, held, stalls
 from coterie.errors import InputError
 from coterie.gateway.access.keys import new_key
 from coterie.gateway.config import GatewayConfig, HealthSettings, LimitSettings, WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.serve import serve
 from coterie.gateway.watching.logs import Log
+from coterie.net.http1.upstream import UpstreamError
 from gateway_runs import FAST, Client, Run, config_of, gateway, idle, run
 from http1_peers import until
 
@@ -256,6 +257,36 @@ def test_sighup_reloads_and_sigterm_ends(tmp_path: Path) -> None:
             assert (await client.complete()).json["choices"][0]["text"] == "from b"
             signal.raise_signal(signal.SIGTERM)
             await serving
+            await client.upstream.close()
+
+    run(test)
+
+
+def test_a_second_signal_ends_the_drain_and_cleans_up(tmp_path: Path) -> None:
+    """It ended the process with its workers and folders left behind."""
+
+    async def test() -> None:
+        async with canned_workers("a", a=stalls) as (worker,):
+            config = config_of([worker], drain_s=3600.0)
+            ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            listener = socket.create_server(("127.0.0.1", 0))
+            log = io.StringIO()
+            serving = asyncio.create_task(
+                serve(config, tmp_path / "fleet.yaml", listener, lambda url, _: ready.set_result(url), Log(log))
+            )
+            client = Client(await ready)
+            asking = asyncio.create_task(client.complete())
+            await worker.got.wait()
+            signal.raise_signal(signal.SIGTERM)
+            for _ in range(20):  # until it drains
+                await asyncio.sleep(0)
+            assert callable(signal.getsignal(signal.SIGTERM)), "the default would end the process at once"
+            assert not serving.done()
+            signal.raise_signal(signal.SIGTERM)
+            await serving
+            with pytest.raises(UpstreamError):
+                await asking
+            assert '"event":"stop","reason":"asked to","cut":1' in log.getvalue()
             await client.upstream.close()
 
     run(test)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from coterie.gateway.control_section import AdviseSection, ControlSection
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import FleetAccess
+from coterie.net.processes import temporary_folder
 
 OURS = "latency_aware"
 DECODERS = 3
@@ -85,16 +85,16 @@ def decode_router(name: str | None) -> RouterSpec:
 @contextlib.contextmanager
 def run_embedded(decoders: int = DECODERS) -> Iterator[EmbeddedFleet]:
     """One prefill and some decode workers, each a process; ended with the block, whatever ends it."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with temporary_folder() as folder, contextlib.ExitStack() as stack:
         roles: list[Role] = ["prefill"]
         roles += ["decode"] * decoders
-        workers = embedded_fleet(roles, Path(folder))
+        workers = embedded_fleet(roles, folder)
         for worker in workers:
             stack.callback(_end, worker)
             worker.process.launch()
         for worker in workers:
             worker.process.wait_ready()
-        yield EmbeddedFleet(workers, Path(folder))
+        yield EmbeddedFleet(workers, folder)
 
 
 def _end(worker: EmbeddedWorker) -> None:

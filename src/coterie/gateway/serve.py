@@ -94,9 +94,11 @@ async def serve(
         ready(running.url, lambda: _ask(loop, running, stop))
         await stop.wait()
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.remove_signal_handler(number)
-        await running.close()
+        try:
+            await running.close()
+        finally:  # not before: a second signal during the drain must not end the process without cleaning up
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                loop.remove_signal_handler(number)
 
 
 def _ask(loop: asyncio.AbstractEventLoop, running: Running, stop: asyncio.Event) -> None:
@@ -156,6 +158,7 @@ class Running:
         """Asked to end: finish what runs, and take nothing new. Asked twice: end at once."""
         if self.gateway.draining:
             self._drain_s = 0.0
+            self.server.end_drain()
         self.gateway.draining = True
         self.gateway.live.close()
         self.server.pause()
@@ -169,10 +172,9 @@ class Running:
         for task in self._reloads:
             task.cancel()
         await asyncio.gather(*self._reloads, return_exceptions=True)
-        await self.server.close(self._drain_s if drain_s is None else drain_s)
+        cut = await self.server.close(self._drain_s if drain_s is None else drain_s)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        cut = self.parts.line.in_use
         await self.parts.close()
         self.parts.log.stopped("asked to", cut, time.monotonic() - started)
         self.parts.log.close()

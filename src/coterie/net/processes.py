@@ -2,11 +2,15 @@
 
 For engines and workers: a server is a command, a URL whose ``/health`` answers 200, and a log file for its output. A
 server that ends before it is ready raises with its first traceback and the end of the log.
+
+Servers and temporary folders do not outlive this process, even if it is killed: they are left to a small process
+(:mod:`coterie.net.cleaner`) that sees its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shlex
@@ -14,8 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -87,6 +92,49 @@ def _hold(port: int) -> bool:
     return True
 
 
+_to_cleaner: int | None = None
+"""Pipe to the process that cleans up after this one; None until it is needed."""
+
+
+def leave_to_cleaner(left: int | Path) -> None:
+    """End a process group, or remove a folder, when this process ends, whatever ends it."""
+    global _to_cleaner
+    if _to_cleaner is None:
+        reading, _to_cleaner = os.pipe()  # no other child inherits the end that is written to
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("cleaner.py"))],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
+            setpgroup=0,  # Ctrl-C is for this process, not for the cleaner
+        )
+        os.close(reading)
+    _tell_cleaner("+", left)
+
+
+def take_from_cleaner(left: int | Path) -> None:
+    """The group has ended, or the folder is removed."""
+    _tell_cleaner("-", left)
+
+
+def _tell_cleaner(sign: str, left: int | Path) -> None:
+    line = f"{sign}{json.dumps(left if isinstance(left, int) else str(left))}\n"
+    if _to_cleaner is not None:
+        with contextlib.suppress(OSError):  # someone ended the cleaner
+            os.write(_to_cleaner, line.encode())
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str = "coterie-") -> Iterator[Path]:
+    """A private folder for the block; removed even if this process is killed."""
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        leave_to_cleaner(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            take_from_cleaner(Path(name))
+
+
 class ServerProcess:
     """A server's process, in its own process group so that its children end with it.
 
@@ -145,6 +193,7 @@ class ServerProcess:
                 )
             except OSError as error:
                 raise UnavailableError(f"{self.argv[0]}: {error.strerror or error}") from None
+        leave_to_cleaner(self._process.pid)
         return self
 
     def wait_ready(self, timeout_s: float = START_S) -> Self:
@@ -177,7 +226,9 @@ class ServerProcess:
         if process.returncode is None:  # not reaped, so its number is not reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        code = process.wait()
+        take_from_cleaner(process.pid)
+        return code
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; none if it has ended."""

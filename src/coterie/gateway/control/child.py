@@ -1,7 +1,8 @@
 """The process of the control loop, as the gateway sees it: start it, talk to it, end it.
 
-Its only tie is a socket pair. When the gateway ends, however it ends, the process reads the end of that file and ends
-too; when the process ends, the gateway reads it here. It leads a session of its own: Ctrl-C is for the gateway.
+They talk over a socket pair: when the process ends, the gateway reads the end of that file. When the gateway ends,
+however it ends, the process is ended too (:func:`coterie.net.processes.leave_to_cleaner`). It leads a session of its
+own: Ctrl-C is for the gateway.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from coterie.gateway.control.messages import HEAD_BYTES, FromLoop, ToLoop, check_length, from_loop, pack
 from coterie.net.access import FleetAccess
+from coterie.net.processes import leave_to_cleaner, take_from_cleaner
 
 MODULE = "coterie.gateway.control.process"
 END_S = 5.0
@@ -34,12 +36,12 @@ class Child:
         self._writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, folder: Path, access: FleetAccess, temporary: bool = True) -> Child:
-        """`folder` takes its output; a `temporary` one the process removes if the gateway cannot. Raises OSError."""
+    async def start(cls, folder: Path, access: FleetAccess) -> Child:
+        """`folder` takes its output. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                child = await asyncio.to_thread(cls._spawned, theirs.fileno(), folder, access, temporary)
+                child = await asyncio.to_thread(cls._spawned, theirs.fileno(), folder, access)
             child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -47,11 +49,11 @@ class Child:
         return child
 
     @classmethod
-    def _spawned(cls, file: int, folder: Path, access: FleetAccess, temporary: bool) -> Child:
+    def _spawned(cls, file: int, folder: Path, access: FleetAccess) -> Child:
         errors = folder / "process.err"
         with errors.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(file), str(os.getpid()), str(folder) if temporary else ""],
+                [sys.executable, "-m", MODULE, str(file)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -59,6 +61,7 @@ class Child:
                 pass_fds=(file,),
                 start_new_session=True,
             )
+        leave_to_cleaner(process.pid)
         return cls(process, errors)
 
     @property
@@ -93,6 +96,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        take_from_cleaner(self._process.pid)
         said = self._errors.read_text(errors="replace").strip()[-LAST_WORDS:] if self._errors.exists() else ""
         how = f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
         return f"{how}: {' '.join(said.split())}" if said else how

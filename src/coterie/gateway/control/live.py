@@ -41,6 +41,7 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Metrics
 from coterie.net.access import FleetAccess
+from coterie.net.processes import leave_to_cleaner, take_from_cleaner
 from coterie.routing import RouterFit, routers
 
 EVENTS = 512
@@ -89,6 +90,8 @@ class LiveControl:
         self._temporary = section.folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="coterie-control-") if section.folder is None else section.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self._temporary:
+            leave_to_cleaner(self.folder)
         self._configured: str | None = pool.spec.fit
         """Fit of the router as it was configured, in place of which one of the loop's may serve."""
         self._own: set[str] = set()
@@ -134,6 +137,7 @@ class LiveControl:
         await asyncio.gather(*self._swaps, return_exceptions=True)
         if self._temporary:
             await asyncio.to_thread(shutil.rmtree, self.folder, True)
+            take_from_cleaner(self.folder)
 
     def refresh(self, section: ControlSection) -> None:
         """Take over what has changed: workers, the router, settings."""
@@ -196,7 +200,7 @@ class LiveControl:
     async def _session(self) -> str:
         """One process, until it ends; how it did."""
         try:
-            child = await Child.start(self.folder, self._access, self._temporary)
+            child = await Child.start(self.folder, self._access)
         except OSError as error:
             return f"cannot be started: {error.strerror or error}"
         self._child, problem = child, ""

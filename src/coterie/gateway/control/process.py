@@ -1,19 +1,15 @@
-"""The process of the control loop: ``python -m coterie.gateway.control.process FILE PARENT FOLDER``.
+"""The process of the control loop: ``python -m coterie.gateway.control.process FILE``.
 
-FILE is its end of a socket pair, PARENT the gateway's process, FOLDER what to remove if that is gone. It follows the
-workers' streams, asks the loop once a tick, and talks to the gateway. When the gateway closes its end, or is gone, it
-ends at once, whatever it is doing. Its priority is low: requests come first.
+FILE is its end of a socket pair. It follows the workers' streams, asks the loop once a tick, and talks to the gateway.
+It ends when the gateway closes its end. Its priority is low: requests come first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
-import shutil
 import socket
 import sys
-import threading
 import time
 
 from coterie.errors import CoterieError
@@ -33,8 +29,6 @@ from coterie.gateway.control.streams import ExpertStreams
 from coterie.net.access import SECRET_VARIABLE, read_secret
 
 NICE = 10
-ADOPTED_S = 2.0
-"""Time to wait for the system to say that the parent is gone: its files are closed before that."""
 
 
 class Process:
@@ -99,28 +93,11 @@ class Process:
         return data
 
 
-def _end_with(gateway: socket.socket, parent: int, folder: str) -> None:
-    """Wait until the gateway hangs up, and end this process; if the gateway is gone, remove what it left behind."""
-    watch = select.poll()
-    watch.register(gateway, getattr(select, "POLLRDHUP", 0))  # a hang-up is told without being asked for
-    watch.poll()
-    until = time.monotonic() + ADOPTED_S
-    while os.getppid() == parent and time.monotonic() < until:  # one that lives ends this process itself
-        time.sleep(0.01)
-    if os.getppid() != parent and folder:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
 def main() -> None:
-    file, parent, folder = sys.argv[1:]
-    gateway = socket.socket(fileno=int(file))
+    gateway = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICE)
-    end = threading.Thread(target=_end_with, args=(gateway, int(parent), folder), name="coterie-end", daemon=True)
-    end.start()
     with contextlib.suppress(ConnectionError):
         Process(gateway, read_secret(SECRET_VARIABLE)).run()
-    end.join()  # which ends the process
 
 
 if __name__ == "__main__":

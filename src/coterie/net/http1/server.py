@@ -46,6 +46,7 @@ class HttpServer:
         self.peers: Counter[str] = Counter()
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._drain: asyncio.Timeout | None = None
         self._emptied: asyncio.Event = asyncio.Event()
 
     async def start(self, listener: socket.socket) -> None:
@@ -75,16 +76,17 @@ class HttpServer:
             self._server.close()
             self._server = None
 
-    async def close(self, drain_s: float) -> None:
-        """Stop accepting, let requests and their handlers end for at most `drain_s`, then cut what is left."""
+    async def close(self, drain_s: float) -> int:
+        """Stop accepting, let requests and their handlers end for at most `drain_s`, then cut those left: how many."""
         self.pause()
         self.draining = True
         for connection in list(self.connections):
             connection.close_if_idle()
         if drain_s > 0:
             with suppress(TimeoutError):
-                async with asyncio.timeout(drain_s):
+                async with asyncio.timeout(drain_s) as self._drain:
                     await self._ended()
+        cut = sum(connection.current is not None for connection in self.connections)
         for connection in (*self.connections, *self.lingering):
             connection.transport.abort()
         running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
@@ -95,6 +97,13 @@ class HttpServer:
             await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
         if self._sweeper is not None:
             self._sweeper.cancel()
+        return cut
+
+    def end_drain(self) -> None:
+        """Cut what is left now, if :meth:`close` waits for it."""
+        if self._drain is not None and not self._drain.expired():
+            with suppress(RuntimeError):  # the drain has ended
+                self._drain.reschedule(-1.0)
 
     async def _ended(self) -> None:
         """Wait until the connections are closed, and the handlers that go on after them have returned."""
