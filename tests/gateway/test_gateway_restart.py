@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +13,11 @@ import msgspec
 import pytest
 
 from canned_workers import Canned, canned_workers
+from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.saved import SavedState, load_state
+from coterie.gateway.saved import SavedState, load_state, lock_state
+from coterie.gateway.serve import Running
 from gateway_runs import Run, config_of, gateway, run
 
 
@@ -124,10 +130,49 @@ def test_a_state_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     async def test() -> None:
         config: GatewayConfig
         async with canned_workers("a", "b") as (a, b):
-            config = config_of([a], state=str(tmp_path / "nowhere" / "state.json"))
+            folder = tmp_path / "state"
+            folder.mkdir()
+            config = config_of([a], state=str(folder / "state.json"))
             async with gateway(config) as found:
+                shutil.rmtree(folder)
                 got = await found.client.ask("POST", "/workers", entry(b))
                 assert (got.status, got.json["error"]["code"]) == (500, "not_saved")
                 assert ids(found) == {"a", "b"}, "it is in effect, and the answer says for how long"
 
     run(test)
+
+
+def test_two_gateways_never_share_a_state(tmp_path: Path) -> None:
+    """A worker that one of them had acknowledged was gone after a restart."""
+
+    async def test() -> None:
+        state, other_name = tmp_path / "state.json", tmp_path / "link.json"
+        other_name.symlink_to(state)
+        async with canned_workers("a", "b") as (a, b):
+            async with gateway(config_of([a], state=str(state))) as found:
+                await ask(found, "POST", "/workers", entry(b))
+                for name in (state, other_name):
+                    with pytest.raises(ConfigError, match=rf"{name}.*{os.getpid()}"):
+                        Running(config_of([a], state=str(name)))
+                (tmp_path / "absent").symlink_to(tmp_path / "no" / "folder")
+                with pytest.raises(ConfigError, match="absent"):
+                    Running(config_of([a], state=str(tmp_path / "absent")))
+            async with gateway(config_of([a], state=str(state))) as found:
+                assert ids(found) == {"a", "b"}
+        with pytest.raises(ConfigError, match="no router"):  # one that cannot start lets go of the file
+            Running(config_of([a], state=str(state), decode=RouterSpec("no router")))
+        os.close(lock_state(state))
+
+    run(test)
+
+
+def test_the_state_of_a_gateway_that_was_killed_can_be_used(tmp_path: Path) -> None:
+    program = "import sys; from coterie.gateway.saved import lock_state; lock_state(sys.argv[1]); print(); input()"
+    command = [sys.executable, "-c", program, str(tmp_path / "state.json")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ConfigError, match=str(holder.pid)):
+            lock_state(tmp_path / "state.json")
+        holder.kill()
+    os.close(lock_state(tmp_path / "state.json"))

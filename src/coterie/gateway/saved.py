@@ -1,11 +1,13 @@
 """What a gateway keeps over a restart: workers and routers that were set at run time, in one small file.
 
 The file is replaced as a whole, so a crash leaves the old one or the new one. A file that cannot be read as what it
-should be is never lost: it is renamed, and the gateway starts from its configuration and says so.
+should be is never lost: it is renamed, and the gateway starts from its configuration and says so. One gateway at a time
+uses it: two would overwrite each other's changes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +113,30 @@ def save_state(path: str | Path, state: SavedState) -> None:
         raise ConfigError(f"{file}: the gateway's state cannot be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def lock_state(path: str | Path) -> int:
+    """Keep other gateways from the file; the file descriptor holds the lock until it is closed.
+
+    The lock is on a file beside it, as the file itself is replaced. Raises ConfigError with the process that holds it.
+    """
+    file = Path(path).resolve()
+    try:
+        lock = os.open(file.with_name(f".{file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path}: the gateway's state cannot be locked: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+    except OSError as error:
+        holder = os.read(lock, 20).decode(errors="replace")
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            message = f"{path}: the gateway with process id {holder} uses this state file; end it, or set another state"
+            raise ConfigError(message) from None
+        raise ConfigError(f"{path}: the gateway's state cannot be locked: {error.strerror}") from error
+    return lock
 
 
 def load_state(path: str | Path) -> Loaded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import signal
 import socket
@@ -21,7 +22,7 @@ from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import Parts
-from coterie.gateway.saved import SavedState, load_state, set_aside
+from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
 from coterie.net.http1.server import HttpServer
@@ -129,8 +130,13 @@ class Running:
     ) -> None:
         self.path = path
         keys = check_access(config)
-        changes, self._problem = _saved(config)
-        self.parts = Parts(config, log, access, changes)
+        self._lock = None if config.state is None else lock_state(config.state)
+        try:
+            changes, self._problem = _saved(config)
+            self.parts = Parts(config, log, access, changes)
+        except BaseException:
+            self._unlock()
+            raise
         self.gateway = Gateway(self.parts, keys, self.reload)
         self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
         self.url = ""
@@ -178,6 +184,12 @@ class Running:
         await self.parts.close()
         self.parts.log.stopped("asked to", cut, time.monotonic() - started)
         self.parts.log.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def start_reload(self) -> None:
         """Reload in the background, and log what came of it."""
