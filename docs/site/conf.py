@@ -31,8 +31,9 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "README"
 source_suffix = {".md": "markdown"}
-include_patterns = ["*.md", "docs/**.md", "benchmarks/*.md", "examples/*.md", "src/coterie/data/*/*.md"]
-exclude_patterns = [".*", "build", "dist", "out", "tests", "training"]  # these folders are not walked at all
+include_patterns = ["*.md", "docs/**.md", "lab/*.md", "lab/benchmarks/*.md", "examples/*.md", "src/coterie/data/*/*.md"]
+# These folders are not walked at all.
+exclude_patterns = [".*", "build", "dist", "out", "tests", "lab/training", "lab/tests", "lab/src"]
 
 myst_heading_anchors = 4
 highlight_language = "none"

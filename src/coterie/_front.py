@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.answers.fleet.simulation import FleetReport, FleetSettings, requests_of, simulate_fleet
 from coterie.costs.contention import Movement
 from coterie.costs.presets import Preset
 from coterie.costs.presets import step_model as preset_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
-from coterie.evaluation.simulate.fleet import FleetReport, FleetSettings, requests_of, simulate_fleet
 from coterie.footprints.signatures import Weighting
 from coterie.models import get_model
 from coterie.placement import Load, Objective, Plan, planners

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from coterie.answers.suites import benches
 from coterie.cli.main import app
-from coterie.evaluation.bench import benches
 
 
 @pytest.fixture

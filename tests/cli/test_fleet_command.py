@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from command_line import Run
+from coterie.answers.fleet.simulation import FleetReport, FleetRow, FleetSettings, simulate_fleet
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError
-from coterie.evaluation.fleets import bench_of, recorded_source, split
-from coterie.evaluation.simulate.fleet import FleetReport, FleetRow, FleetSettings, simulate_fleet
 from coterie.models import get_model
 from coterie.routing import RouterFit, calibration, routers
-from coterie.sim.fleet.requests import split_recordings
 from coterie.traces import ActivationTrace
 from coterie.traces.arrivals import LognormalLengths
 from coterie.traces.synthetic import SyntheticSettings, generate_to
@@ -165,24 +163,6 @@ def test_a_router_that_cannot_be_made_is_left_out(trace: ActivationTrace) -> Non
     assert "domain" not in [row.router for row in found.rows]
     with pytest.raises(ConfigError, match="router 'domain' needs labels"):
         simulate_fleet(bare, model, replace(settings, routers=("domain",)))
-
-
-def test_the_same_savings_as_the_suite(data_dir: Path) -> None:
-    """On recorded routing, at one load and with the suite's splits, the verb and the suite agree to the last digit."""
-    names = ("latency_aware",)
-    source = recorded_source(data_dir, MODEL)
-    model = step_model(get_model(MODEL), "h200", "bf16")
-    settings = FleetSettings(4, 8, routers=names, base="round_robin", splits=2, requests=100)
-    found = {row.router: row for row in simulate_fleet(source.trace, model, settings).rows}
-    saved: dict[str, list[float]] = {name: [] for name in names}
-    for seed in range(2):
-        halves = split(source, seed)
-        bench = bench_of(source, halves, split_recordings(source.trace, halves.test), 4, 8, seed, 100)
-        outcomes = bench.compare({name: bench.router(name) for name in names})
-        for name in names:
-            saved[name].append(100 * (1 - outcomes[name].tpot_mean_ms / outcomes["round_robin"].tpot_mean_ms))
-    for name in names:
-        assert found[name].saved_pct.mean == pytest.approx(np.mean(saved[name]), abs=1e-9)
 
 
 def row(name: str, saved: Interval, tail: Interval) -> FleetRow:

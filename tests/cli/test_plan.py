@@ -135,7 +135,7 @@ def test_windows_that_are_sums_of_others_are_taken_only_by_name(run: Run, tmp_pa
 
 
 def test_real_loads_count_their_tokens_once(data_dir: Path) -> None:
-    from coterie.evaluation.placement.loads import read_load
+    from coterie.answers.plan.loads import read_load
 
     path = data_dir / "activations/glm-5.2/expert_counts.npz"
     parts = [read_load(path, None, None, window).tokens for window in ("merged_all", "11:14")]

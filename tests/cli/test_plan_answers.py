@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from command_line import Run, refused
+from coterie.answers.plan.loads import read_load
+from coterie.answers.plan.memory import RankMemory
 from coterie.costs.presets import load_preset
-from coterie.evaluation.placement.loads import read_load
-from coterie.evaluation.placement.memory import RankMemory
 from coterie.models import get_model
 from coterie.placement.maps import formats as maps
 from coterie.traces import ActivationWriter, LoadTable, TraceMeta

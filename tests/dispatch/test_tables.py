@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
+from coterie.answers.rank_tables import fit_rank_tables
 from coterie.dispatch.tables import AFFINITY_ONE, ONE, Contexts, RankTables, table_bytes
 from coterie.errors import ConfigError, TraceError
-from coterie.evaluation.rank_tables import fit_rank_tables
 from coterie.footprints.ranks import token_ranks
 from coterie.models import get_model
 from coterie.placement.holdings import held_by

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.torch
 import torch  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from coterie.answers.batches.options import SimulateOptions  # noqa: E402
+from coterie.answers.batches.requests import route_prompts  # noqa: E402
+from coterie.answers.batches.what_if import simulate  # noqa: E402
 from coterie.cli.main import app  # noqa: E402
 from coterie.engines.tiny import tiny_model_path  # noqa: E402
 from coterie.engines.transformers import RecordingSettings, dry_run, load_model, record, score_dry_run  # noqa: E402
 from coterie.errors import ConfigError, UnavailableError  # noqa: E402
-from coterie.evaluation.simulate.options import SimulateOptions  # noqa: E402
-from coterie.evaluation.simulate.requests import route_prompts  # noqa: E402
-from coterie.evaluation.simulate.what_if import simulate  # noqa: E402
 from coterie.prompts import load_prompts, read_prompts, take_in_turn  # noqa: E402
 
 

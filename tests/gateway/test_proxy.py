@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from coterie.answers.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.embedded import embedded_fleet
 from coterie.engines.worker.model import Rows
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.errors import ConfigError, InputError, UnavailableError
-from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
 from coterie.footprints import footprint
 from coterie.footprints.positions import ENDED_S, ROWS
 from coterie.gateway.config import HealthSettings

@@ -220,8 +220,8 @@ def test_evaluate_eldr(coterie: Coterie, trace: Path, tmp_path: Path) -> None:
     """One cell of the suite, on a generated trace in the place of the recorded one."""
     coterie.python(
         "import os\n"
-        "from coterie.evaluation.suites.eldr import suite\n"
-        "from coterie.evaluation.suites.eldr.cells import Cell\n"
+        "from coterie_lab.suites.eldr import suite\n"
+        "from coterie_lab.suites.eldr.cells import Cell\n"
         f"os.environ['COTERIE_DATA'] = {str(trace.parents[2])!r}\n"
         "suite.jobs_of = lambda data, seeds: [Cell('deepseek-v2-lite', 2, 4, seeds[0])]\n"
         "suite.ROUTERS = ('round_robin', 'join_shortest_queue', 'locality_band', 'latency_aware')\n"
@@ -242,7 +242,7 @@ def test_evaluate_predictors(coterie: Coterie, trace: Path) -> None:
 
 def test_bench(coterie: Coterie) -> None:
     coterie.python(
-        "from coterie.evaluation.bench import batching, kvindex, routing\n"
+        "from coterie_lab.benches import batching, kvindex, routing\n"
         "batching.SIZES, batching.REPEATS = ((8, 2, 8, 2),), 3\n"
         "routing.LAYERS, routing.SIZES, routing.FIT_REQUESTS, routing.FIT_WORKERS = 2, (4,), 64, 2\n"
         "kvindex.kv_directory_rows = lambda report: []\n"
@@ -278,7 +278,7 @@ def test_in_a_process_of_its_own(installed: Path, log: Path, tmp_path: Path) -> 
 @pytest.mark.long
 def test_demo(coterie: Coterie, tmp_path: Path) -> None:
     """Real workers, which compute coterie-tiny, under the stranger's router."""
-    coterie.python("from coterie.evaluation.demo import run\nrun.MAX_TOKENS = 12\n")
+    coterie.python("from coterie.answers.demo import run\nrun.MAX_TOKENS = 12\n")
     found = coterie.run("demo", "--router", ROUTER, "--requests", "24", "--out", tmp_path)
     assert [row["router"] for row in found["rows"]] == ["round_robin", "join_shortest_queue", ROUTER]
     assert found["same_tokens"]

@@ -8,6 +8,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT).with_suffix("")): path
     for path in sorted(
-        [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*.md")]
+        [
+            *ROOT.glob("*.md"),
+            *(ROOT / "docs").rglob("*.md"),
+            *ROOT.glob("lab/benchmarks/*.md"),
+            *ROOT.glob("examples/*.md"),
+        ]
     )
 }

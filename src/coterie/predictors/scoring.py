@@ -21,6 +21,8 @@ from coterie.predictors.base import Predictor, PredictRequest
 from coterie.types import Interval
 
 RESAMPLES = 1000
+TEST_SHARE = 0.3
+"""Share of request groups that test; the others calibrate."""
 
 Loads = NDArray[np.floating] | NDArray[np.integer]
 
@@ -69,6 +71,19 @@ def score(
     found = (cosine(predicted, truth), *(recall(predicted, truth, size) for size in sizes))
     draws = _draws(groups if groups is not None else range(len(requests)), rng)
     return Score(len(requests), *(Measure(_interval(one.mean(axis=1), draws), one.mean(axis=0)) for one in found))
+
+
+def split_groups(
+    groups: Sequence[Hashable], rng: Generator, test_share: float = TEST_SHARE
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Calibration and test requests: whole groups, `test_share` of them to test."""
+    names = list(dict.fromkeys(groups))
+    if len(names) < 2:
+        raise ConfigError(f"{len(groups)} requests share {len(names)} prompt: there is nothing to calibrate on")
+    count = min(len(names) - 1, max(1, round(test_share * len(names))))
+    chosen = {names[i] for i in rng.permutation(len(names))[:count]}
+    test = np.array([group in chosen for group in groups])
+    return np.flatnonzero(~test), np.flatnonzero(test)
 
 
 def cosine(predicted: Loads, truth: Loads) -> NDArray[np.float64]:

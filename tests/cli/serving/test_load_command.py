@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from command_line import Run, refused
+from coterie.answers.load.steps import read_steps
 from coterie.engines.worker.embedded import embedded_worker
-from coterie.evaluation.load.steps import read_steps
 from coterie.net.access import FleetAccess
 from coterie.net.http_client import Client
 

@@ -1,16 +1,11 @@
-"""Bytes of a real run beside the cost model's prediction; the suite's rows and notes."""
+"""Bytes of a real run beside the cost model's prediction."""
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coterie.costs.exchange import counted_locality
-from coterie.evaluation.suites.base import SuiteOptions
-from coterie.evaluation.suites.sem_moe import wire
 from coterie.types import Placement, Topology
 
 pytest.importorskip("torch")
@@ -31,24 +26,3 @@ def test_bytes_are_within_two_percent_of_the_prediction() -> None:
         assert 0 < measured.other <= 0.02 * predicted
         if measured.tcp is not None:  # gloo frames every message, and there are few bytes in one
             assert 1 <= measured.tcp / (measured.hidden + measured.other) <= 1.1
-
-
-def test_rows_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "RANKS", (2,))
-    monkeypatch.setattr(wire, "SHUFFLE_TOKENS", 64)
-    data = os.environ.get("COTERIE_DATA")
-    rows = wire.wire_rows(SuiteOptions(data=Path(data) if data else None), lambda *_: None)
-    parts = [row["part"] for row in rows]
-    assert parts == ["shuffle", "migration", *(["wire", "wire"] if data else [])]
-    shuffle, migration, *sent = rows
-    assert min(shuffle[key] for key in ("gloo_ms", "plain_ms", "shuffled_ms", "early_ms")) > 0
-    assert shuffle["published"] == 1.01
-    assert migration["switches"] >= 40
-    assert migration["changed_steps"] == 0
-    assert migration["sent_bytes"] == migration["planned_bytes"]
-    for row in sent:
-        assert row["ratio"] == pytest.approx(1, abs=0.02)
-    notes = wire.wire_notes(rows)
-    assert len(notes) == 3
-    assert "NCCL was not run" in notes[0]
-    assert ("at most 0.0%" in notes[2]) == bool(data)

@@ -1,4 +1,4 @@
-"""The dry run of a whole vocabulary, against the dry run of requests; the suite that scores it."""
+"""The dry run of a whole vocabulary, against the dry run of requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from coterie.engines.tiny import tiny_model_path  # noqa: E402
 from coterie.engines.transformers import dry_run, load_model, predictor  # noqa: E402
 from coterie.engines.transformers.predictor import dry_run_table  # noqa: E402
 from coterie.errors import UnavailableError  # noqa: E402
-from coterie.evaluation.suites.base import SuiteOptions  # noqa: E402
-from coterie.evaluation.suites.predictors.suite import run  # noqa: E402
 from coterie.predictors import PredictRequest, TokenTable  # noqa: E402
 from coterie.prompts import load_prompts, take_in_turn  # noqa: E402
 
@@ -101,49 +99,3 @@ def test_positions_in_the_embedding_are_refused() -> None:
     finally:
         handle.remove()
     dry_run_table(model)
-
-
-def test_the_suite_scores_a_model(tiny: Any) -> None:
-    result = run(SuiteOptions(model=tiny_model_path(), requests=10), lambda *_: None)
-    first, second = (
-        {(row["predicts"], row["predictor"], row["knows"]): row for row in result.rows if row["trace"] == name}
-        for name in (tiny.name, f"{tiny.name}, second turns")
-    )
-    assert len(first) + len(second) == len(result.rows)
-    tables = {
-        ("prefill", "dry_run", "prompt's tokens"),
-        ("decode", "dry_run", "prompt's tokens"),
-        ("decode", "dry_run", "the tokens predicted"),
-    }
-    assert set(first) == {
-        ("prefill", "popularity", "nothing"),
-        ("prefill", "domain", "domain"),
-        ("prefill", "similar_prefix", "prompt's tokens"),
-        ("prefill", "token_table", "prompt's tokens"),
-        ("decode", "popularity", "nothing"),
-        ("decode", "domain", "domain"),
-        ("decode", "recorded", "prompt's footprint"),
-        ("decode", "prefix", "prompt's footprint"),
-        ("decode", "similar_prefix", "prompt's tokens"),
-        ("decode", "token_table", "prompt's tokens"),
-        ("decode", "token_table", "the tokens predicted"),
-        *tables,
-        *(
-            (part, "recent_popularity", knows)
-            for part in ("prefill", "decode")
-            for knows in ("before it, as listed", "before it, shuffled", "before it, of its worker")
-        ),
-    }
-    assert set(second) == set(first) - tables
-    assert {row["requests"] for row in first.values()} == {3}
-    assert {row["requests"] for row in second.values()} == {10}
-    for part in ("prefill", "decode"):
-        similar = second[part, "similar_prefix", "prompt's tokens"]
-        assert similar["hit_rate"] == 1.0, "a conversation that goes on begins as it did"
-        assert similar["cosine"] > second[part, "popularity", "nothing"]["cosine"]
-        assert first[part, "similar_prefix", "prompt's tokens"]["hit_rate"] == 0.0
-    for row in result.rows:
-        assert 0 < row["cosine_low"] <= row["cosine"] <= row["cosine_high"] < 1
-        assert 0 < row["recall_top_k"] < 1
-        assert row["published"] is None
-    assert any("10 shipped prompts" in note for note in result.notes)

@@ -1,7 +1,7 @@
 """Record, fit, route on real vLLM: one prefill and two decode workers.
 
 Nothing is said here of how many experts that saves: two decoders and 61 requests in batches of three are too few to
-tell. benchmarks/vllm_routing.py measures it with four.
+tell. lab/benchmarks/vllm_routing.py measures it with four.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from coterie.answers.demo.loop import DecodeWorker, LoopSettings, run_loop
 from coterie.engines.vllm.settings import ConnectorSettings
-from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
 from coterie.prompts import load_prompts, take_in_turn
 from vllm_servers import Fleet, Server, needs_vllm
 

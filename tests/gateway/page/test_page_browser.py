@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from browser import PATIENCE_S, Chromium, Page, chromium, tab
-from coterie.evaluation.demo.traffic import keep_busy
+from coterie.answers.demo.traffic import keep_busy
 from coterie.gateway.access.keys import new_key
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.control_section import ControlSection

@@ -26,10 +26,12 @@ PLANNING_S = 0.006
 
 def recorded_loads() -> np.ndarray:
     """[window, layer, expert] tokens of two domains in turn, each window from another shard."""
-    from coterie.evaluation.suites.latency_optimal.domains import domain_loads
+    from coterie.traces.readers import read_trace
 
-    domains = domain_loads(Path(os.environ["COTERIE_DATA"]) / "activations" / "glm-5.2")
-    tables = np.concatenate([domains[name][:WINDOWS, 10 : 10 + LAYERS, :EXPERTS] for name in DOMAINS])
+    table: Any = read_trace(Path(os.environ["COTERIE_DATA"]) / "activations" / "glm-5.2")
+    rows = [[row for row, label in enumerate(table.labels) if label.startswith(f"{name}/")] for name in DOMAINS]
+    shards = [row for of_domain in rows for row in of_domain[:WINDOWS]]
+    tables = table.counts[shards][:, 10 : 10 + LAYERS, :EXPERTS].astype(np.float64)
     return np.asarray(np.round(tables / tables.sum(axis=2, keepdims=True) * TOKENS))
 
 

@@ -27,13 +27,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
+from coterie.answers.rank_tables import fit_rank_tables
 from coterie.batching.scheduler import CapsConfig
 from coterie.costs.presets import load_preset, step_model
 from coterie.dispatch.tables import RankTables
 from coterie.engines.replay.batches import read_batches, write_batches
 from coterie.engines.replay.report import read_measured
 from coterie.errors import CoterieError
-from coterie.evaluation.rank_tables import fit_rank_tables
 from coterie.models import get_model, model_from_config
 from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
 from coterie.predictors import TokenTable

@@ -25,8 +25,8 @@ from typing import Any
 
 import typer
 
+from coterie.answers.page import MARKER
 from coterie.cli.main import app, main
-from coterie.evaluation.page import MARKER
 from fuzz import files
 
 WHOLE = [

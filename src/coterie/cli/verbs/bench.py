@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table, reporting
+from coterie.errors import ConfigError
 
 
 def bench_command(
@@ -16,8 +17,10 @@ def bench_command(
     json: JsonOption = False,
 ) -> None:
     """Run a group of benchmarks, or `all` of them."""
-    from coterie.evaluation.bench import benches
+    from coterie.answers.suites import LAB_MISSING, benches, lab_missing, look_up
 
+    if group in (None, "all") and not benches.names() and lab_missing():
+        raise ConfigError(LAB_MISSING)
     if group is None:
         if json:
             print_json({"groups": _groups()})
@@ -28,7 +31,7 @@ def bench_command(
     rows = []
     with reporting("bench") as report:
         for name in names:
-            rows += [{"group": name, **row} for row in benches[name](report)]
+            rows += [{"group": name, **row} for row in look_up(benches, name)(report)]
     if json:
         print_json({"rows": rows})
         return
@@ -48,7 +51,7 @@ def _print_rows(name: str, rows: list[dict[str, Any]]) -> None:
 
 def _groups() -> list[dict[str, str]]:
     """Name of every group, and the first line of its docstring."""
-    from coterie.evaluation.bench import benches
+    from coterie.answers.suites import benches
 
     return [{"group": name, "measures": (benches[name].__doc__ or "").partition("\n")[0]} for name in benches.names()]
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width
 
 if TYPE_CHECKING:
-    from coterie.evaluation.demo.run import DemoResult
+    from coterie.answers.demo.run import DemoResult
 
 
 def demo_command(
@@ -38,7 +38,7 @@ def demo_command(
     Records a workload of three domains, fits a router on it, serves other requests under round robin,
     join-shortest-queue and latency-aware routing (or any registered router, by name), and ends by itself.
     """
-    from coterie.evaluation.demo.run import run_demo
+    from coterie.answers.demo.run import run_demo
     from coterie.gateway.embedded import OURS
     from coterie.routing import routers
 

@@ -13,17 +13,19 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress, set_width
-from coterie.errors import ConfigError
-from coterie.evaluation.suites.base import (
+from coterie.answers.suites import (
     CHOICES,
+    LAB_MISSING,
     Suite,
     SuiteOptions,
     SuiteResult,
-    load_suite,
+    lab_missing,
+    look_up,
     options_read,
-    suite_names,
+    suites,
 )
+from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress, set_width
+from coterie.errors import ConfigError
 
 SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
 """Options that take values up to the next option."""
@@ -47,8 +49,9 @@ class SeveralValues(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        rows = [[name, " ".join(_flags(ctx, options_read(name)))] for name in suite_names()]
-        print_table("Suites and the options they read, besides --out and --json", ["suite", "options"], rows)
+        rows = [[name, " ".join(_flags(ctx, options_read(name)))] for name in suites.names()]
+        note = f"{LAB_MISSING}." if lab_missing() else None
+        print_table("Suites and the options they read, besides --out and --json", ["suite", "options"], rows, note)
 
 
 def _is_number(text: str) -> bool:
@@ -129,7 +132,7 @@ def evaluate_command(
     json_output: JsonOption = False,
 ) -> None:
     """Run a suite: our numbers beside the published ones, with notes on what agrees and what does not."""
-    chosen = load_suite(suite)
+    chosen = look_up(suites, suite)
     _check_given(ctx, suite)
     if trace_format is not None and trace is None:
         raise ConfigError(f"--from={trace_format} is the format of --trace, which is not given")
@@ -185,13 +188,14 @@ def evaluate_command(
 
 def _print(suite: Suite, result: SuiteResult) -> None:
     set_width()
-    for table in suite.tables:
+    tables = suite.tables() if callable(suite.tables) else suite.tables
+    for table in tables:
         rows = [row for row in result.rows if table.shows(row)]
         if rows:
             headings = [column.heading for column in table.columns]
             print_table(table.title, headings, [[_cell(column.value(row)) for column in table.columns] for row in rows])
             out.print()
-    if not suite.tables and result.rows:
+    if not tables and result.rows:
         keys = [key for key, value in result.rows[0].items() if not isinstance(value, dict | list)]
         print_table(result.suite, keys, [[_cell(row.get(key)) for key in keys] for row in result.rows])
         out.print()

@@ -64,7 +64,7 @@ def fit_command(
     """Fit a router to a trace: request signatures, clusters and a forecast of decode experts."""
     import numpy as np
 
-    from coterie.evaluation.fit import REQUESTS, check_weighting, fit_and_score
+    from coterie.answers.fit import REQUESTS, check_weighting, fit_and_score
     from coterie.routing import RouterFit
     from coterie.traces import ActivationTrace
     from coterie.traces.readers import ReadOptions, read_trace

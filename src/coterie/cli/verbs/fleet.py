@@ -23,7 +23,7 @@ from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes a second to import
-    from coterie.evaluation.simulate.fleet import FleetReport, FleetRow
+    from coterie.answers.fleet.simulation import FleetReport, FleetRow
     from coterie.traces.requests import RequestTrace
     from coterie.types import Interval
 
@@ -95,9 +95,9 @@ def fleet_command(
     json_output: JsonOption = False,
 ) -> None:
     """Serve a trace on a simulated fleet under every router: experts per step, TPOT, TTFT, and whether routing pays."""
+    from coterie.answers.fleet.result import RESULT_FILES, read_result, write_result
+    from coterie.answers.fleet.simulation import FleetSettings, simulate_fleet
     from coterie.costs.presets import load_preset, step_model
-    from coterie.evaluation.simulate.fleet import FleetSettings, simulate_fleet
-    from coterie.evaluation.simulate.fleet_result import RESULT_FILES, read_result, write_result
     from coterie.models import model_of
     from coterie.routing import RouterFit, routers
     from coterie.traces import ActivationTrace
@@ -155,7 +155,7 @@ def fleet_command(
 
 
 def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
-    from coterie.evaluation.simulate.fleet import requests_of
+    from coterie.answers.fleet.simulation import requests_of
     from coterie.traces.readers import read_trace
 
     if asked == "closed":

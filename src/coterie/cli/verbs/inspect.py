@@ -23,7 +23,7 @@ from coterie.cli.output import (
 )
 
 if TYPE_CHECKING:  # numba and matplotlib take a second to import: only when a trace is inspected
-    from coterie.evaluation.inspect.inspection import Inspection
+    from coterie.answers.inspect.inspection import Inspection
 
 WIDTH = 100
 
@@ -46,12 +46,12 @@ def inspect_command(
     """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals; and a verdict."""
     import numpy as np
 
-    from coterie.evaluation.inspect.inspection import inspect_trace
-    from coterie.evaluation.inspect.verdict import verdict
+    from coterie.answers.inspect.inspection import inspect_trace
+    from coterie.answers.inspect.verdict import verdict
     from coterie.traces.readers import ReadOptions, read_trace
 
     if out_folder is not None:
-        from coterie.evaluation.page import check_report_folder
+        from coterie.answers.page import check_report_folder
 
         check_report_folder(out_folder)  # before minutes are spent on reading
     opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
@@ -66,7 +66,7 @@ def inspect_command(
         )
     written: dict[str, Any] = {}
     if out_folder is not None:
-        from coterie.evaluation.page import write_report
+        from coterie.answers.page import write_report
 
         report = write_report(found, out_folder)
         written = {"report": str(report.page), "figures": [str(path) for path in report.figures]}
@@ -81,7 +81,7 @@ def inspect_command(
 
 
 def _print(found: Inspection) -> None:
-    from coterie.evaluation.inspect.sections import not_there, overview, sections
+    from coterie.answers.inspect.sections import not_there, overview, sections
 
     out.width = min(out.width, WIDTH)
     out.print(escape(found.trace), highlight=False, soft_wrap=True)

@@ -32,8 +32,8 @@ from coterie.cli.output import (
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is asked for
-    from coterie.evaluation.placement.inspection import MapInspection
-    from coterie.evaluation.placement.samples import Brought, Over
+    from coterie.answers.plan.inspection import MapInspection
+    from coterie.answers.plan.samples import Brought, Over
 
 
 place_app = typer.Typer(
@@ -85,9 +85,9 @@ def inspect_command(
     json_output: JsonOption = False,
 ) -> None:
     """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
-    from coterie.evaluation.placement.inspection import inspect_map
-    from coterie.evaluation.placement.loads import read_load
-    from coterie.evaluation.placement.samples import Sampling
+    from coterie.answers.plan.inspection import inspect_map
+    from coterie.answers.plan.loads import read_load
+    from coterie.answers.plan.samples import Sampling
     from coterie.models import model_of
     from coterie.placement.maps.formats import read_map
 
@@ -107,7 +107,7 @@ def inspect_command(
         tokens, what, single = seen.tokens, seen.what, seen.steps
     shown = inspect_map(found, nodes, tokens, single)
     if out_file is not None:
-        from coterie.evaluation.placement.figures import draw_map
+        from coterie.answers.plan.figures import draw_map
 
         busy = None if shown.rank_load is None else np.array(shown.rank_load)
         draw_map(out_file, found, busy, tokens)

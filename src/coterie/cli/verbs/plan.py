@@ -35,9 +35,9 @@ from coterie.errors import ConfigError, check_new_file
 from coterie.units import shown_s
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
+    from coterie.answers.plan.plans import BatchRow, Planned
+    from coterie.answers.plan.samples import Brought, Over
     from coterie.costs.contention import Movement
-    from coterie.evaluation.placement.plans import BatchRow, Planned
-    from coterie.evaluation.placement.samples import Brought, Over
     from coterie.types import WeightDtype
 
 PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
@@ -161,8 +161,8 @@ def plan_command(
     json_output: JsonOption = False,
 ) -> None:
     """Plan where experts live: what it saves at which batch, what it moves, and whether it fits and pays."""
-    from coterie.evaluation.placement.plans import PlanOptions, make_plan
-    from coterie.evaluation.placement.report import next_command, summary, verdict
+    from coterie.answers.plan.plans import PlanOptions, make_plan
+    from coterie.answers.plan.report import next_command, summary, verdict
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
     from coterie.placement.scenario_files import save_scenarios as write_scenarios
 
@@ -244,7 +244,7 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
 
 
 def _memory(planned: Planned) -> list[str]:
-    from coterie.evaluation.placement.memory import device_size, gigabytes
+    from coterie.answers.plan.memory import device_size, gigabytes
 
     memory = planned.memory
     needs = f"memory of a rank: experts {gigabytes(memory.experts_bytes)}"

@@ -13,7 +13,7 @@ from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked for
-    from coterie.evaluation.simulate.what_if import Simulated
+    from coterie.answers.batches.what_if import Simulated
 
 
 def simulate_command(
@@ -115,7 +115,7 @@ def simulate_command(
     json_output: JsonOption = False,
 ) -> None:
     """Simulate batch selection on your own requests, and compare strategies with first come, first served."""
-    from coterie.evaluation.simulate.options import SimulateOptions
+    from coterie.answers.batches.options import SimulateOptions
 
     if from_ is not None and trace is None:
         raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
@@ -141,7 +141,7 @@ def simulate_command(
         device=device,
     )
     # Only now what compiles: names and ranges are checked.
-    from coterie.evaluation.simulate.what_if import RESULT_FILES, read_result, simulate, write
+    from coterie.answers.batches.what_if import RESULT_FILES, read_result, simulate, write
 
     if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
         if not out_folder.is_dir():

@@ -108,8 +108,8 @@ def _route(path: Path) -> None:
     import numpy as np
 
     import coterie
+    from coterie.answers.demo.loop import make_router
     from coterie.errors import ConfigError
-    from coterie.evaluation.demo.loop import make_router
     from coterie.footprints import footprint
     from coterie.gateway.embedded import decode_router
     from coterie.gateway.signals import kv_streams, predicted

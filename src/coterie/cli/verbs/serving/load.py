@@ -14,8 +14,8 @@ from coterie.cli.outputs import check_output
 from coterie.errors import CoterieError, InputError
 
 if TYPE_CHECKING:
-    from coterie.evaluation.load.measure import LoadSettings
-    from coterie.evaluation.load.report import LoadReport, Row
+    from coterie.answers.load.measure import LoadSettings
+    from coterie.answers.load.report import LoadReport, Row
     from coterie.traces.requests import RequestTrace
     from coterie.types import Interval
 
@@ -150,15 +150,15 @@ def load_command(
     """
     import asyncio
 
-    from coterie.evaluation.load.measure import Keys, LoadSettings, Measured, measure
-    from coterie.evaluation.load.report import report_of
-    from coterie.evaluation.load.summary import Targets
-    from coterie.evaluation.load.workload import SharedPrefixes
+    from coterie.answers.load.measure import Keys, LoadSettings, Measured, measure
+    from coterie.answers.load.report import report_of
+    from coterie.answers.load.summary import Targets
+    from coterie.answers.load.workload import SharedPrefixes
     from coterie.net.http_client import server_url
     from coterie.prompts import load_prompts, read_prompts
 
     if out_folder is not None and out_folder.exists():
-        from coterie.evaluation.load.result import RESULT_FILES, read_result
+        from coterie.answers.load.result import RESULT_FILES, read_result
 
         for name in RESULT_FILES:
             check_output(out_folder / name, "--out", "a result of coterie load", read_result, (arrivals, prompts))
@@ -210,7 +210,7 @@ def load_command(
     found = report_of(settings, measured, ended_by is not None)
     result: dict[str, Any] = {"url": settings.urls[0], **found.to_json(), "next": _next(settings, found)}
     if out_folder is not None and any(row.summary.requests for row in found.rows):
-        from coterie.evaluation.load.result import write_result  # matplotlib takes a second to import
+        from coterie.answers.load.result import write_result  # matplotlib takes a second to import
 
         written = write_result(out_folder, result, measured.contenders, warmup)
         result["written"] = [str(path) for path in written]
@@ -242,7 +242,7 @@ def _key(path: Path | None, variable: str) -> str | None:
 
 
 def _trace(path: Path) -> RequestTrace:
-    from coterie.evaluation.simulate.fleet import requests_of
+    from coterie.answers.fleet.simulation import requests_of
     from coterie.traces.readers import read_trace
 
     return requests_of(read_trace(path))
@@ -267,7 +267,7 @@ def _next(settings: LoadSettings, report: LoadReport) -> str:
 
 
 def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -> None:
-    from coterie.evaluation.load.report import WORDS
+    from coterie.answers.load.report import WORDS
 
     set_width()
     if report.rows:
@@ -297,7 +297,7 @@ def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -
 
 
 def _print_counts(row: Row, reachable: float, name: str) -> None:
-    from coterie.evaluation.load.report import failures_of
+    from coterie.answers.load.report import failures_of
 
     found = row.summary
     parts = [
@@ -320,8 +320,8 @@ def _print_counts(row: Row, reachable: float, name: str) -> None:
 
 def _print_contenders(report: LoadReport) -> None:
     """Each contender's own times, then what changed against the first."""
-    from coterie.evaluation.load.report import WORDS
-    from coterie.evaluation.runs import with_ends
+    from coterie.answers.load.report import WORDS
+    from coterie.answers.runs import with_ends
 
     levels = [("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("e2e", "p50")]
     levels = [one for one in levels if any(one[0] in row.summary.metrics for row in report.rows)]

@@ -17,7 +17,7 @@ from coterie.cli.output import JsonOption, out, print_json, print_verdict
 from coterie.errors import ConfigError, CoterieError, UnavailableError
 
 if TYPE_CHECKING:
-    from coterie.evaluation.demo.serving import FirstCompletion
+    from coterie.answers.demo.serving import FirstCompletion
     from coterie.gateway.config import GatewayConfig
     from coterie.gateway.embedded import EmbeddedFleet
     from coterie.gateway.serve import Ready
@@ -163,10 +163,10 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
     On a terminal requests then keep the fleet busy until Ctrl-C. Without one the gateway ends: nobody could see it, or
     press Ctrl-C.
     """
+    from coterie.answers.demo.serving import first_completion, run_on
+    from coterie.answers.demo.traffic import keep_busy
     from coterie.cli.output import reporting
     from coterie.cli.verbs.demo import print_result
-    from coterie.evaluation.demo.serving import first_completion, run_on
-    from coterie.evaluation.demo.traffic import keep_busy
 
     problems: list[BaseException] = []
     stays = sys.stdout.isatty()

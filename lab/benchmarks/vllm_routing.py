@@ -1,0 +1,198 @@
+"""Expert-aware routing on real vLLM: one prefill worker and several decoders, the same requests under every router.
+
+    python benchmarks/vllm_routing.py [--decoders 4] [--in-flight 8] [--requests 360] [--prompts FILE]
+
+Starts the servers together, records and fits a router on some of the requests, and serves the others under round robin,
+join-shortest-queue, locality band and latency-aware routing. Distinct experts are counted by the plugin inside the
+servers, step by step. What the fleet simulator says of the same runs, with step times of the recording, stands beside
+it. Prints one JSON object; exit code 1 if a router changed a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
+START_S = 900.0
+BLOCK_SIZE = 32
+"""vLLM's attention on a CPU takes multiples of 32."""
+SERVER_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # With this the worker runs in its engine's process. Apart, the two wait for each other by spinning, and ten of
+    # those leave nobody a core: a step in fifty took seconds.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[str]:
+    from coterie.engines.tiny import tiny_model_path
+
+    connectors = [
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(shared)},
+        },
+        {
+            "kv_connector": "CoterieConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"events": f"tcp://127.0.0.1:{events_port}", "store": store},
+        },
+    ]
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(tiny_model_path()),
+        "--served-model-name",
+        "coterie-tiny",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--block-size",
+        str(BLOCK_SIZE),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--distributed-executor-backend",
+        "uni",
+        "--kv-transfer-config",
+        json.dumps(both),
+    ]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    from coterie.answers.demo.loop import DecodeWorker, LoopSettings, run_loop
+    from coterie.answers.demo.runs import REFERENCE_SHAPE, predicted_step_ms
+    from coterie.costs.presets import step_model
+    from coterie.engines.calibration.timing import describe_software
+    from coterie.engines.tiny import tiny_model_path
+    from coterie.engines.vllm.settings import ConnectorSettings
+    from coterie.footprints.positions import ROWS
+    from coterie.models import get_model, model_from_config
+    from coterie.net.processes import ServerProcess, free_port
+    from coterie.prompts import load_prompts, read_prompts, take_in_turn
+    from routed_prediction import predict
+
+    prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)
+    settings = LoopSettings(
+        in_flight=options.in_flight,
+        max_tokens=options.max_tokens,
+        block_size=BLOCK_SIZE,
+        tail_tokens=2,
+        routers=ROUTERS,
+        seed=options.seed,
+    )
+    run, started = uuid.uuid4().hex[:8], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        servers, workers = [], []
+        for number in range(options.decoders + 1):
+            port, events_port, store = free_port(), free_port(), f"routing-{run}-{number}"
+            argv = server_argv(port, events_port, store, Path(folder) / "kv")
+            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", SERVER_ENV)
+            stack.callback(server.launch().stop)
+            servers.append(server)
+            path = ConnectorSettings(store=store).store_path("", 0)
+            workers.append(DecodeWorker(server.url, f"tcp://127.0.0.1:{events_port}", path))
+        for server in servers:
+            server.wait_ready(START_S)
+        print(f"{len(servers)} servers ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        last = ""
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal last
+            if what != last:
+                print(f"{time.monotonic() - started:.0f} s: {what}, {done} of {total}", file=sys.stderr)
+                last = what
+
+        result = asyncio.run(run_loop([servers[0].url], workers[1:], prompts, settings, report))
+    model = step_model(get_model(REFERENCE_SHAPE), "h200")
+    line, predictions = predict(result, model_from_config(tiny_model_path()), settings)
+    rows = []
+    for one, said in zip(result.runs, predictions, strict=True):
+        rows.append(
+            {
+                "router": one.router,
+                "requests": one.requests,
+                "output_tokens": one.output_tokens,
+                "steps": len(one.steps),
+                "rows_per_step": round(one.rows_per_step, 3),
+                "distinct_per_step": round(one.distinct_per_step, 3),
+                "distinct_by_token": round(one.distinct_by_token, 3),
+                "saving_pct": round(result.saving_pct(one), 2),
+                "saving_by_token_pct": round(result.saving_by_token_pct(one), 2),
+                "saving_at_equal_rows_pct": round(result.saving_at_equal_rows_pct(one), 2),
+                "against_random": round(result.against_random(one), 4),
+                "steps_by_rows": np.bincount(one.steps[:, ROWS].astype(np.int64)).tolist(),
+                "predicted_h200_step_ms": round(
+                    predicted_step_ms(one.distinct_by_token, one.rows_by_token, result.context, model), 4
+                ),
+                "wall_s": round(one.wall_s, 2),
+                "per_worker": one.per_worker,
+                "footprints": one.counts.footprints,
+                "incomplete": one.counts.incomplete,
+                "measured": _rounded(said.measured),
+                "simulated": _rounded(said.predicted),
+            }
+        )
+    return {
+        "decoders": options.decoders,
+        "in_flight": options.in_flight,
+        "calibrated": result.calibrated,
+        "step_line_ms": {"fixed": round(1e3 * line.fixed_s, 2), "row": round(1e3 * line.row_s, 3), "steps": line.steps},
+        "speeds": [round(speed, 3) for speed in line.speeds],
+        "outside_s": round(line.outside_s, 3),
+        "fit_s": round(result.fit_s, 3),
+        "differing": result.differing(),
+        "shape": REFERENCE_SHAPE,
+        "rows": rows,
+        "software": describe_software(),
+    }
+
+
+def _rounded(figures: Any) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in figures._asdict().items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--decoders", type=int, default=4)
+    parser.add_argument("--in-flight", type=int, default=8, help="requests under way per decoder")
+    parser.add_argument("--requests", type=int, default=404)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=Path, help="else the shipped ones")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a plain one would leave the servers
+    found = measure(options)
+    print(json.dumps(found, indent=1))
+    sys.exit(1 if found["differing"] else 0)
+
+
+if __name__ == "__main__":
+    main()

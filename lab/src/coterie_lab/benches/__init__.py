@@ -1,0 +1,1 @@
+"""Groups of benchmarks of Coterie itself; the entry points `coterie.benches` name them."""

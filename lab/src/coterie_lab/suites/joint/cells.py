@@ -1,0 +1,319 @@
+"""Cells of the joint suite: one split of a trace on 8 ranks of a node, the published steps added one after the other.
+
+    standard            experts in order, round robin (and the shortest queue)
+    + expert-aware      the joint router, which knows which rank holds which experts (and `latency_aware`)
+    + replication       extra slots on every rank for experts that its requests ask for and it lacks
+    + batch scheduling  every rank picks which requests decode, local experts first, under a budget of time per token
+
+All that is learned comes from calibration requests, which are served first, by the joint router on experts in order:
+what each rank asks for, and what a step costs by requests and by activations that cross. Other requests are then
+served by every configuration, in one order. Beside the chain, with one part of it varied: `replicas` (fewer of them; to
+even out load; or none, and experts moved to even it out), `budget` (one that binds), `locality` (the router without its
+load term; experts placed by clusters of like requests), `slow link` (the chain where ranks are joined by InfiniBand, as
+if on a node each), and `step size` (single steps of many tokens, spread evenly over ranks: from where on replicas pay).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+
+from coterie.answers.fleet.bench import CONTEXT, ROOM, Halves, split
+from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
+from coterie.costs.exchange import BYTES_PER_VALUE, row_us
+from coterie.costs.lines import DecodeStepPrices
+from coterie.costs.presets import step_model
+from coterie.costs.shapes import dense_shapes
+from coterie.errors import ConfigError
+from coterie.models import get_model
+from coterie.placement.holdings import Demand, held_by, placement_of
+from coterie.placement.planning.eplb import rebalance
+from coterie.placement.triggers.actions import ActionManager, ActionSettings
+from coterie.routing import Router, RouterFit, routers
+from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.sim.group import GroupLoop, GroupOutcome, LockstepGroup, summarise_group
+from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
+from coterie_lab.suites.eldr.fleets import TRACES, recorded_source
+from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_source
+
+RANKS = 8
+EXTRA_SLOTS = 8
+"""Extra slots per rank, as published; fewer where memory does not allow them."""
+STANDARD, ROUTING, REPLICATION, SCHEDULING = "standard", "+ expert-aware", "+ replication", "+ batch scheduling"
+CHAIN = (STANDARD, ROUTING, REPLICATION, SCHEDULING)
+DTYPES: dict[str, WeightDtype] = {"gpt-oss-20b": "bf16", "deepseek-v2-lite": "bf16", "deepseek-v3": "fp8"}
+SYNTHETIC = "deepseek-v3"
+LOADS = {SYNTHETIC: 16, "gpt-oss-20b": 16, "deepseek-v2-lite": 8}
+"""Requests in flight per rank: 128 in all, as published, or half where recordings are too few."""
+SIZE = SyntheticSize(recordings=600, fitted=200, prompt_tokens=32, output_tokens=32)
+TURNS = 6
+"""Requests per run, as a multiple of those in flight: the first two multiples are warm-up."""
+DEVICE_BYTES, USABLE = 141e9, 0.9
+"""Memory of an H200, and the share usable for weights and KV cache."""
+FEWER_SLOTS = (1, 2, 4)
+TIGHT = 0.98
+"""Budget of time between tokens that binds, as a share of the mean calibration step."""
+STEP_TOKENS = (128, 1024, 8192, 32768)
+
+
+class JointCell(NamedTuple):
+    trace: str
+    per_rank: int
+    """Requests in flight per rank, on average."""
+    seed: int
+    """Seed for the split and the order of requests."""
+
+
+class Served(NamedTuple):
+    """A configuration: key of a row."""
+
+    part: str
+    configuration: str
+    router: str
+    extra_slots: int = 0
+    planner: str | None = None
+    """Planner of the placement; None keeps experts in order."""
+    budget: str | None = None
+    """Budget of time between tokens."""
+    link: str = NVLINK4.name
+    tokens: int | None = None
+    """Tokens of a single step, for part `step size`."""
+
+
+Found = dict[Served, GroupOutcome]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupBench:
+    """Calibration and test requests on one model."""
+
+    known: GroupLoop
+    served: GroupLoop
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.served.model.spec
+
+    @property
+    def in_order(self) -> Placement:
+        return Placement.linear(self.spec.num_moe_layers, self.spec.num_experts, RANKS)
+
+    def router(self, name: str, **settings: Any) -> Router:
+        loop = self.served
+        tokens = float(np.mean(loop.requests.output_tokens))
+        cost = DecodeStepPrices.of(loop.model, loop.in_flight // RANKS, CONTEXT, tokens)
+        return routers.make(name, {"fitted": loop.fitted, "cost": cost, "seed": 0}, **settings)
+
+    def linked(self, link: Link) -> GroupBench:
+        """The same requests on ranks that are joined by another link."""
+        model = replace(self.served.model, topology=Topology(RANKS, intra=link))
+        return GroupBench(replace(self.known, model=model), replace(self.served, model=model))
+
+    def outcome(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupOutcome:
+        return summarise_group(self.served.serve(placement, router, batcher), self.served.in_flight, RANKS)
+
+
+class SplitTrace(NamedTuple):
+    """A trace in two: calibration requests, and those that are served."""
+
+    known: Recordings
+    served: Recordings
+    fitted: RouterFit
+    """Fit of the calibration requests."""
+
+
+def split_trace(
+    trace: str, seed: int, workers: int, per_worker: int, data: Path | None, size: SyntheticSize
+) -> SplitTrace:
+    """The recorded trace of this name, or a synthetic one of the model's shape."""
+    if trace in TRACES:
+        if data is None:
+            raise ConfigError(f"{trace} is recorded; it needs the folder of real data")
+        source = recorded_source(data, trace)
+        halves = split(source, seed)
+        known, served = (split_recordings(source.trace, half) for half in halves)
+    else:
+        source = language_source(trace, seed, size)
+        order = np.random.default_rng([seed, 0]).permutation(size.recordings)
+        halves = Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
+        known, served = (phase_recordings(source.trace, half) for half in halves)
+    for name, half in (("to fit", known), ("to serve", served)):
+        if workers * per_worker > len(half):
+            raise ConfigError(f"{workers} x {per_worker} in flight need as many recordings; {len(half)} are {name}")
+    counts = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
+    fitted = RouterFit(workers, batch=per_worker).fit(counts, np.random.default_rng([seed, 1]))
+    return SplitTrace(known, served, fitted)
+
+
+def bench_of(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> GroupBench:
+    halves = split_trace(cell.trace, cell.seed, RANKS, cell.per_rank, data, size)
+    count = requests or TURNS * RANKS * cell.per_rank
+    model = step_model(get_model(cell.trace), "h200", DTYPES[cell.trace], Topology(RANKS))
+    loops = [
+        GroupLoop(
+            draw_requests(records, count, np.random.default_rng([cell.seed, number])),
+            model,
+            halves.fitted,
+            RANKS * cell.per_rank,
+            ROOM * cell.per_rank,
+        )
+        for number, records in ((3, halves.known), (2, halves.served))
+    ]
+    return GroupBench(loops[0], loops[1])
+
+
+def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> Found:
+    """Every configuration on the same requests."""
+    bench = bench_of(cell, data, requests, size)
+    spec, joint, in_order = bench.spec, bench.router("joint"), bench.in_order
+    asked = bench.known.serve(in_order, joint).asked
+    extra = min(EXTRA_SLOTS, slots_that_fit(spec, bench.served.model.dtype, cell.per_rank * ROOM * CONTEXT))
+    more = replicated(spec, asked, extra)
+    loaded = decode_prices(bench, more)
+    found = _chain("main", bench, extra, more, loaded.prices)
+    for name in ("join_shortest_queue", "latency_aware"):
+        configuration = STANDARD if name == "join_shortest_queue" else ROUTING
+        found[Served("main", configuration, name)] = bench.outcome(in_order, bench.router(name))
+    slow = bench.linked(INFINIBAND_400G)
+    found |= _chain("slow link", slow, extra, more, decode_prices(slow, more).prices)
+    tight = DecodeBatcher(loaded.prices, budget_us=TIGHT * loaded.step_us)
+    budget = Served(
+        part="budget",
+        configuration=SCHEDULING,
+        router="joint",
+        extra_slots=extra,
+        planner="demand",
+        budget=f"{TIGHT:g} of a step",
+    )
+    found[budget] = bench.outcome(more, joint, tight)
+    for fewer in (slots for slots in FEWER_SLOTS if slots < extra):
+        some = Served("replicas", REPLICATION, "joint", fewer, "demand")
+        found[some] = bench.outcome(replicated(spec, asked, fewer), joint)
+    packed, even = (evened(spec, asked, slots) for slots in (0, extra))
+    found[Served("replicas", ROUTING, "joint", 0, "eplb")] = bench.outcome(packed, joint)
+    found[Served("replicas", REPLICATION, "joint", extra, "eplb")] = bench.outcome(even, joint)
+    found[Served("locality", ROUTING, "joint, no load")] = bench.outcome(in_order, bench.router("joint", load=0.0))
+    clusters, band = by_cluster(spec, bench.served.fitted), bench.router("locality_band")
+    found[Served("locality", ROUTING, "joint", 0, "clusters")] = bench.outcome(clusters, joint)
+    found[Served("locality", ROUTING, "locality_band", 0, "clusters")] = bench.outcome(clusters, band)
+    places = {Single(): in_order, Single("eplb"): packed, Single("demand", extra): more, Single("eplb", extra): even}
+    return found | single_steps(bench, places, cell.seed)
+
+
+class Single(NamedTuple):
+    """Placements for a single step."""
+
+    planner: str | None = None
+    extra_slots: int = 0
+
+
+def single_steps(bench: GroupBench, placements: dict[Single, Placement], seed: int) -> Found:
+    found: Found = {}
+    for tokens in STEP_TOKENS:
+        for where, placement in placements.items():
+            configuration = REPLICATION if where.extra_slots else STANDARD
+            one = Served(
+                part="step size",
+                configuration=configuration,
+                router="even",
+                extra_slots=where.extra_slots,
+                planner=where.planner,
+                tokens=tokens,
+            )
+            found[one] = single_step(bench, placement, tokens, np.random.default_rng([seed, 5, tokens]))
+    return found
+
+
+def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Generator) -> GroupOutcome:
+    """A step of tokens drawn from all that are served, as many on every rank."""
+    recorded = bench.served.requests.recordings.expert_ids
+    ids, home = recorded[rng.integers(0, len(recorded), tokens)], np.arange(tokens) % RANKS
+    part = LockstepGroup(bench.served.model, placement).step(ids, home, np.full(tokens, CONTEXT))
+    return GroupOutcome(
+        tbt_mean_ms=1e3 * part.total_s,
+        tbt_p99_ms=1e3 * part.total_s,
+        tokens_per_s=tokens / part.total_s,
+        all_to_all_pct=100.0 * part.all_to_all_s / part.total_s,
+        experts_pct=100.0 * part.experts_s / part.total_s,
+        remote_pct=100.0 * part.remote / part.activations,
+        uneven=1.0,
+        decoding_pct=100.0,
+        steps=1,
+    )
+
+
+def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: DecodePrices) -> Found:
+    """The published steps; `more` is the placement with `extra` slots a rank."""
+    joint, link = bench.router("joint"), bench.served.model.topology.intra.name
+    replicas = Served(
+        part=part, configuration=REPLICATION, router="joint", extra_slots=extra, planner="demand", link=link
+    )
+    return {
+        Served(part, STANDARD, "round_robin", link=link): bench.outcome(bench.in_order, bench.router("round_robin")),
+        Served(part, ROUTING, "joint", link=link): bench.outcome(bench.in_order, joint),
+        replicas: bench.outcome(more, joint),
+        replicas._replace(configuration=SCHEDULING, budget="50 ms"): bench.outcome(more, joint, DecodeBatcher(prices)),
+    }
+
+
+class LearnedPrices(NamedTuple):
+    prices: DecodePrices
+    step_us: float
+    """Mean step time with all requests decoding."""
+
+
+def decode_prices(bench: GroupBench, placement: Placement) -> LearnedPrices:
+    """What a step costs by the requests of a rank: calibration requests at the whole load and at half of it."""
+    loop, spec, step_us, crossing = bench.known, bench.spec, list[float](), 0.0
+    loads = (loop.in_flight // 2, loop.in_flight)
+    for in_flight in loads:
+        parts = replace(loop, in_flight=in_flight).serve(placement, bench.router("joint")).parts
+        step_us.append(1e6 * float(np.mean([part.total_s for part in parts])))
+        share = float(np.mean([part.remote / part.activations for part in parts]))
+        crossing = share * spec.top_k * spec.num_moe_layers
+    remote_us = 2.0 * row_us(spec, loop.model.topology.intra)
+    slope = RANKS * (step_us[1] - step_us[0]) / (loads[1] - loads[0])
+    request_us = max(0.0, slope - remote_us * crossing)
+    fixed_us = max(0.0, step_us[1] - loads[1] / RANKS * (request_us + remote_us * crossing))
+    return LearnedPrices(DecodePrices(fixed_us, request_us, remote_us), step_us[1])
+
+
+def manager_of(spec: ModelSpec, settings: ActionSettings) -> ActionManager:
+    return ActionManager(Topology(RANKS), spec.hidden_size * BYTES_PER_VALUE, spec.expert_bytes(), settings)
+
+
+def replicated(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
+    """Experts in order, and in `extra` slots of a rank those that it asks for most and lacks, three copies at most."""
+    settings = ActionSettings(
+        extra_slots=extra, swap_top=0, replicate_top=4 * extra, max_actions=spec.num_experts, min_saving_s=0.0
+    )
+    held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
+    return placement_of(manager_of(spec, settings).cycle(asked, held).held, spec.num_experts // RANKS + extra)
+
+
+def evened(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
+    """The same slots, filled to even out the load whoever asks."""
+    slots = rebalance(asked.sum(axis=0), spec.num_experts + RANKS * extra, RANKS)
+    return Placement(slots, RANKS, spec.num_experts)
+
+
+def by_cluster(spec: ModelSpec, fitted: RouterFit) -> Placement:
+    """No replicas: every expert of a layer with the cluster of calibration requests that asks for it, as many each."""
+    asked = fitted.profiles.reshape(RANKS, spec.num_moe_layers, spec.num_experts).astype(np.float64)
+    settings = ActionSettings(extra_slots=0, min_saving_s=0.0)
+    held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
+    return placement_of(manager_of(spec, settings).rebalance(asked, held).held, spec.num_experts // RANKS)
+
+
+def slots_that_fit(spec: ModelSpec, dtype: WeightDtype, kv_tokens: int) -> int:
+    """Extra slots of a rank beside its part of the experts, all other weights and the KV cache of its requests."""
+    dense = sum(times * sum(n * k for n, k in shapes) for shapes, times in dense_shapes(spec))
+    others = BYTES_PER_WEIGHT[dtype] * (dense + 2 * spec.vocab_size * spec.hidden_size)
+    slot = spec.num_moe_layers * spec.expert_bytes(dtype)
+    experts_per_rank = spec.num_experts // RANKS
+    left = USABLE * DEVICE_BYTES - others - experts_per_rank * slot - kv_tokens * spec.kv_bytes_per_token
+    return max(0, min(spec.num_experts - experts_per_rank, int(left // slot)))

@@ -1,0 +1,262 @@
+"""Cells with shared prefixes: the joint router against its KV term alone and its expert term alone, on whole workers.
+
+Eight workers of both roles, each with all experts and a prefix cache of its own (:mod:`coterie.sim.fleet`). Prompts are
+as long as Mooncake's and arrive by a clock; the router is asked at arrival, when the KV term can still save prefill.
+
+A worker that holds all experts is as local as any other, so the expert term needs another meaning here, or it does
+nothing: a worker's *home experts* are those that its cluster of calibration requests activates most. The term then
+draws like requests together, which is what few distinct experts a step take.
+
+Shared prefixes and experts go together, as a topic's requests do: recordings are clustered by footprint, and requests
+that share a prefix replay recordings of one cluster. The router sees a prompt's own footprint, the best that a
+predictor could give. Both flatter the expert term.
+
+    share of a prompt that is a shared prefix    0, ¼, ½, ¾ (generated); and Mooncake's own prefixes, where its trace is
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.answers.fleet.bench import ROOM, STEADY_ARRIVALS, steady
+from coterie.costs.lines import DecodeStepPrices
+from coterie.costs.presets import step_model
+from coterie.costs.step import StepModel
+from coterie.errors import ConfigError
+from coterie.footprints.signatures import Signature
+from coterie.models import get_model
+from coterie.placement.holdings import bit_words
+from coterie.routing import Router, RouterFit, routers
+from coterie.routing.clustering import cluster
+from coterie.routing.joint import Joint
+from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
+from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests
+from coterie.sim.fleet.run import FleetConfig, run_fleet
+from coterie.traces import RequestTrace
+from coterie.traces.arrivals import LognormalLengths
+from coterie.types import BYTES_PER_WEIGHT
+from coterie_lab.suites.eldr.synthetic import MOONCAKE, SyntheticSize, load_arrivals
+from coterie_lab.suites.joint.cells import DEVICE_BYTES, SIZE, USABLE, split_trace
+
+WORKERS = 8
+PER_WORKER = 8
+"""Requests of a worker in the closed run that sets the rate."""
+LOAD = 0.7
+"""Rate of arrivals, as a share of what round robin serves where nothing is shared."""
+REQUESTS = 1200
+LONGEST_PROMPT = 16_384
+BLOCK_TOKENS = 512
+"""Tokens of a block, as in Mooncake's trace."""
+LENGTHS = LognormalLengths(8_000, 0.8, 340, 0.6, LONGEST_PROMPT)
+"""Lengths near those of Mooncake's conversations below 16,384 tokens."""
+SHARES = (0.0, 0.25, 0.5, 0.75)
+KINDS = 8
+"""Clusters of recordings."""
+FAMILIES = 8
+"""Shared prefixes of each kind; their popularity follows Zipf's law."""
+RECORDED, SYNTHETIC = "gpt-oss-20b", "qwen3-30b-a3b"
+LIGHT = 0.01
+"""Weight of uncached tokens at which a full worker weighs as much as 3,000 of them; published is 1, and 30."""
+
+ROUND_ROBIN, SHORTEST, LATENCY = "round robin", "shortest queue", "latency-aware"
+KV_ONLY, EXPERT_ONLY, JOINT, NO_HOMES = "KV only", "expert only", "joint", "joint, no home experts"
+LIGHT_KV, LIGHT_JOINT = "KV only, KV / 100", "joint, KV / 100"
+
+
+class Variant(NamedTuple):
+    router: str
+    settings: dict[str, float]
+    base: str | None
+    """Variant that it is compared with, on the same requests."""
+
+
+VARIANTS = {
+    ROUND_ROBIN: Variant("round_robin", {}, None),
+    SHORTEST: Variant("join_shortest_queue", {}, ROUND_ROBIN),
+    KV_ONLY: Variant("joint", {"experts": 0.0}, SHORTEST),
+    EXPERT_ONLY: Variant("joint", {"kv": 0.0}, SHORTEST),
+    JOINT: Variant("joint", {}, KV_ONLY),
+    NO_HOMES: Variant("joint", {}, KV_ONLY),
+    LIGHT_KV: Variant("joint", {"kv": LIGHT, "experts": 0.0}, SHORTEST),
+    LIGHT_JOINT: Variant("joint", {"kv": LIGHT}, LIGHT_KV),
+    LATENCY: Variant("latency_aware", {}, SHORTEST),
+}
+"""By configuration. The latency-aware router prices experts and load, and knows no prefixes."""
+
+
+class PrefixCell(NamedTuple):
+    trace: str
+    share: float | None
+    """Share of a prompt that is a shared prefix; None: Mooncake's own arrivals, lengths and prefixes."""
+    seed: int
+
+
+class PrefixOutcome(NamedTuple):
+    """Metrics of the steady part of a run."""
+
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_mean_ms: float
+    tpot_p99_ms: float
+    hit_pct: float
+    """Prompt tokens found in the worker's cache."""
+    experts_per_step: float
+    """Distinct experts of a layer in a decode step, steps weighted by their tokens."""
+    uneven: float
+    """Most loaded worker by the mean."""
+    postponed_pct: float
+    """Requests that had to wait for another use of their recording."""
+
+
+PrefixFound = dict[str, PrefixOutcome]
+
+
+def serve_prefix_cell(
+    cell: PrefixCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE
+) -> PrefixFound:
+    """Every variant on the same requests."""
+    _, recordings, fitted = split_trace(cell.trace, cell.seed, WORKERS, PER_WORKER, data, size)
+    model = step_model(get_model(cell.trace), "h200", "bf16")
+    config = FleetConfig(decode_workers=WORKERS, both=True, places=ROOM * PER_WORKER, kv_tokens=kv_tokens(model))
+    count = requests or REQUESTS
+    rate = LOAD * served_a_second(draw_shared(cell, recordings, count, data), model, config)
+    drawn = draw_shared(cell, recordings, count, data, rate)
+    price = DecodeStepPrices.of(
+        model, PER_WORKER, int(np.mean(drawn.prompt_tokens)), float(np.mean(drawn.output_tokens))
+    )
+    found: PrefixFound = {}
+    for name, variant in VARIANTS.items():
+        made: Router = routers.make(variant.router, {"fitted": fitted, "cost": price, "seed": 0}, **variant.settings)
+        fleet = fitted.fleet(config.places)
+        fleet.local = None if name == NO_HOMES else home_experts(fitted)
+        found[name] = _outcome(run_fleet(drawn, model, made, config, fleet=fleet, duplicates="postpone"))
+    return found
+
+
+def kv_tokens(model: StepModel) -> int:
+    """Tokens of KV beside the weights in a worker's memory."""
+    spec = model.spec
+    weights = spec.num_moe_layers * spec.num_experts * spec.expert_bytes(model.dtype)
+    others = 2 * spec.vocab_size * spec.hidden_size * BYTES_PER_WEIGHT["bf16"]
+    return int((USABLE * DEVICE_BYTES - weights - others) // spec.kv_bytes_per_token)
+
+
+def home_experts(fitted: RouterFit) -> NDArray[np.uint64]:
+    """[worker, layer, word] experts of each layer that a worker's cluster activates most, as many as `joint` counts."""
+    profiles = fitted.profiles.reshape(WORKERS, fitted.num_layers, fitted.num_experts)
+    most = min(Joint().top, fitted.num_experts // 2)
+    held = np.zeros(profiles.shape, bool)
+    np.put_along_axis(held, np.argsort(-profiles, axis=2, kind="stable")[:, :, :most], True, axis=2)
+    return bit_words(held)
+
+
+def kinds_of(recordings: Recordings, rng: Generator) -> NDArray[np.int64]:
+    """[recording] cluster of like footprints, as many in each."""
+    shown = recordings.footprint
+    assert shown is not None
+    signatures = Signature().fit(shown, shown, rng).transform_all(shown)
+    return cluster(signatures, KINDS, rng).labels
+
+
+def draw_shared(
+    cell: PrefixCell, recordings: Recordings, count: int, data: Path | None, rate: float | None = None
+) -> FleetRequests:
+    """Requests with shared prefixes; those that share one replay recordings of one kind."""
+    rng = np.random.default_rng([cell.seed, 9])
+    if cell.share is None:
+        if data is None:
+            raise ConfigError("Mooncake's prefixes need the folder of real data")
+        trace = load_arrivals(data / "requests" / MOONCAKE)
+        start = int(rng.integers(max(1, len(trace) - count + 1)))
+        trace = spread(trace.take(slice(start, start + count)))
+        kinds = inherited_kinds(trace, rng)
+    else:
+        kinds = rng.integers(KINDS, size=count)
+        trace = shared_prefixes(cell.share, kinds, rng)
+    drawn = draw_requests(recordings, len(trace), rng, trace, rate, LONGEST_PROMPT)
+    return replace(drawn, recorded=recordings_of(kinds, kinds_of(recordings, rng), rng))
+
+
+def shared_prefixes(share: float, kinds: NDArray[np.int64], rng: Generator) -> RequestTrace:
+    """Poisson arrivals whose prompts begin with a prefix of their family: `share` of the tokens, in whole blocks."""
+    count = len(kinds)
+    prompts, outputs = LENGTHS.draw(kinds, rng)
+    popularity = 1.0 / np.arange(1, FAMILIES + 1)
+    families = kinds * FAMILIES + rng.choice(FAMILIES, count, p=popularity / popularity.sum())
+    longest = LONGEST_PROMPT // BLOCK_TOKENS
+    own = KINDS * FAMILIES * longest + longest * np.arange(count)
+    blocks = []
+    for family, first, prompt in zip(families.tolist(), own.tolist(), prompts.tolist(), strict=True):
+        held, shared = prompt // BLOCK_TOKENS, round(share * prompt / BLOCK_TOKENS)
+        blocks.append(np.r_[family * longest + np.arange(min(shared, held)), first + np.arange(max(0, held - shared))])
+    times = np.cumsum(rng.exponential(1.0, count))
+    return RequestTrace(prompts, outputs, times, prefix_blocks=blocks, block_tokens=BLOCK_TOKENS)
+
+
+def spread(trace: RequestTrace) -> RequestTrace:
+    """The same requests, those of one time spread evenly until the next: Mooncake's clock ticks every 3 s."""
+    assert trace.arrival_s is not None
+    ticks, first, count = np.unique(trace.arrival_s, return_index=True, return_counts=True)
+    gaps = np.diff(ticks, append=ticks[-1] + (ticks[-1] - ticks[0]) / max(1, len(ticks) - 1))
+    within = (np.arange(len(trace)) - np.repeat(first, count)) / np.repeat(count, count)
+    return replace(trace, arrival_s=np.repeat(ticks, count) + within * np.repeat(gaps, count))
+
+
+def inherited_kinds(trace: RequestTrace, rng: Generator) -> NDArray[np.int64]:
+    """[request] kind of the request that brought its longest known prefix; a new one where that is one block at most.
+
+    All of Mooncake's conversations begin with the same block.
+    """
+    brought: dict[int, int] = {}
+    kinds = np.empty(len(trace), np.int64)
+    for row, blocks in enumerate(trace.prefix_blocks or ()):
+        known = [brought[block] for block in blocks[1:].tolist() if block in brought]
+        kinds[row] = known[-1] if known else rng.integers(KINDS)
+        for block in blocks[1:].tolist():
+            brought.setdefault(block, int(kinds[row]))
+    return kinds
+
+
+def recordings_of(kinds: NDArray[np.int64], clusters: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    """[request] recording of the request's kind, each kind's in turn: uses of one lie as far apart as can be."""
+    order = [rng.permutation(np.flatnonzero(clusters == kind)) for kind in range(KINDS)]
+    turns = np.zeros(KINDS, np.int64)
+    recorded = np.empty(len(kinds), np.int64)
+    for row, kind in enumerate(kinds.tolist()):
+        recorded[row] = order[kind][turns[kind] % len(order[kind])]
+        turns[kind] += 1
+    return recorded
+
+
+def served_a_second(requests: FleetRequests, model: StepModel, config: FleetConfig) -> float:
+    """Requests a second that round robin serves in a closed loop where nothing is shared."""
+    alone = replace(requests, arrival_s=None, blocks=None, block_offsets=None)
+    in_flight = WORKERS * PER_WORKER
+    run = run_fleet(alone, model, routers.make("round_robin"), config, in_flight=in_flight, duplicates="allow")
+    window = steady(run, in_flight)
+    ended = (run.finish_s >= window.since_s) & (run.finish_s < window.until_s)
+    return float(ended.sum() / (window.until_s - window.since_s))
+
+
+def _outcome(run: FleetRun) -> PrefixOutcome:
+    since, until = map(float, np.nanquantile(run.arrival_s, STEADY_ARRIVALS))
+    found = summarise_fleet(run, since_s=since, until_s=until)
+    load = found.worker_in_flight
+    return PrefixOutcome(
+        ttft_mean_ms=found.ttft.mean,
+        ttft_p50_ms=found.ttft.p50,
+        ttft_p99_ms=found.ttft.p99,
+        tpot_mean_ms=found.tpot.mean,
+        tpot_p99_ms=found.tpot.p99,
+        hit_pct=100.0 * found.cached_share,
+        experts_per_step=found.distinct_by_token,
+        uneven=float(load.max() / load.mean()),
+        postponed_pct=100.0 * run.postponed / len(run.arrival_s),
+    )

@@ -1,0 +1,139 @@
+"""Demand for experts by rank and window when requests are routed by domain, from real routing.
+
+A router that keeps domains together cuts the traffic, laid out domain after domain, into as many equal parts as there
+are ranks. When the shares of the domains change, the cuts move, and a rank sees other requests than before. What is
+real is the routing: every domain's distribution over experts is counted from recorded requests. What is made is their
+arrival: which requests come in which window, and how the shares wander. Requests that a placement is planned on are
+never among those it is scored on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.answers.suites import SuiteOptions
+from coterie.errors import TraceError
+from coterie.footprints import footprint
+from coterie.traces import ActivationTrace, LoadTable
+from coterie.traces.readers import kind_of, read_trace
+
+Array = NDArray[np.float64]
+
+TRACES = ("glm-5.2", "deepseek-v2-lite", "gpt-oss-20b")
+"""Folders under activations/ of the real data."""
+MAX_LAYERS = 15
+"""Layers that are computed, taken evenly: actions are decided layer by layer, and layers differ little in this."""
+MIN_REQUESTS = 4
+"""A domain has at least so many, half to plan on and half to score on; smaller ones are left out."""
+
+AREAS: dict[str, tuple[str, ...]] = {
+    "maths": ("math", "algebra", "statistics", "logic", "econometrics"),
+    "physics": ("physic", "mechanics", "astro", "electromagn", "optics", "photonics"),
+    "chemistry": ("chem",),
+    "life": ("bio", "medic", "anatomy", "genetic", "clinical", "health", "nutrition", "virology", "aging", "sexuality"),
+    "computing": ("computer", "machine", "security", "engineering"),
+    "law": ("law", "juris", "politic", "policy", "government", "foreign"),
+    "business": ("business", "economic", "accounting", "marketing", "management", "public_relations"),
+    "society": ("history", "philosophy", "moral", "religion", "psychology", "sociology", "geography", "fallacies"),
+}
+"""Areas of gpt-oss-20b's many small categories; the first match counts, the rest form one more area."""
+
+
+class Domains(NamedTuple):
+    """Recorded routing by domain."""
+
+    model: str
+    requests: Mapping[str, Array]
+    """Domain → [request or shard, layer, expert] activations."""
+    left_out: int
+    """Requests in domains that were too small."""
+
+    @property
+    def num_experts(self) -> int:
+        return int(next(iter(self.requests.values())).shape[2])
+
+
+class Windows(NamedTuple):
+    """Demand [rank, layer, expert] of the time before, and of each window after; every rank's sums to 1 in a layer."""
+
+    planned_on: Array
+    scored_on: Array
+    """[window, rank, layer, expert]"""
+
+
+def read_domains(path: Path, options: SuiteOptions) -> Domains:
+    trace = read_trace(path, options.trace_format)
+    groups: dict[str, list[Array]] = {}
+    if isinstance(trace, LoadTable):
+        for label, counts in zip(trace.labels or (), trace.counts, strict=True):
+            if "/" in label:  # the others are sums of these
+                groups.setdefault(label.split("/")[0], []).append(counts.astype(np.float64))
+        model = trace.model
+    elif isinstance(trace, ActivationTrace):
+        model, labels = trace.meta.model, trace.requests.domains
+        if labels is None:
+            raise TraceError(path, "domains", "found none; requests must say what they are about")
+        for index, label in enumerate(labels):
+            counts = footprint(trace.request(index).expert_ids, trace.meta.num_experts)
+            groups.setdefault(area_of(label, len(set(labels))), []).append(counts.astype(np.float64))
+    else:
+        raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected 'activations' or 'load'")
+    kept = {name: group for name, group in sorted(groups.items()) if len(group) >= MIN_REQUESTS}
+    if len(kept) < 2:
+        raise TraceError(path, "domains", f"found {len(kept)} of at least {MIN_REQUESTS} requests, expected 2 or more")
+    left_out = sum(len(group) for name, group in groups.items() if name not in kept)
+    return Domains(model, {name: _some_layers(np.stack(group)) for name, group in kept.items()}, left_out)
+
+
+def area_of(label: str, labels: int) -> str:
+    """The area of a category, where there are many of them; else the category itself."""
+    if labels <= 2 * len(AREAS):
+        return label
+    low = label.lower()
+    return next((area for area, words in AREAS.items() if any(word in low for word in words)), "other")
+
+
+def _some_layers(counts: Array) -> Array:
+    layers = counts.shape[1]
+    return counts[:, np.unique(np.linspace(0, layers - 1, min(layers, MAX_LAYERS)).round().astype(int))]
+
+
+def make_windows(domains: Domains, ranks: int, windows: int, wander: float, seed: int) -> Windows:
+    """`wander` is the spread, in natural logarithms, that the domains' shares have gained by the last window."""
+    rng = np.random.default_rng([seed, zlib.crc32(domains.model.encode())])
+    names = list(domains.requests)
+    even = np.ones(len(names))
+    before = np.stack([_mean(domains.requests[name][0::2]) for name in names])
+    walk = np.cumsum(rng.standard_normal((windows, len(names))), axis=0) * wander / np.sqrt(windows)
+    scored = [by_rank(_drawn(domains, names, rng), np.exp(step), ranks) for step in walk]
+    return Windows(by_rank(before, even, ranks), np.stack(scored))
+
+
+def _drawn(domains: Domains, names: list[str], rng: Generator) -> Array:
+    """[domain, layer, expert] of as many requests as are kept for scoring, drawn from them with repetition."""
+    parts = []
+    for name in names:
+        kept = domains.requests[name][1::2]
+        parts.append(_mean(kept[rng.integers(0, len(kept), len(kept))]))
+    return np.stack(parts)
+
+
+def _mean(requests: Array) -> Array:
+    """[layer, expert] shares of the tokens of all of them."""
+    total = requests.sum(axis=0)
+    return np.asarray(total / total.sum(axis=1, keepdims=True))
+
+
+def by_rank(domains: Array, shares: Array, ranks: int) -> Array:
+    """[rank, layer, expert] from [domain, layer, expert]: each rank takes an equal part of the traffic, in order."""
+    edges = np.concatenate([[0.0], np.cumsum(shares) / shares.sum()])
+    low, high = np.arange(ranks)[:, None] / ranks, np.arange(1, ranks + 1)[:, None] / ranks
+    part = np.clip(np.minimum(high, edges[1:]) - np.maximum(low, edges[:-1]), 0.0, None) * ranks  # [rank, domain]
+    return np.asarray(np.tensordot(part, domains, 1))

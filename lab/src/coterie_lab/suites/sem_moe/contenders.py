@@ -1,0 +1,206 @@
+"""What is served and by whom: recorded requests in two parts, and contenders that place experts and requests.
+
+A fifth of the recorded requests is for fitting, the rest is served, as published. Requests of one domain are alike, so
+a request's affinity to a rank is the share of its prompt's activations on that rank's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.presets import step_model
+from coterie.costs.step import StepModel
+from coterie.dispatch.requests import schedule_requests
+from coterie.errors import ConfigError
+from coterie.footprints.counting import footprint
+from coterie.models import get_model
+from coterie.placement import Items, Load, Objective, planners
+from coterie.placement.holdings import held_by
+from coterie.sim.fleet.requests import FleetRequests, Recordings, order_apart, split_recordings
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.readers import read_as
+from coterie.types import Link, ModelSpec, Placement, Topology
+from coterie_lab.suites.eldr.fleets import TRACES
+from coterie_lab.suites.sem_moe.samples import transitions_of
+
+RANKS = 8
+FIT_SHARE = 0.2
+BASELINES = ("popularity", "moetuner")
+"""Planners whose experts are placed and whose requests go round robin."""
+CO_SCHEDULED = ("sem_moe", "co_cluster")
+"""Planners whose requests go to the rank of their experts."""
+STEP_TOKENS = 2048 * RANKS
+"""Tokens of a step for which planners price a placement: a full chunk on every rank."""
+
+Schedule = Literal["rounds", "least_busy"]
+"""rounds: every rank takes one request of a round (round robin without affinity), as published. least_busy: among the
+ranks with the least of prompts to compute when the request arrives (:meth:`ServingGroup.serve` without ranks)."""
+
+
+class Contender(NamedTuple):
+    """A placement, and where requests or tokens go. Without either, requests go round robin and tokens in order."""
+
+    name: str
+    placement: Placement
+    affinity: NDArray[np.float64] | None = None
+    """[recording, rank] of the requests served: they go to the rank of highest affinity that their schedule allows."""
+    schedule: Schedule = "rounds"
+    token_ranks: NDArray[np.integer] | None = None
+    """[layer, row of the recordings] predicted rank of a token, or -1."""
+    baseline: bool = True
+    """Whether it is what co-scheduling is compared with."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServingBench:
+    """Recorded requests of one model, split by one seed."""
+
+    trace: str
+    seed: int
+    spec: ModelSpec
+    fit: Recordings
+    test: Recordings
+
+    @property
+    def linear(self) -> Placement:
+        return Placement.linear(self.spec.num_moe_layers, self.spec.num_experts, RANKS)
+
+    @property
+    def load(self) -> Load:
+        """Tokens per expert of all that is for fitting, as steps of STEP_TOKENS."""
+        tokens = footprint(self.fit.expert_ids, self.spec.num_experts).astype(np.float64)
+        return Load(tokens, steps=len(self.fit.expert_ids) / STEP_TOKENS)
+
+    def model(self, link: Link) -> StepModel:
+        return step_model(self.spec, "h200", "bf16", Topology(RANKS, intra=link))
+
+    def requests(self, recordings: Recordings, count: int, prompt_tokens: int, output_tokens: int) -> FleetRequests:
+        """Uses of recordings, as far apart as half of them allows."""
+        recorded = order_apart(len(recordings), count, np.random.default_rng([self.seed, 1]))
+        return FleetRequests(recordings, recorded, np.full(count, prompt_tokens), np.full(count, output_tokens))
+
+    def arrivals(self, count: int) -> NDArray[np.float64]:
+        """[request] Poisson arrivals at one a second; other rates are the same arrivals, faster."""
+        return np.cumsum(np.random.default_rng([self.seed, 2]).exponential(1.0, count))
+
+
+@lru_cache(maxsize=4)
+def bench_of(data: Path, trace: str, seed: int) -> ServingBench:
+    recorded = read_as(ActivationTrace, data / "activations" / TRACES[trace])
+    order = np.random.default_rng([seed, 0]).permutation(recorded.num_requests)
+    cut = max(1, round(FIT_SHARE * len(order)))
+    fit, test = (split_recordings(recorded, np.sort(part)) for part in (order[:cut], order[cut:]))
+    return ServingBench(trace, seed, get_model(trace), fit, test)
+
+
+def affinity_to(placement: Placement, recordings: Recordings) -> NDArray[np.float64]:
+    """[recording, rank] share of its prompt's activations that the rank's experts serve.
+
+    It knows the prompt's own experts, which are known only once it was computed: a bound for tables of tokens.
+    """
+    if recordings.footprint is None:
+        raise ConfigError("recordings have no footprint; a request's affinity needs one")
+    asked = np.asarray(recordings.footprint, np.float64).reshape(len(recordings), -1)
+    here = held_by(placement).reshape(placement.num_ranks, -1).astype(np.float64)
+    return np.asarray(asked @ here.T / asked.sum(axis=1, keepdims=True))
+
+
+def best_token_ranks(placement: Placement, recordings: Recordings) -> NDArray[np.int64]:
+    """[layer, row] the rank with most of a token's experts: what a perfect predictor would say."""
+    ids, layers = recordings.expert_ids, placement.num_layers
+    found = np.empty((layers, len(ids)), np.int64)
+    for layer in range(layers):
+        ranks = np.argsort(placement.slot_experts[layer])[ids[:, layer].astype(np.int64)] // placement.slots_per_rank
+        counts = (ranks[:, :, None] == np.arange(placement.num_ranks)).sum(axis=1)
+        found[layer] = counts.argmax(axis=1)
+    return found
+
+
+class Serving(NamedTuple):
+    """How a contender's requests find their ranks, as :meth:`ServingGroup.serve` takes it."""
+
+    ranks: NDArray[np.int64] | None
+    """[request] ranks known beforehand; None: decided when a request arrives."""
+    affinity: NDArray[np.float64] | None
+
+
+def serving_of(contender: Contender, recorded: NDArray[np.int64]) -> Serving:
+    if contender.schedule == "least_busy":
+        return Serving(None, contender.affinity)
+    if contender.affinity is None:
+        return Serving(np.arange(len(recorded)) % contender.placement.num_ranks, None)
+    return Serving(schedule_requests(contender.affinity[recorded]).ranks, None)
+
+
+def fitted_counts(bench: ServingBench) -> NDArray[np.int64]:
+    """[recording, layer, expert] activations of each request for fitting, all of its tokens."""
+    records = bench.fit
+    ends = records.decode_row + records.decode_rows
+    return np.stack(
+        [
+            footprint(records.expert_ids[first:end], bench.spec.num_experts)
+            for first, end in zip(records.prompt_row, ends, strict=True)
+        ]
+    ).astype(np.int64)
+
+
+def planned(bench: ServingBench, name: str, link: Link, context: Mapping[str, Any]) -> Placement:
+    """The placement of a registered planner for the load that is for fitting; moving is free before serving."""
+    model = bench.model(link)
+    objective = Objective.of(model, STEP_TOKENS, horizon=1e9)
+    planner = planners.make(name, {"objective": objective, **context})
+    return planner.plan(bench.load, model.topology, bench.linear).placement
+
+
+def default_contenders(
+    bench: ServingBench, link: Link, context: Mapping[str, Any] | None = None
+) -> tuple[list[Contender], list[str]]:
+    """Vanilla, requests by queue or affinity alone, and every planner that is registered; notes on those left out.
+
+    Planners are offered requests as `items`, and `transitions`; `context` replaces or adds to these.
+    """
+    counts = fitted_counts(bench)
+    offered = {
+        "items": Items.of_counts(counts, counts[:, 0].sum(axis=1) / bench.spec.top_k, one_rank=True),
+        "transitions": transitions_of(bench.fit.expert_ids, bench.spec.num_experts),
+        "seed": bench.seed,
+        **(context or {}),
+    }
+    found = [
+        Contender("vanilla", bench.linear),
+        Contender("vanilla, least busy", bench.linear, schedule="least_busy"),
+        Contender("affinity", bench.linear, affinity_to(bench.linear, bench.test), baseline=False),
+    ]
+    notes = []
+    for name in (*BASELINES, *CO_SCHEDULED):
+        if name not in planners:
+            notes.append(f"{bench.trace}: planner {name!r} is not registered; it was not served.")
+            continue
+        try:
+            placement = planned(bench, name, link, offered)
+        except ConfigError as error:
+            notes.append(f"{bench.trace}: planner {name!r} was not served: {error}")
+            continue
+        if name in CO_SCHEDULED:
+            found.append(
+                Contender(
+                    name=name,
+                    placement=placement,
+                    affinity=affinity_to(placement, bench.test),
+                    schedule="rounds" if name == "sem_moe" else "least_busy",
+                    token_ranks=best_token_ranks(placement, bench.test),
+                    baseline=False,
+                )
+            )
+        else:
+            found.append(Contender(name, placement))
+            if name == "popularity":
+                found.append(Contender(f"{name}, least busy", placement, schedule="least_busy"))
+    return found, notes

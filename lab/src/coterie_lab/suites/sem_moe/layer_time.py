@@ -1,0 +1,328 @@
+"""Time of a MoE layer against the local activation rate, by regime: where does co-scheduling pay?
+
+A layer on 8 ranks, each with as many tokens, load even over experts and ranks:
+
+    layer = routing + shared experts + experts + dispatch and combine of  tokens x top-k x (1 - rate)  rows
+
+Deduplicated dispatch sends a token once to a rank that holds several of its experts: remote experts are then spread by
+chance over the other ranks. Wrong where the rate rises together with skew: the slowest rank decides, and it is not the
+mean. Link rates are vendors' unless the device's preset holds measured collectives; kernels' own cost of packing and
+synchronising is not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from coterie.answers.figures import Theme, write_figure
+from coterie.answers.suites import Report, SuiteOptions
+from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us, uniform_locality
+from coterie.costs.presets import load_preset, measured_link, step_model
+from coterie.costs.step import Batch, StepModel
+from coterie.models import get_model
+from coterie.types import INFINIBAND_400G, NVLINK4, Link, ModelSpec, Topology
+
+PART, SAVING = "layer_time", "layer_saving"
+RANKS = 8
+MODELS = ("deepseek-v2-lite", "qwen3-30b-a3b", "gpt-oss-20b")
+TOKENS = {"decode": (16, 64, 256), "prefill": (1024, 4096, 16384)}
+"""Tokens of a rank in a step, by phase."""
+RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Local activation rates beside that of chance; the last is the bar without any communication."""
+DISPATCHES = ("per activation", "deduplicated")
+CONTEXT = 1024
+"""Cached tokens of a request that decodes, and length of a prompt."""
+PUBLISHED_SHARE = 59.2
+"""Communication in percent of MoE layers' latency: DeepSeek-V2-Lite on 8 GPUs."""
+RAISED = {"deepseek-v2-lite": (37.0, 41.8), "qwen3-30b-a3b": (43.0, 46.6)}
+"""Model → published rise of the local activation rate, in percent or in points, and percent of the layer's time."""
+
+SMALL_PCT = 5.0
+"""Percent of a step that is too little to schedule for."""
+
+Row = dict[str, Any]
+
+
+class LayerTime(NamedTuple):
+    """Microseconds of one MoE layer."""
+
+    compute_us: float
+    """Routing, shared experts and experts."""
+    all_to_all_us: float
+
+    @property
+    def total_us(self) -> float:
+        return self.compute_us + self.all_to_all_us
+
+
+def links() -> tuple[Link, ...]:
+    """NVLink as measured where the preset has it, and InfiniBand."""
+    preset = load_preset("h200")
+    return (NVLINK4 if preset.all_to_all is None else measured_link(preset), INFINIBAND_400G)
+
+
+def locality_at(rate: float, spec: ModelSpec, ranks: int = RANKS) -> Locality:
+    """Experts of a token at a local activation rate; those elsewhere are spread by chance over the other ranks."""
+    remote = spec.top_k * (1.0 - rate)
+    whole = int(remote)
+    ends = [_distinct_ranks(spec, one, ranks) for one in (whole, min(whole + 1, spec.top_k))]
+    return Locality(spec.top_k * rate, remote, ends[0] + (remote - whole) * (ends[1] - ends[0]), 0.0)
+
+
+def _distinct_ranks(spec: ModelSpec, remote: int, ranks: int) -> float:
+    """Expected ranks that hold one of `remote` experts, drawn from those of all ranks but the token's own."""
+    if not remote:
+        return 0.0
+    others = ranks - 1
+    elsewhere = uniform_locality(spec.num_experts * others // ranks, remote, Topology(others))
+    return elsewhere.remote_ranks * others / (others - 1)
+
+
+def layer_time(model: StepModel, tokens: int, rate: float, dispatch: str) -> LayerTime:
+    """A layer with `tokens` on every rank; load is even."""
+    spec, ranks = model.spec, model.topology.num_ranks
+    found = locality_at(rate, spec, ranks)
+    if dispatch == "deduplicated":
+        found = found._replace(remote=found.remote_ranks)
+    exchange = all_to_all_us(ExchangeTraffic.of(found, spec, tokens), model.topology)
+    return LayerTime(compute_us(model, tokens), exchange)
+
+
+def compute_us(model: StepModel, tokens: int) -> float:
+    spec, ranks = model.spec, model.topology.num_ranks
+    rows = np.full(spec.num_experts // ranks, ranks * tokens * spec.top_k / spec.num_experts)
+    experts = model.experts_us(rows, tokens)
+    bare = replace(model, spec=replace(spec, shared_intermediate_size=0))
+    shared = (model.dense_s(tokens) - bare.dense_s(tokens)) / spec.num_moe_layers
+    return model.routing_us(tokens) + experts + 1e6 * shared
+
+
+def rest_us(model: StepModel, phase: str, tokens: int) -> float:
+    """Everything of a step that is not in a MoE layer, by MoE layer."""
+    spec = model.spec
+    prompts = max(1, tokens // CONTEXT)
+    batch = Batch(tokens, tokens * CONTEXT) if phase == "decode" else Batch(0, 0, tokens, 0, prompts)
+    bare = replace(model, spec=replace(spec, shared_intermediate_size=0))
+    return 1e6 * (model.attention_s(batch) + bare.dense_s(tokens, batch.outputs)) / spec.num_moe_layers
+
+
+class Regime(NamedTuple):
+    """What a layer's time depends on besides the rate."""
+
+    model: str
+    phase: str
+    tokens: int
+    link: Link
+    dispatch: str
+
+    def step_model(self) -> StepModel:
+        return step_model(get_model(self.model), "h200", "bf16", Topology(RANKS, intra=self.link))
+
+    @property
+    def columns(self) -> Row:
+        return {
+            "model": self.model,
+            "phase": self.phase,
+            "tokens_per_rank": self.tokens,
+            "link": self.link.name,
+            "dispatch": self.dispatch,
+        }
+
+
+def regimes() -> list[Regime]:
+    return [
+        Regime(model, phase, tokens, link, dispatch)
+        for model in MODELS
+        for phase, sizes in TOKENS.items()
+        for tokens in sizes
+        for link in links()
+        for dispatch in DISPATCHES
+    ]
+
+
+def layer_time_rows(options: SuiteOptions, report: Report) -> list[Row]:
+    """Rows of part `layer_time` (a rate each) and `layer_saving` (a reading of the published rise each)."""
+    del options  # nothing of it is read: no trace, no chance
+    rows: list[Row] = []
+    wanted = regimes()
+    for done, regime in enumerate(wanted):
+        report("Layer time", done, len(wanted))
+        model = regime.step_model()
+        rows += _rate_rows(regime, model)
+        rows += _saving_rows(regime, model)
+    return rows
+
+
+def _rate_rows(regime: Regime, model: StepModel) -> list[Row]:
+    chance, rest = 1.0 / RANKS, rest_us(model, regime.phase, regime.tokens)
+    vanilla = layer_time(model, regime.tokens, chance, regime.dispatch)
+    rows = []
+    for rate in (chance, *RATES):
+        found = layer_time(model, regime.tokens, rate, regime.dispatch)
+        share = 100.0 * found.all_to_all_us / found.total_us
+        known = regime.model == "deepseek-v2-lite" and rate == chance
+        rows.append(
+            {"part": PART}
+            | regime.columns
+            | {
+                "local_activation_rate": rate,
+                "all_to_all_us": found.all_to_all_us,
+                "layer_us": found.total_us,
+                "communication_pct": share,
+                "communication_of_step_pct": 100.0 * found.all_to_all_us / (found.total_us + rest),
+                "saving_pct": 100.0 * (1.0 - found.total_us / vanilla.total_us),
+                "published": {"communication_pct": PUBLISHED_SHARE} if known else None,
+            }
+        )
+    return rows
+
+
+def _saving_rows(regime: Regime, model: StepModel) -> list[Row]:
+    if regime.model not in RAISED:
+        return []
+    rise, published = RAISED[regime.model]
+    chance = 1.0 / RANKS
+    vanilla = layer_time(model, regime.tokens, chance, regime.dispatch).total_us
+    rows = []
+    for reading, rate in (("points", chance + rise / 100.0), ("ratio", chance * (1.0 + rise / 100.0))):
+        found = layer_time(model, regime.tokens, rate, regime.dispatch).total_us
+        rows.append(
+            {"part": SAVING}
+            | regime.columns
+            | {
+                "reading": reading,
+                "local_activation_rate": rate,
+                "layer_us": found,
+                "saving_pct": 100.0 * (1.0 - found / vanilla),
+                "published": {"saving_pct": published, "rise": rise},
+            }
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- in words
+
+
+def layer_time_notes(rows: Sequence[Row]) -> list[str]:
+    """Where communication is a large part of a layer, and what of the published figures can follow from it."""
+    vanilla = [row for row in rows if row["part"] == PART and row["local_activation_rate"] == 1.0 / RANKS]
+    whole = [row for row in rows if row["part"] == PART and row["local_activation_rate"] == 1.0]
+    notes = [
+        "Layer time: even load, 8 H200 by the calibrated model, no overlap of exchange and experts. "
+        + (
+            "No collective was measured on this device: links have the vendors' rates."
+            if load_preset("h200").all_to_all is None
+            else "NVLink as measured."
+        )
+    ]
+    for phase, sizes in TOKENS.items():
+        for link in links():
+            mine = [row for row in vanilla if (row["phase"], row["link"]) == (phase, link.name)]
+            most = [row["saving_pct"] for row in whole if (row["phase"], row["link"]) == (phase, link.name)]
+            of_step = ", ".join(
+                f"{_span([row for row in mine if row['tokens_per_rank'] == size], 'communication_of_step_pct')} at "
+                f"{size:,} tokens a rank"
+                for size in sizes
+            )
+            notes.append(
+                f"{phase} on {link.name}: at the rate of chance, 1/{RANKS}, communication is "
+                f"{_span(mine, 'communication_pct')} of a MoE layer; of a step {of_step}. If nothing crossed, a layer "
+                f"would take {min(most):.0f} to {max(most):.0f}% less. {_pays(mine)}"
+            )
+    return [*notes, _share_note(vanilla), *_saving_notes(rows)]
+
+
+def _span(rows: Sequence[Row], key: str) -> str:
+    values = [row[key] for row in rows]
+    return f"{min(values):.1f} to {max(values):.1f}%"
+
+
+def _pays(rows: Sequence[Row]) -> str:
+    """By the step of the median regime: what co-scheduling could save at most."""
+    step = float(np.median([row["communication_of_step_pct"] for row in rows]))
+    if step < SMALL_PCT:
+        return f"Co-scheduling cannot pay much here: the median step has {step:.1f}% to save."
+    return f"Co-scheduling can pay here, by what it removes of {step:.0f}% of the median step."
+
+
+def _share_note(vanilla: Sequence[Row]) -> str:
+    mine = [row for row in vanilla if row["model"] == "deepseek-v2-lite" and row["phase"] == "prefill"]
+    near = min(mine, key=lambda row: abs(row["communication_pct"] - PUBLISHED_SHARE))
+    model = Regime("deepseek-v2-lite", "prefill", 4096, links()[0], DISPATCHES[0]).step_model()
+    compute, spec = compute_us(model, 4096), model.spec
+    wanted_us = compute * PUBLISHED_SHARE / (100.0 - PUBLISHED_SHARE)
+    nbytes = ExchangeTraffic.of(locality_at(1.0 / RANKS, spec), spec, 4096).intra_bytes
+    rate = nbytes / (wanted_us / 2.0 * 1e-6 - model.topology.intra.latency_s)
+    return (
+        f"Published: communication is {PUBLISHED_SHARE}% of MoE layers, DeepSeek-V2-Lite on 8 GPUs. Nearest of ours: "
+        f"{near['communication_pct']:.1f}% ({near['tokens_per_rank']} tokens a rank, {near['link']}, "
+        f"{near['dispatch']}). At 4,096 tokens a rank and one copy per activation that share needs an all-to-all of "
+        f"{rate / 1e9:.0f} GB/s a rank, not the link's {model.topology.intra.bytes_per_s / 1e9:.0f}: launches, "
+        "packing and waiting for the slowest rank are in a measured share, and not in ours."
+    )
+
+
+def _saving_notes(rows: Sequence[Row]) -> list[str]:
+    notes = []
+    for name, (rise, published) in RAISED.items():
+        mine = [row for row in rows if row["part"] == SAVING and row["model"] == name]
+        words = [_reading([row for row in mine if row["reading"] == reading]) for reading in ("points", "ratio")]
+        removed = 100.0 * (rise / 100.0) / (1.0 - 1.0 / RANKS)
+        notes.append(
+            f"Published: {name}'s local activation rate up by {rise:g}%, its layer {published}% faster: "
+            + "; ".join(words)
+            + f". A rise of {rise:g} points removes {removed:.0f}% of what crosses: with {PUBLISHED_SHARE}% of a layer "
+            f"in communication that is {PUBLISHED_SHARE * removed / 100:.0f}% of the layer, so {published}% needs more "
+            "than fewer bytes (the reduce-scatter in place of the all-reduce, or better balance)."
+        )
+    return notes
+
+
+def _reading(rows: Sequence[Row]) -> str:
+    spans = [
+        f"{_span([row for row in rows if (row['phase'], row['link']) == (phase, link.name)], 'saving_pct')} "
+        f"in {phase} on {link.name}"
+        for phase in TOKENS
+        for link in links()
+    ]
+    rate = rows[0]["local_activation_rate"]
+    return f"read as {rows[0]['reading']} ({100 / RANKS:.1f} to {100 * rate:.1f}%) ours saves " + ", ".join(spans)
+
+
+# ---------------------------------------------------------------------------------------------------- figure
+
+FIGURE = "sem-moe-layer-time"
+DRAWN = {"decode": 64, "prefill": 4096}
+"""Tokens a rank of the two panels."""
+
+
+def draw_layer_time(folder: Path, rows: Sequence[Row], model: str = "deepseek-v2-lite") -> list[Path]:
+    """Write PDF and PNG: layer time against the local activation rate, decode and prefill."""
+    return write_figure(partial(_fill, rows, model), folder, FIGURE, 3.4)
+
+
+def _fill(rows: Sequence[Row], model: str, figure: Figure, theme: Theme) -> None:
+    panels = figure.subplots(1, len(DRAWN), sharey=True)
+    for axes, (phase, tokens) in zip(panels, DRAWN.items(), strict=True):
+        series = [(link.name, dispatch) for link in links() for dispatch in DISPATCHES]
+        for color, (link, dispatch) in zip(theme.series, series, strict=True):
+            wanted = (PART, model, tokens, link, dispatch)
+            keys = ("part", "model", "tokens_per_rank", "link", "dispatch")
+            mine = [row for row in rows if tuple(row[key] for key in keys) == wanted]
+            rate = [row["local_activation_rate"] for row in mine]
+            left = [100.0 - row["saving_pct"] for row in mine]
+            axes.plot(rate, left, color=color, marker="o", ms=3.5, label=f"{link}, {dispatch}")
+        rise, saved = RAISED[model]
+        axes.plot(1.0 / RANKS + rise / 100.0, 100.0 - saved, color=theme.text, marker="x", ms=7, mew=1.8, ls="none")
+        axes.set(xlabel="local activation rate", title=f"{phase}, {tokens:,} tokens a rank", ylim=(0, 105))
+        axes.grid(axis="y")
+    panels[0].set_ylabel("MoE layer, % of its time at 1/8")
+    panels[0].plot([], [], color=theme.text, marker="x", ls="none", label="published, read as points")
+    panels[0].legend(fontsize=8, loc="lower left")

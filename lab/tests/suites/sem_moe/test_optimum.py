@@ -1,0 +1,78 @@
+"""Gaps to the optimum: none is negative, planted clusters have none, and rows have what they must."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie.answers.suites import SuiteOptions
+from coterie.placement import Items
+from coterie.traces import ActivationTrace, TraceMeta
+from coterie_lab.suites.sem_moe.optimum import (
+    EXPERTS,
+    ITEMS,
+    THETA,
+    draw_instance,
+    optimum_gaps,
+    optimum_notes,
+    optimum_rows,
+)
+
+
+def quiet(doing: str, done: int, total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("background", [0.0, 0.1])
+def test_planted_clusters_have_no_gap(background: float) -> None:
+    """Items of even and odd numbers activate even and odd experts; a background is remote wherever they are."""
+    same = np.arange(ITEMS)[:, None] % 2 == np.arange(4)[None] % 2
+    items = Items.of_counts(np.where(same, 1.0, background)[:, None], np.ones(ITEMS))
+    for theta in THETA.values():
+        gaps = optimum_gaps(items, 4, 2, theta, 0)
+        assert gaps is not None
+        assert gaps == pytest.approx({"sem_moe": 0.0, "co_cluster": 0.0}, abs=1e-9)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_instance_has_the_hottest_experts_with_their_shares(alike: bool) -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.poisson(3.0, (30, 2, 20)) * np.linspace(2.0, 0.1, 20)
+    fitted = Items.of_counts(counts, np.full(30, 50.0), one_rank=True)
+    found = draw_instance(fitted, 20, 4, np.random.default_rng(1), alike=alike)
+    assert (len(found), found.num_layers, found.one_rank) == (ITEMS, 1, True)
+    assert set(found.frequency.tolist()) == {1.0 if alike else 50.0}
+    load = fitted.load(20)
+    per_token = found.weights.sum() / len(found)
+    hottest = np.sort(load, axis=1)[:, -EXPERTS:].sum(axis=1) / fitted.frequency.sum()
+    assert min(abs(per_token / hottest - 1)) < 0.2, "the shares of items are kept, not scaled"
+
+
+def test_rows_are_whole_and_no_gap_is_negative(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 30, 1200).astype(np.int32)
+    prefers = rng.random((30, 2, 4))
+    ids = np.argsort(-(prefers[tokens] + rng.random((1200, 2, 4))), axis=-1)[..., :2]
+    trace = ActivationTrace.from_arrays(
+        TraceMeta("drawn", 4, 2, 2), ids.astype(np.uint8), np.arange(0, 1201, 20), token_ids=tokens
+    )
+    trace.save(tmp_path / "drawn")
+    rows = optimum_rows(SuiteOptions(trace=tmp_path / "drawn", seeds=(0,)), quiet, {4: 1, 2: 2})
+    kinds = {(row["items"], row["ranks"], row["measure"], row["planner"]) for row in rows}
+    assert len(kinds) == len(rows) == 2 * 2 * 2, "4 experts are too few for 4 ranks"
+    for row in rows:
+        assert row["part"] == "optimum"
+        assert row["instances"] == row["proven"] == 2
+        assert -1e-9 <= row["gap_pct"] <= row["worst_gap_pct"]
+        assert row["gap_low"] <= row["gap_pct"] <= row["gap_high"]
+        assert row["published"] is None
+    notes = optimum_notes(rows)
+    assert "8 of 8 were proven" in notes[0]
+    assert notes[1].startswith("drawn, ")
+    assert "of 2 cases at the same balance" in notes[-1]
+
+
+def test_no_data_makes_no_rows(tmp_path: Path) -> None:
+    assert optimum_notes(optimum_rows(SuiteOptions(data=tmp_path), quiet)) == []

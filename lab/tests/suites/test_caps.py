@@ -1,0 +1,176 @@
+"""The CAPS suite: its structure, one cell of it, and that it is deterministic. The full evaluation is a command."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coterie.answers.batches.drawn import DRAWN
+from coterie.answers.runs import error_bars, in_parallel, interval, told_apart, with_ends, with_half
+from coterie.answers.suites import SuiteOptions
+from coterie.batching import strategies
+from coterie.errors import UnknownNameError
+from coterie.types import Interval
+from coterie_lab.suites.caps.published import BURSTY, RATES, TOP_SIX, published
+from coterie_lab.suites.caps.suite import Cell, paper_results, run, run_cell
+
+SMALL = SuiteOptions(requests=300, seeds=(1, 2), rates=(150.0, 300.0), strategies=("greedy_variance", "latency_aware"))
+
+
+def silent(doing: str, done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """Starting processes takes longer than these runs; that they give the same is tested on its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return run(SMALL, silent)
+
+
+def test_rows_have_what_is_promised(small: Any) -> None:
+    keys = {
+        "pattern",
+        "rate",
+        "strategy",
+        "p99_reduction_pct",
+        "throughput_gain_pct",
+        "imbalance_reduction_pct",
+        "published",
+        "p99_reduction_low",
+        "p99_reduction_high",
+        "worst_skips",
+        "worst_wait_ms",
+    }
+    assert len(small.rows) == 2 * 2 * 3
+    assert all(keys <= row.keys() for row in small.rows)
+    for row in small.rows:
+        assert row["published"] is None, "300 requests were not published"
+        if row["strategy"] == "fcfs":
+            assert row["p99_reduction_pct"] == row["throughput_gain_pct"] == row["imbalance_reduction_pct"] == 0.0
+            assert row["worst_skips"] == 0
+    json.dumps(small.rows)
+
+
+def test_the_same_seeds_give_the_same_numbers(small: Any) -> None:
+    assert run(SMALL, silent).rows == small.rows
+
+
+def test_gains_are_of_the_means_over_seeds() -> None:
+    cells = {seed: run_cell(Cell("bursty", 300.0, seed), ("fcfs", "random"), 300, DRAWN) for seed in (1, 2)}
+    rows = run(SuiteOptions(requests=300, seeds=(1, 2), rates=(300.0,), strategies=("random",)), silent).rows
+    row = next(row for row in rows if row["pattern"] == "bursty" and row["strategy"] == "random")
+    means = {name: np.mean([cells[seed][name].p99_ms for seed in (1, 2)]) for name in ("fcfs", "random")}
+    assert row["p99_reduction_pct"] == pytest.approx(100 * (1 - means["random"] / means["fcfs"]))
+    assert row["p99_reduction_low"] <= row["p99_reduction_pct"] <= row["p99_reduction_high"]
+
+
+def test_files_in_the_published_structure(tmp_path: Path) -> None:
+    options = SuiteOptions(requests=200, seeds=(1,), rates=(300.0,), strategies=("lpt",), out=tmp_path / "out")
+    result = run(options, silent)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["config"]["requests"] == 200
+    assert found["strategies"] == ["fcfs", "lpt"]
+    cell = found["bursty"]["300"]
+    assert set(cell) == {"fcfs", "lpt", "_improvements"}
+    assert {"p50_mean", "p90_std", "p99_mean", "throughput_mean", "imbalance_std"} <= set(cell["lpt"])
+    assert set(cell["_improvements"]["lpt"]) == {"p99_reduction_pct", "throughput_gain_pct", "imbalance_reduction_pct"}
+    assert "lpt" in (tmp_path / "out" / "evaluation.log").read_text()
+    assert {path.suffix for path in (tmp_path / "out").glob("fig*")} == {".pdf", ".png"}
+    assert paper_results(result, 200, (1,), (300.0,), ("fcfs", "lpt"))["poisson"].keys() == {"300"}
+
+
+def test_an_unknown_strategy_is_named() -> None:
+    with pytest.raises(UnknownNameError, match="greedy_variance"):
+        run(SuiteOptions(strategies=("greedy_varianc",)), silent)
+
+
+def test_published_figures() -> None:
+    assert set(TOP_SIX) <= set(BURSTY) <= set(strategies.names())
+    first, second = published("bursty", 200.0, "power_of_d"), published("bursty", 150.0, "greedy_variance")
+    assert first is not None
+    assert first["p99_reduction_pct"] == 26.5
+    assert second is not None
+    assert second["throughput"] == 131.61
+    assert published("poisson", 150.0, "best_fit") == {"p99_reduction_pct": [-19.0, -16.0]}
+    assert published("poisson", 150.0, "power_of_d") is None
+    assert published("bursty", 175.0, "greedy_variance") is None
+    assert all(published("bursty", rate, "fcfs") is None for rate in RATES)
+
+
+def test_the_published_order_of_strategies() -> None:
+    """One cell of the evaluation itself: bursty, 300 requests a second."""
+    names = ("fcfs", "greedy_variance", "differencing", "random", "karmarkar_karp", "lpt", "latency_aware")
+    found = run_cell(Cell("bursty", 300.0, 42), names, 3000, DRAWN)
+    p99 = [found[name].p99_ms for name in ("greedy_variance", "random", "karmarkar_karp", "lpt", "fcfs")]
+    assert p99 == sorted(p99)
+    assert found["latency_aware"].p99_ms < 1.03 * found["greedy_variance"].p99_ms
+    assert found["greedy_variance"].imbalance == pytest.approx(1.593, abs=0.03)
+
+
+def test_with_a_shallow_queue_latency_aware_does_not_lose() -> None:
+    names = ("fcfs", "greedy_variance", "latency_aware")
+    runs = [run_cell(Cell("poisson", 150.0, seed), names, 3000, DRAWN) for seed in (42, 123)]
+    ours, fcfs, greedy = (np.mean([run[name].p99_ms for run in runs]) for name in ("latency_aware", *names[:2]))
+    assert ours <= fcfs < greedy
+
+
+def _square(value: int) -> int:
+    return value * value
+
+
+def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 2)
+    assert dict(in_parallel(_square, list(range(20)))) == {value: value * value for value in range(20)}
+    assert dict(in_parallel(partial(pow, 2), [3])) == {3: 8}
+
+
+def test_stopping_early_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 2)
+    before = active_children()
+    results = in_parallel(time.sleep, [0.0, 900.0, 900.0])
+    first = next(results)
+    running = [process for process in active_children() if process not in before]
+    results.close()  # type: ignore[attr-defined]  # a generator
+    assert first == (0.0, None)
+    assert running
+    while running:
+        ended = wait([process.sentinel for process in running], timeout=300)
+        assert ended, "a process is still there"
+        running = [process for process in running if process.sentinel not in ended]
+
+
+def test_interval_is_students() -> None:
+    found = interval([1.0, 2.0, 3.0, 4.0])
+    assert found.mean == 2.5
+    assert found.high is not None
+    assert found.high - found.mean == pytest.approx(3.182446 * np.std([1, 2, 3, 4], ddof=1) / 2)
+    assert with_half(found) == f"+2.5 ± {found.high - 2.5:.1f}"
+    assert told_apart(found) == "surely"
+
+
+def test_one_run_has_no_interval_and_none_is_printed_or_drawn() -> None:
+    found = interval([7.0])
+    assert found == Interval(7.0, None, None)
+    assert with_half(found) == "+7.0"
+    assert with_ends(found, unit="%") == "+7.0%"
+    assert told_apart(found) == "one run: no interval"
+    assert error_bars([found, found]) is None
+    drawn = error_bars([interval([1.0, 3.0])])
+    assert drawn is not None
+    assert drawn.shape == (2, 1)

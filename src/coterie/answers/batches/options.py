@@ -1,0 +1,76 @@
+"""Settings of one what-if run, and which of them exclude each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.answers.batches.names import check_names
+from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive
+
+EXECUTIONS = ("spread", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """Options of a run. None takes the default named in the field's docstring or in the config file."""
+
+    trace: Path | None = None
+    """Activation trace to replay, or request trace for its times alone; None draws CAPS's workload."""
+    trace_format: str | None = None
+    config: Path | None = None
+    """JSON file in CAPS's layout; see :class:`coterie.batching.scheduler.CapsConfig`."""
+    strategies: tuple[str, ...] = ()
+    """Strategies to compare with fcfs; "all" is every one. Empty takes the config's, else latency_aware."""
+    arrivals: str | None = None
+    """poisson, bursty, or a trace whose times are replayed; None is the trace's own times, else poisson."""
+    rate: float | None = None
+    """Requests per second; None is as recorded, else LOAD times the fcfs capacity."""
+    requests: int | None = None
+    seed: int = 0
+    execution: str | None = None
+    """How batches are timed; None is decode or prefill if the trace's model is known, else spread."""
+    model: str | None = None
+    """Shape to time steps of: a shipped one, or a folder with a config.json; None is the trace's."""
+    preset: str | None = None
+    """Calibrated device, h200 by default."""
+    ranks: int | None = None
+    """Expert-parallel ranks that hold the experts in order; 1 by default."""
+    places: int | None = None
+    """Largest number of requests that decode at once."""
+    base_ms: float | None = None
+    """Time of a batch with an even load (spread)."""
+    sensitivity: float | None = None
+    """Relative growth of that time per unit of the load's coefficient of variation (spread)."""
+    predictor: str | None = None
+    """Source of the loads that a strategy sees; None is recorded, or the model's dry run."""
+    with_model: Path | None = None
+    """Checkpoint to run on prompts: its routing is the truth, its router's dry run the prediction."""
+    prompts: Path | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.execution is not None and self.execution not in EXECUTIONS:
+            raise UnknownNameError("execution", self.execution, EXECUTIONS)
+        check_names(self.strategies, self.predictor, self.model, self.preset, self.with_model is not None)
+        check_at_least(1, requests=self.requests, ranks=self.ranks, places=self.places)
+        check_positive(rate=self.rate, base_ms=self.base_ms)
+        check_at_least(0, seed=self.seed)
+        if self.with_model is None and self.prompts is not None:
+            raise ConfigError(f"prompts={self.prompts} are for a model: name it with --with-model")
+        if self.with_model is not None and self.trace is not None:
+            raise ConfigError(f"trace={self.trace} and with_model={self.with_model} exclude each other")
+
+    def only_for(self, execution: str) -> None:
+        """Raise for a setting that this execution does not read."""
+        for name, kinds in (
+            ("base_ms", ("spread",)),
+            ("sensitivity", ("spread",)),
+            ("places", ("decode",)),
+            ("ranks", ("prefill", "decode")),
+            ("preset", ("prefill", "decode")),
+            ("model", ("prefill", "decode")),
+        ):
+            if getattr(self, name) is not None and execution not in kinds:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} is for execution {' or '.join(kinds)}; this run's is {execution}")

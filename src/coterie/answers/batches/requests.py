@@ -1,0 +1,397 @@
+"""What a what-if run serves: requests with the load they really bring, and the load that is predicted of them.
+
+From an activation trace, from a model that is run on prompts, or drawn. A prediction is made of what comes before the
+tokens that run, and by a predictor that was fitted on other requests; where neither is so, the notes say it.
+
+    execution        tokens that run                       known before
+    spread, prefill  the prompt's; all, if only answers    the token ids of the prompt
+                     were recorded
+    decode           the answer's; all, if only prompts    the prompt: its token ids and footprint
+                     were recorded
+
+A predictor that must see a part of the request and has none sees its first half; the second half runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.answers.batches.drawn import DRAWN
+from coterie.batching.base import Loads
+from coterie.errors import ConfigError, UnknownNameError
+from coterie.footprints import footprint
+from coterie.predictors import PredictRequest, predictors
+from coterie.predictors.base import FittablePredictor, Predictor, PromptPredictor, StartKind, fit_phase, needs_start
+from coterie.predictors.scoring import cosine, split_groups
+from coterie.prompts import Prompt, load_prompts, take_in_turn
+from coterie.traces import ActivationTrace, RequestTrace, TraceMeta
+from coterie.traces.arrivals import ArrivalProcess, PoissonArrivals, ReplayedArrivals
+from coterie.types import DECODE, PREFILL
+
+MAX_RECORDED = 2000
+"""Recorded requests to replay, drawn by seed where a trace has more: their loads are held in memory."""
+MODEL_PROMPTS = 96
+"""Shipped prompts to run a model on."""
+MODEL_BATCH = 8
+RECORDED = "recorded"
+DRY_RUN = "dry_run"
+EXACT = (RECORDED, DRY_RUN)
+"""Names of loads that need no predictor: as recorded, or the dry run of the model's own router."""
+PATTERNS = ("poisson", "bursty")
+
+Report = Callable[[str, int, int], None]
+"""Callback: progress as (doing, done, total)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests that can be served. A run reuses them."""
+
+    name: str
+    top_k: int
+    counts: NDArray[np.int64]
+    """[request, layer, expert] real tokens."""
+    predicted: Loads
+    """[request, layer, expert] tokens that a strategy sees; per step in decode."""
+    predictor: str
+    domains: Sequence[str] | None = None
+    """[request]"""
+    order: NDArray[np.int64] | None = None
+    """[request] recorded order of arrival, if known."""
+    times: RequestTrace | None = None
+    """The recording's own arrivals, those of calibration requests too."""
+    context: NDArray[np.int64] | None = None
+    """[request] tokens cached before those that run."""
+    first: NDArray[np.int64] | None = None
+    """[request] row of its first token in `expert_ids`."""
+    expert_ids: NDArray[np.unsignedinteger] | None = None
+    """[token, layer, k] of the tokens that run."""
+    calibration: int = 0
+    """Number of other requests that the predictor was fitted on."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[request] tokens that run."""
+        return np.asarray(self.counts[:, 0].sum(axis=1) // self.top_k, np.int64)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine between predicted and real loads, mean over requests and layers."""
+        return float(cosine(self.predicted, self.counts).mean())
+
+
+class Arrived(NamedTuple):
+    """The requests of a run, in order of arrival."""
+
+    arrival_s: NDArray[np.float64]
+    """[request] as recorded, or at a mean rate of one a second."""
+    row: NDArray[np.int64]
+    """[request] index into :class:`Requests`."""
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second; None if all arrive at once."""
+        span = float(self.arrival_s[-1] - self.arrival_s[0])
+        return (len(self.arrival_s) - 1) / span if span > 0 else None
+
+    def at(self, rate: float) -> NDArray[np.float64]:
+        """[request] arrivals with that mean rate."""
+        if self.rate is None:
+            raise ConfigError(f"all {len(self.row)} requests arrive at one time: they cannot be given rate={rate}")
+        return np.asarray((self.arrival_s - self.arrival_s[0]) * (self.rate / rate))
+
+
+# ------------------------------------------------------------------------------------------------------ arrivals
+
+
+def arrive(requests: Requests, arrivals: str | RequestTrace | None, count: int, rng: Generator) -> Arrived:
+    """`arrivals` is a pattern, a trace whose times are replayed, or None: the recording's own, with its own order."""
+    rows = len(requests.counts)
+    if arrivals is None and requests.times is not None:
+        times = ReplayedArrivals(requests.times).draw(count, np.ones(1), rng).arrival_s
+        order = np.arange(rows) if requests.order is None else requests.order
+        return Arrived(times, order[np.arange(count) % rows])
+    if isinstance(arrivals, RequestTrace):
+        times = ReplayedArrivals(arrivals).draw(count, np.ones(1), rng).arrival_s
+        return Arrived(times, rng.integers(rows, size=count))
+    if arrivals != "bursty":
+        return Arrived(PoissonArrivals(1.0).draw(count, np.ones(1), rng).arrival_s, rng.integers(rows, size=count))
+    if requests.domains is None:
+        raise ConfigError(f"{requests.name} has no domains: bursty arrivals are bursts of one domain")
+    names, domain, sizes = np.unique(np.array(requests.domains), return_inverse=True, return_counts=True)
+    drawn = DRAWN.arrivals("bursty", 1.0).draw(count, sizes / sizes.sum(), rng)
+    row = np.empty(count, np.int64)
+    for index in range(len(names)):
+        here = drawn.domain == index
+        row[here] = rng.choice(np.flatnonzero(domain == index), int(here.sum()))
+    return Arrived(drawn.arrival_s, row)
+
+
+# ------------------------------------------------------------------------------------------------------ drawn
+
+
+def synthetic(
+    experts: int, top_k: int, arrivals: str | RequestTrace | None, count: int, rng: Generator
+) -> tuple[Requests, Arrived]:
+    """The drawn workload with that many experts: every request is drawn anew, in one layer."""
+    loads = replace(DRAWN.loads, num_experts=experts, top_k=top_k, hot=top_k)
+    process: ArrivalProcess
+    if isinstance(arrivals, RequestTrace):
+        process = ReplayedArrivals(arrivals)
+    else:
+        process = DRAWN.arrivals(arrivals or "poisson", 1.0)
+    arrived = process.draw(count, loads.mix, rng)
+    counts = loads.draw(arrived.domain, rng)
+    domains = [f"domain {number}" for number in arrived.domain]
+    found = Requests(
+        name="synthetic",
+        top_k=top_k,
+        counts=counts.astype(np.int64),
+        predicted=counts,
+        predictor=RECORDED,
+        domains=domains,
+    )
+    return found, Arrived(arrived.arrival_s, np.arange(count))
+
+
+# ------------------------------------------------------------------------------------------------------ recorded
+
+
+def recorded(
+    trace: ActivationTrace, name: str, execution: str, predictor: str, rng: Generator, dry_run: Loads | None = None
+) -> Requests:
+    """The requests of a trace; `dry_run` [request, layer, expert] is what a model's router predicts of them."""
+    known = [*predictors.names(), *([DRY_RUN] if dry_run is not None else [])]
+    if predictor not in known:
+        raise UnknownNameError("predictor", predictor, known)
+    chosen = np.arange(trace.num_requests)
+    notes = []
+    if len(chosen) > MAX_RECORDED:
+        notes.append(f"{MAX_RECORDED:,} of {len(chosen):,} recorded requests, drawn by seed.")
+        chosen = np.sort(rng.permutation(chosen)[:MAX_RECORDED])
+    made = None if predictor in EXACT else predictors.make(predictor)
+    cut = _cut(trace, chosen, name, execution, predictor, None if made is None else needs_start(made))
+    notes += cut.notes
+    calibration = np.empty(0, np.int64)
+    run = np.arange(cut.trace.num_requests)
+    if made is not None:
+        calibration, run = split_groups(_groups(cut), rng)
+        notes.append(f"{len(calibration)} requests calibrate {predictor} and are not run; {len(run)} others are.")
+    counts = np.stack([footprint(cut.trace.request(int(r)).only(DECODE), trace.meta.num_experts) for r in run])
+    tokens = counts[:, 0].sum(axis=1) // trace.meta.top_k
+    seen_tokens = np.ones_like(tokens) if execution == "decode" else tokens  # how long an answer will be, no one knows
+    if made is not None:
+        predicted = _predict(cut, made, calibration, run, seen_tokens)
+    elif dry_run is not None and predictor == DRY_RUN:
+        predicted = dry_run[cut.rows]
+    else:
+        predicted = counts * (seen_tokens / tokens)[:, None, None]
+    ids = [cut.trace.request(int(r)).only(DECODE) for r in run]
+    table = trace.requests
+    times = order = None
+    if table.arrival_s is not None:
+        times, order = table, np.argsort(table.arrival_s[cut.rows[run]], kind="stable")
+    return Requests(
+        name=name,
+        top_k=trace.meta.top_k,
+        counts=counts.astype(np.int64),
+        predicted=predicted,
+        predictor=predictor,
+        domains=None if table.domains is None else [table.domains[r] for r in cut.rows[run]],
+        order=order,
+        times=times,
+        context=cut.context[run],
+        first=np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64),
+        expert_ids=np.concatenate(ids),
+        calibration=len(calibration),
+        notes=tuple(notes),
+    )
+
+
+class _Cut(NamedTuple):
+    """A recording in parts: what is known of a request before it runs counts as prefill, what runs as decode."""
+
+    trace: ActivationTrace
+    rows: NDArray[np.int64]
+    """[request] of the recording."""
+    context: NDArray[np.int64]
+    prompts: list[NDArray[np.int32] | None]
+    """[request] token ids of its prompt, where they are known before it runs."""
+    notes: list[str]
+
+
+def _cut(
+    trace: ActivationTrace, rows: NDArray[np.int64], name: str, execution: str, predictor: str, sees: StartKind | None
+) -> _Cut:
+    """`sees` is what the predictor must see of a request's beginning."""
+    parts = [trace.request(int(row)) for row in rows]
+    held = {int(phase) for part in parts for phase in np.unique(part.phase)}
+    wanted = DECODE if execution == "decode" else PREFILL
+    notes = []
+    if wanted not in held:
+        kind, as_ = ("answers", "prompts") if wanted == PREFILL else ("prompts", "answers")
+        notes.append(f"The trace holds {kind} only: their recorded tokens stand for {as_}.")
+    before = wanted == DECODE and len(held) == 2  # a prompt that was recorded too
+    unseen = sees is StartKind.FOOTPRINT or (sees is StartKind.TOKENS and wanted == DECODE)
+    halves = not before and unseen
+    if halves:
+        notes.append(f"{predictor} sees the first half of each request; the second half runs.")
+    ids, phases, token_ids, kept, context, prompts = [], [], [], [], [], []
+    for row, part in zip(rows, parts, strict=True):
+        runs = part.phase == wanted if wanted in held else np.ones(len(part.phase), np.bool_)
+        if halves:
+            runs[np.flatnonzero(runs)[: int(runs.sum()) // 2]] = False
+        if not runs.any():
+            continue
+        start = int(np.flatnonzero(runs)[0])
+        use = runs | ((np.arange(len(runs)) < start) & (before or halves))
+        ids.append(part.expert_ids[use])
+        phases.append(np.where(runs, DECODE, PREFILL).astype(np.uint8)[use])
+        if part.token_ids is not None:
+            token_ids.append(part.token_ids[use])
+        given = use & ~runs if before or halves else runs
+        # A prompt is known before it runs, an answer is not.
+        hidden = part.token_ids is None or (wanted == DECODE and not (before or halves))
+        prompts.append(None if hidden or part.token_ids is None else part.token_ids[given])
+        kept.append(int(row))
+        unrecorded = int(trace.requests.prompt_tokens[row]) - int((part.phase == PREFILL).sum())
+        context.append(start + max(0, unrecorded))
+    if not kept:
+        raise ConfigError(f"{name}: none of its {len(rows)} requests has a token to run")
+    if len(kept) < len(rows):
+        notes.append(f"{len(rows) - len(kept)} of {len(rows)} requests have no token to run.")
+    ends = np.cumsum([0, *map(len, ids)])
+    made = ActivationTrace.from_arrays(
+        trace.meta,
+        np.concatenate(ids),
+        ends,
+        trace.requests.take(np.array(kept)),
+        np.concatenate(phases),
+        np.concatenate(token_ids) if len(token_ids) == len(ids) else None,
+    )
+    return _Cut(made, np.array(kept, np.int64), np.array(context, np.int64), prompts, notes)
+
+
+def _groups(cut: _Cut) -> list[Hashable]:
+    """[request] equal where requests share their prompt: they calibrate together or run together."""
+    blocks = cut.trace.requests.prefix_blocks
+    groups: list[Hashable] = []
+    for index, prompt in enumerate(cut.prompts):
+        if prompt is not None and len(prompt):
+            groups.append(prompt.tobytes())
+        else:
+            groups.append(int(blocks[index][0]) if blocks is not None and len(blocks[index]) else (index,))
+    return groups
+
+
+def _fitted(cut: _Cut, predictor: FittablePredictor, calibration: NDArray[np.int64]) -> Predictor:
+    if isinstance(predictor, PromptPredictor):
+        # A prompt that runs counts as decode here, so the trace does not know which token ids are a prompt's.
+        prompts = [
+            None if prompt is None else cut.trace.request(row).token_ids for row, prompt in enumerate(cut.prompts)
+        ]
+        return predictor.fit_prompts(cut.trace, calibration, DECODE, prompts)
+    return predictor.fit(cut.trace, calibration, fit_phase(predictor, DECODE))
+
+
+def _predict(
+    cut: _Cut,
+    predictor: FittablePredictor,
+    calibration: NDArray[np.int64],
+    run: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+) -> Loads:
+    fitted = _fitted(cut, predictor, calibration)
+    domains, found = cut.trace.requests.domains, []
+    for row, count in zip(run, tokens, strict=True):
+        before = cut.trace.request(int(row)).only(PREFILL)
+        request = PredictRequest(
+            token_ids=cut.prompts[row],
+            footprint=footprint(before, cut.trace.meta.num_experts) if len(before) else None,
+            domain=None if domains is None else domains[row],
+            num_tokens=int(count),
+        )
+        found.append(fitted.predict(request))
+    return np.stack(found)
+
+
+# ------------------------------------------------------------------------------------------------------ a model
+
+
+class Routed(NamedTuple):
+    """A model's own routing of prompts."""
+
+    trace: ActivationTrace
+    dry_run: Loads
+    """[request, layer, expert] tokens its gates predict."""
+    notes: list[str]
+
+
+def route_prompts(
+    folder: Path, dtype: str, device: str, prompts: Sequence[Prompt] | None, seed: int, report: Report
+) -> Routed:
+    """Run the prompts through the model once, for the experts they really use, and its gates alone."""
+    from coterie.engines.transformers import ExpertCapture, dry_run, load_model
+    from coterie.engines.transformers.generation import generate_batch
+
+    report("Loading the model", 0, 1)
+    loaded = load_model(folder, dtype, device)
+    if prompts is None:
+        shipped = load_prompts()
+        mixed = [shipped[i] for i in np.random.default_rng(seed).permutation(len(shipped))]  # by language they lie
+        prompts = take_in_turn(mixed, MODEL_PROMPTS)
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    tokenised = [(prompt, _tokens(loaded.tokenizer, prompt)) for prompt in prompts]
+    fitting = sorted(((p, ids) for p, ids in tokenised if 1 <= len(ids) <= limit), key=lambda item: len(item[1]))
+    notes = []
+    if len(fitting) < len(prompts):
+        notes.append(f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are empty or past {limit} tokens.")
+    if not fitting:
+        raise ConfigError(f"{folder}: none of {len(prompts)} prompts fits the model's {limit} tokens")
+    capture = ExpertCapture(loaded.model)
+    ids = []
+    with capture:
+        for start in range(0, len(fitting), MODEL_BATCH):
+            report("Running the prompts", start, len(fitting))
+            batch = [tokens for _, tokens in fitting[start : start + MODEL_BATCH]]
+            # One token, so that nothing is fed back: the rows are those of the prompt.
+            ids += [one.expert_ids for one in generate_batch(loaded.model, capture, batch, 1, frozenset())]
+    predicted = []
+    for start in range(0, len(fitting), MODEL_BATCH):
+        report("Asking the router", start, len(fitting))
+        predicted += dry_run(loaded.model, [tokens for _, tokens in fitting[start : start + MODEL_BATCH]])
+    meta = TraceMeta(loaded.name, capture.num_experts, len(capture.layer_ids), capture.top_k, capture.layer_ids)
+    lengths = np.array([len(one) for one in ids], np.int64)
+    table = RequestTrace(
+        lengths,
+        np.zeros(len(ids), np.int64),
+        ids=[prompt.id for prompt, _ in fitting],
+        domains=[prompt.domain or "unknown" for prompt, _ in fitting],
+    )
+    trace = ActivationTrace.from_arrays(
+        meta,
+        np.concatenate(ids),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        table,
+        np.full(int(lengths.sum()), PREFILL, np.uint8),
+        np.concatenate([np.array(tokens, np.int32) for _, tokens in fitting]),
+    )
+    return Routed(trace, np.stack([one.footprint for one in predicted]).astype(np.float64), notes)
+
+
+def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt, as a chat where the model has a chat template."""
+    text, chat = prompt.prompt, bool(getattr(tokenizer, "chat_template", None))
+    if chat:
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    # The template holds the special tokens already. Not verbose: a prompt too long is left out, not run.
+    return [int(n) for n in tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]]

@@ -1,0 +1,59 @@
+"""What a what-if run comes to: which strategy pays, how much, how sure, and the command to type next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PAYS_PCT = 2.0
+"""Gain below which one run says nothing: another seed moves p99 by as much."""
+FEWEST = 32
+"""Recorded requests that a fleet of eight decoders needs: half of them are served, two on each."""
+
+
+class Verdict(NamedTuple):
+    sentence: str
+    then: str
+    """Command to type next."""
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None) -> Verdict:
+    """`rows` as in :class:`~coterie.answers.batches.what_if.Simulated`; `trace` is the one replayed, if any."""
+    base, again = rows[0]["strategy"], _again(settings, trace)
+    if len(rows) < 2:
+        return Verdict(f"Only {base} ran: there is nothing to compare it with.", f"{again} --strategy all")
+    overload = (settings["load"] or 0.0) > 1.0
+    key = "throughput_gain_pct" if overload else "p99_reduction_pct"
+    best = max(rows[1:], key=lambda row: float(row[key]))
+    gains = f"{_p99(best)} and {round(best['throughput_gain_pct'], 1) + 0.0:+.1f}% throughput against {base}"
+    why = " by throughput, as more arrives than is served" if overload else ""
+    sure = "one run: nothing tells how sure that is"
+    seed = f"--seed {settings['seed'] + 1}"
+    if best[key] < PAYS_PCT:
+        said = f"No strategy pays here{why}: the best, {best['strategy']}, has {gains}; {sure}."
+        return Verdict(said, _fleet(settings, trace) or f"{again} {seed}")
+    said = f"{best['strategy']} pays most{why}: {gains}; {sure}, so repeat it with another seed."
+    use = "" if settings["execution"] == "spread" else " In vLLM: docs/engines/vllm.md."
+    return Verdict(said + use, f"{again} --strategy {best['strategy']} {seed}")
+
+
+def _p99(row: Mapping[str, Any]) -> str:
+    cut = float(row["p99_reduction_pct"])
+    return "the same p99" if abs(cut) < 0.05 else f"a p99 {abs(cut):.1f}% {'shorter' if cut > 0 else 'longer'}"
+
+
+def _again(settings: Mapping[str, Any], trace: Path | None) -> str:
+    words = ["coterie simulate", *([shlex.quote(str(trace))] if trace is not None else [])]
+    if trace is not None and settings["execution"] != "spread":
+        words += ["--execution", settings["execution"]]
+    return " ".join(words)
+
+
+def _fleet(settings: Mapping[str, Any], trace: Path | None) -> str | None:
+    """Where like requests may still pay: routing, if the recorded answers fill a fleet."""
+    recorded = settings["recorded_requests"]
+    if trace is None or settings["execution"] != "decode" or recorded is None or recorded < FEWEST:
+        return None
+    return f"coterie fleet {shlex.quote(str(trace))} --decoders 8 --in-flight {min(16, recorded // 16)}"

@@ -1,0 +1,453 @@
+"""One what-if run of batch selection: the user's own requests, scheduler and device, every strategy beside fcfs.
+
+All strategies serve the same requests at the same times. How long a batch takes comes from one of two models: CAPS's,
+a base time that grows as the load spreads unevenly (`spread`), or the calibrated step time of a known model, whose
+prompts run batch by batch (`prefill`) or whose recorded tokens are replayed with continuous batching (`decode`).
+docs/simulate.md says when the numbers can be trusted.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.answers.batches.drawn import DRAWN
+from coterie.answers.batches.options import SimulateOptions
+from coterie.answers.batches.requests import (
+    DRY_RUN,
+    PATTERNS,
+    RECORDED,
+    Arrived,
+    Report,
+    Requests,
+    Routed,
+    arrive,
+    recorded,
+    route_prompts,
+    synthetic,
+)
+from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
+from coterie.answers.batches.verdict import Verdict, verdict
+from coterie.batching import strategies
+from coterie.batching.costs import SpreadCost
+from coterie.batching.scheduler import CapsConfig, SchedulerConfig
+from coterie.costs.presets import step_model
+from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
+from coterie.models import get_model, model_from_config, model_of
+from coterie.prompts import read_prompts
+from coterie.sim.metrics import Run, RunSummary, summarise_run
+from coterie.traces import ActivationTrace, RequestTrace
+from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace
+from coterie.traces.store import write_json
+from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
+
+REQUESTS = {"spread": 3000, "prefill": 1000, "decode": 400}
+"""Default requests per run, by execution."""
+LOAD = 0.8
+"""Default rate, as a share of the fcfs capacity."""
+PLACES = 32
+MAX_BYTES = 1 << 31
+"""Largest size of the loads of a run's requests."""
+BASELINE = "fcfs"
+RESULT_FILES = ("simulate.json", "requests.csv")
+COLUMNS = ("strategy", "request", "recorded", "arrival_s", "start_s", "finish_s", "skipped")
+"""Columns of requests.csv."""
+LOWER_IS_BETTER = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "imbalance", "distinct")
+
+_PRECISIONS = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "nf4": "nf4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Result of a run; :meth:`to_json` is what is printed and written."""
+
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """One per strategy, fcfs first: :class:`coterie.sim.metrics.RunSummary` and gains against fcfs in percent."""
+    notes: list[str]
+    verdict: Verdict
+    runs: dict[str, Run]
+    arrived: Arrived
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings,
+            "rows": self.rows,
+            "notes": self.notes,
+            "verdict": self.verdict.sentence,
+            "next": self.verdict.then,
+        }
+
+
+def simulate(options: SimulateOptions, report: Report) -> Simulated:
+    """Serve the same requests under fcfs and every strategy asked for."""
+    config, given = _read_config(options.config)
+    names = _names(options, config)
+    work = _work(options, config, given, report)
+    count = options.requests or REQUESTS[work.execution]
+    rng = np.random.default_rng([options.seed, 1])
+    shape = (1, (config or CapsConfig()).num_experts)
+    if work.trace is not None:
+        shape = (work.trace.meta.num_layers, work.trace.meta.num_experts)
+    nbytes = 8 * count * shape[0] * shape[1]
+    if nbytes > MAX_BYTES:
+        raise ConfigError(f"requests={count} have loads of {nbytes >> 20} MiB; they must be at most {MAX_BYTES >> 20}")
+    requests, arrived = _requests(options, work, config, count, rng)
+    server = _server(options, work, config, requests, arrived)
+    total, before = (len(names) + 1) * count, 0
+
+    def run(name: str, arrival_s: NDArray[np.float64], doing: str) -> Run:
+        nonlocal before
+        done, start = [0], before
+
+        def step(more: int) -> None:
+            done[0] += more
+            report(doing, start + done[0], total)
+
+        report(doing, before, total)
+        found = server.run(make_strategy(name, server), arrival_s, np.random.default_rng([options.seed, 2]), step)
+        before += count
+        return found
+
+    capacity = summarise_run(run(BASELINE, np.zeros(count), "Measuring what the server can do")).throughput
+    rate, arrival_s = _times(options, work, arrived, capacity)
+    runs = {name: run(name, arrival_s, f"Simulating {name}") for name in names}
+    summaries = {name: summarise_run(one) for name, one in runs.items()}
+    rows = [_row(name, summaries[name], summaries[BASELINE]) for name in names]
+    settings = {
+        "execution": work.execution,
+        "source": requests.name,
+        "requests": count,
+        "recorded_requests": None if requests.expert_ids is None else len(requests.counts),
+        "arrivals": work.arrivals_name,
+        "rate": rate,
+        "capacity": capacity,
+        "load": None if rate is None else rate / capacity,
+        "seed": options.seed,
+        "predictor": requests.predictor,
+        "cosine": requests.cosine,
+        "calibration_requests": requests.calibration,
+        "layers": requests.counts.shape[1],
+        "experts": requests.counts.shape[2],
+        "top_k": requests.top_k,
+        **server.settings(),
+        "scheduler": json.loads(msgspec.json.encode(server.config)) | {"strategy": names[1:]},
+    }
+    notes = [*work.notes, *requests.notes, *_notes(settings, server, requests)]
+    return Simulated(settings, rows, notes, verdict(rows, settings, options.trace), runs, arrived)
+
+
+def write(folder: Path, found: Simulated) -> None:
+    """Write simulate.json, and requests.csv with every request of every strategy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / RESULT_FILES[0], found.to_json())
+    fresh = folder / f".{RESULT_FILES[1]}.tmp"
+    try:
+        with fresh.open("w", encoding="utf-8", newline="") as stream:
+            table = csv.writer(stream)
+            table.writerow(COLUMNS)
+            for name, run in found.runs.items():
+                columns = (run.arrival_s, run.start_s, run.finish_s, run.skipped)
+                for number, values in enumerate(zip(found.arrived.row, *columns, strict=True)):
+                    table.writerow([name, number, *(value.item() for value in values)])
+        fresh.replace(folder / RESULT_FILES[1])
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def read_result(path: Path) -> None:
+    """Refuse a file that :func:`write` did not write."""
+    with path.open("rb") as stream:
+        start = stream.read(200)
+    if not start.startswith(b'{\n "settings": {' if path.name == RESULT_FILES[0] else ",".join(COLUMNS).encode()):
+        raise InputError(f"{path} is not a result of coterie simulate")
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+def _read_config(path: Path | None) -> tuple[CapsConfig | None, frozenset[str]]:
+    """The config, and the names it sets: a default makes no claim about the user's model."""
+    if path is None:
+        return None, frozenset()
+    return CapsConfig.read(path), frozenset(json.loads(path.read_bytes()))
+
+
+def _names(options: SimulateOptions, config: CapsConfig | None) -> list[str]:
+    asked = list(options.strategies) or [config.scheduler.strategy if config else "latency_aware"]
+    if "all" in asked:
+        asked = strategies.names()
+    for name in asked:
+        strategies.check(name)  # a config's; options check their own before any work
+    return list(dict.fromkeys((BASELINE, *asked)))
+
+
+class _Work(NamedTuple):
+    """Inputs of a simulation: read, but requests not drawn yet."""
+
+    execution: str
+    trace: ActivationTrace | None
+    name: str
+    routed: Routed | None
+    spec: ModelSpec | None
+    arrivals: str | RequestTrace | None
+    arrivals_name: str
+    notes: list[str]
+
+
+def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[str], report: Report) -> _Work:
+    arrivals, arrivals_name = _arrivals(options)
+    trace, routed, notes = None, None, []
+    name = "synthetic"
+    if options.with_model is not None:
+        name, spec = str(options.with_model), model_from_config(options.with_model)
+        _check_shape(options, config, given, name, spec.num_experts, spec.top_k)  # before minutes of loading
+        if options.execution == "decode":
+            raise ConfigError("--with-model runs prompts, no answers: coterie record makes a trace of both")
+        prompts = None if options.prompts is None else read_prompts(options.prompts)
+        dtype = _precision(config, spec, options.device)
+        routed = route_prompts(options.with_model, dtype, options.device, prompts, options.seed, report)
+        trace = routed.trace
+        notes = [f"What runs is the routing of {routed.trace.num_requests} prompts in {dtype}.", *routed.notes]
+    elif options.trace is not None:
+        name = str(options.trace)
+        read = _read_trace(options, config, given)
+        if isinstance(read, RequestTrace):
+            if options.arrivals is not None:
+                raise ConfigError(f"{name} holds requests without experts: it gives arrivals, as does --arrivals")
+            arrivals, arrivals_name, name = _timed(read, name), name, "synthetic"
+            notes = ["The trace gives times; the experts of its requests are drawn."]
+        elif not isinstance(read, ActivationTrace):
+            raise TraceError(options.trace, "kind", f"found {kind_of(read)!r}, expected 'activations' or 'requests'")
+        else:
+            trace = read
+            if not trace.num_requests:
+                raise TraceError(options.trace, "requests", "there is none")
+            trace.validate()  # a mapped trace was not read yet; a bad id must name its file
+    if trace is not None:
+        _check_shape(options, config, given, name, trace.meta.num_experts, trace.meta.top_k)
+        if arrivals is None and trace.requests.arrival_s is not None:
+            arrivals_name = "as recorded"
+    execution, spec_found = _execution(options, config, trace, notes)
+    options.only_for(execution)
+    if trace is None and options.predictor not in (None, RECORDED):
+        raise ConfigError(f"predictor={options.predictor!r} needs recorded requests: give a trace or --with-model")
+    return _Work(
+        execution=execution,
+        trace=trace,
+        name=name,
+        routed=routed,
+        spec=spec_found,
+        arrivals=arrivals,
+        arrivals_name=arrivals_name,
+        notes=notes,
+    )
+
+
+def _read_trace(options: SimulateOptions, config: CapsConfig | None, given: frozenset[str]) -> Trace:
+    """Read the trace by what it says of itself; the model to time and the config help only where it says nothing.
+
+    Taken for the trace's own, they would hide that they do not fit it.
+    """
+    assert options.trace is not None
+    experts = config.num_experts if config and "num_experts" in given else None
+    try:
+        return read_trace(options.trace, options.trace_format)
+    except TraceError:
+        if options.model is None and experts is None:
+            raise
+        return read_trace(options.trace, options.trace_format, ReadOptions(options.model, experts))
+
+
+def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]:
+    asked = options.arrivals
+    if asked is None or asked in PATTERNS:
+        return asked, asked or "poisson"
+    if not Path(asked).exists():
+        raise ConfigError(f"arrivals={asked!r} must be {', '.join(PATTERNS)}, or a trace; no file has that name")
+    read = read_trace(asked)
+    if isinstance(read, ActivationTrace):
+        read = read.requests
+    if not isinstance(read, RequestTrace):
+        raise TraceError(asked, "kind", f"found {kind_of(read)!r}, expected 'requests' or 'activations'")
+    return _timed(read, asked), asked
+
+
+def _timed(trace: RequestTrace, name: str) -> RequestTrace:
+    if trace.arrival_s is None or not len(trace):
+        raise TraceError(name, "arrival_s", "there are no arrival times")
+    return trace
+
+
+def _check_shape(
+    options: SimulateOptions, config: CapsConfig | None, given: frozenset[str], name: str, experts: int, top_k: int
+) -> None:
+    for field, found in (("num_experts", experts), ("top_k_experts", top_k)):
+        if config is not None and field in given and getattr(config, field) != found:
+            raise ConfigError(f"{options.config}: {field}={getattr(config, field)} must equal {found}, that of {name}")
+
+
+def _precision(config: CapsConfig | None, spec: ModelSpec, device: str) -> str:
+    asked = config.quantization if config else None
+    if asked is None:
+        found = _PRECISIONS.get(spec.weight_dtype, "bfloat16")
+        return "float32" if found == "float16" and device == "cpu" else found  # the same weights, and twice as fast
+    if asked not in _PRECISIONS:
+        raise ConfigError(f"quantization={asked!r} must be null or one of {', '.join(_PRECISIONS)}")
+    return _PRECISIONS[asked]
+
+
+def _execution(
+    options: SimulateOptions, config: CapsConfig | None, trace: ActivationTrace | None, notes: list[str]
+) -> tuple[str, ModelSpec | None]:
+    """How batches are timed, and the shape to time with."""
+    wanted = options.execution
+    if trace is None:
+        if wanted in ("prefill", "decode"):
+            raise ConfigError(f"execution={wanted} needs recorded experts of every layer: give an activation trace")
+        return "spread", None
+    if wanted == "spread":
+        return wanted, None
+    spec = _spec(options, config, trace)
+    if spec is None:
+        if wanted is not None:
+            raise ConfigError(f"execution={wanted} times a known model; {trace.meta.model!r} is none: give --model")
+        return "spread", None
+    ours = (trace.meta.num_layers, trace.meta.num_experts, trace.meta.top_k)
+    theirs = (spec.num_moe_layers, spec.num_experts, spec.top_k)
+    if ours != theirs:
+        said = f"the trace has (layers, experts, top_k) = {ours}, {spec.name} has {theirs}"
+        if wanted is not None or options.model is not None:
+            raise ConfigError(f"{said}: steps cannot be timed")
+        notes.append(f"Timed by spread: {said}.")
+        return "spread", None
+    if wanted is None:
+        if options.with_model is not None and options.model is None:
+            return "spread", None
+        wanted = "decode" if int(trace.requests.output_tokens.max(initial=0)) > 1 else "prefill"
+    return wanted, spec
+
+
+def _spec(options: SimulateOptions, config: CapsConfig | None, trace: ActivationTrace) -> ModelSpec | None:
+    if options.model is not None:
+        return model_of("", options.model)
+    if options.with_model is not None:
+        return model_from_config(options.with_model)
+    for name in (trace.meta.model, config.model_name if config else None):
+        try:
+            return get_model(name or "")
+        except UnknownNameError:
+            continue
+    return None
+
+
+def _requests(
+    options: SimulateOptions, work: _Work, config: CapsConfig | None, count: int, rng: Generator
+) -> tuple[Requests, Arrived]:
+    if work.trace is None:
+        shape = config or CapsConfig()
+        return synthetic(shape.num_experts, shape.top_k_experts, work.arrivals, count, rng)
+    predictor = options.predictor or (DRY_RUN if work.routed else RECORDED)
+    dry_run = work.routed.dry_run if work.routed else None
+    found = recorded(work.trace, work.name, work.execution, predictor, rng, dry_run)
+    return found, arrive(found, work.arrivals, count, rng)
+
+
+def _times(
+    options: SimulateOptions, work: _Work, arrived: Arrived, capacity: float
+) -> tuple[float | None, NDArray[np.float64]]:
+    """Rate and arrival times: as asked, as recorded, or a share of the capacity."""
+    replayed = work.arrivals_name not in PATTERNS
+    if options.rate is None and replayed:
+        return arrived.rate, arrived.arrival_s
+    if len(arrived.row) == 1:
+        return options.rate, arrived.arrival_s
+    rate = options.rate or LOAD * capacity
+    return rate, arrived.at(rate)
+
+
+def _server(
+    options: SimulateOptions, work: _Work, config: CapsConfig | None, requests: Requests, arrived: Arrived
+) -> SpreadServer | StepServer:
+    # An engine starts a step with any waiting request; CAPS's server waits for a choice of several.
+    scheduler = config.scheduler if config else SchedulerConfig(min_batch_trigger=16 if work.spec is None else 1)
+    if work.spec is None:
+        base_ms = DRAWN.base_s * 1e3 if options.base_ms is None else options.base_ms
+        sensitivity = DRAWN.sensitivity if options.sensitivity is None else options.sensitivity
+        return SpreadServer(scheduler, requests, arrived.row, base_ms, SpreadCost(sensitivity))
+    spec, ranks, preset = work.spec, options.ranks or 1, options.preset or "h200"
+    asked = config.quantization if config else None
+    dtype: WeightDtype | None = asked if asked in BYTES_PER_WEIGHT else None  # type: ignore[assignment]
+    placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
+    model = step_model(spec, preset, dtype, Topology(ranks))
+    places = scheduler.max_batch_size if work.execution == "prefill" else options.places or PLACES
+    return StepServer(
+        config=scheduler,
+        requests=requests,
+        row=arrived.row,
+        phase=work.execution,
+        model=model,
+        placement=placement,
+        preset=preset,
+        places=places,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ in words
+
+
+def _row(name: str, ours: RunSummary, base: RunSummary) -> dict[str, Any]:
+    row: dict[str, Any] = {"strategy": name, **ours._asdict()}
+    for field in LOWER_IS_BETTER:
+        row[f"{field.removesuffix('_ms')}_reduction_pct"] = 100.0 * (1.0 - getattr(ours, field) / getattr(base, field))
+    row["throughput_gain_pct"] = 100.0 * (ours.throughput / base.throughput - 1.0)
+    return row
+
+
+def _notes(settings: dict[str, Any], server: SpreadServer | StepServer, requests: Requests) -> list[str]:
+    notes = []
+    if requests.predictor == RECORDED:
+        notes.append("Load vectors are the recorded ones: strategies see the exact load; a live predictor knows less.")
+    else:
+        notes.append(f"Load vectors by {requests.predictor}: cosine {requests.cosine:.3f} with the load that runs.")
+    load, rate, capacity = settings["load"], settings["rate"], settings["capacity"]
+    if load is None:
+        notes.append(f"All requests arrive at once; fcfs serves {capacity:.4g} requests/s.")
+    elif load > 1.0:
+        notes.append(
+            f"Overload: {rate:.4g} requests/s arrive, fcfs can serve {capacity:.4g}. Waits grow for as long as the run "
+            "lasts, so latencies and their gains are those of this many requests and no others; compare throughput."
+        )
+    else:
+        notes.append(f"The server keeps up: {rate:.4g} requests/s arrive, fcfs can serve {capacity:.4g} ({load:.0%}).")
+    if isinstance(server, StepServer):
+        if not server.model.measured:
+            notes.append(
+                f"{server.model.spec.name} in {server.model.dtype} was not measured on {server.preset}: rates of the "
+                "nearest shape or weights that were."
+            )
+        if server.phase == "decode":
+            notes.append(f"KV memory is not modelled: {server.places} places bound what runs.")
+            if requests.context is not None and (missing := int((requests.context == 0).sum())):
+                notes.append(f"{missing} of {len(requests.context)} requests have no prompt: context starts at 0.")
+    else:
+        notes.append(
+            "Time is CAPS's model, a straggler that all wait for. On one GPU there is none (docs/results/regimes.md)."
+        )
+    return notes

@@ -1,0 +1,230 @@
+"""The demo: record → fit → route on a fleet of real workers, all of it on this machine.
+
+One prefill worker and three decode workers serve coterie-tiny, each in a process of its own. A workload of three
+domains is recorded through them, a router is fitted on it, and other requests are served under each router: round
+robin, join-shortest-queue and by the experts they are expected to use. What each way touched is counted in the workers.
+The time of such steps on an H200 is predicted for a model whose layers have as many experts and take as many of them;
+what they took here is measured. The trace of all requests is left for other verbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from coterie.answers.demo.loop import DecodeWorker, LoopSettings, run_loop
+from coterie.answers.demo.runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
+from coterie.answers.figures import Theme, write_figure
+from coterie.costs.presets import step_model
+from coterie.engines.tiny import TINY
+from coterie.engines.vllm.recording import EventSink
+from coterie.errors import ConfigError, InputError
+from coterie.gateway.embedded import DECODERS, OURS, EmbeddedFleet, run_embedded
+from coterie.models import get_model
+from coterie.prompts import load_prompts, take_in_turn
+from coterie.traces import ActivationTrace
+
+DOMAINS = ("code", "legal", "math")
+"""As many as decoders, so that a router can give each a domain: the effect shows in a short run."""
+BASELINES = ("round_robin", "join_shortest_queue")
+IN_FLIGHT = 8
+"""Per decode worker: of coterie-tiny's 32 experts a layer, a mixed batch of 8 touches about half."""
+MAX_TOKENS = 20
+FIGURE, TRACE, FIT = "routing", "trace", "router.safetensors"
+SOURCE = "coterie demo"
+"""Engine named in the trace that the demo leaves."""
+Report = Callable[[str, int, int], None]
+
+
+class DemoRow(NamedTuple):
+    """The test requests under one router."""
+
+    router: str
+    experts: float
+    """Distinct experts of a layer in a token's decode step, mean over layers and tokens, at equal batch sizes."""
+    saving_pct: float
+    """Fewer than under round robin."""
+    interval_pct: tuple[float, float]
+    """95% interval of the saving."""
+    h200_ms: float
+    """A token's decode step on an H200, in the reference shape, predicted."""
+    cpu_ms: float
+    """A token's decode step here: CPU time as the workers measured it."""
+    requests_per_step: float
+    requests: list[int]
+    """[worker]"""
+
+
+class DemoResult(NamedTuple):
+    rows: list[DemoRow]
+    calibrated: int
+    """Requests the router was fitted on."""
+    served: int
+    """Others, served under each router."""
+    domains: int
+    output_tokens: int
+    same_tokens: bool
+    """Every request was answered with the same tokens under all routers."""
+    model: str
+    shape: str
+    hardware: str
+    figure: str
+    trace: str
+    """Folder of the trace of all requests, fitted and served."""
+    fit: str
+    """File of the fitted router."""
+    verdict: str
+    next: str
+    wall_s: float
+
+
+def run_demo(
+    seed: int = 0,
+    requests: int = 132,
+    out: str | Path = "out",
+    report: Report | None = None,
+    routers: tuple[str, ...] = (OURS,),
+    fleet: EmbeddedFleet | None = None,
+    rows_so_far: Callable[[list[DemoRow]], None] | None = None,
+) -> DemoResult:
+    """Close the loop on a fleet, write the trace and the figure into `out`.
+
+    `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced. Without
+    `fleet` one is started, and ended before the results are written. `rows_so_far` is given the rows that there are
+    after each router's run.
+    """
+    report = report or (lambda *_: None)
+    started = time.perf_counter()
+    folder = Path(out)
+    check_trace(folder / TRACE)
+    prompts = take_in_turn([prompt for prompt in load_prompts() if prompt.domain in DOMAINS], requests)
+    settings = LoopSettings(
+        in_flight=IN_FLIGHT, max_tokens=MAX_TOKENS, routers=tuple(dict.fromkeys((*BASELINES, *routers))), seed=seed
+    )
+    with contextlib.ExitStack() as stack:
+        if fleet is None:
+            report(f"Starting one prefill and {DECODERS} decode workers", 0, 1)
+            fleet = stack.enter_context(run_embedded())
+        prefill, *decode = fleet.workers
+        secret, key = fleet.access.secret, fleet.access.key
+        described = [DecodeWorker(one.url, one.expert_events, secret=secret) for one in decode]
+        after = None if rows_so_far is None else lambda found: rows_so_far(_rows(found, seed))
+        result = asyncio.run(run_loop([prefill.url], described, prompts, settings, report, key, after))
+    rows = _rows(result, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_trace(result, folder / TRACE)
+    result.fitted.save(folder / FIT)
+    figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.4)[-1]
+    first = result.runs[0]
+    return DemoResult(
+        rows=rows,
+        calibrated=result.calibrated,
+        served=first.requests,
+        domains=len({prompt.domain for prompt in prompts}),
+        output_tokens=first.output_tokens,
+        same_tokens=result.differing() == 0,
+        model=TINY,
+        shape=REFERENCE_SHAPE,
+        hardware="H200",
+        figure=str(figure),
+        trace=str(folder / TRACE),
+        fit=str(folder / FIT),
+        verdict=_verdict(rows),
+        next=f"coterie inspect {folder / TRACE}",
+        wall_s=time.perf_counter() - started,
+    )
+
+
+def check_trace(folder: Path) -> None:
+    """Refuse a folder that holds something else than a trace of an earlier demo."""
+    if folder.exists() and not _is_ours(folder):
+        raise ConfigError(f"{folder} exists and is not the trace of a demo; choose another --out")
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return not folder.is_symlink() and ActivationTrace.open(folder).meta.source.get("engine") == SOURCE
+    except (InputError, OSError):
+        return False
+
+
+def _save_trace(result: LoopResult, folder: Path) -> None:
+    check_trace(folder)  # once more: minutes have passed
+    if folder.exists():
+        shutil.rmtree(folder)
+    sink = EventSink(folder, None, SOURCE)
+    try:
+        for event in (*result.recorded_events, *result.events):
+            if event is not None:
+                sink.take(event)
+    finally:
+        sink.close()
+    if sink.problem is not None:
+        raise sink.problem
+
+
+def _rows(result: LoopResult, seed: int) -> list[DemoRow]:
+    """Experts and predicted times at the batch sizes of round robin: what is left differs by the choice of requests."""
+    model = step_model(get_model(REFERENCE_SHAPE), "h200")
+    first, rows = result.runs[0], []
+    for run in result.runs:
+        saving, low, high = result.like_with_like(run, np.random.default_rng(seed))
+        experts = first.distinct_by_token * (1 - saving / 100)
+        rows.append(
+            DemoRow(
+                router=run.router,
+                experts=experts,
+                saving_pct=saving,
+                interval_pct=(low, high),
+                h200_ms=predicted_step_ms(experts, first.rows_by_token, result.context, model),
+                cpu_ms=run.step_ms or 0.0,
+                requests_per_step=run.rows_per_step,
+                requests=run.per_worker,
+            )
+        )
+    return rows
+
+
+def _verdict(rows: list[DemoRow]) -> str:
+    """What the last router saved, and how sure that is."""
+    best, (low, high) = rows[-1], rows[-1].interval_pct
+    faster = 100 * (1 - best.h200_ms / rows[0].h200_ms)
+    said = f"{best.router}: a token's step streams {best.saving_pct:.1f}% fewer experts than under {rows[0].router}"
+    sure = f"95% {low:.1f} to {high:.1f}"
+    if low <= 0:
+        return f"{said} ({sure}): too little to be sure of in a run this small."
+    return f"{said} ({sure}), which is {faster:.1f}% less time per step on an H200, predicted."
+
+
+def _draw(figure: Figure, theme: Theme, rows: list[DemoRow]) -> None:
+    """Distinct experts with their intervals on the left; on the right both times, as a share of round robin's."""
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    at = np.arange(len(rows))
+    names = [row.router.replace("_", "\n") for row in rows]
+    first = rows[0]
+    spread = np.array([row.interval_pct for row in rows]) - np.array([[row.saving_pct] for row in rows])  # [row, 2]
+    bounds = np.abs(spread[:, ::-1].T) * first.experts / 100  # more saving is fewer experts
+    bars = left.bar(at, [row.experts for row in rows], 0.6, color=theme.series[0])
+    left.errorbar(at[1:], [row.experts for row in rows[1:]], bounds[:, 1:], fmt="none", ecolor=theme.text, capsize=3)
+    left.bar_label(bars, [f"{row.experts:.1f}" for row in rows], label_type="center", color=theme.background)
+    left.set(title="Experts per layer in a token's step", ylabel="distinct experts, 95% interval")
+    shares = (
+        ("H200, predicted", theme.series[0], [100 * row.h200_ms / first.h200_ms for row in rows]),
+        ("CPU, measured here", theme.series[1], [100 * row.cpu_ms / first.cpu_ms for row in rows]),
+    )
+    for shift, (label, color, values) in zip((-0.2, 0.2), shares, strict=True):
+        bars = right.bar(at + shift, values, 0.38, color=color, label=label)
+        right.bar_label(bars, [f"{value:.0f}" for value in values], fontsize=9)
+    right.set(title="Time of a token's step", ylabel="% of round robin", ylim=(0, 140))
+    right.legend(loc="upper center", ncols=2, fontsize=9)
+    for axes in (left, right):
+        axes.set_xticks(at, names)
+        axes.grid(axis="y")

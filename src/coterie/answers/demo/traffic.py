@@ -1,0 +1,51 @@
+"""Requests that keep a demonstrated gateway busy: a few in flight, streamed, of domains that change."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from coterie.answers.load.client import Asking, LoadClient
+from coterie.answers.load.workload import LoadRequest, Message
+from coterie.net.http_client import Client, served_model
+from coterie.prompts import load_prompts
+
+IN_FLIGHT = 6
+MAX_TOKENS = 32
+MIXES = (("code", "legal", "math"), ("chat", "medical", "writing"), ("code", "finance", "science"))
+"""Domains of the requests, in turn: what a router was fitted on does not stay."""
+MIX_REQUESTS = 600
+"""Requests until the domains change."""
+
+REFUSED_S = 0.5
+"""Time until the next request after one that failed at a gateway that is there."""
+
+
+async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_FLIGHT) -> int:
+    """Send requests until there have been as many, or until the gateway is gone; returns how many were answered."""
+    numbers = itertools.count() if requests is None else iter(range(requests))
+    prompts = [[one for one in load_prompts() if one.domain in mix and one.lang == "en"] for mix in MIXES]
+    done, gone = 0, False
+    async with Client(url) as server:
+        asking = Asking(await served_model(server))
+
+    async def send(client: LoadClient) -> None:
+        nonlocal done, gone
+        for number in numbers:
+            if gone:
+                return
+            mix = prompts[number // MIX_REQUESTS % len(prompts)]
+            # Every round begins elsewhere: the same prompts in the same order would be known by their prefixes.
+            prompt = mix[(number * 7 + number // len(mix)) % len(mix)]
+            request = LoadRequest(number, number, prompt.domain, (Message("user", prompt.prompt),), MAX_TOKENS)
+            outcome = await client.ask(request, asking, name=f"{prompt.id}.{number}")
+            if outcome.failure is None:
+                done += 1
+            elif outcome.failure not in ("refused", "reset"):
+                await asyncio.sleep(REFUSED_S)
+            else:
+                gone = True
+
+    async with LoadClient(url) as client:
+        await asyncio.gather(*(send(client) for _ in range(in_flight)))
+    return done

@@ -1,0 +1,189 @@
+"""A simulated fleet on recorded requests: routers are fitted on one half of them and serve the other.
+
+A router sees the first half of a request's tokens; the second half is decoded. A closed loop keeps a fixed number of
+requests in flight, no recorded request twice at a time. The measured part begins when all requests of the start have
+been replaced once, and ends when the loop can no longer be kept full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.lines import DecodeStepPrices
+from coterie.costs.presets import step_model
+from coterie.costs.step import StepModel
+from coterie.errors import ConfigError
+from coterie.models import get_model
+from coterie.routing import Calibration, Router, RouterFit, routers
+from coterie.routing.domain import share_out
+from coterie.sim import FleetConfig, FleetRun, run_fleet
+from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests
+from coterie.traces.activations import ActivationTrace
+from coterie.types import Placement
+
+BASE = "round_robin"
+ROOM = 4
+"""Capacity of a decoder, as a multiple of its mean requests: no published router has a bound near its mean."""
+REQUESTS = 2000
+"""Requests per run; about half are measured where nearly all recordings are in flight."""
+STEADY_ARRIVALS = (0.15, 0.95)
+"""Quantiles of arrival times between which requests that arrive by a clock are measured."""
+CONTEXT = 512
+"""Cached tokens per request at which step prices are taken."""
+
+
+class Source(NamedTuple):
+    """A recorded trace and its counts."""
+
+    trace: ActivationTrace
+    counts: Calibration
+
+
+class Halves(NamedTuple):
+    """Indices into the trace, ascending: requests to fit routers on, and requests to serve."""
+
+    fit: NDArray[np.int64]
+    test: NDArray[np.int64]
+
+
+def split(source: Source, seed: int) -> Halves:
+    order = np.random.default_rng([seed, 0]).permutation(source.trace.num_requests)
+    middle = len(order) // 2
+    return Halves(np.sort(order[:middle]), np.sort(order[middle:]))
+
+
+class Window(NamedTuple):
+    since_s: float
+    until_s: float
+
+
+def steady(run: FleetRun, in_flight: int) -> Window:
+    """From when the first requests have been replaced once, until fewer than `in_flight` are running."""
+    arrived, finished = (np.sort(times[np.isfinite(times)]) for times in (run.arrival_s, run.finish_s))
+    if len(arrived) < 2 * in_flight:
+        raise ConfigError(f"requests={len(arrived)} must be more than twice the {in_flight} in flight")
+    left = np.searchsorted(arrived, finished, side="right") - np.arange(1, len(finished) + 1)
+    low = np.flatnonzero(left < in_flight)
+    until = float(finished[low[0]]) if len(low) else run.end_s
+    since = float(arrived[2 * in_flight - 1])
+    if not since < until:
+        raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
+    return Window(since, until)
+
+
+class ServedRun(NamedTuple):
+    """One router's run, and the part of it that is measured."""
+
+    router: str
+    run: FleetRun
+    window: Window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """One fleet and its requests, served under any router."""
+
+    model: StepModel
+    fitted: RouterFit
+    requests: FleetRequests
+    config: FleetConfig
+    in_flight: int | None
+    """Over all decoders; None if requests have arrival times of their own."""
+    per_decoder: int
+    """Requests of a decoder on average, at which step prices are taken."""
+    labels: dict[str, tuple[int, ...]]
+    """Domain → workers, by the domains of calibration requests."""
+    seed: int
+    placement: Placement | None = None
+
+    @property
+    def prices(self) -> DecodeStepPrices:
+        return DecodeStepPrices.of(self.model, self.per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
+
+    def router(self, name: str, **settings: Any) -> Router:
+        context: dict[str, Any] = {"fitted": self.fitted, "cost": self.prices, "seed": self.seed}
+        if self.labels:
+            context["labels"] = self.labels
+        return routers.make(name, context, **settings)
+
+    def serve(self, router: Router, until_s: float = np.inf) -> FleetRun:
+        return run_fleet(
+            self.requests,
+            self.model,
+            router,
+            self.config,
+            in_flight=self.in_flight,
+            fleet=self.fitted.fleet(self.config.places),
+            until_s=until_s,
+            placement=self.placement,
+            duplicates="refuse" if self.in_flight else "postpone",
+        )
+
+    def runs(self, chosen: dict[str, Router]) -> Iterator[ServedRun]:
+        """Serve the same requests under every router, round robin first.
+
+        In a closed loop other runs end soon after round robin's steady part. Where requests have arrival times the
+        steady part leaves out the first arrivals, which find an empty fleet, and the last.
+        """
+        if self.in_flight is None:
+            for name, router in ({BASE: self.router(BASE)} | chosen).items():
+                run = self.serve(router)
+                yield ServedRun(name, run, Window(*map(float, np.nanquantile(run.arrival_s, STEADY_ARRIVALS))))
+            return
+        base = self.serve(self.router(BASE))
+        window = steady(base, self.in_flight)
+        yield ServedRun(BASE, base, window)
+        # Run past its end until its requests have finished: dropping unfinished ones would drop the long ones.
+        until_s = window.until_s + 2.0 * float(np.nanmax(base.finish_s - base.arrival_s))
+        for name, router in chosen.items():
+            if name != BASE:
+                run = self.serve(router, until_s)
+                own = steady(run, self.in_flight)
+                yield ServedRun(name, run, Window(own.since_s, min(own.until_s, window.until_s)))
+
+
+def bench_of(
+    source: Source,
+    halves: Halves,
+    recordings: Recordings,
+    decoders: int,
+    per_decoder: int,
+    seed: int,
+    requests: int,
+    model: StepModel | None = None,
+    placement: Placement | None = None,
+    fitted: RouterFit | None = None,
+) -> Bench:
+    """Build a closed loop of the recordings; routers use `fitted`, or else what the other half teaches."""
+    if fitted is None:
+        known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
+        fitted = RouterFit(decoders, batch=per_decoder).fit(known, np.random.default_rng([seed, 1]))
+    drawn = draw_requests(recordings, requests, np.random.default_rng([seed, 2]))
+    if model is None:
+        model = step_model(get_model(source.trace.meta.model), "h200", "bf16")
+    config = FleetConfig(decode_workers=decoders, places=ROOM * per_decoder)
+    return Bench(
+        model=model,
+        fitted=fitted,
+        requests=drawn,
+        config=config,
+        in_flight=decoders * per_decoder,
+        per_decoder=per_decoder,
+        labels=domain_workers(source, halves, decoders),
+        seed=seed,
+        placement=placement,
+    )
+
+
+def domain_workers(source: Source, halves: Halves, decoders: int) -> dict[str, tuple[int, ...]]:
+    """Workers per domain, in proportion to the calibration requests."""
+    domains = source.trace.requests.domains
+    if domains is None or not len(halves.fit):
+        return {}
+    return share_out(Counter(domains[int(request)] for request in halves.fit), decoders)

@@ -1,0 +1,420 @@
+"""What a decode fleet would gain from a router, on a user's own routing.
+
+Half of the recorded requests fit the routers, the other half is served; no recorded request is in flight twice. A
+closed loop keeps `in_flight` requests on every decoder; else requests arrive by a clock. Every split of the requests is
+one run of all routers on the same work, so savings are compared run by run. Step times are the model's. Wrong to read
+as a measurement, and as evidence for other traffic than the recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
+from coterie.answers.runs import WORTH_PCT, interval
+from coterie.costs.step import StepModel
+from coterie.errors import ConfigError, check_at_least, check_positive
+from coterie.routing import Fleet, Router, RouterFit
+from coterie.routing.base import routers as known_routers
+from coterie.routing.calibration import calibration
+from coterie.sim import FleetConfig, run_fleet, summarise_fleet
+from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.traces import LoadTable
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.readers import Trace
+from coterie.traces.requests import RequestTrace
+from coterie.types import INFINIBAND_400G, Interval, Placement
+
+SHORTEST_QUEUE = "join_shortest_queue"
+SPLITS = 6
+FEW_REQUESTS = 200
+"""Measured requests of a split below which its p99 is one of the two longest."""
+LEAST_PLACES = 16
+"""Capacity of a decoder, at least: arrivals come in bursts."""
+PROBE_PLACES = 1024
+"""Capacity of a decoder while the mean load of timed arrivals is found."""
+GROWING = 1.5
+"""Requests in flight in the second half of a run, as a multiple of those in the first, that tell of overload."""
+WAITED_SHARE = 0.02
+"""Share of arrivals that may wait for another use of their recording before that is said."""
+P99_SLACK_PCT = 1.0
+"""A p99 that is surely longer by no more than this is called no worse."""
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """A fleet, the requests it gets, and the routers to compare."""
+
+    decoders: int = 8
+    in_flight: int = 16
+    """Mean requests per decoder, which a closed loop keeps."""
+    prefill: int = 0
+    """Prefill workers; 0 hands requests to decoders as they arrive, their prompts computed."""
+    routers: tuple[str, ...] | None = None
+    """None: every registered one that can be made from the trace."""
+    base: str = SHORTEST_QUEUE
+    """The router that others are compared with."""
+    arrivals: RequestTrace | None = None
+    """Requests whose arrival times and lengths are used."""
+    rate: float | None = None
+    """Requests a second: `arrivals` at this mean rate, or a Poisson process."""
+    places: int | None = None
+    """Requests a decoder may run at once; None is four times the mean, which leaves a router room."""
+    splits: int = SPLITS
+    """Ways to halve the recorded requests; intervals are over them."""
+    requests: int = REQUESTS
+    """Requests served per split."""
+    seed: int = 0
+    fitted: RouterFit | None = None
+    """A saved fit: it serves requests that it was not fitted on."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, decoders=self.decoders, in_flight=self.in_flight, splits=self.splits, requests=self.requests)
+        check_at_least(0, prefill=self.prefill, seed=self.seed)
+        check_at_least(1, places=self.places)
+        for name in (self.base, *(self.routers or ())):
+            known_routers.check(name)
+        if self.routers == ():
+            raise ConfigError("routers=[] must name at least one, or be left out for all")
+        if self.rate is not None:
+            check_positive(rate=self.rate)
+        if self.arrivals is not None and self.arrivals.arrival_s is None:
+            raise ConfigError("arrivals has no arrival times: leave it out, or give rate alone")
+        if self.fitted is not None:
+            self.fitted.check_workers(self.decoders)
+        most = self.decoders * self.in_flight
+        if self.closed and self.requests < 2 * most:
+            raise ConfigError(f"requests={self.requests} must be at least {2 * most}, twice what is in flight")
+
+    @property
+    def closed(self) -> bool:
+        return self.arrivals is None and self.rate is None
+
+    @property
+    def names(self) -> list[str]:
+        """Routers to compare, the base first."""
+        return list(dict.fromkeys((self.base, *(known_routers.names() if self.routers is None else self.routers))))
+
+
+class FleetRow(NamedTuple):
+    """One router: means over splits, and what it saves against the base."""
+
+    router: str
+    experts_per_step: float
+    """Distinct experts per layer in a token's step."""
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    tpot_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    saved_pct: Interval
+    """Saving of the mean TPOT against the base; 95% interval over splits."""
+    saved_p99_pct: Interval
+    """Saving of TPOT's 99th percentile."""
+    saved_experts_pct: Interval
+    """Saving of distinct experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """Routers on the same requests."""
+
+    model: str
+    dtype: str
+    decoders: int
+    in_flight: float
+    """Mean requests per decoder: asked for in a closed loop, else found."""
+    prefill: int
+    places: int
+    splits: int
+    recorded: int
+    """Recorded requests that were served; others fitted the routers."""
+    measured: int
+    """Requests measured per split, at least."""
+    rows: list[FleetRow]
+    """First the router that others are compared with, then the others, best first."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Routers that could not be made, and why."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> FleetRow:
+        return max(self.rows, key=lambda row: row.saved_pct.mean)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the best router surely saves time, and enough to matter; one split tells nothing."""
+        saved = self.best.saved_pct
+        return saved.low is not None and saved.low > 0 and saved.mean >= WORTH_PCT
+
+    @property
+    def verdict(self) -> str:
+        """One plain sentence: which router is best, and how sure that is."""
+        base, best = self.rows[0], self.best
+        if best is base:
+            return f"{base.router}: no router compared has less TPOT ({self.dtype})."
+        saved, tail = best.saved_pct, best.saved_p99_pct
+        gain = f"{best.router}: {saved.mean:.1f}% less TPOT than {base.router}"
+        if saved.low is None or tail.low is None or tail.high is None:
+            return f"{gain} ({self.dtype}), on one split: nothing tells how sure that is."
+        sure = f"95% {saved.low:.1f} to {saved.high:.1f}"
+        if saved.low <= 0:
+            found = f"the best, {best.router}, has {saved.mean:.1f}% less TPOT, {sure}"
+            return f"No router can be told from {base.router} on these requests ({self.dtype}): {found}."
+        if tail.low >= -P99_SLACK_PCT:
+            worse = "p99 no worse"
+        elif tail.high < -P99_SLACK_PCT:
+            worse = f"p99 {-tail.mean:.1f}% longer"
+        else:
+            worse = f"p99 cannot be told ({tail.low:+.1f} to {tail.high:+.1f}% saved)"
+        start = "" if self.pays else "Routing is hardly worth it here: "
+        return f"{start}{gain} ({self.dtype}), {sure}; {worse}."
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            {key: value._asdict() if isinstance(value, Interval) else value for key, value in row._asdict().items()}
+            for row in self.rows
+        ]
+        return asdict(self) | {"rows": rows, "verdict": self.verdict, "pays": self.pays}
+
+
+class _Served(NamedTuple):
+    """Metrics of one router's run, milliseconds."""
+
+    experts: float
+    tpot_p50: float
+    tpot_p99: float
+    tpot_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    requests: int
+    per_decoder: float
+    waited: float
+    """Share of arrivals that waited for another use of their recording."""
+    growth: float
+    """Requests in flight in the second half of the measured part, relative to the first."""
+
+
+class _Split(NamedTuple):
+    served: dict[str, _Served]
+    recorded: int
+    places: int
+    skipped: dict[str, str]
+
+
+def simulate_fleet(
+    trace: ActivationTrace, model: StepModel, settings: FleetSettings, report: Report = lambda *_: None
+) -> FleetReport:
+    """Serve the trace's requests under each router."""
+    spec, meta = model.spec, trace.meta
+    if (meta.num_layers, meta.num_experts) != (spec.num_moe_layers, spec.num_experts):
+        raise ConfigError(
+            f"the trace has {meta.num_layers} layers of {meta.num_experts} experts; {spec.name} has "
+            f"{spec.num_moe_layers} MoE layers of {spec.num_experts}: name the model it was recorded on"
+        )
+    report("Counting requests", 0, settings.splits)
+    source = Source(trace, calibration(trace))
+    runs: list[_Split] = []
+    for number in range(settings.splits):
+        runs.append(_run(source, model, settings, settings.seed + number))
+        report("Serving", len(runs), settings.splits)
+    base = settings.base
+    served = [run.served for run in runs]
+    found = [one for run in served for one in run.values()]
+    rows = [_row(name, base, served) for name in settings.names if name in served[0]]
+    return FleetReport(
+        model=model.spec.name,
+        dtype=model.dtype,
+        decoders=settings.decoders,
+        in_flight=settings.in_flight if settings.closed else float(np.mean([run[base].per_decoder for run in served])),
+        prefill=settings.prefill,
+        places=runs[0].places,
+        splits=settings.splits,
+        recorded=runs[0].recorded,
+        measured=min(one.requests for one in found),
+        rows=rows[:1] + sorted(rows[1:], key=lambda row: -row.saved_pct.mean),
+        skipped=runs[0].skipped,
+        notes=_notes(source, model, settings, found),
+    )
+
+
+def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -> _Split:
+    halves = split(source, seed) if settings.fitted is None else _unseen(source, settings.fitted)
+    cut = split_recordings if source.counts.halved else phase_recordings
+    recordings = cut(source.trace, halves.test)
+    most = settings.decoders * settings.in_flight
+    if settings.closed and most > len(recordings):
+        rest = "half of the trace has" if settings.fitted is None else "those that the router was not fitted on are"
+        raise ConfigError(
+            f"decoders={settings.decoders} x in_flight={settings.in_flight} need as many recorded requests to serve; "
+            f"{rest} {len(recordings)}: record more, or ask for fewer in flight"
+        )
+    rng = np.random.default_rng([seed, 2])
+    requests = None if settings.closed else _timed(recordings, settings, rng)
+    per_decoder = settings.in_flight if requests is None else _mean_load(requests, model, settings)
+    bench = bench_of(
+        source,
+        halves,
+        recordings,
+        settings.decoders,
+        per_decoder,
+        seed,
+        settings.requests,
+        model,
+        placement_of(model),
+        settings.fitted,
+    )
+    config = replace(_config(settings), places=settings.places or max(LEAST_PLACES, ROOM * per_decoder))
+    bench = replace(bench, config=config)
+    if requests is not None:
+        bench = replace(bench, requests=requests, in_flight=None)
+    chosen, skipped = _routers(bench, settings)
+    served = {one.router: _metrics(one) for one in bench.runs(chosen) if one.router in chosen}
+    return _Split(served, len(recordings), config.places, skipped)
+
+
+def requests_of(trace: Trace) -> RequestTrace:
+    """The requests of a trace that has them: arrival times and lengths."""
+    if isinstance(trace, LoadTable):
+        raise ConfigError("a load table has no requests; arrivals need a trace of requests")
+    return trace.requests if isinstance(trace, ActivationTrace) else trace
+
+
+def placement_of(model: StepModel) -> Placement | None:
+    """Experts in order on the ranks of a decoder; None on one device."""
+    ranks, spec = model.topology.num_ranks, model.spec
+    return None if ranks == 1 else Placement.linear(spec.num_moe_layers, spec.num_experts, ranks)
+
+
+def _unseen(source: Source, fitted: RouterFit) -> Halves:
+    """Requests that the fit has seen, and the others."""
+    counts, learned = source.counts, fitted.learned
+    if (learned.num_layers, learned.num_experts) != counts.prefill.shape[1:]:
+        raise ConfigError(
+            f"the router was fitted for {learned.model}, {learned.num_layers} layers of {learned.num_experts} experts; "
+            f"the trace has {counts.prefill.shape[1]} of {counts.prefill.shape[2]}"
+        )
+    known = np.zeros(len(counts.requests), np.bool_)
+    if learned.seen is not None:
+        known = np.isin(counts.digests, learned.seen)
+    if known.all():
+        raise ConfigError("the router was fitted on every request of this trace: none is left to serve")
+    return Halves(counts.requests[known], counts.requests[~known])
+
+
+def _timed(recordings: Recordings, settings: FleetSettings, rng: np.random.Generator) -> FleetRequests:
+    """Requests with arrival times: those of `arrivals`, or of a Poisson process."""
+    if settings.arrivals is not None:
+        return draw_requests(recordings, settings.requests, rng, settings.arrivals.in_order(), settings.rate)
+    assert settings.rate is not None
+    times = np.cumsum(rng.exponential(1.0 / settings.rate, settings.requests))
+    return replace(draw_requests(recordings, settings.requests, rng), arrival_s=times - times[0])
+
+
+def _config(settings: FleetSettings) -> FleetConfig:
+    return FleetConfig(
+        decode_workers=settings.decoders,
+        prefill_workers=settings.prefill,
+        places=PROBE_PLACES,
+        link=INFINIBAND_400G if settings.prefill else None,
+    )
+
+
+def _mean_load(requests: FleetRequests, model: StepModel, settings: FleetSettings) -> int:
+    """Requests on a decoder under round robin, where nothing bounds them."""
+    config = _config(settings)
+    fleet = Fleet([config.places] * config.decode_workers)
+    router = known_routers.make(BASE)
+    run = run_fleet(requests, model, router, config, fleet=fleet, placement=placement_of(model), duplicates="postpone")
+    return max(1, round(float(summarise_fleet(run).worker_in_flight.mean())))
+
+
+def _routers(bench: Bench, settings: FleetSettings) -> tuple[dict[str, Router], dict[str, str]]:
+    chosen: dict[str, Router] = {}
+    skipped: dict[str, str] = {}
+    for name in settings.names:
+        try:
+            chosen[name] = bench.router(name)
+        except ConfigError as error:
+            if settings.routers is not None or name == settings.base:
+                raise
+            skipped[name] = str(error)
+    return chosen, skipped
+
+
+def _metrics(served: ServedRun) -> _Served:
+    run, window = served.run, served.window
+    found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
+    middle = (window.since_s + window.until_s) / 2
+    before, after = (
+        summarise_fleet(run, since_s=since, until_s=until).mean_in_flight
+        for since, until in ((window.since_s, middle), (middle, window.until_s))
+    )
+    return _Served(
+        experts=found.distinct_by_token,
+        tpot_p50=found.tpot.p50,
+        tpot_p99=found.tpot.p99,
+        tpot_mean=found.tpot.mean,
+        ttft_p50=found.ttft.p50,
+        ttft_p99=found.ttft.p99,
+        requests=found.requests,
+        per_decoder=float(found.worker_in_flight.mean()),
+        waited=run.postponed / len(run.arrival_s),
+        growth=after / max(before, 1e-9),
+    )
+
+
+def _row(name: str, base: str, runs: Sequence[dict[str, _Served]]) -> FleetRow:
+    def mean(field: str) -> float:
+        return float(np.mean([getattr(run[name], field) for run in runs]))
+
+    def saved(field: str) -> Interval:
+        return interval([100.0 * (1.0 - getattr(run[name], field) / getattr(run[base], field)) for run in runs])
+
+    return FleetRow(
+        router=name,
+        experts_per_step=mean("experts"),
+        tpot_p50_ms=mean("tpot_p50"),
+        tpot_p99_ms=mean("tpot_p99"),
+        tpot_mean_ms=mean("tpot_mean"),
+        ttft_p50_ms=mean("ttft_p50"),
+        ttft_p99_ms=mean("ttft_p99"),
+        saved_pct=saved("tpot_mean"),
+        saved_p99_pct=saved("tpot_p99"),
+        saved_experts_pct=saved("experts"),
+    )
+
+
+def _notes(source: Source, model: StepModel, settings: FleetSettings, found: Sequence[_Served]) -> list[str]:
+    notes = []
+    if not model.measured:
+        notes.append(f"{model.spec.name} in {model.dtype} was not measured on this device: rates of the nearest shape.")
+    if source.counts.halved:
+        notes.append("The trace has one phase: the first half of a request stands for its prompt.")
+    if settings.fitted is not None:
+        if settings.fitted.learned.seen is None:
+            notes.append("The router's file does not say which requests it was fitted on: savings may look too good.")
+        notes.append("All splits serve the same requests in another order: the router was fitted once.")
+        if settings.closed and settings.fitted.batch != settings.in_flight:
+            notes.append(f"The router was fitted for {settings.fitted.batch} requests on a decoder.")
+    if min(one.requests for one in found) < FEW_REQUESTS:
+        notes.append(f"Fewer than {FEW_REQUESTS} requests were measured in a split: p99 is that of one or two of them.")
+    waited = max(one.waited for one in found)
+    if not settings.closed and waited > WAITED_SHARE:
+        notes.append(
+            f"{waited:.0%} of arrivals waited because their recording was in flight: the trace has too few requests "
+            "for this rate."
+        )
+    if not settings.closed and max(one.growth for one in found) > GROWING:
+        notes.append("Requests in flight grow during the run: this fleet cannot keep up with this rate.")
+    if not settings.prefill:
+        notes.append(
+            "TTFT is from handoff to the first decoded token: prompts are not computed without prefill workers."
+        )
+    return notes

@@ -1,0 +1,167 @@
+"""How fast a load drifts: how much of its shape at the start of the trace is left, after ever longer lags.
+
+Let x(w) be the load shares of window w per layer, less the even share: its skew. The skew left at a lag is the mean of
+x(s) · x(s + lag) over the first windows s, divided by the mean of x(s) · x(s). The last product is taken between two
+random halves of the window's requests, so sampling noise, which would raise it and feign drift, is not in it. This
+projection, unlike a cosine, falls as 2^(-lag / half-life) both for loads that wander and for loads on their way from
+one state to another. Unlike a cosine it may pass 1: the load then leans towards the same experts, and more than at the
+start. Starts are the same for all lags, so a lag compares with no other part of the trace.
+
+It describes one stretch of time: a daily cycle shorter recorded than a day looks like drift without return. Where the
+order of requests in time is not known there is no drift to measure: the order of a file may be by topic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.answers.inspect.values import numbers
+from coterie.placement.triggers.drift import fit_decay
+
+MIN_WINDOWS = 8
+MIN_DROP = 0.02
+"""Smallest loss of skew that counts as drift."""
+SIGNIFICANCE = 0.01
+PERMUTATIONS = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    half_life: float | None
+    """Lag after which half of the total loss has happened, in `unit`; None if no drift is seen."""
+    reason: str | None
+    """Why there is no half-life."""
+    floor: float | None
+    """Share of the skew that stays for good: skew_left = floor + (1 - floor) · 2^(-lag / half_life)."""
+    unit: str
+    """s or windows."""
+    window: float | None
+    """Length of a window, in `unit`."""
+    p_value: float | None
+    """Share of random orders of the windows that drift as much."""
+    lag: list[float] = field(default_factory=list)
+    """[lag] in `unit`."""
+    skew_left: list[float | None] = field(default_factory=list)
+    """[lag] share of the skew at the start that is left, noise removed. 1: as at the start; above 1: more skewed
+    towards the same experts; 0: nothing in common."""
+
+
+class _Curve(NamedTuple):
+    lags: NDArray[np.int64]
+    """Lags in windows."""
+    product: NDArray[np.float64]
+    """[lag] mean of x(s) · x(s + lag)."""
+
+
+def no_drift(unit: str, reason: str, window: float | None = None) -> Drift:
+    return Drift(half_life=None, reason=reason, floor=None, unit=unit, window=window, p_value=None)
+
+
+def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Generator) -> Drift:
+    """Measure drift of counts [window, part, layer, expert]; parts are random halves of a window, or one whole."""
+    windows = len(counts)
+    if windows < MIN_WINDOWS:
+        return no_drift(unit, f"the trace fills {windows} windows; {MIN_WINDOWS} are needed to see a trend", width)
+    dots, pairs = _dots(counts), _pairs(windows, counts.shape[1])
+    curve = _curve(dots, pairs)
+    reference = float(curve.product[0])
+    if not np.isfinite(reference) or reference <= 0:
+        return no_drift(unit, "the load is even, or windows are too small to show a shape that could drift", width)
+    left = curve.product / reference
+    p_value = _p_value(dots, pairs, rng)
+    fit = fit_decay(curve.lags, curve.product)
+    span = float(curve.lags[-1]) * width
+    half_life, floor, reason = fit.half_life * width, fit.floor, None
+    fallen = 1.0 - float(np.nanmean(left[len(left) // 2 :]))
+    if p_value > SIGNIFICANCE:
+        reason = f"no drift above the sampling noise over {_amount(span, unit)} (p = {p_value:.2g})"
+    elif (1 - floor) * (1 - 2 ** (-curve.lags[-1] / fit.half_life)) < MIN_DROP or fallen < MIN_DROP:
+        reason = f"the skew falls by less than {MIN_DROP} of what it was over {_amount(span, unit)}"
+    elif fit.half_life < 1:
+        reason = f"the load differs between windows of {_amount(width, unit)} but has no trend: bursts, not drift"
+    elif half_life > 2 * span:
+        reason = f"slower than {_amount(span, unit)} of trace can tell: {fallen:.0%} of the first skew is gone"
+    return Drift(
+        half_life=None if reason else half_life,
+        reason=reason,
+        floor=None if reason else floor,
+        unit=unit,
+        window=width,
+        p_value=p_value,
+        lag=[float(v * width) for v in curve.lags],
+        skew_left=numbers(left),
+    )
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+
+
+def _dots(counts: NDArray[np.integer]) -> NDArray[np.float64]:
+    """[window * part, window * part] products of load shapes, mean over layers; NaN with an empty side."""
+    windows, parts, layers, experts = counts.shape
+    values = counts.reshape(windows * parts, layers, experts).astype(np.float64)
+    total = values.sum(axis=2, keepdims=True)
+    shape = np.divide(values, total, out=np.full(values.shape, 1 / experts), where=total > 0) - 1 / experts
+    flat = shape.reshape(windows * parts, -1)
+    dots = flat @ flat.T / layers
+    empty = total.sum(axis=(1, 2)) == 0
+    dots[empty, :] = np.nan
+    dots[:, empty] = np.nan
+    return np.asarray(dots, np.float64)
+
+
+class _Pairs(NamedTuple):
+    """Which products count for which lag, so that a random order is one look-up."""
+
+    lags: NDArray[np.int64]
+    earlier: NDArray[np.int64]
+    """[lag, pair] index window * parts + part."""
+    later: NDArray[np.int64]
+
+
+def _pairs(windows: int, parts: int) -> _Pairs:
+    """Pairs of windows by lag. The first lag is 0 with halves, 1 with whole windows: the least free of noise."""
+    starts = np.arange(max(2, windows // 8))
+    lags = np.arange(0 if parts == 2 else 1, windows - len(starts) + 1)
+    # Every part of the start with every part of the later window; at lag 0 the two halves with each other only.
+    first, second = (v.ravel() for v in np.indices((parts, parts)))
+    earlier = (starts[:, None] * parts + first).ravel()
+    later = ((lags[:, None, None] + starts[:, None]) * parts + second).reshape(len(lags), -1)
+    if parts == 2:
+        later[0] = (starts[:, None] * parts + (1 - first)).ravel()
+    return _Pairs(lags, np.broadcast_to(earlier, later.shape), later)
+
+
+def _curve(dots: NDArray[np.float64], pairs: _Pairs, order: NDArray[np.int64] | None = None) -> _Curve:
+    """Products against lag, of the parts in that order; NaN for a lag without a pair."""
+    earlier, later = (pairs.earlier, pairs.later) if order is None else (order[pairs.earlier], order[pairs.later])
+    chosen = dots[earlier, later]
+    present = np.isfinite(chosen)
+    product = np.full(len(pairs.lags), np.nan)
+    np.divide(np.where(present, chosen, 0.0).sum(axis=1), present.sum(axis=1), out=product, where=present.any(axis=1))
+    return _Curve(pairs.lags, product)
+
+
+def _p_value(dots: NDArray[np.float64], pairs: _Pairs, rng: Generator) -> float:
+    """Share of random orders of the parts whose products fall as much from near to far lags."""
+    present = np.flatnonzero(np.isfinite(np.diag(dots)))  # empty windows stay where they are
+    order = np.arange(len(dots))
+    fall = _fall(_curve(dots, pairs))
+    as_much = 0
+    for _ in range(PERMUTATIONS):
+        order[present] = rng.permutation(present)
+        as_much += _fall(_curve(dots, pairs, order)) >= fall
+    return (1 + as_much) / (1 + PERMUTATIONS)
+
+
+def _fall(curve: _Curve) -> float:
+    half = len(curve.lags) // 2
+    near = curve.product[:1] if curve.lags[0] == 0 else curve.product[:half]
+    near, far = near[np.isfinite(near)], curve.product[half:][np.isfinite(curve.product[half:])]
+    return float(near.mean() - far.mean()) if len(near) and len(far) else -np.inf

@@ -1,0 +1,166 @@
+"""One streaming pass over an activation trace: every id is checked, and counted for all that needs loads.
+
+A request counts whole in the window it arrived in, so windows shorter than a request's life blur what happens inside
+it. What would need every request's footprint is taken from a random sample of requests, copied out as they pass by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.answers.inspect.samples import Samples
+from coterie.errors import TraceError
+from coterie.traces.activations import ActivationTrace, Chunk
+from coterie.types import DECODE
+
+Progress = Callable[[int, int], None]
+"""Callback: tokens done, tokens in all."""
+
+CHUNK_BYTES = 64 << 20
+"""Expert ids read at a time: what stays resident of a mapped trace, and how long an interruption waits."""
+MAX_DOMAINS = 12
+MAX_WINDOWS = 64
+REQUESTS_PER_WINDOW = 16
+"""Smallest number of requests per window: below this its load is mostly sampling noise."""
+_THREADS = 2
+
+
+class Windows(NamedTuple):
+    """How requests are put into windows of equal time, in order of arrival; one window where no times are known."""
+
+    window: NDArray[np.int64]
+    """[request]"""
+    half: NDArray[np.int64]
+    """[request] 0 or 1 at random: two halves of a window differ by sampling noise only."""
+    total: int
+    width_s: float | None
+    """Length of a window; None where no times are known."""
+
+
+class PassResult(NamedTuple):
+    half_windows: NDArray[np.int64]
+    """[window, half, layer, expert] activations: their sum is the load of the trace."""
+    domains: NDArray[np.int64]
+    """[domain, layer, expert] activations of the domains with the most tokens."""
+    decode_tokens: int
+    samples: Samples
+
+
+def cut_windows(trace: ActivationTrace, rng: Generator) -> Windows:
+    """Windows over the whole trace, as many as its requests can fill."""
+    table, requests = trace.requests, trace.num_requests
+    index, order, count, width = np.zeros(requests, np.int64), np.arange(requests), 1, None
+    if table.arrival_s is not None and table.duration_s > 0:
+        since_s = table.arrival_s - table.arrival_s.min()
+        count = int(np.clip(requests // REQUESTS_PER_WINDOW, 1, MAX_WINDOWS))
+        index = np.minimum((since_s / table.duration_s * count).astype(np.int64), count - 1)
+        order, width = np.argsort(since_s, kind="stable"), table.duration_s / count
+    # Neighbours in time go to different halves, which of them where by lot: balanced, and blind to any pattern.
+    half = np.empty(requests, np.int64)
+    coin = np.repeat(rng.integers(2, size=-(-requests // 2)), 2)[:requests]
+    half[order] = (np.arange(requests) + coin) % 2
+    return Windows(index, half, count, width)
+
+
+def run_pass(
+    trace: ActivationTrace,
+    name: str,
+    windows: Windows,
+    domain: NDArray[np.int64],
+    num_domains: int,
+    rng: Generator,
+    progress: Progress | None = None,
+) -> PassResult:
+    """Count and check every activation. `domain` [request] is an index below `num_domains`, or -1 to leave it out."""
+    meta = trace.meta
+    if (trace.lengths < 0).any():
+        trace.validate()  # names the file that holds the falling offset
+    shape = (meta.num_layers, meta.num_experts)
+    group = windows.window * 2 + windows.half
+    parts = [
+        _Part(np.zeros((windows.total * 2, *shape), np.int64), np.zeros((num_domains, *shape), np.int64))
+        for _ in range(_THREADS)
+    ]
+    samples = Samples.choose(meta, trace.num_requests, rng)
+    decode_tokens = done = 0
+    token_bytes = meta.num_layers * meta.top_k * meta.specs(0, 0)["expert_ids"].dtype.itemsize
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for chunk in trace.chunks(max(1, CHUNK_BYTES // token_bytes)):
+            rows = slice(chunk.first_request, chunk.first_request + len(chunk.offsets) - 1)
+            phase = chunk.tokens.phase
+            if phase.max(initial=DECODE) > DECODE:
+                raise TraceError(name, "phase", f"holds {int(phase.max())}; it must be 0 (prefill) or 1 (decode)")
+            decode_tokens += int(phase.sum())
+            if any(pool.map(lambda job: _count(*job), _jobs(chunk, group[rows], domain[rows], parts))):
+                trace.validate()  # says which id of which file; costs a second read of what came before it
+                raise TraceError(name, "expert_ids", f"holds an id outside 0 … {meta.num_experts - 1}")
+            samples.take(chunk, rng)
+            done += len(phase)
+            if progress is not None:
+                progress(done, trace.num_tokens)
+    half_windows = np.sum([part.groups for part in parts], axis=0).reshape(windows.total, 2, *shape)
+    return PassResult(half_windows, np.sum([part.domains for part in parts], axis=0), decode_tokens, samples)
+
+
+class _Part(NamedTuple):
+    """What one thread counts into."""
+
+    groups: NDArray[np.int64]  # [window * 2 + half, layer, expert]
+    domains: NDArray[np.int64]  # [domain, layer, expert]
+
+
+def _jobs(chunk: Chunk, group: NDArray[np.int64], domain: NDArray[np.int64], parts: list[_Part]) -> list[Any]:
+    """The requests of a chunk dealt to the threads in runs of about as many tokens."""
+    offsets = chunk.offsets
+    cuts = np.searchsorted(offsets, np.linspace(0, offsets[-1], len(parts) + 1)[1:-1])
+    cuts = np.concatenate([[0], cuts, [len(offsets) - 1]])
+    return [
+        (chunk.tokens.expert_ids, offsets[a : b + 1], group[a:b], domain[a:b], part.groups, part.domains)
+        for a, b, part in zip(cuts[:-1], cuts[1:], parts, strict=True)
+    ]
+
+
+@njit()
+def _count(
+    ids: NDArray[Any],
+    offsets: NDArray[np.int64],
+    group: NDArray[np.int64],
+    domain: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    domains: NDArray[np.int64],
+) -> bool:
+    """Add requests to their group and domain; True as soon as an id is not an expert."""
+    _, layers, k = ids.shape
+    experts = groups.shape[2]
+    footprint = np.zeros((layers, experts), np.int64)
+    for r in range(len(group)):
+        start, stop = offsets[r], offsets[r + 1]
+        # A long request is counted once and added twice; a short one would touch more zeros than ids.
+        long = (stop - start) * k >= experts
+        for token in range(start, stop):
+            for layer in range(layers):
+                for j in range(k):
+                    expert = np.int64(ids[token, layer, j])
+                    if expert < 0 or expert >= experts:
+                        return True
+                    if long:
+                        footprint[layer, expert] += 1
+                    else:
+                        groups[group[r], layer, expert] += 1
+                        if domain[r] >= 0:
+                            domains[domain[r], layer, expert] += 1
+        if long:
+            for layer in range(layers):
+                for e in range(experts):
+                    groups[group[r], layer, e] += footprint[layer, e]
+                    if domain[r] >= 0:
+                        domains[domain[r], layer, e] += footprint[layer, e]
+                    footprint[layer, e] = 0
+    return False

@@ -1,0 +1,359 @@
+"""A client that times answers: first byte of content, every later piece, the end, and how a request failed.
+
+Failures are told apart by what a user sees. Before the first byte of content: `refused` (no connection), `http_429`,
+`http_4xx`, `http_5xx`, `reset` (the connection was closed), `timeout`, `malformed` (an answer that is not of OpenAI's
+form). After it: `cut`, whatever the reason. Nothing is sent twice, but for a kept connection that the server closed
+before it answered anything: a client cannot see that coming.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from coterie.answers.load.workload import LoadRequest, Message
+from coterie.errors import UnavailableError, check_not_negative, check_positive
+from coterie.net.http_client import CONNECT_S, LOCAL, completion_path, server_url
+from coterie.wire.handoff import REQUEST_ID_HEADER
+
+Kind = Literal["refused", "http_429", "http_4xx", "http_5xx", "reset", "timeout", "malformed", "cut"]
+
+KEEP_S = 2.0
+"""Seconds that an idle connection is kept: less than servers do (vLLM 5 s), so that few are closed under a request."""
+MOST_LINE = 4 << 20
+"""Bytes of one event of a stream; a longer one is malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How requests are asked."""
+
+    model: str
+    chat: bool = True
+    """Ask the endpoint for chats; otherwise that for completions, with all messages as one text."""
+    stream: bool = True
+    """Have answers streamed; otherwise there is no TTFT or TPOT, only the time of the whole answer."""
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    """Generate exactly max_tokens tokens, where the server knows this option (vLLM, SGLang, the reference worker)."""
+    timeout_s: float = 300.0
+    """Seconds within which an answer must be complete."""
+
+    def __post_init__(self) -> None:
+        check_positive(timeout_s=self.timeout_s)
+        check_not_negative(temperature=self.temperature)
+
+    def body(self, request: LoadRequest, marker: str = "") -> dict[str, Any]:
+        """OpenAI's body. `marker` begins the prompt, so that no cache filled under another marker helps."""
+        begin = f"[{marker}] " if marker else ""
+        if self.chat:
+            messages = [{"role": role, "content": content} for role, content in request.messages]
+            messages[0]["content"] = begin + messages[0]["content"]
+            asked: dict[str, Any] = {"messages": messages}
+        else:
+            asked = {"prompt": begin + request.text}
+        body = {"model": self.model, **asked, "max_tokens": request.max_tokens, "temperature": self.temperature}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+
+class Outcome(NamedTuple):
+    """What became of one request; times are those of the event loop's clock."""
+
+    request: int
+    """Index in the workload."""
+    planned: float
+    """When it was to be sent; times count from here. In a closed loop it is when it was sent."""
+    sent: float
+    end: float
+    first: float | None = None
+    """First content; None for an answer that failed before it or was not streamed."""
+    pieces: tuple[float, ...] = ()
+    """Times of later content."""
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+    """As the server counted them; pieces of content where it does not say."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the server found in a prefix cache; None where it does not say."""
+    failure: Kind | None = None
+    problem: str = ""
+    """Why it failed, in one line."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first is None or self.failure else self.first - self.planned
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token after the first; None for answers of one token or one piece."""
+        if self.first is None or self.failure or self.output_tokens < 2 or not self.pieces:
+            return None
+        return (self.pieces[-1] - self.first) / (self.output_tokens - 1)
+
+    @property
+    def gap_s(self) -> float | None:
+        """Longest gap between two pieces of content."""
+        if self.first is None or self.failure or not self.pieces:
+            return None
+        return max(b - a for a, b in zip((self.first, *self.pieces), self.pieces, strict=False))
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.failure else self.end - self.planned
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
+
+
+class _Choice(msgspec.Struct):
+    delta: _Text | None = None
+    message: _Text | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Piece(msgspec.Struct):
+    """An event of a stream, or a whole answer."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Piece)
+
+
+class _FailedError(Exception):
+    def __init__(self, kind: Kind, problem: str) -> None:
+        super().__init__(problem)
+        self.kind = kind
+
+
+class _Answer:
+    """An answer as far as it has come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.finished = False
+        self.begun = False
+        """Content has come; of an answer that is not streamed, any byte."""
+        self.usage: _Usage | None = None
+
+    def take(self, data: bytes, now: float) -> None:
+        try:
+            piece = _decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _FailedError("malformed", f"the answer is not of OpenAI's form: {error}") from None
+        if piece.error is not None:
+            raise _FailedError(*_error(piece.error))
+        self.usage = piece.usage or self.usage
+        for choice in piece.choices[:1]:
+            said = choice.delta or choice.message
+            ends = choice.finish_reason is not None
+            if choice.text or (said is not None and said.any) or (ends and not self.begun):
+                self.times.append(now)  # an answer without any text has its end as first content
+                self.begun = True
+            self.finished |= ends
+
+
+class LoadClient:
+    """One server. ``async with LoadClient(url) as client: outcome = await client.ask(…)``"""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = server_url(url)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._open: aiohttp.ClientSession | None = None
+        self.resent = 0
+        """Requests sent again because the server had closed the kept connection they were sent on."""
+
+    async def __aenter__(self) -> Self:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
+        self._open = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
+            headers={"Accept-Encoding": "identity", **self._headers},
+            trace_configs=[trace],
+            trust_env=urlsplit(self.url).hostname not in LOCAL,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._open is not None:
+            await self._open.close()
+
+    async def ask(
+        self, request: LoadRequest, asking: Asking, planned: float | None = None, marker: str = "", name: str = ""
+    ) -> Outcome:
+        """Send one request and read its answer to the end; every failure is in the outcome."""
+        clock = asyncio.get_running_loop().time
+        sent = clock()
+        answer = _Answer()
+        failure: Kind | None = None
+        problem = ""
+        try:
+            try:
+                async with asyncio.timeout(asking.timeout_s):
+                    await self._exchange(asking, asking.body(request, marker), answer, name)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise _FailedError(*_kind(error, asking.timeout_s)) from None
+        except _FailedError as error:
+            failure, problem = ("cut" if answer.begun else error.kind), " ".join(str(error).split())[:200]
+        end = clock()
+        usage = answer.usage or _Usage()
+        times = answer.times if asking.stream else []
+        counted = usage.completion_tokens
+        return Outcome(
+            request=request.number,
+            planned=sent if planned is None else planned,
+            sent=sent,
+            end=end,
+            first=times[0] if times else None,
+            pieces=tuple(times[1:]),
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=len(answer.times) if counted is None else counted,
+            cached_tokens=(usage.prompt_tokens_details or _Details()).cached_tokens,
+            failure=failure,
+            problem=problem,
+        )
+
+    async def _exchange(self, asking: Asking, body: Mapping[str, Any], answer: _Answer, name: str) -> None:
+        noted = SimpleNamespace(reused=False)
+        try:
+            await self._post(asking, body, answer, name, noted)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if not noted.reused or noted.answered:
+                raise
+            self.resent += 1
+            await self._post(asking, body, answer, name, noted)
+
+    async def _post(
+        self, asking: Asking, body: Mapping[str, Any], answer: _Answer, name: str, noted: SimpleNamespace
+    ) -> None:
+        assert self._open is not None, "the client is used in `async with`"
+        noted.reused, noted.answered = False, False
+        async with self._open.post(
+            self.url + completion_path(asking.chat),
+            data=msgspec.json.encode(body),
+            headers={"Content-Type": "application/json", **({REQUEST_ID_HEADER: name} if name else {})},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            allow_redirects=False,  # the key is for this server
+            trace_request_ctx=noted,
+        ) as response:
+            noted.answered = True
+            if response.status != 200:
+                raise _FailedError(_status_kind(response.status), await _reason(response))
+            if not asking.stream:
+                await _read_whole(response, answer)
+                return
+            if response.content_type != "text/event-stream":
+                raise _FailedError("malformed", f"a stream was asked for, {response.content_type} came")
+            await _read_stream(response, answer)
+            if not answer.finished:
+                raise _FailedError("reset", "the stream ended before the answer did")
+
+
+async def _read_stream(response: aiohttp.ClientResponse, answer: _Answer) -> None:
+    """Events until ``[DONE]``, or the end of the stream."""
+    rest, clock = b"", asyncio.get_running_loop().time
+    async for data in response.content.iter_any():
+        now = clock()
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > MOST_LINE:
+            raise _FailedError("malformed", f"an event of more than {MOST_LINE} bytes came")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue  # comments and other fields
+            event = line[5:].strip()
+            if event == b"[DONE]":
+                return
+            answer.take(event, now)
+
+
+async def _read_whole(response: aiohttp.ClientResponse, answer: _Answer) -> None:
+    found = bytearray()
+    async for data in response.content.iter_any():
+        answer.begun = True
+        found += data
+        if len(found) > MOST_LINE:
+            raise _FailedError("malformed", f"an answer of more than {MOST_LINE} bytes came")
+    answer.begun = False  # it is complete: whatever is wrong with it now is not a cut
+    answer.take(bytes(found), asyncio.get_running_loop().time())
+    if not answer.finished:
+        raise _FailedError("malformed", "the answer has no finish_reason")
+
+
+async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+    context.trace_request_ctx.reused = True
+
+
+async def _reason(response: aiohttp.ClientResponse) -> str:
+    """Status and OpenAI's message, as far as the answer gives one."""
+    said = f"HTTP {response.status}"
+    try:
+        data = await response.content.read(MOST_LINE)
+        return f"{said}: {_error(_decoder.decode(data).error)[1]}"
+    except (aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return said
+
+
+def _error(found: Any) -> tuple[Kind, str]:
+    """Kind and text of an error object; a server that answers 200 and then this has failed, unless it says else."""
+    if not isinstance(found, dict):
+        return "http_5xx", str(found)
+    code = found.get("code")
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    return _status_kind(status), str(found.get("message") or found)
+
+
+def _status_kind(status: int) -> Kind:
+    return "http_429" if status == 429 else "http_5xx" if status >= 500 else "http_4xx"
+
+
+def _kind(error: BaseException, timeout_s: float) -> tuple[Kind, str]:
+    if isinstance(error, TimeoutError):  # aiohttp's own, of a connection, is one too
+        return "timeout", str(error) or f"no whole answer within {timeout_s:g} s"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "refused", str(error)
+    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | OSError):
+        return "reset", str(error) or type(error).__name__
+    return "malformed", str(error) or type(error).__name__
+
+
+async def chars_per_token(client: LoadClient, asking: Asking, text: str) -> float:
+    """Characters of a token, about, from a server's own count; raises UnavailableError if it does not say."""
+    asked = LoadRequest(0, 0, "", (Message("user", text),), 1)
+    outcome = await client.ask(asked, asking, name="coterie-load-probe")
+    if outcome.failure is not None or not outcome.prompt_tokens:
+        raise UnavailableError(
+            f"{client.url} does not say how many tokens a prompt has, which a trace's lengths need: "
+            f"{outcome.problem or 'no usage.prompt_tokens in its answer'}"
+        )
+    return len(text) / outcome.prompt_tokens

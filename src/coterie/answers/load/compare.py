@@ -1,0 +1,219 @@
+"""Several servers, or several routers of one gateway, on the same requests in interleaved blocks.
+
+A machine is not equally fast all day, so contenders take turns: block after block of the workload is served under each,
+in an order that changes from block to block. Differences are taken between statistics of the same requests. Their
+intervals come from leaving out each block once (delete-a-group jackknife with Student's t): requests of one block share
+whatever happened then, so blocks are what is independent.
+
+Each contender's prompts begin with its own marker, so that none finds prefixes that another has left in a cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+from coterie.answers.load.client import Outcome
+from coterie.answers.load.run import LoadRun, Pace, Progress, Send
+from coterie.answers.load.steps import StepTotals, experts_ratio, read_steps
+from coterie.answers.load.summary import METRICS
+from coterie.answers.load.workload import LoadRequest
+from coterie.errors import ConfigError, check_at_least
+from coterie.net.http_client import Client
+from coterie.types import Interval
+
+COMPARED = {name: attribute for name, attribute in METRICS.items() if name != "gap"}
+CHANGES = ("mean", "p50", "p90")
+"""Statistics that are compared; the 99th percentile of a block is that of a request or two."""
+
+
+@dataclass(slots=True)
+class Contender:
+    name: str
+    send: Send
+    prepare: Callable[[], Awaitable[None]] | None = None
+    """Called before each of its blocks: swaps the router."""
+    runs: list[LoadRun] = field(default_factory=list)
+    """[block]"""
+    steps: list[StepTotals] = field(default_factory=list)
+    """[block] decode steps of the workers, where they are read."""
+
+    @property
+    def all_steps(self) -> StepTotals | None:
+        total = None
+        for one in self.steps:
+            total = one if total is None else total.plus(one)
+        return total
+
+
+class Change(NamedTuple):
+    """Of a statistic against the first contender's, percent; below 0 is faster or fewer.
+
+    That of the hit rate is in points: 60% after 50% is +10.
+    """
+
+    statistic: str
+    """Such as ttft_p50, experts or hit_rate."""
+    pct: Interval
+
+    @property
+    def sure(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.pct.low is not None and self.pct.high is not None and (self.pct.low > 0 or self.pct.high < 0)
+
+
+def blocks_of(count: int, blocks: int) -> list[tuple[int, int]]:
+    """[block] first request and end, as even as can be."""
+    check_at_least(1, blocks=blocks)
+    if blocks > count:
+        raise ConfigError(f"blocks={blocks} must be at most the number of requests, {count}")
+    edges = np.linspace(0, count, blocks + 1).round().astype(int)
+    return [(int(a), int(b)) for a, b in pairwise(edges)]
+
+
+async def compare(
+    contenders: Sequence[Contender],
+    requests: Sequence[LoadRequest],
+    pace: Pace,
+    blocks: int,
+    rng: np.random.Generator,
+    report: Progress | None = None,
+    workers: Sequence[Client] = (),
+) -> None:
+    """Serve every block under every contender; runs are kept in the contenders as they come.
+
+    `workers` are reference workers whose decode steps are read before and after each block.
+    """
+    total, done = len(requests) * len(contenders), 0
+    order = [int(one) for one in rng.permutation(len(contenders))]
+    for number, (start, end) in enumerate(blocks_of(len(requests), blocks)):
+        # Each order is followed by its reverse, then rotated: each comes first, and early, about equally often.
+        first = number // 2 % len(order)
+        turn = order[first:] + order[:first]
+        for index in turn if number % 2 == 0 else turn[::-1]:
+            contender = contenders[index]
+            if contender.prepare is not None:
+                await contender.prepare()
+
+            def noted(_: Outcome, name: str = contender.name) -> None:
+                nonlocal done
+                done += 1
+                if report is not None:
+                    report(f"Serving under {name}" if len(contenders) > 1 else "Serving", done, total)
+
+            before = [(await read_steps(worker)).total for worker in workers]
+            run = LoadRun()
+            contender.runs.append(run)
+            part = _part(pace, start, end, len(contenders) * blocks)
+            await run.drive(requests[start:end], part, contender.send, noted)
+            if workers:
+                logs = [(await read_steps(one, after)).rows for one, after in zip(workers, before, strict=True)]
+                contender.steps.append(StepTotals.of(logs))
+
+
+def _part(pace: Pace, start: int, end: int, parts: int) -> Pace:
+    duration_s = None if pace.duration_s is None else pace.duration_s / parts
+    if pace.arrival_s is None:
+        return Pace(concurrency=pace.concurrency, duration_s=duration_s)
+    times = pace.arrival_s[start:end]
+    return Pace(arrival_s=times - times[0], duration_s=duration_s)
+
+
+# ------------------------------------------------------------------------------------------------------------ changes
+
+
+def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
+    """Changes of TTFT, TPOT, E2E, hit rate and experts a step; a statistic without values is left out.
+
+    Only requests that both answered count, so that a contender which fails the slow ones does not look fast.
+    """
+    blocks = min(len(first.runs), len(other.runs))
+    pairs = [_pairs(first.runs[block].outcomes, other.runs[block].outcomes, skip) for block in range(blocks)]
+    found = []
+    for metric, attribute in COMPARED.items():
+        values = [_values(one, attribute) for one in pairs]
+        for statistic in CHANGES:
+            change = jackknife(values, _log_ratio(statistic))
+            if change is not None:
+                found.append(Change(f"{metric}_{statistic}", _percent(change)))
+    cached = jackknife(pairs, _hit_points)
+    if cached is not None:
+        found.append(Change("hit_rate", cached))
+    logs = [(a, b) for a, b in zip(first.steps, other.steps, strict=False)]
+    if logs:
+        change = jackknife(logs, _experts)
+        if change is not None:
+            found.append(Change("experts", _percent(change)))
+    return found
+
+
+def _percent(log_ratio: Interval) -> Interval:
+    """Intervals are taken of logarithms: a ratio's own would reach below -100%."""
+    low, high = (None if end is None else 100 * math.expm1(end) for end in (log_ratio.low, log_ratio.high))
+    return Interval(100 * math.expm1(log_ratio.mean), low, high)
+
+
+def _pairs(first: Sequence[Outcome], other: Sequence[Outcome], skip: int) -> list[tuple[Outcome, Outcome]]:
+    known = {one.request: one for one in first if one.failure is None and one.request >= skip}
+    return [(known[one.request], one) for one in other if one.failure is None and one.request in known]
+
+
+def _values(pairs: Sequence[tuple[Outcome, Outcome]], attribute: str) -> NDArray[np.float64]:
+    """[request, contender] of requests for which both have a value."""
+    found = [(getattr(a, attribute), getattr(b, attribute)) for a, b in pairs]
+    return np.array([(a, b) for a, b in found if a is not None and b is not None], np.float64).reshape(-1, 2)
+
+
+def _log_ratio(statistic: str) -> Callable[[Sequence[NDArray[np.float64]]], float | None]:
+    def of(blocks: Sequence[NDArray[np.float64]]) -> float | None:
+        values = np.concatenate([np.empty((0, 2)), *blocks])
+        if not len(values):
+            return None
+        first, other = (
+            values.mean(axis=0) if statistic == "mean" else np.percentile(values, float(statistic[1:]), axis=0)
+        )
+        return math.log(other / first) if first > 0 and other > 0 else None
+
+    return of
+
+
+def _hit_points(blocks: Sequence[Sequence[tuple[Outcome, Outcome]]]) -> float | None:
+    """Difference of hit rates, in points."""
+    pairs = [pair for block in blocks for pair in block]
+    if not pairs or any(one.cached_tokens is None or not one.prompt_tokens for pair in pairs for one in pair):
+        return None
+    first, other = (
+        sum(pair[at].cached_tokens or 0 for pair in pairs) / sum(pair[at].prompt_tokens or 0 for pair in pairs)
+        for at in (0, 1)
+    )
+    return 100 * (other - first)
+
+
+def _experts(blocks: Sequence[tuple[StepTotals, StepTotals]]) -> float | None:
+    first, other = blocks[0]
+    for a, b in blocks[1:]:
+        first, other = first.plus(a), other.plus(b)
+    ratio = experts_ratio(first, other)
+    return None if ratio is None else math.log(ratio)
+
+
+def jackknife(blocks: Sequence[Any], statistic: Callable[[Sequence[Any]], float | None]) -> Interval | None:
+    """A statistic of all blocks, and its 95% interval from leaving each out once; two blocks or fewer have none."""
+    whole = statistic(blocks)
+    if whole is None:
+        return None
+    parts = [statistic([*blocks[:out], *blocks[out + 1 :]]) for out in range(len(blocks))] if len(blocks) > 2 else []
+    known = [part for part in parts if part is not None]
+    if len(known) < 3 or len(known) < len(blocks):
+        return Interval(whole, None, None)
+    count = len(known)
+    error = math.sqrt((count - 1) / count * float(np.sum((np.array(known) - np.mean(known)) ** 2)))
+    half = float(stdtrit(count - 1, 0.975)) * error
+    return Interval(whole, whole - half, whole + half)

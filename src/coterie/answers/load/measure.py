@@ -1,0 +1,260 @@
+"""A whole measurement: make the workload, ask the server or servers, and keep what was found.
+
+What was measured so far stays in the :class:`Measured` that the caller gives, so that an interrupted run is not lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from coterie.answers.load.client import Asking, LoadClient, Outcome, chars_per_token
+from coterie.answers.load.compare import Contender, compare
+from coterie.answers.load.routers import RouterSetting, put_back, use_router
+from coterie.answers.load.run import Pace, Progress, Send
+from coterie.answers.load.summary import Targets
+from coterie.answers.load.workload import (
+    LONGEST,
+    TEMPLATE_TOKENS,
+    LoadRequest,
+    SharedPrefixes,
+    TraceText,
+    Workload,
+    arrival_times,
+    mixed_prompts,
+    shared_prefixes,
+    that_fit,
+    traced,
+)
+from coterie.errors import ConfigError, check_at_least, check_one_of, check_positive
+from coterie.net.http_client import Client, served_model
+from coterie.prompts import Prompt
+from coterie.traces.requests import RequestTrace
+
+WORKLOADS = ("prompts", "shared-prefix", "trace")
+PROBE_CHARS = 800
+"""Characters of a prompt that tells how long a server's tokens are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    urls: tuple[str, ...]
+    """Servers; the others are compared with the first."""
+    workload: str = "prompts"
+    """prompts: of mixed domains. shared-prefix: conversations. trace: lengths and shared blocks of `trace`."""
+    requests: int = 200
+    """Requests that are measured, per contender."""
+    warmup: int = 8
+    """Requests before them that are not."""
+    max_tokens: int = 64
+    rate: float | None = None
+    """Requests a second: Poisson arrivals, or the times of `trace` at this mean rate."""
+    concurrency: int | None = None
+    """Clients of a closed loop."""
+    trace: RequestTrace | None = None
+    speed_up: float | None = None
+    """Factor by which the times of `trace` are replayed faster."""
+    length_scale: float = 1.0
+    """Factor on the lengths of `trace`."""
+    prefixes: SharedPrefixes = SharedPrefixes()  # noqa: RUF009  (frozen)
+    duration_s: float | None = None
+    model: str | None = None
+    """Default: the first that the server offers."""
+    chat: bool = True
+    stream: bool = True
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    timeout_s: float = 300.0
+    routers: tuple[str, ...] = ()
+    """Routers of a gateway to compare, as :meth:`RouterSetting.parse` reads them."""
+    pool: str | None = None
+    """Pool of the gateway whose router is swapped; None: decode, or the only one."""
+    blocks: int = 8
+    """Blocks of a comparison."""
+    targets: Targets = Targets()  # noqa: RUF009  (a tuple)
+    expert_steps: tuple[str, ...] = ()
+    """Reference workers whose decode steps are read."""
+    marker: str = ""
+    """Begins every prompt, with the contender's number, so that caches of earlier runs do not help."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_one_of(WORKLOADS, workload=self.workload)
+        check_at_least(1, requests=self.requests, max_tokens=self.max_tokens, blocks=self.blocks)
+        check_at_least(0, warmup=self.warmup, seed=self.seed)
+        check_positive(
+            duration_s=self.duration_s,
+            length_scale=self.length_scale,
+            ttft_target_s=self.targets.ttft_s,
+            tpot_target_s=self.targets.tpot_s,
+        )
+        if not self.stream and any(self.targets):
+            raise ConfigError("targets of TTFT and TPOT need streamed answers")
+        if self.workload == "trace" and self.trace is None:
+            raise ConfigError("workload='trace' needs a trace of requests")
+        if self.concurrency is not None and (self.rate is not None or self.speed_up is not None):
+            raise ConfigError("concurrency is for a closed loop, rate and speed_up for an open one; give one of them")
+        if self.concurrency is None and self.rate is None and self.trace is None:
+            raise ConfigError("give rate or trace (open loop) or concurrency (closed loop)")
+        if self.speed_up is not None and self.trace is None:
+            raise ConfigError(f"speed_up={self.speed_up} needs a trace whose times are replayed")
+        if self.concurrency is not None and self.trace is not None and self.workload != "trace":
+            raise ConfigError("a closed loop has no arrival times: leave the trace out, or ask workload='trace'")
+        if self.concurrency is None and self.trace is not None and self.trace.arrival_s is None:
+            raise ConfigError("the trace has no arrival times; give a concurrency, or a trace that has them")
+        if self.routers and len(self.urls) > 1:
+            raise ConfigError(f"routers of one gateway are compared, or several servers; {len(self.urls)} URLs came")
+        if len(self.urls) != len(set(self.urls)) or len(self.routers) != len(set(self.routers)):
+            raise ConfigError("a server or router is given twice; name each once")
+        if len(self.contenders) > 1 and self.blocks > self.warmup + self.requests:
+            raise ConfigError(f"blocks={self.blocks} must be at most the {self.warmup + self.requests} requests")
+        for router in self.routers:
+            RouterSetting.parse(router)
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        return self.routers or self.urls
+
+    @property
+    def paced(self) -> str:
+        """How requests are sent, in a few words."""
+        if self.concurrency is not None:
+            return f"closed loop, {self.concurrency} client{'s' if self.concurrency > 1 else ''}"
+        if self.trace is None:
+            return f"open loop, Poisson, {self.rate:g} requests a second"
+        if self.rate is not None:
+            return f"open loop, times of a trace at {self.rate:g} requests a second"
+        return "open loop, times of a trace" + (f", {self.speed_up:g} times as fast" if self.speed_up else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Sent as bearer tokens; None sends none."""
+
+    api: str | None = None
+    admin: str | None = None
+    """For swapping routers; default: the API key."""
+    worker: str | None = None
+    """For the workers' step logs; default: none."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a measurement has found so far."""
+
+    model: str = ""
+    workload: Workload | None = None
+    contenders: list[Contender] = field(default_factory=list)
+
+
+async def measure(
+    settings: LoadSettings,
+    prompts: Sequence[Prompt],
+    measured: Measured,
+    keys: Keys = Keys(),
+    report: Progress | None = None,
+) -> None:
+    """Serve the workload under every contender; `measured` is filled as answers come."""
+    report = report or (lambda *_: None)
+    rng = np.random.default_rng(settings.seed)
+    async with AsyncExitStack() as stack:
+        report(f"Asking {settings.urls[0]}", 0, 1)
+        admin = await stack.enter_async_context(Client(settings.urls[0], key=keys.admin or keys.api))
+        first = await stack.enter_async_context(Client(settings.urls[0], key=keys.api))
+        measured.model = settings.model or await served_model(first)
+        asking = Asking(
+            measured.model,
+            settings.chat,
+            settings.stream,
+            settings.temperature,
+            settings.ignore_eos or settings.workload == "trace",
+            settings.timeout_s,
+        )
+        askings = [asking]
+        for url in settings.urls[1:]:
+            other = await stack.enter_async_context(Client(url, key=keys.api))
+            askings.append(replace(asking, model=settings.model or await served_model(other)))
+        # Half a surrogate pair, which JSON may spell, cannot be sent.
+        prompts = [one._replace(prompt=one.prompt.encode("utf-8", "replace").decode()) for one in prompts]
+        clients = [await stack.enter_async_context(LoadClient(url, keys.api)) for url in settings.urls]
+        count = settings.warmup + settings.requests
+        measured.workload = await _workload(settings, prompts, count, rng, clients[0], first, asking)
+        requests = measured.workload.requests
+        if len(requests) <= settings.warmup:
+            raise ConfigError(
+                f"the trace has {len(requests)} requests: warmup={settings.warmup} leaves none to measure"
+            )
+        times = None
+        if settings.concurrency is None:
+            times = arrival_times(len(requests), rng, settings.rate, settings.trace, settings.speed_up)
+        pace = Pace(settings.concurrency, times, settings.duration_s)
+        workers = [await stack.enter_async_context(Client(url, key=keys.worker)) for url in settings.expert_steps]
+        pool = ""
+        if settings.routers:
+            pool = await stack.enter_async_context(put_back(admin, settings.pool))
+            for router in settings.routers:  # one that is refused is so before anything is served
+                await use_router(admin, pool, RouterSetting.parse(router))
+        for number, name in enumerate(settings.contenders):
+            server = 0 if settings.routers else number
+            marker = f"{settings.marker}{number}" if settings.marker else ""
+            contender = Contender(name, _sender(clients[server], askings[server], marker))
+            if settings.routers:
+                contender.prepare = _swapper(admin, pool, RouterSetting.parse(name))
+            measured.contenders.append(contender)
+        blocks = settings.blocks if len(measured.contenders) > 1 else 1
+        await compare(measured.contenders, requests, pace, blocks, rng, report, workers)
+
+
+def _sender(client: LoadClient, asking: Asking, marker: str) -> Send:
+    async def send(request: LoadRequest, planned: float | None) -> Outcome:
+        return await client.ask(request, asking, planned, marker, f"load-{marker}-{request.number}")
+
+    return send
+
+
+def _swapper(gateway: Client, pool: str, wanted: RouterSetting) -> Callable[[], Awaitable[None]]:
+    async def prepare() -> None:
+        await use_router(gateway, pool, wanted)
+
+    return prepare
+
+
+async def _workload(
+    settings: LoadSettings,
+    prompts: Sequence[Prompt],
+    count: int,
+    rng: np.random.Generator,
+    client: LoadClient,
+    server: Client,
+    asking: Asking,
+) -> Workload:
+    longest = await context_length(server, asking.model) or LONGEST
+    if settings.workload == "prompts":
+        fitting = that_fit(prompts, longest - settings.max_tokens - TEMPLATE_TOKENS)
+        return mixed_prompts(fitting, count, settings.max_tokens, rng)
+    # Lengths are set in characters: of languages with other scripts a token has a quarter as many.
+    prompts = [prompt for prompt in prompts if prompt.lang in ("en", "")] or prompts
+    if settings.workload == "shared-prefix":
+        return shared_prefixes(prompts, count, settings.max_tokens, rng, settings.prefixes)
+    assert settings.trace is not None
+    ratios = {}
+    for domain in dict.fromkeys(prompt.domain for prompt in prompts):
+        pool = [prompt.prompt for prompt in prompts if prompt.domain == domain]
+        text = "\n".join(pool[int(index)] for index in rng.permutation(len(pool)))[:PROBE_CHARS]
+        ratios[domain] = await chars_per_token(client, asking, text)
+    return traced(settings.trace, prompts, count, rng, TraceText(ratios, settings.length_scale, longest))
+
+
+async def context_length(server: Client, model: str) -> int | None:
+    """Tokens of prompt and answer that a server takes for a model; None where it does not say."""
+    status, text = await server.call("GET", "/v1/models")
+    try:
+        cards = json.loads(text)["data"]
+        length = next(card["max_model_len"] for card in cards if card["id"] == model)
+        return int(length) if status == 200 and length is not None else None
+    except (ValueError, RecursionError, LookupError, TypeError, StopIteration):
+        return None

@@ -1,0 +1,217 @@
+"""Percentiles of a run with 95% intervals, throughput, goodput, hit rate, and what failed.
+
+Requests that are in flight together wait for the same steps, so their times are correlated: an interval from single
+requests would be too narrow. The bootstrap therefore draws blocks of requests that follow each other, twice as long as
+there are requests in flight. Where a run has too few requests to bound a percentile from above, that end is None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.answers.load.client import Outcome
+from coterie.answers.load.run import LoadRun
+from coterie.types import Interval
+
+LEVELS = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "gap": "gap_s", "e2e": "e2e_s"}
+"""Metric → attribute of an outcome. A gap is the longest wait between two pieces of a stream."""
+DRAWS = 1000
+MOST_VALUES = 20_000_000
+"""Values drawn per metric: longer runs get fewer draws, at least 200."""
+LEAST_BLOCKS = 8
+"""Blocks must be at most this part of a run: intervals from fewer would mean nothing."""
+SURE = 0.975
+SLOWER = 0.85
+"""Share of the planned rate: a server that answers less may have fallen behind."""
+
+
+class Targets(NamedTuple):
+    """A request counts for goodput if its answer is complete and within both."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def met(self, outcome: Outcome) -> bool:
+        if outcome.failure is not None:
+            return False
+        found = ((outcome.ttft_s, self.ttft_s), (outcome.tpot_s, self.tpot_s))
+        return all(value is None or most is None or value <= most for value, most in found)
+
+
+class Percentiles(NamedTuple):
+    """Of one metric, in seconds."""
+
+    requests: int
+    mean: Interval
+    p50: Interval
+    p90: Interval
+    p99: Interval
+
+
+class Summary(NamedTuple):
+    requests: int
+    """Measured: answered or failed."""
+    answered: int
+    failures: dict[str, int]
+    """Kind → requests."""
+    problems: dict[str, str]
+    """Kind → what was said of one such request."""
+    unfinished: int
+    """In flight when the run was interrupted."""
+    wall_s: float
+    metrics: dict[str, Percentiles]
+    """ttft, tpot, gap, e2e; those that were not measured are left out."""
+    offered_per_s: float | None
+    """Requests a second that were planned in an open loop; None in a closed one."""
+    behind: bool
+    """Whether an open loop's server fell behind: it answered slower than was asked, later requests waited longer."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    goodput_per_s: float
+    """Requests a second that met the targets; without targets, that were answered."""
+    within: Interval
+    """Share of the requests that met the targets."""
+    hit_rate: Interval | None
+    """Share of prompt tokens that servers found in a prefix cache; None where none says."""
+    in_flight: float
+    """Requests in flight, on average."""
+    late_p99_s: float
+    """Delay of sending behind the plan: of the client, not of the server."""
+    block: int
+    """Requests drawn together for the intervals."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Times in milliseconds."""
+        metrics = {
+            f"{name}_ms": {key: _ends(getattr(found, key), 1e3) for key in ("mean", *LEVELS)}
+            | {"requests": found.requests}
+            for name, found in self.metrics.items()
+        }
+        plain = {name: value for name, value in self._asdict().items() if name not in ("metrics", "within", "hit_rate")}
+        return {
+            **plain,
+            **metrics,
+            "within": _ends(self.within, 1.0),
+            "hit_rate": None if self.hit_rate is None else _ends(self.hit_rate, 1.0),
+        }
+
+
+def summarise(
+    runs: Sequence[LoadRun],
+    rng: Generator,
+    targets: Targets = Targets(),  # noqa: B008
+    skip: int = 0,
+) -> Summary:
+    """What runs of one server measured together; the first `skip` requests of the workload are left out as warm-up."""
+    parts = [sorted((one for one in run.outcomes if one.request >= skip), key=lambda o: o.planned) for run in runs]
+    outcomes = [one for part in parts for one in part]
+    answered = [one for one in outcomes if one.failure is None]
+    wall_s = sum(max(one.end for one in part) - part[0].planned for part in parts if part)
+    in_flight = sum(one.end - one.sent for one in outcomes) / wall_s if wall_s else 0.0
+    block = block_length(len(outcomes), in_flight)
+    metrics = {}
+    for name, attribute in METRICS.items():
+        values = np.array([v for one in answered if (v := getattr(one, attribute)) is not None], np.float64)
+        if len(values):
+            metrics[name] = percentiles(values, block, rng)
+    met = np.array([targets.met(one) for one in outcomes], np.float64)
+    said = [one for one in answered if one.cached_tokens is not None and one.prompt_tokens]
+    cached = np.array([one.cached_tokens for one in said], np.float64)
+    prompt = np.array([one.prompt_tokens for one in said], np.float64)
+    offered_per_s = _offered_per_s(parts) if runs and runs[0].open_loop else None
+    requests_per_s = len(answered) / wall_s if wall_s else 0.0
+    output_tokens = sum(one.output_tokens for one in outcomes)
+    return Summary(
+        requests=len(outcomes),
+        answered=len(answered),
+        failures=dict(Counter(one.failure for one in outcomes if one.failure is not None).most_common()),
+        problems={one.failure: one.problem for one in outcomes if one.failure is not None},
+        unfinished=sum(run.in_flight for run in runs),
+        wall_s=wall_s,
+        metrics=metrics,
+        offered_per_s=offered_per_s,
+        behind=offered_per_s is not None and requests_per_s < SLOWER * offered_per_s and _grows(answered),
+        requests_per_s=requests_per_s,
+        output_tokens_per_s=output_tokens / wall_s if wall_s else 0.0,
+        prompt_tokens=sum(one.prompt_tokens or 0 for one in outcomes),
+        output_tokens=output_tokens,
+        goodput_per_s=float(met.sum()) / wall_s if wall_s else 0.0,
+        within=share(met, np.ones_like(met), block, rng) if len(met) else Interval(0.0, None, None),
+        hit_rate=share(cached, prompt, block, rng) if len(said) else None,
+        in_flight=in_flight,
+        late_p99_s=float(np.percentile([max(0.0, one.sent - one.planned) for one in outcomes], 99)) if outcomes else 0,
+        block=block,
+    )
+
+
+def _offered_per_s(parts: Sequence[Sequence[Outcome]]) -> float | None:
+    span = sum(part[-1].planned - part[0].planned for part in parts if part)
+    return (sum(map(len, parts)) - len(parts)) / span if span > 0 else None
+
+
+def _grows(answered: Sequence[Outcome]) -> bool:
+    """Whether the last quarter of the answers took half as long again as the first."""
+    times = [one.end - one.planned for one in answered]
+    quarter = len(times) // 4
+    return quarter > 1 and float(np.median(times[-quarter:])) > 1.5 * float(np.median(times[:quarter]))
+
+
+def block_length(count: int, in_flight: float) -> int:
+    """Requests that are drawn together: twice those in flight, or the cube root of all, and at most an eighth."""
+    wanted = max(2 * in_flight, float(count) ** (1 / 3))
+    return max(1, min(int(wanted + 0.5), count // LEAST_BLOCKS))
+
+
+def draws_of(count: int, block: int, rng: Generator) -> NDArray[np.int64]:
+    """[draw, request] indices of a circular block bootstrap: blocks of consecutive requests, from anywhere."""
+    draws = max(200, min(DRAWS, MOST_VALUES // max(count, 1)))
+    blocks = -(-count // block)
+    starts = rng.integers(0, count, (draws, blocks, 1))
+    return ((starts + np.arange(block)) % count).reshape(draws, -1)[:, :count]
+
+
+def percentiles(values: NDArray[np.float64], block: int, rng: Generator) -> Percentiles:
+    """Mean and percentiles of values in order of time, with intervals."""
+    count = len(values)
+    levels = list(LEVELS.values())
+    found = [float(values.mean()), *(float(value) for value in np.percentile(values, levels))]
+    if count < 2 * LEAST_BLOCKS:
+        return Percentiles(count, *(Interval(value, None, None) for value in found))
+    drawn = draws_of(count, min(block, max(1, count // LEAST_BLOCKS)), rng)
+    means, sampled = np.empty(len(drawn)), np.empty((len(levels), len(drawn)))
+    for start in range(0, len(drawn), 64):  # in slices: all draws of a long run at once would take gigabytes
+        some = values[drawn[start : start + 64]]
+        means[start : start + 64] = some.mean(axis=1)
+        sampled[:, start : start + 64] = np.percentile(some, levels, axis=1)
+    ends = np.percentile(np.vstack([means, sampled]), [100 * (1 - SURE), 100 * SURE], axis=1)  # [end, statistic]
+    intervals = [Interval(value, float(low), float(high)) for value, low, high in zip(found, *ends, strict=True)]
+    # The largest of n values is above the q-th quantile with probability 1 - q^n.
+    bounded = [True, *(1 - (level / 100) ** count >= SURE for level in levels)]
+    return Percentiles(
+        count, *(one if ok else one._replace(high=None) for one, ok in zip(intervals, bounded, strict=True))
+    )
+
+
+def share(part: NDArray[np.float64], whole: NDArray[np.float64], block: int, rng: Generator) -> Interval:
+    """Ratio of two sums over requests in order of time, with its interval."""
+    value = float(part.sum() / whole.sum())
+    if len(part) < 2 * LEAST_BLOCKS:
+        return Interval(value, None, None)
+    drawn = draws_of(len(part), min(block, max(1, len(part) // LEAST_BLOCKS)), rng)
+    ratios = [part[rows].sum() / whole[rows].sum() for rows in drawn]
+    low, high = np.percentile(ratios, [100 * (1 - SURE), 100 * SURE])
+    return Interval(value, float(low), float(high))
+
+
+def _ends(found: Interval, factor: float) -> Mapping[str, float | None]:
+    low, high = (None if end is None else factor * end for end in (found.low, found.high))
+    return {"value": factor * found.mean, "low": low, "high": high}

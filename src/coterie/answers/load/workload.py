@@ -1,0 +1,283 @@
+"""Requests to send: mixed domains, conversations with shared prefixes, or the lengths and shared blocks of a trace.
+
+A workload is the same for every server and router: answers in a conversation's history are written ahead, so that what
+is asked never depends on what was answered. Its hit rate is that of one endless cache of characters; workers with
+several caches, blocks of tokens and limited memory reach less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, check_at_least, check_positive, check_share
+from coterie.prompts import Prompt
+from coterie.traces.arrivals import PoissonArrivals, ReplayedArrivals
+from coterie.traces.requests import RequestTrace
+
+LONGEST = 1 << 20
+"""Tokens of prompt and answer together, where a server does not say how many it takes."""
+ROOM = 0.8
+"""Share of the context that a trace's prompt may fill: the characters of a token differ between texts."""
+TEMPLATE_TOKENS = 32
+"""Tokens that a chat template and a marker add to a prompt, about."""
+
+
+def that_fit(prompts: Sequence[Prompt], tokens: int) -> list[Prompt]:
+    """Prompts that surely have at most so many tokens: no common tokenizer makes more tokens than a text has bytes."""
+    kept = [prompt for prompt in prompts if len(prompt.prompt.encode()) <= tokens]
+    if not kept:
+        raise ConfigError(f"no prompt is sure to fit {tokens} tokens, which the model's context leaves for it")
+    return kept
+
+
+class Message(NamedTuple):
+    role: str
+    content: str
+
+
+class LoadRequest(NamedTuple):
+    number: int
+    """Index in the workload."""
+    conversation: int
+    """Requests of one conversation are asked one after another in a closed loop."""
+    domain: str
+    messages: tuple[Message, ...]
+    max_tokens: int
+
+    @property
+    def text(self) -> str:
+        """All messages as one text: the prompt where no chat template is applied."""
+        return "\n".join(message.content for message in self.messages)
+
+
+class Workload(NamedTuple):
+    name: str
+    """What is asked, in a few words."""
+    requests: list[LoadRequest]
+    """In the order of sending."""
+    sizes: NDArray[np.int64]
+    """[request] characters of the prompt."""
+    shared: NDArray[np.int64]
+    """[request] characters of it that one endless prefix cache would hold when it is asked."""
+
+    def hit_rate(self, skip: int = 0) -> float:
+        """Hit rate of that cache over all requests but the first `skip`."""
+        return float(self.shared[skip:].sum() / max(int(self.sizes[skip:].sum()), 1))
+
+
+# ------------------------------------------------------------------------------------------------------- mixed domains
+
+
+def mixed_prompts(prompts: Sequence[Prompt], count: int, max_tokens: int, rng: Generator) -> Workload:
+    """Prompts in random order; domains are mixed as in the list. Repeated ones get a number, so that no cache helps."""
+    check_at_least(1, count=count, max_tokens=max_tokens)
+    order = np.concatenate([rng.permutation(len(prompts)) for _ in range(-(-count // len(prompts)))])[:count]
+    requests = []
+    for number, index in enumerate(order):
+        lap, prompt = number // len(prompts), prompts[int(index)]
+        content = prompt.prompt if lap == 0 else f"{lap + 1}. {prompt.prompt}"
+        requests.append(LoadRequest(number, number, prompt.domain, (Message("user", content),), max_tokens))
+    domains = len({prompt.domain for prompt in prompts})
+    return _workload(f"prompts of {domains} domain{'s' if domains > 1 else ''}", requests)
+
+
+# ------------------------------------------------------------------------------------------------------ shared prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Conversations of several turns that begin with one of a few system prompts, as in Mooncake's conversation trace.
+
+    Turn t sends the system prompt, t earlier questions with their answers, and a new question.
+    """
+
+    hit_rate: float = 0.75
+    """Share of the prompts' characters that an endless cache holds; sets the length of the system prompts."""
+    systems: int = 8
+    """Different system prompts, each of one domain; they take turns."""
+    turns: int = 4
+    """Questions of a conversation."""
+    active: int = 16
+    """Conversations that go on at a time; the next request is that of a random one."""
+    question_chars: int = 160
+    answer_chars: int = 160
+
+    def __post_init__(self) -> None:
+        check_share(hit_rate=self.hit_rate)
+        check_at_least(1, systems=self.systems, turns=self.turns, active=self.active, answer_chars=self.answer_chars)
+        check_at_least(24, question_chars=self.question_chars)  # it begins with a number of its own
+        least = self._shared(0) / self._total(0)
+        if not least <= self.hit_rate <= 0.99:
+            raise ConfigError(
+                f"hit_rate={self.hit_rate} must be in {least:.2f} … 0.99 with {self.turns} turns: "
+                "fewer turns allow less"
+            )
+
+    @property
+    def system_chars(self) -> int:
+        """Length of a system prompt that gives the hit rate."""
+        # shared(S) = shared(0) + turns * S, total(S) = total(0) + turns * S: solve shared = hit_rate * total.
+        lacking = self.hit_rate * self._total(0) - self._shared(0)
+        return round(lacking / (self.turns * (1 - self.hit_rate)))
+
+    def _total(self, system: int) -> int:
+        past = self.question_chars + self.answer_chars
+        return self.turns * (system + self.question_chars) + past * (self.turns * (self.turns - 1) // 2)
+
+    def _shared(self, system: int) -> int:
+        """Characters of a conversation that were sent before, the system prompt of its first turn included."""
+        past, later = self.question_chars + self.answer_chars, self.turns - 1
+        return self.turns * system + later * self.question_chars + past * (later * (later - 1) // 2)
+
+
+def shared_prefixes(
+    prompts: Sequence[Prompt], count: int, max_tokens: int, rng: Generator, settings: SharedPrefixes
+) -> Workload:
+    check_at_least(1, count=count, max_tokens=max_tokens)
+    texts = _Texts(prompts)
+    domains = [texts.domains[index % len(texts.domains)] for index in range(settings.systems)]
+    systems = [
+        texts.of(rng, domain, settings.system_chars, f"({number + 1}) ") for number, domain in enumerate(domains)
+    ]
+    begun = 0
+    active: list[tuple[int, int, list[Message]]] = []  # conversation, its system, messages so far
+    left: list[int] = []  # [active conversation] turns left
+    requests = []
+    for number in range(count):
+        while len(active) < settings.active:
+            system = begun % settings.systems
+            active.append((begun, system, [Message("system", systems[system])] if systems[system] else []))
+            left.append(settings.turns)
+            begun += 1
+        at = int(rng.integers(len(active)))
+        conversation, system, messages = active[at]
+        turn = settings.turns - left[at] + 1
+        question = texts.of(rng, domains[system], settings.question_chars, f"({conversation + 1}.{turn}) ")
+        messages.append(Message("user", question))
+        requests.append(LoadRequest(number, conversation, domains[system], tuple(messages), max_tokens))
+        messages.append(Message("assistant", texts.of(rng, domains[system], settings.answer_chars)))
+        left[at] -= 1
+        if not left[at]:
+            del active[at], left[at]
+    name = f"conversations of {settings.turns} turns with {settings.systems} system prompts"
+    return _workload(name, requests)
+
+
+# ------------------------------------------------------------------------------------------------------------- traces
+
+
+@dataclass(frozen=True, slots=True)
+class TraceText:
+    """How tokens of a trace become text."""
+
+    chars_per_token: Mapping[str, float]
+    """Domain → of its text and the server's tokenizer: :func:`coterie.answers.load.client.chars_per_token`."""
+    length_scale: float = 1.0
+    """Factor on prompt, block and output lengths, for a model with a shorter context."""
+    longest: int = LONGEST
+    """Tokens of prompt and answer together that the server takes; longer prompts are cut."""
+
+    def __post_init__(self) -> None:
+        check_positive(length_scale=self.length_scale, **self.chars_per_token)
+        check_at_least(16, longest=self.longest)
+
+
+def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Generator, settings: TraceText) -> Workload:
+    """The first requests of a trace: text of their lengths, the same text for the same hash of a prompt block."""
+    trace = trace.in_order().take(slice(0, count))
+    if not len(trace):
+        raise ConfigError("the trace has no requests")
+    texts, scale = _Texts(prompts), settings.length_scale
+    requests, parts, cut = [], [], 0
+    for number in range(len(trace)):
+        most = max(1, min(round(scale * int(trace.output_tokens[number])), settings.longest // 2))
+        wanted = max(1, round(scale * int(trace.prompt_tokens[number])))
+        tokens = min(wanted, max(1, int(ROOM * (settings.longest - most)) - TEMPLATE_TOKENS))
+        cut += tokens < wanted
+        hashes = [] if trace.prefix_blocks is None else [int(one) for one in trace.prefix_blocks[number]]
+        domain = texts.domains[(abs(hashes[0]) if hashes else number) % len(texts.domains)]
+        ratio = settings.chars_per_token[domain]
+        chars = max(1, round(tokens * ratio))
+        if not hashes or trace.block_tokens is None:
+            blocks = [(number, texts.of(rng, domain, chars, f"({number + 1}) "))]
+        else:
+            size = max(1, round(scale * trace.block_tokens * ratio))
+            blocks = []
+            for start, one in zip(range(0, chars, size), hashes, strict=False):
+                block_rng = np.random.default_rng(abs(one))
+                blocks.append((one, texts.of(block_rng, domain, size, f"({one}) ")[: chars - start]))
+        parts.append([((key, len(text)), len(text)) for key, text in blocks])
+        message = Message("user", "".join(text for _, text in blocks) or ".")
+        requests.append(LoadRequest(number, number, domain, (message,), most))
+    said = str(trace.source.get("format", "request"))
+    name = f"lengths of a {said} trace" + (f", {cut} prompts cut to the model's context" if cut else "")
+    return _workload(name, requests, parts)
+
+
+# ----------------------------------------------------------------------------------------------------------- arrivals
+
+
+def arrival_times(
+    count: int,
+    rng: Generator,
+    rate: float | None = None,
+    trace: RequestTrace | None = None,
+    speed_up: float | None = None,
+) -> NDArray[np.float64]:
+    """[request] seconds: Poisson at `rate`, or the times of a trace, faster by `speed_up` or at a mean of `rate`."""
+    check_positive(rate=rate, speed_up=speed_up)
+    if trace is None:
+        if rate is None or speed_up is not None:
+            raise ConfigError("arrivals without a trace need a rate, and no speed-up")
+        return PoissonArrivals(rate).draw(count, np.ones(1), rng).arrival_s
+    if rate is not None and speed_up is not None:
+        raise ConfigError(f"rate={rate} and speed_up={speed_up} both set how fast the trace is replayed; give one")
+    scale = 1.0 / (speed_up or 1.0)
+    if rate is not None:
+        if len(trace) < 2 or not trace.duration_s:
+            raise ConfigError("the trace has no arrival times that a rate could be set for")
+        scale = (len(trace) - 1) / trace.duration_s / rate
+    return ReplayedArrivals(trace, scale).draw(count, np.ones(1), rng).arrival_s
+
+
+# -------------------------------------------------------------------------------------------------------------- texts
+
+
+class _Texts:
+    """Text of a domain, of any length: pieces of its prompts, one after another."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        if not prompts:
+            raise ConfigError("there are no prompts to make text of")
+        self.domains = list(dict.fromkeys(prompt.domain for prompt in prompts))
+        self._pools = {name: [one.prompt for one in prompts if one.domain == name] for name in self.domains}
+
+    def of(self, rng: Generator, domain: str, chars: int, start: str = "") -> str:
+        """Exactly `chars` characters, the first of which are `start`."""
+        pool, found = self._pools[domain], start
+        while len(found) < chars:
+            found += pool[int(rng.integers(len(pool)))] + "\n"
+        return found[:chars]
+
+
+def _workload(
+    name: str, requests: list[LoadRequest], parts: Iterable[Sequence[tuple[Hashable, int]]] | None = None
+) -> Workload:
+    """With what an endless cache holds. Prompts are sequences of `parts`, a key and a size each; default: messages."""
+    if parts is None:
+        parts = ([(message, len(message.content)) for message in request.messages] for request in requests)
+    seen: set[int] = set()
+    counts = np.zeros((len(requests), 2), np.int64)  # size, shared
+    for number, prompt in enumerate(parts):
+        state = 0
+        for key, size in prompt:
+            state = hash((state, key))
+            counts[number] += size, size if state in seen else 0  # a prefix is there only if all shorter ones are
+            seen.add(state)
+    return Workload(name, requests, *counts.T)

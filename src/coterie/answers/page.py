@@ -1,0 +1,191 @@
+"""The report: figures as PNG files, and one HTML page that needs nothing else.
+
+A report folder is known by its marker file, which lists what was written. Only those files are ever replaced: a
+folder that holds anything else is refused, so no file of the user's is lost.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from coterie.answers import figures
+from coterie.answers.inspect.inspection import Inspection
+from coterie.answers.inspect.sections import Cell, Section, not_there, overview, sections
+from coterie.errors import ConfigError, TraceError
+from coterie.traces.store import read_json, write_json
+
+MARKER = ".coterie-report.json"
+PAGE = "report.html"
+_MARK = "coterie-report"
+
+_STYLE = """
+:root { color-scheme: light dark; --bg: #f6f7f9; --card: #ffffff; --text: #1c2430; --muted: #5b6675; --line: #e3e7ec; }
+@media (prefers-color-scheme: dark) {
+  :root { --bg: #0f1216; --card: #171b21; --text: #e6eaf0; --muted: #9aa6b5; --line: #2c333d; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--bg); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 1.2rem 1rem 3rem; }
+h1 { font-size: 1.5rem; margin: 0.4rem 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 0 0 0.3rem; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1rem; margin: 1rem 0; }
+p { margin: 0.3rem 0 0.8rem; max-width: 75ch; }
+.pair { display: grid; grid-template-columns: minmax(0, 1fr); gap: 1rem; align-items: start; }
+@media (min-width: 900px) { .pair.two { grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); } }
+img { width: 100%; height: auto; display: block; border-radius: 6px; }
+.table, .figure { overflow-x: auto; }
+@media (max-width: 700px) { .figure img { width: 680px; max-width: none; } } /* below, words in it cannot be read */
+table { border-collapse: collapse; font-size: 0.9rem; width: 100%; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--muted); padding-bottom: 0.3rem; }
+th, td { text-align: left; padding: 0.3rem 0.5rem; vertical-align: top; border-bottom: 1px solid var(--line); }
+th { color: var(--muted); font-weight: 600; }
+td.n, th.n { text-align: right; }
+td { overflow-wrap: break-word; }
+td.n { white-space: nowrap; overflow-wrap: normal; }
+ul { padding-left: 1.2rem; margin: 0.3rem 0; }
+li { margin: 0.3rem 0; max-width: 85ch; }
+a { color: inherit; }
+"""
+
+
+class Report(NamedTuple):
+    """What was written."""
+
+    page: Path
+    figures: tuple[Path, ...]
+
+
+def check_report_folder(folder: Path) -> None:
+    """Raises unless the folder is new, empty, or holds an earlier report."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; a report is a folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        _written_before(folder)
+
+
+def write_report(found: Inspection, folder: Path) -> Report:
+    """The figures and the page; an earlier report there is replaced, with its figures."""
+    check_report_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    before = _written_before(folder) if any(folder.iterdir()) else []
+    shown = sections(found)
+    names = [f"{s.key}.png" for s in shown if s.plot is not None]
+    for name in (*names, PAGE):
+        if name not in before and (folder / name).exists():
+            raise ConfigError(f"{folder / name} exists and is of no earlier report; choose another folder")
+    # The marker comes first: whatever an interruption leaves is known to be a report's, and can be replaced.
+    write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *names, PAGE})})
+    for name in set(before) - {*names, PAGE}:
+        (folder / name).unlink(missing_ok=True)
+    drawn = {s.key: _draw(s) for s in shown if s.plot is not None}
+    for key, pictures in drawn.items():
+        (folder / f"{key}.png").write_bytes(pictures[figures.LIGHT.name])
+    (folder / PAGE).write_text(render_page(found, shown, drawn), encoding="utf-8", errors="backslashreplace")
+    write_json(folder / MARKER, {"format": _MARK, "files": sorted((*names, PAGE))})
+    return Report(folder / PAGE, tuple(folder / name for name in names))
+
+
+def _written_before(folder: Path) -> list[str]:
+    marker = folder / MARKER
+    if not marker.exists():
+        raise ConfigError(f"{folder} is not empty and holds no earlier report; choose another folder")
+    mark = read_json(marker)
+    files = mark.get("files")
+    if mark.get("format") != _MARK or not isinstance(files, list):
+        raise TraceError(marker, "format", f"found {mark.get('format')!r}, expected {_MARK!r} and a list of files")
+    # Names only: a marker that was tampered with must not reach outside its folder.
+    return [name for name in files if isinstance(name, str) and Path(name).name == name]
+
+
+def _draw(section: Section) -> dict[str, bytes]:
+    assert section.plot is not None
+    return {theme.name: figures.draw(section.plot, theme, section.height_in) for theme in figures.THEMES}
+
+
+def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, dict[str, bytes]]) -> str:
+    """The page as text: styles and pictures are inside, and its policy forbids loading anything else."""
+    title = f"Coterie inspect: {Path(found.trace).name or found.trace}"
+    missing = not_there(found)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">",
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><main>",
+        f"<h1>{html.escape(title)}</h1>",
+        "<section><h2>Findings</h2><ul>",
+        *(_finding(section) for section in shown),
+        "</ul></section>",
+        "<section><h2>The trace</h2>",
+        _table("Size and origin", ("field", "value"), overview(found)),
+        _list("Bear in mind", found.notes),
+        "</section>",
+        *(_section(section, drawn.get(section.key)) for section in shown),
+    ]
+    if missing:
+        parts += ["<section><h2>Not in this trace</h2>", _list("", missing), "</section>"]
+    return "\n".join([*parts, "</main></body></html>", ""])
+
+
+def _finding(section: Section) -> str:
+    """What a section says, in its first sentence with a number, and a link to the rest."""
+    sentences = re.split(r"(?<=\.) (?=[A-Z])", section.meaning)
+    said = next((sentence for sentence in sentences if re.search(r"\d", sentence)), sentences[0])
+    return f'<li><a href="#{section.key}">{html.escape(section.title)}</a>: {html.escape(said)}</li>'
+
+
+def _section(section: Section, pictures: dict[str, bytes] | None) -> str:
+    picture = ""
+    if pictures is not None:
+        light, dark = (_data_uri(pictures[theme.name]) for theme in figures.THEMES)
+        picture = (
+            f'<div class="figure"><picture><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
+            f'<img src="{light}" alt="{html.escape(section.alt)}"></picture></div>'
+        )
+    table = _table(section.title, section.columns, section.rows) if section.rows else ""
+    return (
+        f'<section id="{section.key}"><h2>{html.escape(section.title)}</h2><p>{html.escape(section.meaning)}</p>'
+        f'<div class="pair{" two" if picture and table else ""}">{picture}{table}</div></section>'
+    )
+
+
+def _data_uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    body = [list(row) for row in rows]
+    numeric = [all(isinstance(row[i], int | float | None) for row in body) for i in range(len(columns))]
+    css: Callable[[int], str] = lambda i: ' class="n"' if numeric[i] else ""  # noqa: E731
+    head = "".join(f'<th scope="col"{css(i)}>{html.escape(name)}</th>' for i, name in enumerate(columns))
+    lines = [
+        "<tr>" + "".join(f"<td{css(i)}>{html.escape(cell_text(cell))}</td>" for i, cell in enumerate(row)) + "</tr>"
+        for row in body
+    ]
+    return (
+        f'<div class="table" role="region" tabindex="0" aria-label="{html.escape(caption)}">'
+        f"<table><caption>{html.escape(caption)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _list(title: str, items: Sequence[str]) -> str:
+    if not items:
+        return ""
+    head = f"<p>{html.escape(title)}:</p>" if title else ""
+    return head + "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"
+
+
+def cell_text(cell: Cell) -> str:
+    """Three significant digits; whole numbers in full; a dash for what is not there."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
+    return f"{cell:,}" if isinstance(cell, int) else cell

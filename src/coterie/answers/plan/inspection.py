@@ -1,0 +1,163 @@
+"""What a placement is: replicas, duplicates, spread over nodes, and what a load makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.answers.plan.samples import Sample
+from coterie.errors import ConfigError
+from coterie.placement.maps.formats import PlacementMap
+from coterie.placement.objective.steps import worst_mean
+from coterie.types import Placement, balancedness, layer_balance
+
+MOST = 10
+"""Number of experts listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """An expert with more slots than others."""
+
+    layer: int
+    """Index in the model where it is known."""
+    expert: int
+    replicas: int
+    load: float | None
+    """Share of the layer's tokens, if a load was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsInspection:
+    """What single steps make of a placement."""
+
+    what: str
+    scenarios: int
+    balancedness: float
+    """Mean over steps and layers."""
+    worst_tenth: float
+    """Mean of the least even tenth of the steps."""
+    worst: str | None
+    """Name of the least even one, where they have names."""
+    least: float
+    """Its balancedness."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapInspection:
+    """One placement, in numbers."""
+
+    model: str
+    layers: int
+    layer_ids: list[int]
+    """[layer] index in the model where it is known, else the row."""
+    experts: int
+    slots: int
+    ranks: int
+    nodes: int
+    duplicates: int
+    """Slots whose expert another slot of the same rank holds: memory that buys nothing."""
+    replicas: list[int]
+    """[n] experts with n + 1 slots, over all layers."""
+    most: list[Replicated]
+    """The experts with the most slots."""
+    spread: float | None
+    """Mean share of the nodes that an expert with replicas is on; None for one node or no replicas."""
+    same_layers: int
+    """Layers placed as the first is."""
+    balancedness: float | None
+    """Mean over layers of mean ÷ max rank load, where a load was given."""
+    worst_layer: int | None
+    """Index in the model of the least even layer."""
+    rank_load: list[list[float]] | None
+    """[layer, rank] tokens."""
+    steps: StepsInspection | None = None
+
+
+def inspect_map(
+    map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | None = None, steps: Sample | None = None
+) -> MapInspection:
+    """`load` [layer, expert] tokens of the same layers, and single steps of it."""
+    placement = map.placement
+    if placement.num_ranks % nodes:
+        raise ConfigError(f"num_ranks={placement.num_ranks} must be a multiple of nodes={nodes}")
+    if load is not None and load.shape != (placement.num_layers, placement.num_experts):
+        raise ConfigError(
+            f"the load is for {load.shape[0]} layers of {load.shape[1]} experts; "
+            f"the placement for {placement.num_layers} of {placement.num_experts}"
+        )
+    replicas = placement.replicas
+    ids = list(range(placement.num_layers) if map.layer_ids is None else map.layer_ids)
+    busy = None if load is None else _rank_load(map, load)
+    return MapInspection(
+        model=map.model,
+        layers=placement.num_layers,
+        layer_ids=ids,
+        experts=placement.num_experts,
+        slots=placement.num_slots,
+        ranks=placement.num_ranks,
+        nodes=nodes,
+        duplicates=placement.duplicates,
+        replicas=np.bincount(replicas.ravel())[1:].tolist(),
+        most=_most(replicas, ids, load),
+        spread=_spread(placement, replicas, nodes),
+        same_layers=int((placement.slot_experts == placement.slot_experts[0]).all(axis=1).sum()),
+        balancedness=None if busy is None else balancedness(busy),
+        worst_layer=None if busy is None else ids[worst_layer(busy)],
+        rank_load=None if busy is None else busy.tolist(),
+        steps=None if steps is None else _steps(map, steps),
+    )
+
+
+def _steps(map: PlacementMap, sample: Sample) -> StepsInspection:
+    load = sample.load
+    assert load.scenarios is not None
+    assert load.weights is not None
+    each = np.array([balancedness(_rank_load(map, step)) for step in load.scenarios])
+    least = int(each.argmin())
+    return StepsInspection(
+        what=sample.what,
+        scenarios=len(each),
+        balancedness=float(each @ load.weights),
+        worst_tenth=-float(worst_mean(-each[None], load.weights, 0.1)[0]),
+        worst=sample.names[least] if sample.names else None,
+        least=float(each[least]),
+    )
+
+
+def worst_layer(rank_load: NDArray[np.float64]) -> int:
+    """Row of the least even layer."""
+    return int(np.argmin(layer_balance(rank_load)))
+
+
+def _rank_load(map: PlacementMap, load: NDArray[np.float64]) -> NDArray[np.float64]:
+    placement = map.placement
+    if map.shares is None:
+        return placement.rank_load(load)
+    per_slot = np.take_along_axis(load, placement.slot_experts.astype(np.int64), axis=1) * map.shares
+    return np.asarray(per_slot.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2))
+
+
+def _most(replicas: NDArray[np.int64], ids: list[int], load: NDArray[np.float64] | None) -> list[Replicated]:
+    """Ties go to the hotter, then to the first."""
+    share = np.zeros(replicas.shape) if load is None else load / np.maximum(load.sum(axis=1, keepdims=True), 1e-300)
+    order = np.lexsort((-share.ravel(), -replicas.ravel()))[:MOST]
+    found = [(int(at) // replicas.shape[1], int(at) % replicas.shape[1]) for at in order]
+    return [
+        Replicated(ids[row], expert, int(replicas[row, expert]), None if load is None else float(share[row, expert]))
+        for row, expert in found
+        if replicas[row, expert] > 1
+    ]
+
+
+def _spread(placement: Placement, replicas: NDArray[np.int64], nodes: int) -> float | None:
+    if nodes == 1 or replicas.max() == 1:
+        return None
+    on = np.zeros((placement.num_layers, nodes, placement.num_experts), np.bool_)
+    node = np.arange(placement.num_slots) // (placement.num_slots // nodes)
+    on[np.arange(placement.num_layers)[:, None], node[None, :], placement.slot_experts] = True
+    several = replicas > 1
+    # An expert with two slots cannot be on more than two nodes.
+    return float((on.sum(axis=1)[several] / np.minimum(replicas[several], nodes)).mean())

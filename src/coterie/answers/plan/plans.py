@@ -1,0 +1,364 @@
+"""One planning round on the user's own load: what ``coterie plan`` asks.
+
+Gains are counted from the placement that runs now. Without a file that is experts in order, no spare slots: an engine
+that is started with spare slots fills them with replicas of its first experts, which is slower than what ran before
+and would flatter any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.answers.plan.held_out import DomainRow, HeldOut, Scoring
+from coterie.answers.plan.loads import WindowLoad, read_load
+from coterie.answers.plan.memory import RankMemory
+from coterie.answers.plan.pricing import Placed, Pricing
+from coterie.answers.plan.samples import Brought, Over, Sampling
+from coterie.answers.plan.sources import read_sources
+from coterie.costs.contention import Movement
+from coterie.costs.presets import load_preset, step_model
+from coterie.errors import ConfigError, check_one_of, check_positive
+from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
+from coterie.placement.base import Progress, SearchProgress
+from coterie.types import Placement, Topology, WeightDtype
+
+Array = NDArray[np.float64]
+
+TIME_LIMIT_S = 10.0
+"""Seconds per layer for planners with a time limit: 75 layers then take minutes, not hours."""
+
+MOST_RANKS = 1024
+"""Largest number of ranks: a few hundred are the most that serve one model, and arrays grow with it."""
+
+BATCH = 8192
+"""Tokens of a step that a plan is for, unless said otherwise."""
+
+BATCHES = (16, 64, 256, 1024, 4096, 8192, 16384)
+"""Tokens of a step, over all ranks, at which a plan is priced besides the batch it was made for."""
+
+Report = Callable[[str, int, int], None]
+"""report(doing, done, total)"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Options of a plan. None takes the setting from the load, the current placement or the planner."""
+
+    load: Path
+    load_format: str | None = None
+    window: str | None = None
+    sources: Path | None = None
+    model: str | None = None
+    ranks: int = 8
+    nodes: int = 1
+    slots: int | None = None
+    speeds: str | None = None
+    current: Path | None = None
+    planner: str = "latency_optimal"
+    split: str | None = None
+    max_moves: int | None = None
+    time_limit: float | None = None
+    horizon: float | None = None
+    target_balance: float | None = None
+    movement: Movement = "stops"
+    preset: str = "h200"
+    dtype: WeightDtype | None = None
+    memory_gb: float | None = None
+    batch: int = BATCH
+    """Tokens a step; steps of requests have their own."""
+    requests: int | None = None
+    phase: Brought | None = None
+    bursts: float = 0.0
+    over: Over | None = None
+    steps: int = 64
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.requests, self.phase, self.bursts, self.over, self.steps)
+
+
+class BatchRow(NamedTuple):
+    """The plan at another batch."""
+
+    tokens: int
+    """Of a step, over all ranks."""
+    now_s: float
+    after_s: float
+    replanned_gain_pct: float | None
+    """Gain of a plan made for this batch; None: not planned."""
+    kept: bool | None
+    """Whether such a plan keeps what runs now."""
+    no_spare_gain_pct: float | None
+    """Gain of the plan without spare slots; None: there are none."""
+
+    @property
+    def gain_pct(self) -> float:
+        return 100 * (1 - self.after_s / self.now_s) if self.now_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and its inputs."""
+
+    options: PlanOptions
+    load: WindowLoad
+    pricing: Pricing
+    now: Placed
+    """What runs now."""
+    plan: Plan
+    problem: Problem
+    """What was planned: from what runs now, or from the first placement of an engine with spare slots."""
+    no_spare: Plan | None
+    """The plan without spare slots, where there are some."""
+    memory: RankMemory
+    held_out: HeldOut | None
+    domains: list[DomainRow]
+    """Mix of today against the worst domain; empty unless the plan is over domains or mixtures of them."""
+    batches: list[BatchRow]
+
+    @property
+    def map(self) -> PlacementMap:
+        """The placement to write, with shares if they are not equal."""
+        placed = Placed.of(self.plan)
+        shares = None if placed.shares is None else self.plan.shares
+        return PlacementMap(placed.placement, self.load.spec.name, self.load.layer_ids, shares)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the device was calibrated with this model's shape."""
+        return self.pricing.model.measured
+
+    def busy_s(self) -> tuple[Array, Array]:
+        """[layer, rank] seconds of the mean step, now and after."""
+        return self.pricing.busy_s(self.options.batch, self.now), self.pricing.busy_s(self.options.batch, self._after)
+
+    def step_s(self) -> tuple[float, float]:
+        """Seconds of the MoE layers of a step, now and after; the mean of steps where there are single ones."""
+        return self.pricing.step_s(self.options.batch, self.now), self.pricing.step_s(self.options.batch, self._after)
+
+    def balance(self) -> tuple[float, float]:
+        """Balancedness, now and after, on what was planned for."""
+        return self.pricing.balance(self.options.batch, self.now), self.pricing.balance(self.options.batch, self._after)
+
+    @property
+    def _after(self) -> Placed:
+        return Placed.of(self.plan)._replace(resplit=False)  # solved for this load
+
+
+def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned:
+    _check(options)
+    load = read_load(options.load, options.load_format, options.model, options.window, options.sampling)
+    if load.steps is not None and load.steps.sized:
+        own = load.tokens.sum(axis=1).mean() / load.spec.top_k
+        options = replace(options, batch=max(1, round(float(own))))
+    topology = Topology(options.ranks, options.ranks // options.nodes, speeds=_speeds(options.speeds, options.ranks))
+    given = None if options.current is None else _current(options, options.current, load)
+    slots = _slots(options, load.spec.num_experts, load.spec.name) if given is None else given.placement.num_slots
+    model = step_model(load.spec, options.preset, options.dtype, topology=topology)
+    memory = RankMemory(load.spec, model.dtype, slots, options.ranks, _device_bytes(options))
+    memory.check(options.preset)
+    asked = {"horizon": options.horizon, "target_balance": options.target_balance}
+    settings = {name: value for name, value in asked.items() if value is not None}
+    sources = None
+    if options.sources is not None:
+        sources = read_sources(options.sources, load.tokens, load.layer_ids, load.labels, options.ranks)
+        load = load._replace(
+            what=f"{load.what}, by source rank of {options.sources.name}",
+            parts=None,
+            whole_because="its sources are those of the whole load",
+        )
+    pricing = Pricing(model, topology, load.tokens, settings, sources, options.movement, load.steps)
+    in_order = _in_order(load, topology)
+    start = given or Placed(Placement.linear(len(load.tokens), load.spec.num_experts, options.ranks, slots))
+    asking = _Round(options, load, pricing, given or in_order or start, start, _layers_done(report, load.layer_ids))
+    asking.warm_up()
+    plan = asking.plan(pricing, options.batch, start)
+    no_spare = None
+    if in_order is not None and slots > load.spec.num_experts:
+        no_spare = asking.plan(pricing, options.batch, in_order)
+    held_out, domains = asking.scored(plan, no_spare, in_order)
+    return Planned(
+        options=options,
+        load=load,
+        pricing=pricing,
+        now=asking.now,
+        plan=plan,
+        problem=pricing.problem(options.batch, start),
+        no_spare=no_spare,
+        memory=memory,
+        held_out=held_out,
+        domains=domains,
+        batches=asking.rows(plan, no_spare),
+    )
+
+
+def _in_order(load: WindowLoad, topology: Topology) -> Placed | None:
+    """Experts in order without spare slots; None where ranks cannot share them evenly, or one of them is gone."""
+    layers, experts = load.tokens.shape
+    if experts % topology.num_ranks or not topology.rank_speeds.all():
+        return None
+    return Placed(Placement.linear(layers, experts, topology.num_ranks))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Round:
+    """Plans from the same settings: of the whole load, of a part, and for other batches."""
+
+    options: PlanOptions
+    load: WindowLoad
+    pricing: Pricing
+    now: Placed
+    start: Placed
+    progress: Progress
+
+    def plan(self, on: Pricing, batch: int, begin: Placed) -> Plan:
+        planner, load = self._planner(batch), on.load(batch)
+        if begin.shares is None:
+            return planner.plan(load, on.topology, begin.placement)
+        return planner.plan(load, on.topology, begin.placement, begin.shares)
+
+    def warm_up(self) -> None:
+        """Plan one empty layer: compiling or loading the machine code is no part of planning's time."""
+        placement = self.start.placement
+        empty = Placement(placement.slot_experts[:1], placement.num_ranks, placement.num_experts)
+        nothing = Load(np.zeros((1, placement.num_experts)))
+        self._planner(self.options.batch).plan(nothing, self.pricing.topology, empty)
+
+    def scored(
+        self, plan: Plan, no_spare: Plan | None, in_order: Placed | None
+    ) -> tuple[HeldOut | None, list[DomainRow]]:
+        """Plans made on a part of the load, on the rest of it."""
+        batch = self.options.batch
+        if self.load.parts is None:
+            return None, []
+        one = Scoring(self.load.parts, self.pricing, batch, self.now, lambda on, begin: self.plan(on, batch, begin))
+        made, mean = one.of_part(plan, self.start), one.for_the_mean(self.start)
+        beside = None if no_spare is None or in_order is None else one.of_part(no_spare, in_order)
+        return one.held_out(made, mean, beside), one.domains(made, mean)
+
+    def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
+        """The plan at other batches; a plan made for each batch where that takes milliseconds."""
+        spare = self.start.placement.num_slots > self.start.placement.num_experts
+        quick = not spare and "time_limit_s" not in planners.parameters(self.options.planner)
+        price, rows = self.pricing, []
+        others = () if price.steps is not None and price.steps.sized else BATCHES
+        for tokens in sorted({*others, self.options.batch}):
+            made = plan if tokens == self.options.batch else None
+            if made is None and quick:
+                made = self.plan(price, tokens, self.start)
+            rows.append(
+                BatchRow(
+                    tokens=tokens,
+                    now_s=price.step_s(tokens, self.now),
+                    after_s=price.step_s(tokens, Placed.of(plan)),
+                    replanned_gain_pct=None if made is None else price.gain_pct(tokens, self.now, Placed.of(made)),
+                    kept=None if made is None else made.skip_reason is not None,
+                    no_spare_gain_pct=None
+                    if no_spare is None
+                    else price.gain_pct(tokens, self.now, Placed.of(no_spare)),
+                )
+            )
+        return rows
+
+    def _planner(self, batch: int) -> Planner:
+        return _planner(self.options, self.pricing.objective(batch), self.progress)
+
+
+def _check(options: PlanOptions) -> None:
+    """Refuse what can be told before the load is read."""
+    sampling = options.sampling
+    if sampling.requests is not None and options.batch != BATCH:
+        raise ConfigError(f"--batch={options.batch}: a step of --requests={sampling.requests} has the tokens it has")
+    if sampling.asked and options.sources is not None:
+        raise ConfigError(f"--sources={options.sources} are of the mean step; leave it out with --requests and --over")
+    if options.ranks < 1 or options.nodes < 1 or options.ranks % options.nodes:
+        raise ConfigError(f"--ranks={options.ranks} must be a multiple of --nodes={options.nodes}, both at least 1")
+    if options.ranks > MOST_RANKS:
+        raise ConfigError(f"--ranks={options.ranks} must be at most {MOST_RANKS}")
+    if options.batch < 1:
+        raise ConfigError(f"--batch={options.batch} must be at least 1")
+    if options.dtype is not None:
+        check_one_of(get_args(WeightDtype), dtype=options.dtype)
+    check_one_of(get_args(Movement), movement=options.movement)
+    check_positive(memory=options.memory_gb)
+    planners.check(options.planner)
+    load_preset(options.preset)
+
+
+def _slots(options: PlanOptions, experts: int, name: str) -> int:
+    slots = experts if options.slots is None else options.slots
+    if slots < experts:
+        raise ConfigError(f"--slots={slots} must hold the num_experts={experts} of {name}")
+    if slots > experts * options.ranks:
+        raise ConfigError(
+            f"--slots={slots}: {slots // options.ranks} slots a rank must be at most num_experts={experts}; "
+            "none is held twice"
+        )
+    return slots
+
+
+def _device_bytes(options: PlanOptions) -> float | None:
+    if options.memory_gb is not None:
+        return options.memory_gb * 1e9
+    found = load_preset(options.preset).measurement.hardware.get("memory_bytes")
+    return float(found) if isinstance(found, int | float) and found > 0 else None
+
+
+def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:
+    def tell(at: SearchProgress) -> None:
+        gap = max(0.0, 1 - at.bound_s / at.objective_s) if at.objective_s > 0 else 0.0
+        turn = f", price {at.price} of a move" if at.price else ""
+        report(f"Layer {layer_ids[at.layer]}, gap {gap:.1%}{turn}", at.layer, at.layers)
+
+    return tell
+
+
+def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--speeds={text} must be {ranks} numbers with commas between them") from None
+
+
+def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
+    """The placement in a file, with shares if they are not equal."""
+    spec = load.spec
+    found = read_map(path, model=spec, num_ranks=options.ranks)
+    rows, shares = found.placement.slot_experts, found.shares
+    if found.layer_ids != load.layer_ids:
+        if found.layer_ids is None or not set(load.layer_ids) <= set(found.layer_ids):
+            raise ConfigError(f"{path} lacks layers that the load has: it has {len(rows)}")
+        kept = [found.layer_ids.index(layer) for layer in load.layer_ids]
+        rows, shares = rows[kept], None if shares is None else shares[kept]
+    if options.slots not in (None, rows.shape[1]):
+        raise ConfigError(f"--slots={options.slots} must be the {rows.shape[1]} of {path}, or left out")
+    return Placed(Placement(rows, options.ranks, spec.num_experts), shares)
+
+
+def _learns(planner: str) -> bool:
+    """Whether it learns from more than a load, which is all there is here."""
+    return bool({"items", "transitions"} & {*planners.parameters(planner)})
+
+
+def _planner(options: PlanOptions, objective: Objective, progress: Progress) -> Planner:
+    known = planners.parameters(options.planner)
+    asked = {"split": options.split, "max_moves": options.max_moves, "time_limit_s": options.time_limit}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    for name in given:
+        if name not in known:
+            option = f"--{name.removesuffix('_s').replace('_', '-')}"
+            able = [other for other in planners if name in planners.parameters(other) and not _learns(other)]
+            raise ConfigError(
+                f"planner {options.planner} has no {option}; {', '.join(able)} {'have' if len(able) > 1 else 'has'} it"
+            )
+    if "time_limit_s" in known:
+        given.setdefault("time_limit_s", TIME_LIMIT_S)
+    return planners.make(options.planner, {"objective": objective, "progress": progress}, **given)

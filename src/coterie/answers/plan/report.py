@@ -1,0 +1,279 @@
+"""What ``coterie plan`` says of a plan: its numbers, one sentence, and the command to type next."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from typing import Any
+
+from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
+from coterie.costs.contention import staged_exposed
+from coterie.costs.shipped import preset_names
+from coterie.models import models
+from coterie.placement import HOST, Plan
+from coterie.placement.base import Proof
+from coterie.types import Topology
+
+SMALL_PCT = 1.0
+"""Gain below which a plan hardly pays: the price model is no more exact than that."""
+
+
+def summary(planned: Planned) -> dict[str, Any]:
+    """The object that ``--json`` prints, without the verdict."""
+    plan, problem, spec, options = planned.plan, planned.problem, planned.load.spec, planned.options
+    placement, topology, model = plan.placement, problem.topology, planned.pricing.model
+    before, after = planned.busy_s()
+    before_s, after_s = planned.step_s()
+    balance_before, balance_after = planned.balance()
+    steps = planned.pricing.steps
+    saving = before_s - after_s
+    paid = 0.0 if not plan.movement_s else plan.movement_s / saving if saving > 0 else math.inf
+    found: dict[str, Any] = {
+        "model": spec.name,
+        "load": planned.load.what,
+        "batch": options.batch,
+        "preset": options.preset,
+        "dtype": model.dtype,
+        "measured": planned.measured,
+        "planner": options.planner,
+        "split": plan.split,
+        "layers": placement.num_layers,
+        "experts": placement.num_experts,
+        "slots": placement.num_slots,
+        "ranks": placement.num_ranks,
+        "nodes": topology.num_nodes,
+        "horizon": problem.objective.horizon,
+        "keep": plan.skip_reason is not None,
+        "skip_reason": plan.skip_reason,
+        "before_s": before_s,
+        "start_s": plan.before_s,
+        "after_s": after_s,
+        "gain_pct": _percent(before_s, after_s),
+        "balancedness_before": balance_before,
+        "balancedness_after": balance_after,
+        "steps": None if steps is None else {"what": steps.what, "scenarios": steps.load.num_scenarios},
+        "unseen": None if plan.unseen is None else plan.unseen._asdict(),
+        "domains": [row._asdict() for row in planned.domains],
+        "duplicates_before": planned.now.placement.duplicates,
+        "duplicates_after": placement.duplicates,
+        "moves": len(plan.moves),
+        "move_bytes": len(plan.moves) * problem.objective.expert_bytes,
+        "moves_by_link": by_link(plan, topology, placement.slots_per_rank),
+        "movement_s": plan.movement_s,
+        "break_even_steps": paid if math.isfinite(paid) else None,
+        "break_even_s": paid * after_s if math.isfinite(paid) else None,
+        "movement": options.movement,
+        "trade": trade(planned, saving),
+        "planning_s": plan.planning_s,
+        "proof": None if plan.proof is None else _proof(plan.proof),
+        "rank_s_before": before.sum(axis=0),
+        "rank_s_after": after.sum(axis=0),
+        "no_spare": None,
+        "held_out": None if planned.held_out is None else planned.held_out._asdict(),
+        "not_held_out": planned.load.whole_because or None,
+        "batches": [row._asdict() | {"gain_pct": row.gain_pct} for row in planned.batches],
+        "memory": _memory(planned),
+    }
+    if planned.no_spare is not None:
+        other = planned.no_spare
+        found["no_spare"] = {
+            "slots": other.placement.num_slots,
+            "after_s": other.after_s,
+            "gain_pct": _percent(before_s, other.after_s),
+            "balancedness_after": other.balance_after,
+            "moves": len(other.moves),
+        }
+    return found
+
+
+def trade(planned: Planned, saving_s: float) -> dict[str, Any]:
+    """When the plan's moves are paid for, by an engine that stops for every move and by one that stages them.
+
+    Of these moves: a plan made for the other engine would be another one. A staged move takes effect when it has
+    arrived, `in_flight_steps` later; until then nothing is gained and nothing lost but what it takes from the steps.
+    """
+    objective, model = planned.problem.objective, planned.pricing.model
+    link_s = planned.plan.movement_s / objective.exposed if objective.exposed else 0.0
+    known = {"device", "host-to-device"} <= model.contention.keys()
+    staged = staged_exposed(model.contention, planned.problem.topology) if known else None
+    now_s = planned.pricing.step_s(planned.options.batch, planned.now)
+
+    def steps(exposed: float | None) -> float | None:
+        if exposed is None or (link_s and saving_s <= 0):
+            return None
+        return exposed * link_s / saving_s if link_s else 0.0
+
+    return {
+        "link_s": link_s,
+        "staged_exposed": staged,
+        "stops_steps": steps(1.0),
+        "staged_steps": steps(staged),
+        "in_flight_steps": link_s / now_s if now_s else 0.0,
+    }
+
+
+def _percent(before_s: float, after_s: float) -> float:
+    return 100 * (1 - after_s / before_s) if before_s else 0.0
+
+
+def _memory(planned: Planned) -> dict[str, Any]:
+    """Bytes of a rank."""
+    memory = planned.memory
+    return {
+        "experts_bytes": memory.experts_bytes,
+        "replicas_bytes": memory.replicas_bytes,
+        "staging_bytes": memory.staging_bytes,
+        "rest_bytes": memory.rest_bytes,
+        "device_bytes": memory.device_bytes,
+        "left_bytes": memory.left_bytes,
+        "fits": memory.fits,
+    }
+
+
+def _proof(proof: Proof) -> dict[str, Any]:
+    """Seconds over the horizon, summed over layers; gaps are shares of the objective."""
+    return {
+        "objective_s": float(proof.objective_s.sum()),
+        "bound_s": proof.total_bound_s,
+        "gap": proof.total_gap,
+        "worst_gap": float(proof.gap.max()),
+        "layers_closed": int(proof.closed.sum()),
+    }
+
+
+def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, dict[str, float]]:
+    """Moves and seconds on each link, summed as if one after the other."""
+    moves, nodes = plan.moves, topology.rank_nodes
+    host = moves.source == HOST
+    near = ~host & (nodes[moves.source] == nodes[moves.slot // slots_per_rank])
+    kinds = {"inside a node": near, "between nodes": ~host & ~near, "from the host": host}
+    return {
+        name: {"moves": int(chosen.sum()), "link_s": float(moves.seconds[chosen].sum())}
+        for name, chosen in kinds.items()
+        if chosen.any()
+    }
+
+
+def verdict(planned: Planned, found: dict[str, Any]) -> str:
+    """Does it pay, at which batch, and how sure is that: one sentence."""
+    where = f"{_count(found['ranks'], 'rank')} of {found['preset']} in {found['dtype']}"
+    at = f"at {found['batch']:,} tokens a step on {where}"
+    sure = _sure(found)
+    if _spare_slots_cost(found):
+        plain = found["no_spare"]
+        return (
+            f"Spare slots do not pay {at}: from what runs now, a plan with {found['slots']} slots "
+            f"{_change(found['gain_pct'])} of the MoE layers' time and one with {plain['slots']} "
+            f"{_change(plain['gain_pct'])}{_both(found)}."
+        )
+    gain, steps = _expected(found), found["break_even_steps"]
+    if found["keep"] and not found["gain_pct"] > 0:
+        return f"Keep the placement that runs now {at}: {found['skip_reason']}."
+    if gain <= 0 or steps is None or steps > found["horizon"]:
+        never = "" if gain <= 0 else f", and its moves are not paid for within {_count(found['horizon'], 'step')}"
+        return f"It does not pay {at}: the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}{never}."
+    pays = "It pays" if gain >= SMALL_PCT else "It hardly pays"
+    paid = f"; moves are paid for after {_count(max(1, math.ceil(steps)), 'step')}" if found["moves"] else ""
+    saves = f"the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}"
+    return f"{pays} {at}: {saves}{paid}{_elsewhere(planned)}."
+
+
+def next_command(planned: Planned, found: dict[str, Any]) -> str:
+    """The command to type after this one."""
+    options = planned.options
+    if _spare_slots_cost(found):
+        return f"{command(options, slots=None, split=None, current=None)} --to vllm -o placement.json"
+    steps = found["break_even_steps"]
+    if _expected(found) >= SMALL_PCT and steps is not None and steps <= found["horizon"]:
+        if "written" in found:
+            return _load_it(planned, found)
+        return f"{command(options)} --to {'vllm' if found['split'] == 'equal' else 'native'} -o placement.json"
+    best = max(planned.batches, key=_best_gain)
+    if found["gain_pct"] < SMALL_PCT <= _best_gain(best) and best.tokens != options.batch:
+        return command(options, batch=best.tokens)
+    if options.window is not None:  # it pays there alone, or nowhere: what the whole load would gain
+        return command(options, window=None)
+    return f"coterie inspect {shlex.quote(str(options.load))}"
+
+
+def _best_gain(row: BatchRow) -> float:
+    return row.gain_pct if row.replanned_gain_pct is None else row.replanned_gain_pct
+
+
+def _load_it(planned: Planned, found: dict[str, Any]) -> str:
+    """How the engine that the file is for loads it; else how to look at it."""
+    file, options = shlex.quote(found["written"]), planned.options
+    if found["format"] == "vllm":
+        known = found["model"] in models() and found["preset"] in preset_names()
+        prices = {"model": found["model"], "device": found["preset"]} if known else {}
+        setting = shlex.quote(json.dumps(prices | {"initial_map": found["written"]}))
+        spare = found["slots"] - found["experts"]
+        slots = f" --eplb-config {shlex.quote(json.dumps({'num_redundant_experts': spare}))}" if spare else ""
+        return f"COTERIE_EPLB={setting} vllm serve MODEL --enable-expert-parallel --enable-eplb{slots}"
+    if found["format"] == "sglang":
+        return f"python -m sglang.launch_server --model-path MODEL --init-expert-location {file}"
+    load = shlex.quote(str(options.load))
+    return f"coterie place inspect {file} --model {found['model']} --ranks {options.ranks} --load {load}"
+
+
+def command(options: PlanOptions, **changes: Any) -> str:
+    """The command line that asks for these options, those that are defaults left out."""
+    plain = PlanOptions(options.load)
+    flags = {"load_format": "--from", "memory_gb": "--memory"}
+    words = ["coterie", "plan", str(options.load)]
+    for name in PlanOptions.__dataclass_fields__:
+        value = changes.get(name, getattr(options, name))
+        own = name == "batch" and options.requests is not None
+        if name != "load" and not own and value is not None and value != getattr(plain, name):
+            words += [flags.get(name, "--" + name.replace("_", "-")), str(value)]
+    return shlex.join(words)
+
+
+def _expected(found: dict[str, Any]) -> float:
+    """The gain to expect: the smaller of the planned and the held-out one."""
+    held = found["held_out"]
+    return float(found["gain_pct"] if held is None else min(found["gain_pct"], held["gain_pct"]))
+
+
+def _spare_slots_cost(found: dict[str, Any]) -> bool:
+    """Whether the plan without spare slots is at least as good, on the held-out load where there is one."""
+    if found["no_spare"] is None:
+        return False
+    held = found["held_out"]
+    if held is not None:
+        return bool(held["no_spare_gain_pct"] >= held["gain_pct"])
+    return bool(found["no_spare"]["gain_pct"] >= found["gain_pct"])
+
+
+def _sure(found: dict[str, Any]) -> str:
+    held = found["held_out"]
+    if held is None:
+        return " on the load it was planned on (nothing is held out)"
+    other = held["no_spare_gain_pct"]
+    beside = "" if other is None else f"; {other:.1f}% there without spare slots"
+    return f" ({held['gain_pct']:.1f}% on load it was not planned on{beside})"
+
+
+def _both(found: dict[str, Any]) -> str:
+    held = found["held_out"]
+    if held is None:
+        return " on the load they were planned on (nothing is held out)"
+    return f" ({held['gain_pct']:.1f}% and {held['no_spare_gain_pct']:.1f}% on load they were not planned on)"
+
+
+def _elsewhere(planned: Planned) -> str:
+    """Where the plan saves least, of the batches shown."""
+    least = min(planned.batches, key=lambda row: row.gain_pct)
+    here = next(row for row in planned.batches if row.tokens == planned.options.batch)
+    if here.gain_pct - least.gain_pct < SMALL_PCT:
+        return ""
+    return f"; at {least.tokens:,} tokens a step it {_change(least.gain_pct)}"
+
+
+def _change(percent: float) -> str:
+    return f"saves {percent:.1f}%" if percent >= 0 else f"adds {-percent:.1f}%"
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:,.0f} {what}" + ("" if number == 1 else "s")

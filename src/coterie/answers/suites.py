@@ -1,0 +1,144 @@
+"""The contracts of ``coterie evaluate`` and ``coterie bench``: suites and groups of benchmarks, found by entry points.
+
+A suite answers one published claim or open question, with our numbers beside the published ones. Its notes say what is
+reproduced, what is not, and why. A group of benchmarks measures Coterie itself on this machine.
+
+Coterie's own are a package of their own, `coterie-lab`, in the folder lab/ of its repository. Any package adds suites
+through the entry point group ``coterie.suites``, and groups of benchmarks through ``coterie.benches``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive
+from coterie.registry import Registry
+
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteOptions:
+    """Options of a run; a suite declares which of them it reads."""
+
+    trace: Path | None = None
+    """Trace to evaluate on, instead of the suite's own."""
+    trace_format: str | None = None
+    """Format of that trace; None detects it."""
+    batch: int = 128
+    """Tokens per step, summed over all ranks."""
+    data: Path | None = None
+    """Folder of real data (docs/data.md); None skips what needs it, with a note."""
+    seed: int = 0
+    """Seed of the random generator, for suites that take one seed."""
+    model: Path | None = None
+    """Checkpoint folder whose own router is evaluated."""
+    requests: int | None = None
+    """Requests per run; None takes the suite's default."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds, one run per seed; None takes the suite's default."""
+    rates: tuple[float, ...] | None = None
+    """Requests per second; None takes the suite's default."""
+    strategies: tuple[str, ...] | None = None
+    """Batch selection strategies to compare; None takes all."""
+    routers: tuple[str, ...] | None = None
+    """Routers to compare in addition to the suite's own."""
+    out: Path | None = None
+    """Folder for files and figures; None writes none."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, batch=self.batch, requests=self.requests)
+        for seed in (self.seed, *(self.seeds or ())):
+            check_at_least(0, seed=seed)
+        for rate in self.rates or ():
+            check_positive(rate=rate)
+
+
+CHOICES = tuple(field.name for field in fields(SuiteOptions) if field.name not in ("data", "out"))
+"""Options that a suite may read or not. Not among them: the data folder (no command-line option) and --out (all)."""
+
+
+Report = Callable[[str, int, int], None]
+"""Callback: what is being done, how much of it is done, and of how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteResult:
+    """Plain values only: a result is written as JSON as it stands."""
+
+    suite: str
+    rows: list[dict[str, Any]]
+    """Ours, and under ``published`` the numbers they are compared with, or None."""
+    notes: list[str]
+    """What was computed, what agrees, what does not and why: one line each."""
+
+
+class Column(NamedTuple):
+    """A column of a printed table."""
+
+    heading: str
+    value: Callable[[Row], Any]
+
+
+class SuiteTable(NamedTuple):
+    """A printed table of some rows; the JSON holds all rows in full."""
+
+    title: str
+    columns: tuple[Column, ...]
+    shows: Callable[[Row], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One evaluation."""
+
+    help: str
+    """One line: what is computed, and what it is compared with."""
+    run: Callable[[SuiteOptions, Report], SuiteResult]
+    tables: tuple[SuiteTable, ...] | Callable[[], tuple[SuiteTable, ...]] = ()
+    """Tables to print, or a function that returns them, if importing them takes long. Empty: print every plain value of
+    every row."""
+    writes_files: bool = False
+    """Whether it writes files besides its rows, such as figures."""
+    reads: tuple[str, ...] | None = None
+    """Names in CHOICES that `run` reads (plugins); any other option given is an error. None allows all."""
+
+    def __post_init__(self) -> None:
+        for name in self.reads or ():
+            if name not in CHOICES:
+                raise UnknownNameError("suite option", name, CHOICES)
+
+
+Bench = Callable[[Report], list[dict[str, Any]]]
+"""A group of benchmarks: returns rows with a `name`, their sizes, and `median_us` or `median_ms`. Machines differ:
+compare rows of one run."""
+
+suites: Registry[Suite] = Registry("suite", group="coterie.suites")
+benches: Registry[Bench] = Registry("benchmark group", group="coterie.benches")
+
+LAB_MISSING = (
+    "Coterie's own suites and benchmarks are in the package coterie-lab, which is not installed: run "
+    "`pip install ./lab` in Coterie's repository"
+)
+
+
+def lab_missing() -> bool:
+    return not any(distributions(name="coterie-lab"))
+
+
+def look_up(registry: Registry[T], name: str) -> T:
+    """The suite or group of that name; without the lab, an unknown name raises with how to install it."""
+    if name not in registry and lab_missing():
+        raise ConfigError(f"unknown {registry.kind} {name!r}: {LAB_MISSING}")
+    return registry[name]
+
+
+def options_read(suite: str) -> tuple[str, ...]:
+    """Names in CHOICES that a suite reads."""
+    reads = suites[suite].reads
+    return CHOICES if reads is None else reads
