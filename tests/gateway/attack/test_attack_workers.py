@@ -26,6 +26,7 @@ def test_an_endless_event_passes_in_pieces() -> None:
         for _number in range(128):
             responder.write(PIECE)
             await responder.drain()
+        responder.write(b"\n\ndata: [DONE]\n\n")
         responder.end()
 
     async def test() -> None:
@@ -37,7 +38,7 @@ def test_an_endless_event_passes_in_pieces() -> None:
                 size += len(piece)
                 pool = found.running.parts.pools["decode"].members["a"].upstream.connections
                 largest = max(largest, *(one.answer._buffered for one in pool if one.answer is not None), 0)
-            assert size == 6 + 128 * len(PIECE)
+            assert size == 6 + 128 * len(PIECE) + 16
             assert largest < 2 << 20
             await settled(found)
 

@@ -381,3 +381,28 @@ def test_answers_are_sent_at_once(loop: str) -> None:
             raw.close()
 
     run_on(loop, main())
+
+
+@pytest.mark.parametrize("problem", [HttpError(504, "too late", "timeout"), KeyError("x"), None])
+def test_a_stream_of_events_whose_handler_fails_ends_with_an_error(problem: Exception | None) -> None:
+    """Any other answer is cut, as its client cannot be told."""
+
+    async def handler(request: Request, responder: Responder) -> None:
+        kind = b"text/event-stream" if request.path == "/events" else b"text/plain"
+        responder.start(200, [(b"content-type", kind)])
+        responder.write(b"data: half")
+        if problem is not None:
+            raise problem
+
+    async def test() -> None:
+        async with serving(handler) as served:
+            raw = await served.connect()
+            raw.send(get("/events"))
+            said = await raw.reader.readuntil(b"0\r\n\r\n")
+            assert b"data: half" in said
+            assert (b'"code":"timeout"' if isinstance(problem, HttpError) else b"internal error") in said
+            assert said.endswith(b"\n\n\r\n0\r\n\r\n")
+            raw.send(get("/text"))
+            assert not (await raw.rest()).endswith(b"0\r\n\r\n")
+
+    run_on("asyncio", test())

@@ -70,7 +70,7 @@ class Sink(Protocol):
 
     def end(self) -> None: ...
 
-    def abort(self) -> None: ...
+    def fail(self, error: HttpError) -> None: ...
 
 
 class Call(msgspec.Struct):
@@ -153,7 +153,7 @@ class Collected:
         self.status = 0
         self.headers: Headers = []
         self.pieces: list[bytes] = []
-        self.started = self.ended = self.aborted = False
+        self.started = self.ended = False
 
     @property
     def body(self) -> bytes:
@@ -179,8 +179,9 @@ class Collected:
     def end(self) -> None:
         self.ended = True
 
-    def abort(self) -> None:
-        self.aborted = True
+    def fail(self, error: HttpError) -> None:
+        self.pieces.append(error.event())
+        self.end()
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

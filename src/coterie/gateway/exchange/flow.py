@@ -16,13 +16,13 @@ from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
-from coterie.gateway.exchange.relay import WHY, Relayed, Usage, is_stream, pass_stream, pass_whole
+from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pass_whole
 from coterie.gateway.exchange.tries import Tries, may_retry
 from coterie.gateway.fleet.breaker import is_failure
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import Known
 from coterie.gateway.watching.spans import NO_SPAN
-from coterie.net.http1.messages import Headers, HttpError
+from coterie.net.http1.messages import Headers, HttpError, is_event_stream
 from coterie.net.http1.upstream import Answer, UpstreamError
 from coterie.routing.base import Request
 from coterie.wire.footprints import WireFootprint
@@ -44,7 +44,7 @@ class Observer(Protocol):
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None: ...
 
     def failed(self, member: Member, kind: str) -> None:
-        """A worker failed: connect, reset, timeout, protocol, too_large, unhealthy or status_5xx."""
+        """A worker failed: connect, reset, timeout, protocol, too_large, incomplete, unhealthy or status_5xx."""
         ...
 
     def retried(self, pool: Pool, call: Call, failure: str) -> None:
@@ -215,7 +215,7 @@ class Flow(ABC):
 
     def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Awaitable[Relayed]:
         own = (REQUEST_ID, call.id.encode())
-        if is_stream(answer):
+        if is_event_stream(answer.headers):
             return pass_stream(answer, sink, own)
         return pass_whole(answer, sink, own, self.limits.answer_bytes)
 

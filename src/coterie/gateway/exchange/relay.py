@@ -14,8 +14,10 @@ from coterie.gateway.exchange.call import Sink
 from coterie.net.http1.messages import Headers, HttpError, passed_on
 from coterie.net.http1.upstream import Answer, UpstreamError
 
-EVENT_STREAM = b"text/event-stream"
 USAGE = b'"usage"'
+DONE = b"[DONE]"
+TAIL_BYTES = 32
+"""Bytes of a stream's end that are kept: its last event and the line ends behind it."""
 
 
 MOST_TOKENS = 1 << 31
@@ -64,13 +66,6 @@ class Relayed(msgspec.Struct, frozen=True):
         return (self.last_s - self.first_s) / (self.events - 1) if self.events > 2 else None
 
 
-def is_stream(answer: Answer) -> bool:
-    for name, value in answer.headers:  # noqa: SIM110 (a third of the time)
-        if name == b"content-type" and value.startswith(EVENT_STREAM):
-            return True
-    return False
-
-
 async def pass_whole(answer: Answer, sink: Sink, own: tuple[bytes, bytes], limit: int) -> Relayed:
     """Read the answer, then send it with a header of our own. Raises UpstreamError before the client got anything."""
     body = await answer.read(limit)
@@ -80,9 +75,12 @@ async def pass_whole(answer: Answer, sink: Sink, own: tuple[bytes, bytes], limit
 
 
 async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> Relayed:
-    """Send each piece as it comes. Raises UpstreamError if it breaks before the first piece."""
+    """Send each piece as it comes. Raises UpstreamError if it breaks before the first piece.
+
+    A stream that ends without its last event is broken too: a worker, or a proxy before it, may end one properly.
+    """
     first = last = 0.0
-    events, told = 0, b""
+    events, told, tail = 0, b"", b""
     try:
         async for piece in answer:
             last = time.monotonic()
@@ -92,13 +90,15 @@ async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> R
                 first = last
                 sink.start(answer.status, head_of(answer, own))
             events += piece.count(b"\n\n")
+            tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (tail + piece)[-TAIL_BYTES:]
             sink.write(piece)
             await sink.drain()
+        if answer.status == 200 and not tail.rstrip().endswith(DONE):
+            raise UpstreamError("incomplete", "the stream ended before its last event", answered=True)
     except UpstreamError as error:
         if not sink.started:
             raise
-        sink.write(broken_stream(error))
-        sink.end()
+        sink.fail(HttpError(502, f"the worker's answer broke off: {WHY[error.kind]}", "worker_failed"))
         return Relayed(first, last, events, problem=error)
     finally:
         answer.close()  # also where the client left while its buffer was full: the worker must hear of it
@@ -138,12 +138,7 @@ WHY = {
     "timeout": "it was silent too long",
     "protocol": "its answer cannot be read",
     "too_large": "its answer is too large",
+    "incomplete": "it ended before its last event",
     "unhealthy": "it was found not to be well",
 }
 """Kind of a failure → what clients hear of it. The error itself names the worker's address, which is not theirs."""
-
-
-def broken_stream(error: UpstreamError) -> bytes:
-    """Last event of a stream that broke: no [DONE] follows. It may have broken inside an event, so that is ended."""
-    message = f"the worker's answer broke off: {WHY[error.kind]}"
-    return b"\n\ndata: " + HttpError(502, message, "worker_failed").body() + b"\n\n"

@@ -42,7 +42,7 @@ REJECTED = (
     "no_worker",
     OTHER,
 )
-FAILURES = ("connect", "reset", "timeout", "protocol", "too_large", "unhealthy", "status_5xx", OTHER)
+FAILURES = ("connect", "reset", "timeout", "protocol", "too_large", "incomplete", "unhealthy", "status_5xx", OTHER)
 HANDOFFS = ("ok", "no_prefill", "prefill_failed", "refused", OTHER)
 FOOTPRINTS = ("answer", "prefix", "predictor", "popularity", "none", "damaged", OTHER)
 TOKENISED = ("exact", "cached", "approximate", "none", "late", "busy", "too_long", "failed", OTHER)

@@ -10,7 +10,7 @@ from coterie.net.http1.messages import Headers
 
 FULL_BYTES = 262_144
 """Bytes of an answer that wait for their consumer before reading pauses."""
-Kind = Literal["connect", "reset", "timeout", "protocol", "too_large", "unhealthy"]
+Kind = Literal["connect", "reset", "timeout", "protocol", "too_large", "incomplete", "unhealthy"]
 
 
 class UpstreamError(CoterieError):

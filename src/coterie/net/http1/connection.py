@@ -341,9 +341,8 @@ class Connection(asyncio.Protocol):
                 responder.fail(error)
             if not responder.ended:
                 raise RuntimeError("the handler returned before its answer ended")
-        except asyncio.CancelledError:
-            if not responder.ended:
-                responder.abort()
+        except asyncio.CancelledError:  # the client has left, or the server closes
+            responder.fail(HttpError(503, "the server is shutting down", "draining"))
             raise
         except Exception as error:
             self._count_error(error)

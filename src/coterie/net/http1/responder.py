@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from coterie.net.http1.messages import HttpError, Request, header_lines, status_line
+from coterie.net.http1.messages import HttpError, Request, header_lines, is_event_stream, status_line
 
 
 class Line(Protocol):
@@ -22,7 +22,7 @@ class Line(Protocol):
 class Responder:
     """The answer to one request: sent whole, or started, written piece by piece and ended."""
 
-    __slots__ = ("_chunked", "_connection", "_head_only", "_keep_alive", "_left", "ended", "started")
+    __slots__ = ("_chunked", "_connection", "_head_only", "_headers", "_keep_alive", "_left", "ended", "started")
 
     def __init__(self, connection: Line, head_only: bool, keep_alive: bool, chunked: bool) -> None:
         self._connection = connection
@@ -30,6 +30,7 @@ class Responder:
         self._keep_alive = keep_alive
         self._chunked = chunked  # whether the client understands it; then whether the stream is sent so
         self._left: int | None = None  # of the length that was announced
+        self._headers: Sequence[tuple[bytes, bytes]] = ()  # of a stream
         self.started = False
         self.ended = False
 
@@ -51,6 +52,7 @@ class Responder:
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None = None) -> None:
         """Send the head of a stream: chunked, unless its length is given (which must then be kept)."""
         self._connection.push(self._head(status, header_lines(headers), length))
+        self._headers = headers
         self._left = None if self._head_only else length
 
     def _head(self, status: int, lines: bytes, length: int | None) -> bytes:
@@ -100,10 +102,15 @@ class Responder:
         self._connection.cut()
 
     def fail(self, error: HttpError) -> None:
-        """Answer with an error; cut the connection if an answer has been started."""
+        """Answer with an error. A stream of events that has been started ends with it; another answer is cut."""
         if not self.started:
             self.send(error.status, error.body(), headers=error.headers)
-        elif not self.ended:
+        elif self.ended:
+            return
+        elif self._left is None and is_event_stream(self._headers):
+            self.write(error.event())
+            self.end()
+        else:
             self.abort()
 
 

@@ -17,6 +17,9 @@ from coterie.net.http1.connection import LINGER_S, CheckHead, Connection
 from coterie.net.http1.messages import Counters, Limits
 from coterie.net.http1.responder import Handler, Responder
 
+FLUSH_S = 0.01
+"""Time between two looks at what clients have read."""
+
 __all__ = ["CheckHead", "Counters", "Handler", "HttpServer", "Responder"]
 
 
@@ -86,18 +89,29 @@ class HttpServer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(drain_s) as self._drain:
                     await self._ended()
-        cut = sum(connection.current is not None for connection in self.connections)
+        cut = [connection for connection in self.connections if connection.current is not None]
         for connection in (*self.connections, *self.lingering):
-            connection.transport.abort()
+            if connection not in cut:
+                connection.transport.abort()
         running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
-        for task in running:
+        for task in running:  # which tells its client why its answer ends
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        while self.connections or self.lingering:
-            await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
+        await self._cut(cut)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        return cut
+        return len(cut)
+
+    async def _cut(self, connections: list[Connection]) -> None:
+        """Close connections once their clients have got what was written, or do not read."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while any(one in self.connections and one.transport.get_write_buffer_size() for one in connections):
+                    await asyncio.sleep(FLUSH_S)
+        while self.connections or self.lingering:
+            for connection in (*self.connections, *self.lingering):
+                connection.transport.abort()
+            await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
 
     def end_drain(self) -> None:
         """Cut what is left now, if :meth:`close` waits for it."""
