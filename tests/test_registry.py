@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 import coterie.registry
 from coterie.errors import ConfigError, UnknownNameError
-from coterie.registry import Registry
+from coterie.registry import PolicyRegistry, PolicyText, Registry, needs
 
 
 def test_register_returns_the_thing() -> None:
@@ -102,3 +105,84 @@ def test_examples_of_the_docstrings_run() -> None:
     found = doctest.testmod(coterie.registry)
     assert found.attempted >= 9
     assert found.failed == 0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A policy with a setting of every type that users write."""
+
+    cost: object = needs("prices")
+    share: float = 0.5
+    most: int | None = 4
+    exact: bool = False
+    split: Literal["even", "free"] = "even"
+    note: str = ""
+
+
+def spelled() -> PolicyRegistry[Settled]:
+    registry: PolicyRegistry[Settled] = PolicyRegistry("planner")
+    registry.add("settled", Settled)
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("settled", {}),
+        ("settled:", {}),
+        (" settled : share=1, most=7", {"share": 1.0, "most": 7}),
+        ("settled:most=null,exact=true", {"most": None, "exact": True}),
+        ("settled:most=None,note=None", {"most": None, "note": "None"}),
+        ("settled:split=free,note=7", {"split": "free", "note": "7"}),
+        ("settled:note=", {"note": ""}),
+    ],
+)
+def test_settings_behind_a_name_have_the_types_of_the_policy(text: str, settings: dict[str, object]) -> None:
+    registry = spelled()
+    assert registry.make(text, {"cost": 1}) == Settled(cost=1, **settings)  # type: ignore[arg-type]
+    registry.check(text)
+    assert text in registry
+    assert registry.parameters(text)["cost"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("settled:shar=1", ("shar", "'share'")),
+        ("settled:share=much", ("share='much'", "float")),
+        ("settled:most=1.5", ("most='1.5'", "int | None")),
+        ("settled:split=odd", ("split='odd'", "'free'")),
+        ("settled:share", ("'share'", "key=value")),
+        ("settled:=1", ("'=1'", "key=value")),
+        ("settled:share=1,share=2", ("'share=2'", "once")),
+        (":share=1", (":share=1", "name")),
+        ("", ("name",)),
+    ],
+)
+def test_settings_that_are_refused(text: str, words: tuple[str, ...]) -> None:
+    for ask in (spelled().check, lambda text: spelled().make(text, {"cost": 1})):
+        with pytest.raises(ConfigError) as error:
+            ask(text)
+        for word in words:
+            assert word in str(error.value)
+
+
+def test_a_spelling_is_parsed_and_written() -> None:
+    for text in ("joint", "joint:experts=0,kv=1.5"):
+        assert str(PolicyText.parse(text)) == text
+
+
+def test_modules_of_a_package_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy in a new file of the package is registered without a line in another file."""
+    package = tmp_path / "discovered_policies"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from coterie.registry import Registry, import_modules\nthings = Registry('thing')\nimport_modules(__name__)\n"
+    )
+    (package / "new.py").write_text("from discovered_policies import things\nthings.add('new', 1)\n")
+    (package / "_private.py").write_text("raise RuntimeError('is not imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    things = importlib.import_module("discovered_policies").things
+    for name in [name for name in sys.modules if name.startswith("discovered_policies")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert things["new"] == 1

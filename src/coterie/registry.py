@@ -5,27 +5,90 @@ package adds its own through an entry point of the registry's group, and it then
 
 Policies (strategies, routers, planners, predictors) are *made* from their names: :meth:`PolicyRegistry.make` reads a
 policy's parameters, fills them from the caller's context, and names in one sentence what is missing. So no caller uses
-a policy's class, and a plugin's policy is made like a built-in one.
+a policy's class, and a plugin's policy is made like a built-in one. A policy with settings is spelled
+``name:key=value,key=value`` on the command line, in config files and in Python alike.
+
+Three ways to register: a module in the package of the built-in ones (:func:`import_modules` finds it), an entry point
+of an installed package, or a file or module that :func:`load_plugin` imports (``--plugin`` on the command line).
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
+import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
+from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter, signature
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from coterie.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
 
+PLUGINS = "COTERIE_PLUGINS"
+"""Environment variable: modules and files to import before a name is looked up, separated like PATH. Processes that
+Coterie starts inherit it, so a plugin of the command line is known in all of them."""
 _HINT = "coterie.needs"
 
 
+def import_modules(package: str) -> None:
+    """Import the modules of a package, so that what they hold is registered; private ones (``_name``) are left out."""
+    for module in pkgutil.iter_modules(sys.modules[package].__path__):
+        if not module.name.startswith("_"):
+            import_module(f"{package}.{module.name}")
+
+
+def load_plugin(name: str) -> None:
+    """Import a module (``package.module``) or a file (``path/to/file.py``) that registers policies of a user.
+
+    Its name is added to the environment for the processes that this one starts. A plugin is imported once.
+    """
+    try:
+        if name.endswith(".py"):
+            name = str(Path(name).expanduser().resolve())
+            _import_file(Path(name))
+        else:
+            import_module(name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        hint = "; a file is named by its path, such as ./my_router.py" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"plugin {name!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+    known = list(filter(None, os.environ.get(PLUGINS, "").split(os.pathsep)))
+    if name not in known:
+        os.environ[PLUGINS] = os.pathsep.join([*known, name])
+
+
+def _import_file(path: Path) -> None:
+    """Import a file under its own name, which pickle needs to find its classes in other processes."""
+    imported = sys.modules.get(path.stem)
+    if imported is not None:
+        if getattr(imported, "__file__", None) == str(path):
+            return
+        raise ConfigError(f"plugin {str(path)!r} cannot be imported: a module {path.stem!r} is there already")
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for what the file imports from beside it, and for processes of a pool
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+
+
 class Registry(Generic[T]):
-    """Name → item; entry points are read on first look-up.
+    """Name → item; plugins of the environment and entry points are read on first look-up.
 
     >>> strategies: Registry[type] = Registry("strategy", group="coterie.strategies")
     >>> @strategies.register("fcfs")
@@ -38,7 +101,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self.group = group
         self._items: dict[str, T] = {}
-        self._entry_points_read = group is None
+        self._plugins_read = group is None
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: register the item under this name. A name is used once."""
@@ -54,10 +117,12 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self.kind} {name!r} is registered already, as {self._items[name]!r}")
         self._items[name] = item
 
-    def _read_entry_points(self) -> None:
-        if self._entry_points_read:
+    def _read_plugins(self) -> None:
+        if self._plugins_read:
             return
-        self._entry_points_read = True
+        self._plugins_read = True
+        for plugin in filter(None, os.environ.get(PLUGINS, "").split(os.pathsep)):
+            load_plugin(plugin)
         for point in entry_points(group=self.group or ""):
             if point.name in self._items:  # a built-in cannot be replaced by accident
                 continue
@@ -72,14 +137,14 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._items:
-            self._read_entry_points()
+            self._read_plugins()
         try:
             return self._items[name]
         except KeyError:
             raise UnknownNameError(self.kind, name, self._items) from None
 
     def __contains__(self, name: object) -> bool:
-        self._read_entry_points()
+        self._read_plugins()
         return name in self._items
 
     def __iter__(self) -> Iterator[str]:
@@ -90,7 +155,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All known names, sorted."""
-        self._read_entry_points()
+        self._read_plugins()
         return sorted(self._items)
 
 
@@ -120,8 +185,38 @@ def needs(hint: str) -> Any:
     return field(metadata={_HINT: hint})
 
 
+class PolicyText(NamedTuple):
+    """A policy as users write it: ``name``, or ``name:key=value,key=value``.
+
+    >>> PolicyText.parse("joint:experts=0,kv=0.5")
+    PolicyText(name='joint', settings={'experts': '0', 'kv': '0.5'})
+    """
+
+    name: str
+    settings: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyText:
+        name, _, rest = text.partition(":")
+        settings: dict[str, str] = {}
+        for part in filter(None, rest.split(",")):
+            key, equals, value = part.partition("=")
+            if not equals or not key.strip() or key.strip() in settings:
+                raise ConfigError(f"{text!r} must be NAME or NAME:key=value,key=value with every key once ({part!r})")
+            settings[key.strip()] = value.strip()
+        if not name.strip():
+            raise ConfigError(f"{text!r} has no name: it must be NAME or NAME:key=value,key=value")
+        return cls(name.strip(), settings)
+
+    def __str__(self) -> str:
+        settings = ",".join(f"{key}={value}" for key, value in self.settings.items())
+        return f"{self.name}:{settings}" if settings else self.name
+
+
 class PolicyRegistry(Registry[Callable[..., T]]):
     """Name → policy class (or any callable that returns a policy), and the one way to make a policy.
+
+    Wherever a policy is named, settings may follow its name: ``name:key=value,key=value``.
 
     >>> from dataclasses import dataclass
     >>> routers: PolicyRegistry[object] = PolicyRegistry("router")
@@ -130,30 +225,38 @@ class PolicyRegistry(Registry[Callable[..., T]]):
     ... class Nearest:
     ...     fitted: str = needs("a fit to a trace")
     ...     band: float = 0.1
-    >>> routers.make("nearest", {"fitted": "…", "seed": 3}, band=0.2)
+    >>> routers.make("nearest:band=0.2", {"fitted": "…", "seed": 3})
     Nearest(fitted='…', band=0.2)
     >>> routers.make("nearest")
     Traceback (most recent call last):
     coterie.errors.ConfigError: router 'nearest' needs fitted: a fit to a trace
     """
 
+    def __getitem__(self, text: str) -> Callable[..., T]:
+        return super().__getitem__(text.partition(":")[0].strip())
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and super().__contains__(text.partition(":")[0].strip())
+
+    def check(self, name: str) -> None:
+        """Raise for an unknown name or setting, or a value of a wrong type."""
+        self._settings(name)
+
     def make(self, name: str, context: Mapping[str, Any] | None = None, /, **settings: Any) -> T:
-        """Make the policy of that name.
+        """Make the policy of that name, which may carry settings: ``name:key=value``.
 
         `context` maps the names that policies use (`fitted`, `cost`, `objective`, `seed`, …) to the caller's values; a
-        policy takes those it has a parameter for. `settings` are the user's own and override the context; a setting
-        that the policy does not have is refused.
+        policy takes those it has a parameter for. Settings, in the name or as arguments, are the user's own and
+        override the context; a setting that the policy does not have is refused.
         """
-        factory, taken, any_name = self[name], self.parameters(name), self._takes_any(name)
-        unknown = [setting for setting in settings if setting not in taken]
-        if unknown and not any_name:
-            has = f"it has {', '.join(taken)}" if taken else "it has none"
-            raise ConfigError(f"{self.kind} {name!r} has no setting {unknown[0]!r}; {has}")
+        own = self._settings(name, settings) | settings
+        factory, required = self[name], self.parameters(name)
         offered = {} if context is None else context
-        given = {key: offered[key] for key in offered if key in taken and key not in settings} | settings
-        for parameter, required in taken.items():
-            if required and parameter not in given:
-                raise ConfigError(f"{self.kind} {name!r} needs {parameter}{_hint(factory, parameter)}")
+        given = {key: offered[key] for key in offered if key in required and key not in own} | own
+        for parameter, is_required in required.items():
+            if is_required and parameter not in given:
+                plain = PolicyText.parse(name).name
+                raise ConfigError(f"{self.kind} {plain!r} needs {parameter}{_hint(factory, parameter)}")
         return factory(**given)
 
     def parameters(self, name: str) -> dict[str, bool]:
@@ -164,13 +267,58 @@ class PolicyRegistry(Registry[Callable[..., T]]):
             if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         }
 
-    def _takes_any(self, name: str) -> bool:
-        return any(one.kind is Parameter.VAR_KEYWORD for one in signature(self[name]).parameters.values())
+    def _settings(self, text: str, more: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """Settings behind a name, converted to the types of the policy's parameters; `more` are checked with them."""
+        policy = PolicyText.parse(text)
+        factory = self[policy.name]
+        try:
+            parameters = signature(factory, eval_str=True).parameters
+        except Exception:  # annotations that name what the module does not import: values are read as JSON
+            parameters = signature(factory).parameters
+        if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            for key in (*policy.settings, *more):
+                if key not in parameters:
+                    raise ConfigError(f"{self.kind} {policy.name!r} has no setting {key!r}; {_known(key, parameters)}")
+        settings = {}
+        for key, value in policy.settings.items():
+            kind = parameters[key].annotation if key in parameters else Parameter.empty
+            try:
+                settings[key] = _converted(value, kind)
+            except ValueError:
+                words = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+                raise ConfigError(f"{self.kind} {policy.name!r}: {key}={value!r} must be {words}") from None
+        return settings
+
+
+def _known(key: str, parameters: Mapping[str, Parameter]) -> str:
+    if not parameters:
+        return "it has none"
+    nearest = difflib.get_close_matches(key, parameters, n=1, cutoff=0.5)
+    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"it has {', '.join(parameters)}"
+
+
+def _converted(text: str, kind: Any) -> Any:
+    """A setting's value as the type of its parameter; JSON or else text if that is unknown. Raises ValueError."""
+    import msgspec
+
+    if kind is not Parameter.empty and not isinstance(kind, str):
+        for spelling in (text, "null") if text == "None" else (text,):
+            try:
+                return msgspec.convert(spelling, kind, strict=False)
+            except msgspec.ValidationError:
+                continue
+            except TypeError:  # a type that msgspec does not know
+                return text
+        raise ValueError(text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _hint(factory: Callable[..., Any], parameter: str) -> str:
     if is_dataclass(factory):
-        for one in fields(factory):
-            if one.name == parameter and _HINT in one.metadata:
-                return f": {one.metadata[_HINT]}"
+        for own in fields(factory):
+            if own.name == parameter and _HINT in own.metadata:
+                return f": {own.metadata[_HINT]}"
     return ""

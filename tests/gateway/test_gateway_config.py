@@ -20,7 +20,7 @@ handshake: vllm
 workers:
   - {id: p0, url: "http://127.0.0.1:1", role: prefill, kv_events: "tcp://127.0.0.1:2"}
   - {id: d0, url: "http://127.0.0.1:3", role: decode, places: 8}
-decode: {router: joint, settings: {kv: 0.5}}
+decode: {router: "joint:kv=0.5"}
 limits: {body_bytes: 1000, queue_s: 1.5}
 """
 
@@ -30,7 +30,7 @@ def test_a_whole_file() -> None:
     assert [worker.id for worker in config.workers] == ["p0", "d0"]
     assert config.address == ("127.0.0.1", 0)
     assert config.loopback
-    assert config.decode.settings == {"kv": 0.5}
+    assert config.decode.router == "joint:kv=0.5"
     assert config.limits.queue_s == 1.5
     assert parse_config("", WHERE) == GatewayConfig()
 
@@ -48,6 +48,7 @@ def test_a_whole_file() -> None:
         ("workers: [{id: a, url: 'http://x', role: prefill}]", "set handshake"),
         ("handshake: sglang\nworkers: [{id: a, url: 'http://x', role: prefill}]", "bootstrap_port"),
         ("limits: {queue_s: 0}", "queue_s=0"),
+        ("decode: {router: joint, settings: {kv: 0.5}}", "router: joint:kv=0.5"),
         ("limits: {queue_s: .inf}", "queue_s=inf"),
         ("a: &x 1\nb: *x", "alias"),
         ("listen: a:1\nlisten: b:2", "is there twice"),

@@ -7,6 +7,9 @@ from coterie.batching.karmarkar_karp import KarmarkarKarp
 from coterie.batching.latency_aware import LatencyAware
 from coterie.batching.lpt import Lpt
 from coterie.batching.power_of_d import PowerOfD, PowerOfDDot
+from coterie.registry import import_modules
+
+import_modules(__name__)  # every strategy of this package is registered, without a line here
 
 __all__ = [
     "BestFit",

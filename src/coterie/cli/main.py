@@ -22,7 +22,7 @@ from coterie import __version__
 from coterie._compiling import announce, note_compiled
 from coterie._interrupts import INTERRUPTED, WORDS, exit_code, handle_interrupts, interrupted_by
 from coterie.cli.output import err
-from coterie.cli.verbs import VERBS
+from coterie.cli.verbs import VERBS, plugin_option
 from coterie.errors import CoterieError, UnfinishedWarning
 
 
@@ -96,7 +96,7 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
-    verb = next((word for word in sys.argv[1:2] if word in VERBS), None)
+    verb = next((word for word in sys.argv[1:] if word in VERBS), None)
     try:
         with handle_interrupts(), _one_line_warnings():
             if verb is not None:
@@ -157,7 +157,9 @@ def _one_line_warnings() -> Iterator[None]:
 @cache
 def _command() -> Callable[..., Any]:
     """The whole command, built once per process."""
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    command.params.append(plugin_option())
+    return command
 
 
 def _closed_pipe() -> int:

@@ -137,14 +137,14 @@ class Admin:
         before = msgspec.to_builtins(self.parts.pools[name].spec)
         given = _read(request, dict[str, Any])
         try:
-            spec = msgspec.convert({**before, "settings": {}, **given}, RouterSpec)
+            spec = msgspec.convert({**before, **given}, RouterSpec)
         except msgspec.ValidationError as error:
             raise HttpError(400, f"the body cannot be read: {error}") from None
         # In a thread first: reading a fit and compiling may take seconds, and requests go on meanwhile.
         await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name])))
         self.parts.set_router(name, spec)
         self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
-        _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
+        _send(responder, {"pool": name, "router": spec.router})
 
     def _comparison(self, _: Request, responder: Responder, __: str) -> None:
         _send(responder, {"comparison": self.parts.comparison})

@@ -176,7 +176,7 @@ class Parts:
         if pool not in self.pools:
             raise UnknownNameError("pool", pool, list(self.pools))
         if not isinstance(spec, RouterSpec):
-            raise ConfigError("a router is given as {router: NAME, settings: {…}}")
+            raise ConfigError("a router is given as {router: NAME:key=value}")
         self.pools[pool].keeper.reload(spec)
         self._refresh_control()
 

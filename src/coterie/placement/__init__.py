@@ -17,6 +17,9 @@ from coterie.placement.planning.moetuner import MoeTuner
 from coterie.placement.triggers.demand import DemandTracker, WindowTracker, mismatch
 from coterie.placement.triggers.drift import DriftEstimator
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
+from coterie.registry import import_modules
+
+import_modules("coterie.placement.planning")  # every planner there is registered, without a line here
 
 __all__ = [
     "DEEPSEEK_V3_PREFILL",

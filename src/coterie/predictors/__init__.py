@@ -9,6 +9,9 @@ from coterie.predictors.scoring import Measure, Score, score
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 from coterie.predictors.transitions import RankTransitions
+from coterie.registry import import_modules
+
+import_modules(__name__)  # every predictor of this package is registered, without a line here
 
 __all__ = [
     "DomainPredictor",

@@ -1,5 +1,6 @@
 """Routing: which worker takes a request."""
 
+from coterie.registry import import_modules
 from coterie.routing.base import BatchRouter, Decision, Request, Router, admit_together, routers
 from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.domain import Domain
@@ -14,6 +15,8 @@ from coterie.routing.pressure import Pressure
 from coterie.routing.random_worker import RandomWorker
 from coterie.routing.round_robin import RoundRobin
 from coterie.routing.semantic import Semantic
+
+import_modules(__name__)  # every router of this package is registered, without a line here
 
 __all__ = [
     "BatchRouter",

@@ -81,6 +81,6 @@ def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) ->
 
 
 routers: PolicyRegistry[Router] = PolicyRegistry("router", group="coterie.routers")
-"""Routers by name; built-in ones are registered when :mod:`coterie.routing` is imported. Contexts offer `fitted` (a
+"""Routers by name; importing :mod:`coterie.routing` registers every module of that package. Contexts offer `fitted` (a
 :class:`~coterie.routing.fitted.RouterFit`), `cost` (:class:`~coterie.costs.lines.DecodeStepPrices`), `labels`,
 `placement` (:class:`~coterie.types.Placement`) and `seed`."""

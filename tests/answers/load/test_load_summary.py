@@ -13,7 +13,6 @@ from scipy import stats
 from coterie.answers.load.client import Outcome
 from coterie.answers.load.compare import Contender, blocks_of, changes, compare, jackknife
 from coterie.answers.load.report import MOST_UNBOUND
-from coterie.answers.load.routers import RouterSetting
 from coterie.answers.load.run import LoadRun, Pace
 from coterie.answers.load.steps import StepTotals, experts_ratio
 from coterie.answers.load.summary import Targets, block_length, draws_of, percentiles, summarise
@@ -196,11 +195,3 @@ def test_experts_are_compared_in_steps_of_equal_size() -> None:
     assert experts_ratio(even, StepTotals.of([])) is None
     twice = even.plus(StepTotals.of([log[:1]]))
     assert (twice.steps[1], twice.distinct[1]) == (3, 12)
-
-
-def test_routers_are_given_with_their_settings() -> None:
-    assert RouterSetting.parse("round_robin") == ("round_robin", {})
-    assert RouterSetting.parse("joint:experts=0, kv=1.5,name=x") == ("joint", {"experts": 0, "kv": 1.5, "name": "x"})
-    for wrong in ("joint:experts", "joint:=1", ":kv=1", ""):
-        with pytest.raises(ConfigError, match="router="):
-            RouterSetting.parse(wrong)

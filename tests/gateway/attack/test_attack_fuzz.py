@@ -56,7 +56,7 @@ REQUESTS = [
     http(b"GET /decisions?last=3&pool=decode&worker=a HTTP/1.1", b""),
     http(b"GET /metrics HTTP/1.1", b"") + http(b"GET /v1/models HTTP/1.1", b""),
     http(b"POST /workers HTTP/1.1", b'{"id":"a","url":"http://127.0.0.1:9","places":4,"speed":1.5}', JSON),
-    http(b"PUT /routers/decode HTTP/1.1", b'{"router":"join_shortest_queue","settings":{},"seed":1}', JSON),
+    http(b"PUT /routers/decode HTTP/1.1", b'{"router":"join_shortest_queue","seed":1}', JSON),
     http(b"DELETE /workers/nobody%20here HTTP/1.1", b""),
 ]
 
@@ -257,7 +257,7 @@ handshake: vllm
 workers:
   - {id: p0, url: "http://127.0.0.1:1", role: prefill, kv_events: "tcp://127.0.0.1:2"}
   - {id: d0, url: "http://127.0.0.1:3", role: decode, places: 8, speed: 1.5}
-decode: {router: joint, settings: {kv: 0.5}, labels: {code: [d0]}}
+decode: {router: "joint:kv=0.5", labels: {code: [d0]}}
 limits: {body_bytes: 1000, queue_s: 1.5}
 health: {every_s: 2.0, retries: 2}
 drain_s: 3

@@ -203,7 +203,7 @@ def test_wrong_workers_are_refused_and_change_nothing() -> None:
 
 
 def test_a_fit_serves_more_workers_and_fewer() -> None:
-    keeper = FleetKeeper(RouterSpec(router="locality_band", settings={"band": 0.0}), context())
+    keeper = FleetKeeper(RouterSpec(router="locality_band:band=0"), context())
     keeper.join("w0", 99)
     assert keeper.rows == WORKERS
     assert keeper.route("first", Request("", 1, FOOTPRINTS[0])).fallback is None
@@ -242,10 +242,10 @@ def test_reload_keeps_requests_and_refuses_what_cannot_be_made() -> None:
         RouterSpec(router="join_shortest"),
         RouterSpec(router="locality_band"),
         RouterSpec(router="locality_band", fit="/nowhere/fit.safetensors"),
-        RouterSpec(router="joint", settings={"kv": -1}),
-        RouterSpec(router="joint", settings={"kv": "much"}),
-        RouterSpec(router="joint", settings={"speed": 1}),
-        RouterSpec(router="power_of_two", settings={"seed": "first"}),
+        RouterSpec(router="joint:kv=-1"),
+        RouterSpec(router="joint:kv=much"),
+        RouterSpec(router="joint:speed=1"),
+        RouterSpec(router="power_of_two:seed=first"),
         RouterSpec(router="latency_aware", model="gpt-oss-20b"),
         RouterSpec(router="semantic", placement="/nowhere/placement.json"),
         RouterSpec(router="domain"),
@@ -307,7 +307,7 @@ def test_labels_name_workers() -> None:
 
 
 def test_masks_of_experts() -> None:
-    keeper = FleetKeeper(RouterSpec(router="joint", settings={"load": 0.0}), context())
+    keeper = FleetKeeper(RouterSpec(router="joint:load=0"), context())
     keeper.join("w1", 4, row=1)
     held = np.zeros((LAYERS, EXPERTS), np.bool_)
     held[:, :4] = True

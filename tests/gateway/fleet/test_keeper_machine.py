@@ -142,7 +142,7 @@ class KeeperMachine(RuleBasedStateMachine):
         self.keeper.reload(RouterSpec(router=name), context())
         self.rows = {one: row for one, row in self.rows.items() if row < self.keeper.rows}
 
-    @rule(spec=st.sampled_from([RouterSpec(router="nobody"), RouterSpec(router="joint", settings={"kv": "much"})]))
+    @rule(spec=st.sampled_from([RouterSpec(router="nobody"), RouterSpec(router="joint:kv=much")]))
     def reload_what_cannot_be_made(self, spec: RouterSpec) -> None:
         before = self.keeper.spec, self.keeper.fleet
         with pytest.raises(ConfigError, match="cannot be made"):

@@ -14,7 +14,7 @@ import numpy as np
 
 from coterie.answers.load.client import Asking, LoadClient, Outcome, chars_per_token
 from coterie.answers.load.compare import Contender, compare
-from coterie.answers.load.routers import RouterSetting, put_back, use_router
+from coterie.answers.load.routers import put_back, use_router
 from coterie.answers.load.run import Pace, Progress, Send
 from coterie.answers.load.summary import Targets
 from coterie.answers.load.workload import (
@@ -33,6 +33,7 @@ from coterie.answers.load.workload import (
 from coterie.errors import ConfigError, check_at_least, check_one_of, check_positive
 from coterie.net.http_client import Client, served_model
 from coterie.prompts import Prompt
+from coterie.registry import PolicyText
 from coterie.traces.requests import RequestTrace
 
 WORKLOADS = ("prompts", "shared-prefix", "trace")
@@ -70,7 +71,7 @@ class LoadSettings:
     temperature: float = 0.0
     timeout_s: float = 300.0
     routers: tuple[str, ...] = ()
-    """Routers of a gateway to compare, as :meth:`RouterSetting.parse` reads them."""
+    """Routers of a gateway to compare, as :meth:`~coterie.registry.PolicyText.parse` reads them."""
     pool: str | None = None
     """Pool of the gateway whose router is swapped; None: decode, or the only one."""
     blocks: int = 8
@@ -113,7 +114,7 @@ class LoadSettings:
         if len(self.contenders) > 1 and self.blocks > self.warmup + self.requests:
             raise ConfigError(f"blocks={self.blocks} must be at most the {self.warmup + self.requests} requests")
         for router in self.routers:
-            RouterSetting.parse(router)
+            PolicyText.parse(router)
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -197,13 +198,13 @@ async def measure(
         if settings.routers:
             pool = await stack.enter_async_context(put_back(admin, settings.pool))
             for router in settings.routers:  # one that is refused is so before anything is served
-                await use_router(admin, pool, RouterSetting.parse(router))
+                await use_router(admin, pool, router)
         for number, name in enumerate(settings.contenders):
             server = 0 if settings.routers else number
             marker = f"{settings.marker}{number}" if settings.marker else ""
             contender = Contender(name, _sender(clients[server], askings[server], marker))
             if settings.routers:
-                contender.prepare = _swapper(admin, pool, RouterSetting.parse(name))
+                contender.prepare = _swapper(admin, pool, name)
             measured.contenders.append(contender)
         blocks = settings.blocks if len(measured.contenders) > 1 else 1
         await compare(measured.contenders, requests, pace, blocks, rng, report, workers)
@@ -216,7 +217,7 @@ def _sender(client: LoadClient, asking: Asking, marker: str) -> Send:
     return send
 
 
-def _swapper(gateway: Client, pool: str, wanted: RouterSetting) -> Callable[[], Awaitable[None]]:
+def _swapper(gateway: Client, pool: str, wanted: str) -> Callable[[], Awaitable[None]]:
     async def prepare() -> None:
         await use_router(gateway, pool, wanted)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple
 
 from coterie.errors import ConfigError, CoterieError, UnavailableError
 from coterie.net.http_client import Client
@@ -13,39 +12,13 @@ from coterie.net.http_client import Client
 DECODE = "decode"
 
 
-class RouterSetting(NamedTuple):
-    """A router by name, with settings that differ from its defaults."""
-
-    router: str
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, text: str) -> RouterSetting:
-        """``NAME`` or ``NAME:setting=value,setting=value``; values are JSON, or else text."""
-        name, _, rest = text.partition(":")
-        settings: dict[str, Any] = {}
-        for part in filter(None, rest.split(",")):
-            key, equals, value = part.partition("=")
-            if not equals or not key.strip():
-                raise ConfigError(f"router={text!r} must be NAME or NAME:setting=value,…, such as joint:experts=0")
-            try:
-                settings[key.strip()] = json.loads(value)
-            except ValueError:
-                settings[key.strip()] = value.strip()
-        if not name.strip():
-            raise ConfigError(f"router={text!r} has no name")
-        return cls(name.strip(), settings)
-
-
-async def routers_in_use(gateway: Client) -> dict[str, RouterSetting]:
+async def routers_in_use(gateway: Client) -> dict[str, str]:
     """Pool → router in use; a server that is no Coterie gateway raises."""
     status, text = await gateway.call("GET", "/routers")
     try:
-        found = json.loads(text)
-        pools = found.get("pools", found)
-        in_use = {
-            name: RouterSetting(str(one["router"]), dict(one.get("settings") or {})) for name, one in pools.items()
-        }
+        answer = json.loads(text)
+        pools = answer.get("pools", answer)
+        in_use = {name: str(spec["router"]) for name, spec in pools.items()}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         in_use = {}
     if status != 200 or not in_use:
@@ -56,10 +29,9 @@ async def routers_in_use(gateway: Client) -> dict[str, RouterSetting]:
     return in_use
 
 
-async def use_router(gateway: Client, pool: str, wanted: RouterSetting) -> None:
+async def use_router(gateway: Client, pool: str, wanted: str) -> None:
     """Swap a pool's router; a name or a setting that the gateway refuses raises with its reason."""
-    body = {"router": wanted.router, "settings": dict(wanted.settings)}
-    status, text = await gateway.call("PUT", f"/routers/{pool}", body)
+    status, text = await gateway.call("PUT", f"/routers/{pool}", {"router": wanted})
     if status == 200:
         return
     try:
@@ -68,7 +40,7 @@ async def use_router(gateway: Client, pool: str, wanted: RouterSetting) -> None:
     except (ValueError, RecursionError, LookupError, TypeError):
         pass
     wrong = ConfigError if status in (400, 404, 422) else UnavailableError
-    raise wrong(f"{gateway.url} does not take router {wanted.router!r} for pool {pool!r}: HTTP {status}: {text[:300]}")
+    raise wrong(f"{gateway.url} does not take router {wanted!r} for pool {pool!r}: HTTP {status}: {text[:300]}")
 
 
 @asynccontextmanager

@@ -7,7 +7,9 @@ would take twice as long.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 
 class Verb(NamedTuple):
@@ -24,8 +26,6 @@ class Verb(NamedTuple):
 
     def load(self, name: str) -> Any:
         """The verb as a command."""
-        import typer
-
         module = import_module(".".join(filter(None, (__name__, self.folder, name))))
         group = getattr(module, f"{name}_app", None)
         if group is None:
@@ -34,7 +34,38 @@ class Verb(NamedTuple):
             group.command(name, cls=of_class)(getattr(module, f"{name}_command"))
         command = typer.main.get_command(group)
         command.name = name
+        command.params.append(plugin_option())
         return command
+
+
+def _load_plugins(names: list[str] | None) -> None:
+    from coterie.registry import load_plugin
+
+    for name in names or ():
+        load_plugin(name)
+
+
+def _takes_plugins(
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plugin",
+            metavar="MODULE",
+            help="Module or .py file with policies of yours, which are then found by name. May be repeated.",
+            callback=_load_plugins,
+            is_eager=True,  # before other options, whose values may be names in the plugin
+            expose_value=False,
+        ),
+    ] = None,
+) -> None:
+    del plugin
+
+
+def plugin_option() -> Any:
+    """The option `--plugin`, which every verb has."""
+    app = typer.Typer(add_completion=False)
+    app.command()(_takes_plugins)
+    return typer.main.get_command(app).params[0]
 
 
 VERBS = {

@@ -1,9 +1,8 @@
 """Routers by name, as a configuration file or an administrator's request gives them, and the fleets they choose from.
 
-    router: latency_aware          a registered router, a plugin's too
-    settings: {}                   its own settings
+    router: locality_band:band=0.1     a registered router, a plugin's too, and its own settings
     fit: fits/gpt-oss-20b.safetensors
-    model: gpt-oss-20b             whose steps are priced, on `device`; without it the model that was fitted
+    model: gpt-oss-20b                 whose steps are priced, on `device`; without it the model that was fitted
     device: h200
 
 Files are read when a router is made, so a :class:`RouterSpec` is plain data that can be stored. Values that have no
@@ -24,6 +23,7 @@ from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.fleet.asked import Checks, checked_row, fallback_of
 from coterie.models import get_model
 from coterie.placement.maps.formats import read_map
+from coterie.registry import PolicyText
 from coterie.routing import Fleet, JoinShortestQueue, Request, Router, RouterFit, routers
 from coterie.types import Placement, WeightDtype
 
@@ -32,9 +32,9 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """The router of a pool of workers, as plain data."""
 
     router: str = "join_shortest_queue"
-    """Name of a registered router."""
+    """Name of a registered router, and settings of its own: ``locality_band:band=0.05``."""
     settings: dict[str, Any] = {}
-    """The router's own settings, such as ``band: 0.05``."""
+    """Refused: settings are written behind the router's name."""
     fit: str | None = None
     """File of a saved fit (:meth:`RouterFit.save`)."""
     model: str | None = None
@@ -49,6 +49,11 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Domain → ids of the workers that take its requests."""
     seed: int = 0
     """Seed for routers that choose at random."""
+
+    def __post_init__(self) -> None:
+        if self.settings:
+            text = PolicyText(self.router, {key: str(value) for key, value in self.settings.items()})
+            raise ConfigError(f"settings={self.settings} are written behind the router's name: router: {text}")
 
 
 class PoolShape(NamedTuple):
@@ -157,7 +162,7 @@ def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
         profiles = fitted.profiles[:rows]
     if spec.labels:
         context["labels"] = _rows_of(spec.labels, pool.row_of)
-    router = routers.make(spec.router, context, **spec.settings)
+    router = routers.make(spec.router, context)
     by_worker = bool(spec.labels) and "labels" in taken
     return Made(spec.router, router, Fleet([1] * rows, profiles), fixed, _shape(fitted, placement), by_worker)
 
