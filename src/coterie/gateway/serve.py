@@ -25,7 +25,7 @@ from coterie.gateway.parts import Parts
 from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
-from coterie.net.http1.server import HttpServer
+from coterie.net.http1.server import HttpServer, most_connections
 from coterie.net.listening import bind
 
 FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions")
@@ -55,7 +55,7 @@ def run_gateway(
     """Serve until SIGTERM or SIGINT. `path` is the config file, read again at a reload."""
     host, port = config.address
     listener = bind(host, port)
-    _allow_files(config.limits.connections + config.limits.in_flight)
+    _allow_files(most_connections(config.limits.connections) + config.limits.in_flight)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config, path, listener, ready, log, access))
 

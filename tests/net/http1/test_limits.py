@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 
 import pytest
 
 from coterie.errors import ConfigError
 from coterie.net.http1 import HttpError, Limits, Request, Responder
-from http1_peers import Echo, chunked, get, post, run_on, serving, until
+from http1_peers import Echo, Raw, Served, chunked, get, post, run_on, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
 CHUNKED = b"POST / HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -391,5 +392,85 @@ def test_tiny_chunks_take_the_memory_of_their_bytes() -> None:
             assert sys.getsizeof(connection.body) < 1.5 * size
             raw.send(b"0\r\n\r\n")
             assert len(await raw.answer()) > size
+
+    run_on("asyncio", main())
+
+
+async def connected(served: Served, address: str) -> Raw:
+    served.clients.append(Raw(*await asyncio.open_connection("127.0.0.1", served.port, local_addr=(address, 0))))
+    return served.clients[-1]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_client_that_takes_all_connections_leaves_places_for_others(loop: str, busy: bool) -> None:
+    """Others were reset for 3 s. Idle connections of the greedy one go first; a reserve is there if it has none."""
+    go = asyncio.Event()
+
+    async def handler(request: Request, responder: Responder) -> None:
+        if request.path == "/held":
+            await go.wait()
+        responder.send(200)
+
+    async def main() -> None:
+        async with serving(handler, Limits(connections=16)) as served:
+            server = served.server
+            greedy = [await connected(served, "127.0.0.2") for _ in range(16)]
+            for raw in greedy:
+                raw.send(get("/held") if busy else b"")
+            await until(lambda: len(server.connections) == 16 and server.counters.requests == (16 if busy else 0))
+            refused = [await connected(served, "127.0.0.2") for _ in range(200)]
+            others = [await connected(served, f"127.0.0.{3 + number}") for number in range(2 if busy else 5)]
+            for raw in others:
+                raw.send(get())
+                assert (await raw.answer()).startswith(b"HTTP/1.1 200")
+            for raw in refused:
+                said = await raw.rest()
+                assert said.startswith(b"HTTP/1.1 503")
+                assert b"too many connections" in said
+            if busy:
+                beyond = await connected(served, "127.0.0.9")
+                assert (await beyond.rest()).startswith(b"HTTP/1.1 503"), "the reserve has an end"
+                assert server.peers["127.0.0.2"] == 16, "what it asked for is answered"
+            else:
+                await until(lambda: server.peers["127.0.0.2"] == 11)
+            go.set()
+            for raw in (*greedy, *others):
+                raw.close()
+            await until(lambda: not server.connections)
+
+    run_on(loop, main())
+
+
+def test_random_clients_share_the_connections() -> None:
+    """Whatever two addresses open, hold and close, a third is served, or told why not; the bound holds."""
+
+    async def handler(request: Request, responder: Responder) -> None:
+        if request.path == "/held":
+            await asyncio.Event().wait()
+        responder.send(200)
+
+    async def main() -> None:
+        rng = random.Random(26)
+        limits = Limits(connections=12, head_s=1e6, body_s=1e6, idle_s=1e6, write_s=1e6)
+        async with serving(handler, limits) as served:
+            opened: list[Raw] = []
+            statuses = set()
+            for _ in range(300):
+                raw = await connected(served, f"127.0.0.{rng.choice((2, 2, 2, 2, 3))}")
+                raw.send(rng.choice([b"", get("/held"), get(), get()[:9]]))
+                opened.append(raw)
+                if rng.random() < 0.3:
+                    opened.pop(rng.randrange(len(opened))).close()
+                modest = await connected(served, "127.0.0.4")
+                modest.send(get("/", b"Connection: close"))
+                statuses.add((await modest.rest())[:12])
+                served.later(2.0)  # those that were refused are gone
+                assert len(served.server.connections) <= 14, "of which one is closing"
+            assert statuses <= {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+            assert b"HTTP/1.1 200" in statuses
+            for raw in opened:
+                raw.close()
+            await until(lambda: not served.server.connections)
 
     run_on("asyncio", main())

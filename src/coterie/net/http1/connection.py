@@ -33,7 +33,7 @@ DISCARD_BYTES = 65_536
 LINGER_S = 1.0
 """Time that a refused client has to read its answer before the connection is cut under what it still sends."""
 LINGERING = 64
-"""Most connections over the cap that get an answer before they are closed."""
+"""Most connections over the cap whose clients get time to read why. Further ones are closed right after the answer."""
 
 CheckHead = Callable[[Request], int | None]
 """Sees the head before the body is read: raises HttpError to refuse it, may return the limit of the body in bytes."""
@@ -49,6 +49,7 @@ class Host(Protocol):
     seconds: dict[str, float]
     counters: Counters
     draining: bool
+    connections: set[Connection]
     lingering: set[Connection]
 
     def admit(self, connection: Connection) -> str | None: ...
@@ -109,10 +110,8 @@ class Connection(asyncio.Protocol):
             self._await("head")
             return
         self.server.counters.refused += 1
-        if len(self.server.lingering) >= LINGERING:
-            self.transport.abort()
-            return
-        self.server.lingering.add(self)
+        if len(self.server.lingering) < LINGERING:
+            self.server.lingering.add(self)
         self._refuse_in_turn(HttpError(503, reason, headers=[(b"retry-after", b"1")]))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
@@ -405,7 +404,8 @@ class Connection(asyncio.Protocol):
     def _shut(self) -> None:
         """End the connection once its client has read all; what was refused unread must not reset it before."""
         self.waiting.clear()
-        if self.deaf and self.transport.can_write_eof() and not self.transport.is_closing():
+        lingers = self in self.server.connections or self in self.server.lingering
+        if self.deaf and lingers and self.transport.can_write_eof() and not self.transport.is_closing():
             self.deadline_kind = "linger"
             self.deadline = self.server.clock() + LINGER_S
             try:
@@ -418,9 +418,14 @@ class Connection(asyncio.Protocol):
             self.transport.close()
         self.deaf = True
 
-    def close_if_idle(self) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has begun."""
         begun = self.phase == "body" or (self.phase == "head" and self.quiet_bytes)
-        if self.current is None and not self.waiting and not self.deaf and not begun:
+        return self.current is None and not self.waiting and not self.deaf and not begun
+
+    def close_if_idle(self) -> None:
+        if self.is_idle:
             self._shut()
 
     def time_out(self, now: float) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 
 from coterie.net.http1.connection import LINGER_S, CheckHead, Connection
 from coterie.net.http1.messages import Counters, Limits
@@ -20,7 +21,15 @@ from coterie.net.http1.responder import Handler, Responder
 FLUSH_S = 0.01
 """Time between two looks at what clients have read."""
 
+RESERVE = 8
+"""One place in so many is added to the connections, for clients that have few while another has nearly all."""
+
 __all__ = ["CheckHead", "Counters", "Handler", "HttpServer", "Responder"]
+
+
+def most_connections(connections: int) -> int:
+    """Connections at a time, the reserve included."""
+    return connections + max(1, connections // RESERVE)
 
 
 class HttpServer:
@@ -130,15 +139,29 @@ class HttpServer:
     def admit(self, connection: Connection) -> str | None:
         """Count a new connection; return why it is refused, if it is."""
         limits = self.limits
-        if len(self.connections) >= limits.connections:
-            return "too many connections"
         if limits.connections_per_peer and self.peers[connection.peer] >= limits.connections_per_peer:
             return "too many connections from this address"
+        if len(self.connections) >= limits.connections and not self._make_room(connection.peer):
+            return "too many connections"
         self.connections.add(connection)
         self.peers[connection.peer] += 1
         self.counters.accepted += 1
         self.counters.connections += 1
         return None
+
+    def _make_room(self, peer: str) -> bool:
+        """Whether a further connection fits all the same: another client has more than twice as many.
+
+        That client's connection that was idle longest is closed. If none is idle, a few places are kept for this case.
+        """
+        greediest, most = self.peers.most_common(1)[0]
+        if 2 * (self.peers[peer] + 1) > most:
+            return False
+        idle = [connection for connection in self.connections if connection.peer == greediest and connection.is_idle]
+        if idle:
+            min(idle, key=attrgetter("deadline")).close_if_idle()
+            return True
+        return len(self.connections) < most_connections(self.limits.connections)
 
     def forget(self, connection: Connection) -> None:
         self.lingering.discard(connection)
