@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from coterie.gateway.config import HealthSettings
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.proxy import RoutedFleet, Served, predict_with, rank_entries
 from coterie.predictors import TokenTable
 from coterie.routing import Fleet, Semantic

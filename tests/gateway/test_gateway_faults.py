@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from canned_pairs import vllm_pair
 from canned_workers import Canned, answer, canned_workers, says
-from coterie.gateway.config import HealthSettings
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.net.http1.messages import Request
 from coterie.net.http1.responder import Responder
 from gateway_runs import config_of, gateway, idle, run

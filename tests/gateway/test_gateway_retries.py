@@ -10,7 +10,8 @@ import pytest
 
 from canned_pairs import deleted, vllm_pair
 from canned_workers import STREAM, Act, Canned, answer, canned_workers, held, resets, says
-from coterie.gateway.config import HealthSettings, LimitSettings
+from coterie.gateway.config import LimitSettings
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Request
 from coterie.net.http1.responder import Responder

@@ -24,7 +24,7 @@ from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.footprints import footprint
 from coterie.footprints.positions import ENDED_S, ROWS
-from coterie.gateway.config import HealthSettings
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import model_from_config
 from coterie.net.http_client import Client

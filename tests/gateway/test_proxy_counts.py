@@ -12,7 +12,8 @@ import pytest
 
 from canned_workers import Act, Canned, canned_workers, completion, held, resets, says, stalls
 from coterie.errors import ConfigError
-from coterie.gateway.config import HealthSettings, LimitSettings, WorkerEntry
+from coterie.gateway.config import LimitSettings, WorkerEntry
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.proxy import RoutedFleet, rank_entries
 from coterie.net.http1.messages import Request as HttpRequest
 from coterie.net.http1.responder import Responder

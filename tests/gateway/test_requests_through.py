@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from canned_workers import canned_workers, cuts, events, head_only, held, opens, resets, says
-from coterie.gateway.config import HealthSettings, LimitSettings
+from coterie.gateway.config import LimitSettings
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.net.http1.upstream import UpstreamError
 from gateway_runs import config_of, gateway, idle, run
 

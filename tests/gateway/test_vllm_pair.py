@@ -11,7 +11,8 @@ import pytest
 
 from canned_pairs import deleted, footprint_on, params_of, prefills, vllm_pair
 from canned_workers import Canned, answer, completion, events, held, opens, resets, says, stalls
-from coterie.gateway.config import HealthSettings, LimitSettings
+from coterie.gateway.config import LimitSettings
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Request
 from coterie.net.http1.responder import Responder

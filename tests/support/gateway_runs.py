@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from canned_workers import Canned
-from coterie.gateway.config import GatewayConfig, HealthSettings, WorkerEntry
+from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.serve import Running
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess

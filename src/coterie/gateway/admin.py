@@ -12,10 +12,10 @@ import msgspec
 from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.control.live import LiveControl
-from coterie.gateway.fleet.pool import check_spec
+from coterie.gateway.fleet.rows import check_spec
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.page.live import Live
-from coterie.gateway.parts import Parts
+from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Admin:
     """Answers requests that are not for a worker; callers were checked before."""
 
-    def __init__(self, parts: Parts, reload: Callable[[], Awaitable[None]] | None, live: Live) -> None:
+    def __init__(self, parts: GatewayParts, reload: Callable[[], Awaitable[None]] | None, live: Live) -> None:
         self.parts, self._reload, self._live = parts, reload, live
 
     async def handle(self, request: Request, responder: Responder) -> None:

@@ -19,9 +19,10 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
+from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_positive
 from coterie.gateway.control_section import ControlSection
-from coterie.gateway.fleet.pool import MOST_PLACES
+from coterie.gateway.fleet.health import HealthSettings
+from coterie.gateway.fleet.rows import MOST_PLACES
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import is_loopback
 from coterie.net.http1.upstream import parse_origin
@@ -125,38 +126,6 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_positive(
             **{name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}  # all the times
         )
-
-
-class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """When a worker is asked, and when it gets no more requests."""
-
-    every_s: float = 2.0
-    """Time between two checks of ``/health``."""
-    timeout_s: float = 2.0
-    unhealthy_after: int = 3
-    """Failed checks in a row after which a worker is closed."""
-    healthy_after: int = 2
-    """Good checks in a row after which it is open again."""
-    failures: int = 5
-    """Failed requests (no connection, HTTP 5xx) within `window_s` that open its circuit breaker."""
-    window_s: float = 30.0
-    open_s: float = 5.0
-    """Time before one request probes a worker whose breaker is open."""
-    retries: int = 6
-    """Times that a request is sent again if a worker fails it before the first byte of its answer."""
-    retry_s: float = 30.0
-    """Time from a request's first failure in which it goes to workers again that were tried."""
-    backoff_s: float = 0.05
-    """Mean wait before a retry; it doubles with each, five times at most, and is drawn at random."""
-
-    def __post_init__(self) -> None:
-        check_positive(every_s=self.every_s, timeout_s=self.timeout_s, window_s=self.window_s)
-        check_positive(open_s=self.open_s, retry_s=self.retry_s)
-        check_at_least(
-            1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after, failures=self.failures
-        )
-        check_at_least(0, retries=self.retries)
-        check_not_negative(backoff_s=self.backoff_s)
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

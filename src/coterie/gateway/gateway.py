@@ -40,7 +40,7 @@ from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.page.files import is_page, send_file
 from coterie.gateway.page.live import Live
-from coterie.gateway.parts import MODELS_BYTES, MODELS_S, Parts
+from coterie.gateway.parts import MODELS_BYTES, MODELS_S, GatewayParts
 from coterie.gateway.signals.knowledge import NOTHING
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback
@@ -71,7 +71,9 @@ OPEN = Caller("", admin=True)
 class Gateway:
     """Handles requests; :mod:`coterie.gateway.serve` runs it."""
 
-    def __init__(self, parts: Parts, keys: Keys | None, reload: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, parts: GatewayParts, keys: Keys | None, reload: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """`keys` are those of the config; see :func:`check_access`."""
         self.parts = parts
         self.watcher: Watcher = parts.watcher
@@ -208,8 +210,7 @@ class Gateway:
             if call.path == EMBEDDINGS:
                 found = await parts.plain.serve(call, responder, NOTHING)
             else:
-                known = parts.knowledge.known_at_once(call) or await parts.knowledge.known(call)
-                found = await parts.flow.serve(call, responder, known)
+                found = await parts.flow.serve(call, responder, await parts.knowledge.describe(call))
         except Refused as refused:
             found = Outcome(refused.status, problem=str(refused))
             self.watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))

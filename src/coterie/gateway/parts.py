@@ -37,7 +37,7 @@ MODELS_BYTES, MODELS_S = 1 << 20, 10.0
 """Most bytes of a worker's list of models, and the time it has to send them."""
 
 
-class Parts:
+class GatewayParts:
     """Everything but HTTP. Make it in a running event loop, `start` it, `close` it."""
 
     def __init__(

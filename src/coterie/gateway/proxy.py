@@ -25,15 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_at_least
-from coterie.gateway.config import GatewayConfig, HealthSettings, LimitSettings, Role, WorkerEntry
+from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
 from coterie.gateway.exchange.call import Call, Collected, Outcome, checked_id, make_call
 from coterie.gateway.exchange.flow import Flow, Informer, Observer
 from coterie.gateway.exchange.plain import PlainFlow
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.signals.knowledge import NOTHING, Known
+from coterie.gateway.signals.knowledge import NOTHING, KnownPrompt
 from coterie.gateway.signals.predicted import Footprints
 from coterie.net.http1.messages import HttpError
 from coterie.net.http_client import error_message, server_url
@@ -249,7 +250,9 @@ class _Expected(Informer):
         self._predict = predict
         self._seen = Footprints()
 
-    def wanted(self, pool: Pool, call: Call, known: Known, footprint: WireFootprint | None) -> tuple[Request, str]:
+    def wanted(
+        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
+    ) -> tuple[Request, str]:
         counts: NDArray[Any] | None = None
         source = "none"
         if footprint is not None:
@@ -259,10 +262,10 @@ class _Expected(Informer):
             source = "none" if counts is None else "predictor"
         return Request(call.id, known.tokens, counts, call.domain), source
 
-    def routed(self, pool: Pool, row: int, known: Known) -> None:
+    def routed(self, pool: Pool, row: int, known: KnownPrompt) -> None:
         del pool, row, known  # prefixes are not followed
 
-    def learn(self, known: Known, footprint: WireFootprint) -> None:
+    def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
         self._seen.learn(known.ids, footprint)  # the shape that all others must have
 
     def refuses(self, footprint: WireFootprint) -> str | None:

@@ -21,7 +21,7 @@ from coterie.gateway.config import GatewayConfig, read_config
 from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
-from coterie.gateway.parts import Parts
+from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
@@ -133,7 +133,7 @@ class Running:
         self._lock = None if config.state is None else lock_state(config.state)
         try:
             changes, self._problem = _saved(config)
-            self.parts = Parts(config, log, access, changes)
+            self.parts = GatewayParts(config, log, access, changes)
         except BaseException:
             self._unlock()
             raise

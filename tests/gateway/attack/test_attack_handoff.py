@@ -11,8 +11,9 @@ import pytest
 
 from canned_pairs import params_of, vllm_pair
 from canned_workers import Canned, answer, canned_workers, completion, resets, says
-from coterie.gateway.config import HealthSettings, WorkerEntry
+from coterie.gateway.config import WorkerEntry
 from coterie.gateway.exchange.call import OWNED
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.net.http1.messages import Request
 from coterie.net.http1.responder import Responder
 from gateway_runs import FAST, config_of, gateway, idle, run, settled

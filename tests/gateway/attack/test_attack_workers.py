@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from canned_workers import Canned, canned_workers, says
-from coterie.gateway.config import HealthSettings, LimitSettings, WorkerEntry
+from coterie.gateway.config import LimitSettings, WorkerEntry
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.net.http1.messages import Request
 from coterie.net.http1.responder import Responder
 from gateway_runs import config_of, gateway, idle, run, settled

@@ -12,7 +12,7 @@ import pytest
 from coterie.errors import ConfigError, UnavailableError, UnknownNameError
 from coterie.gateway.fleet import keeper as keeper_module
 from coterie.gateway.fleet.keeper import FleetKeeper
-from coterie.gateway.fleet.pool import MOST_ROWS
+from coterie.gateway.fleet.rows import MOST_ROWS
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.routing import Decision, Fleet, Request, Router, RouterFit, routers
 from coterie.types import Placement

@@ -13,9 +13,9 @@ from canned_workers import canned_workers
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.control.loads import MOST_CELLS, as_map
 from coterie.gateway.control.views import ControlView, HeatMap
-from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_DECISIONS, Asked, heat, snapshot
+from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_DECISIONS, PageQuery, heat, snapshot
 from coterie.gateway.page.verdict import verdict
-from coterie.gateway.parts import Parts
+from coterie.gateway.parts import GatewayParts
 from coterie.routing import Decision
 from gateway_runs import FAST, config_of, gateway, run
 from shown_control import ShownControl, full_view
@@ -26,9 +26,9 @@ MOST_BYTES = 700_000
 """Of a snapshot of the largest fleet, of which every text is as long as it may be."""
 
 
-def shown(parts: Parts, **asked: str) -> Any:
+def shown(parts: GatewayParts, **asked: str) -> Any:
     """A snapshot as the page reads it."""
-    return msgspec.json.decode(msgspec.json.encode(snapshot(parts, NOW, Asked(**asked))))
+    return msgspec.json.decode(msgspec.json.encode(snapshot(parts, NOW, PageQuery(**asked))))
 
 
 def test_requests_are_told_with_their_reasons() -> None:
@@ -36,7 +36,7 @@ def test_requests_are_told_with_their_reasons() -> None:
         async with canned_workers("a", "b") as workers, gateway(config_of(workers)) as found:
             for _ in range(5):
                 await found.client.complete(stream=True)
-            told = msgspec.json.decode(msgspec.json.encode(snapshot(found.running.parts, NOW, Asked())))
+            told = msgspec.json.decode(msgspec.json.encode(snapshot(found.running.parts, NOW, PageQuery())))
             assert [row["id"] for row in told["workers"]] == ["a", "b"]
             assert all(row["open"] and row["healthy"] and row["breaker"] == "closed" for row in told["workers"])
             assert told["pools"] == [{"name": "decode", "router": found.running.parts.pools["decode"].spec.router}]
@@ -63,7 +63,7 @@ def test_times_are_those_of_requests_that_ended() -> None:
             parts = found.running.parts
             parts.watcher.catch_up()
             newest = parts.watcher.recent._ring[-1]
-            told = snapshot(parts, newest.number * parts.watcher.recent.bin_s, Asked())
+            told = snapshot(parts, newest.number * parts.watcher.recent.bin_s, PageQuery())
             assert (told["minute"]["ended"], told["minute"]["failed"]) == (3, 0)
             assert told["series"]["ended"][-1] == 3
             assert told["series"]["ttft_ms"]["p50"][-1] > 0
@@ -75,7 +75,7 @@ def test_the_largest_fleet_stays_within_bounds() -> None:
     async def test() -> None:
         ids = [f"{'w' * 120}{number}" for number in range(300)]
         entries = [WorkerEntry(id=id, url=f"http://127.0.0.1:{9}") for id in ids]
-        parts = Parts(GatewayConfig(workers=entries, health=FAST))
+        parts = GatewayParts(GatewayConfig(workers=entries, health=FAST))
         for entry in entries[:2]:
             parts.add_worker(entry)
         for number in range(3000):
@@ -84,7 +84,7 @@ def test_the_largest_fleet_stays_within_bounds() -> None:
             decision = Decision(7, scores, "because " * 100)
             parts.decisions.add("r" * 500, "decode", ids[7], ids, decision, time_s=NOW + number)
         parts.control = ShownControl(full_view(text="\U0001f980" * 4000, items=5000))
-        raw = msgspec.json.encode(snapshot(parts, NOW, Asked()))
+        raw = msgspec.json.encode(snapshot(parts, NOW, PageQuery()))
         assert len(raw) < MOST_BYTES
         told = msgspec.json.decode(raw)
         assert len(told["decisions"]) == MOST_DECISIONS
@@ -98,7 +98,7 @@ def test_the_largest_fleet_stays_within_bounds() -> None:
 
 def test_the_heat_map_is_cut_to_what_can_be_shown() -> None:
     async def test() -> None:
-        parts = Parts(GatewayConfig())
+        parts = GatewayParts(GatewayConfig())
         assert heat(parts, None)["reason"].startswith("No control loop")
         parts.control = ShownControl(None)
         assert "not told" in heat(parts, "a")["reason"]
@@ -130,7 +130,7 @@ def test_the_heat_map_is_cut_to_what_can_be_shown() -> None:
 )
 def test_a_view_of_another_form_is_told_as_far_as_it_goes(broken: dict[str, Any]) -> None:
     async def test() -> None:
-        parts = Parts(GatewayConfig())
+        parts = GatewayParts(GatewayConfig())
         parts.control = ShownControl(ControlView(**{"status": {}, **broken}))
         told = shown(parts)["loop"]
         assert told["running"] is True

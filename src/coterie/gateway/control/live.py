@@ -36,7 +36,7 @@ from coterie.gateway.control.messages import (
 from coterie.gateway.control.views import ControlView
 from coterie.gateway.control_section import ControlSection
 from coterie.gateway.exchange.pool import Pool
-from coterie.gateway.fleet.pool import check_spec
+from coterie.gateway.fleet.rows import check_spec
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Metrics

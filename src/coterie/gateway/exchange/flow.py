@@ -20,7 +20,7 @@ from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pas
 from coterie.gateway.exchange.tries import Tries, may_retry
 from coterie.gateway.fleet.breaker import is_failure
 from coterie.gateway.fleet.keeper import Choice
-from coterie.gateway.signals.knowledge import Known
+from coterie.gateway.signals.knowledge import KnownPrompt
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.http1.messages import Headers, HttpError, is_event_stream
 from coterie.net.http1.upstream import Answer, UpstreamError
@@ -63,15 +63,17 @@ class Observer(Protocol):
 class Informer(Protocol):
     """Tells what is known of requests: :class:`~coterie.gateway.signals.knowledge.Knowledge` in a gateway."""
 
-    def wanted(self, pool: Pool, call: Call, known: Known, footprint: WireFootprint | None) -> tuple[Request, str]:
+    def wanted(
+        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
+    ) -> tuple[Request, str]:
         """What the router is told, and where its footprint came from."""
         ...
 
-    def routed(self, pool: Pool, row: int, known: Known) -> None:
+    def routed(self, pool: Pool, row: int, known: KnownPrompt) -> None:
         """A worker has computed this prompt."""
         ...
 
-    def learn(self, known: Known, footprint: WireFootprint) -> None: ...
+    def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None: ...
 
     def refuses(self, footprint: WireFootprint) -> str | None:
         """Why a worker's footprint cannot be true; None if it can."""
@@ -99,7 +101,7 @@ class Flow(ABC):
         self.limits, self.health = config.limits, config.health
 
     @abstractmethod
-    async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
+    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
         """Serve one request. Raises HttpError if the client got nothing."""
 
     async def close(self) -> None:
@@ -107,7 +109,7 @@ class Flow(ABC):
         return
 
     def choose(
-        self, pool: Pool, call: Call, known: Known, tried: Collection[str], footprint: WireFootprint | None = None
+        self, pool: Pool, call: Call, known: KnownPrompt, tried: Collection[str], footprint: WireFootprint | None = None
     ) -> Sent:
         """Ask the pool's router; HttpError 503 if the pool has no worker."""
         started = time.perf_counter()
@@ -123,7 +125,7 @@ class Flow(ABC):
         self,
         pool: Pool,
         call: Call,
-        known: Known,
+        known: KnownPrompt,
         sink: Sink,
         body: Callable[[bool], bytes] | None = None,
         footprint: WireFootprint | None = None,
@@ -239,7 +241,7 @@ def failed(error: UpstreamError) -> HttpError:
     return HttpError(502, f"the worker failed: {WHY[error.kind]}", code="worker_failed", headers=RETRY_AFTER)
 
 
-def outcome(delivered: Delivered, call: Call, known: Known, started: float) -> Outcome:
+def outcome(delivered: Delivered, call: Call, known: KnownPrompt, started: float) -> Outcome:
     """What the gateway tells of an answer that was passed on."""
     sent, relayed = delivered.sent, delivered.relayed
     usage = relayed.usage or NO_USAGE

@@ -8,7 +8,7 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.flow import Flow, Informer, Observer, outcome
 from coterie.gateway.exchange.pool import Pool
-from coterie.gateway.signals.knowledge import Known
+from coterie.gateway.signals.knowledge import KnownPrompt
 
 
 class PlainFlow(Flow):
@@ -16,7 +16,7 @@ class PlainFlow(Flow):
         super().__init__(config, knowledge, observer)
         self.pool = pool
 
-    async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
+    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
         started = time.monotonic()
         delivered = await self.deliver(self.pool, call, known, sink)
         if delivered.status == 200:

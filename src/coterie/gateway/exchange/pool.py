@@ -15,9 +15,9 @@ from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.breaker import Attempt, Breaker, BreakerSettings
-from coterie.gateway.fleet.health import Health, HealthSettings
+from coterie.gateway.fleet.health import Health
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
-from coterie.gateway.fleet.pool import Held
+from coterie.gateway.fleet.rows import HeldExperts
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Headers
 from coterie.net.http1.upstream import Upstream, UpstreamLimits
@@ -69,7 +69,7 @@ class Member:
         self.breaker.settings = BreakerSettings(
             told.failures, told.window_s, cool_down_s=told.open_s, longest_s=longest_s
         )
-        self.health.settings = HealthSettings(told.unhealthy_after, told.healthy_after, told.every_s, told.timeout_s)
+        self.health.settings = told
 
     def may_be_well(self, now: float) -> bool:
         """Whether neither its health checks nor its requests speak against it."""
@@ -117,7 +117,7 @@ class Pool:
         spec = self.keeper.spec
         return spec if isinstance(spec, RouterSpec) else RouterSpec("custom")
 
-    def add(self, member: Member, held: Held | None = None) -> None:
+    def add(self, member: Member, held: HeldExperts | None = None) -> None:
         entry = member.entry
         self.keeper.join(entry.id, entry.places, entry.speed, held)
         self.members[entry.id] = member

@@ -26,7 +26,7 @@ from coterie.gateway.exchange.flow import (
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
 from coterie.gateway.exchange.tries import Tries, may_retry
-from coterie.gateway.signals.knowledge import Known
+from coterie.gateway.signals.knowledge import KnownPrompt
 from coterie.net.http1.messages import Headers, passed_on
 from coterie.net.http1.upstream import Answer, UpstreamError
 
@@ -54,7 +54,7 @@ class SglangPairFlow(Flow):
         super().__init__(config, knowledge, observer)
         self.prefill, self.decode = prefill, decode
 
-    async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
+    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
         started = time.monotonic()
         prefills, decodes = Tries(self.prefill, self.health), Tries(self.decode, self.health)
         while True:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 
-from coterie.gateway.config import HealthSettings
 from coterie.gateway.exchange.pool import Pool
 from coterie.gateway.fleet.breaker import is_failure
+from coterie.gateway.fleet.health import HealthSettings
 from coterie.net.http1.upstream import UpstreamError
 
 BUSY = 429

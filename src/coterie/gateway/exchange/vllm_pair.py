@@ -25,7 +25,7 @@ from coterie.gateway.exchange.flow import NO_USAGE, REFUSAL_BYTES, REQUEST_ID, F
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
 from coterie.gateway.exchange.tries import may_retry
-from coterie.gateway.signals.knowledge import NOTHING, Known
+from coterie.gateway.signals.knowledge import NOTHING, KnownPrompt
 from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError
 from coterie.routing.fleet import shown
@@ -110,7 +110,7 @@ class VllmPairFlow(Flow):
         prefill.needed = False
         self._drops: set[asyncio.Task[None]] = set()
 
-    async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
+    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
         exact = known.ids is not None and "truncate_prompt_tokens" not in call.body
         check_generation(call.body, self.decode.context_tokens, known.tokens if exact else 1)
         started = time.monotonic()
@@ -160,7 +160,7 @@ class VllmPairFlow(Flow):
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
-    async def _prefilled(self, call: Call, sink: Sink, known: Known) -> Handoff | Outcome | None:
+    async def _prefilled(self, call: Call, sink: Sink, known: KnownPrompt) -> Handoff | Outcome | None:
         """What a prefill worker handed over; its refusal, passed on; None if none answered."""
         asked = encode_object(prefill_body(call.body))
         tried: set[str] = set()

@@ -8,30 +8,45 @@ Pure: the clock is passed in, in seconds; the caller asks the worker when :attr:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from numpy.random import Generator
 
-from coterie.errors import check_at_least, check_positive, check_share
+from coterie.errors import check_at_least, check_not_negative, check_positive
+
+JITTER = 0.2
+"""Share of the time between two checks that is added at random, so that workers are not all asked at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class HealthSettings:
+class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """When a worker is asked, and when it gets no more requests."""
+
+    every_s: float = 2.0
+    """Time between two checks of ``/health``."""
+    timeout_s: float = 2.0
     unhealthy_after: int = 3
-    """Failures in a row that make a worker unhealthy."""
+    """Failed checks in a row after which a worker is closed."""
     healthy_after: int = 2
-    """Successes in a row that make it healthy again."""
-    interval_s: float = 5.0
-    """Time between two checks."""
-    timeout_s: float = 3.0
-    """Time after which a check without an answer has failed."""
-    jitter: float = 0.2
-    """Share of an interval that is added at random, so that workers are not all asked at once."""
+    """Good checks in a row after which it is open again."""
+    failures: int = 5
+    """Failed requests (no connection, HTTP 5xx) within `window_s` that open its circuit breaker."""
+    window_s: float = 30.0
+    open_s: float = 5.0
+    """Time before one request probes a worker whose breaker is open."""
+    retries: int = 6
+    """Times that a request is sent again if a worker fails it before the first byte of its answer."""
+    retry_s: float = 30.0
+    """Time from a request's first failure in which it goes to workers again that were tried."""
+    backoff_s: float = 0.05
+    """Mean wait before a retry; it doubles with each, five times at most, and is drawn at random."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after)
-        check_positive(interval_s=self.interval_s, timeout_s=self.timeout_s)
-        check_share(jitter=self.jitter)
+        check_positive(every_s=self.every_s, timeout_s=self.timeout_s, window_s=self.window_s)
+        check_positive(open_s=self.open_s, retry_s=self.retry_s)
+        check_at_least(
+            1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after, failures=self.failures
+        )
+        check_at_least(0, retries=self.retries)
+        check_not_negative(backoff_s=self.backoff_s)
 
 
 DEFAULTS = HealthSettings()
@@ -59,7 +74,7 @@ class Health:
         chosen = self.settings
         self.checks += 1
         self.failures += not ok
-        self.next_check_s = now + chosen.interval_s * (1.0 + chosen.jitter * float(self._rng.random()))
+        self.next_check_s = now + chosen.every_s * (1.0 + JITTER * float(self._rng.random()))
         if ok == self.healthy:
             self._in_row = 0
             return False

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import UnavailableError
-from coterie.gateway.fleet.asked import Checks, Fallback, checked_row, fallback_of, tokens_of
-from coterie.gateway.fleet.pool import NO_SPEC, Pool, RouterSource
+from coterie.gateway.fleet.checks import Checks, Fallback, checked_row, fallback_of, tokens_of
+from coterie.gateway.fleet.rows import NO_SPEC, FleetRows, RouterSource
 from coterie.routing import Decision, JoinShortestQueue, Request
 
 NO_ROWS: list[int] = []
@@ -47,7 +47,7 @@ class Choice(msgspec.Struct, frozen=True):
     """Why the router did not choose, a key of :attr:`Counters.fallbacks`; None where it did."""
 
 
-class FleetKeeper(Pool):
+class FleetKeeper(FleetRows):
     """Keeps one pool. Make one with the spec of a router; workers join later."""
 
     def __init__(self, spec: RouterSource = NO_SPEC, context: Mapping[str, Any] | None = None) -> None:

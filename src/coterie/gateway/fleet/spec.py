@@ -20,7 +20,7 @@ import numpy as np
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, CoterieError
-from coterie.gateway.fleet.asked import Checks, checked_row, fallback_of
+from coterie.gateway.fleet.checks import Checks, checked_row, fallback_of
 from coterie.models import get_model
 from coterie.placement.maps.formats import read_map
 from coterie.registry import PolicyText

@@ -19,8 +19,8 @@ from urllib.parse import parse_qs
 import msgspec
 
 from coterie.gateway.page.files import GUARDS
-from coterie.gateway.page.snapshot import Asked, heat, snapshot
-from coterie.gateway.parts import Parts
+from coterie.gateway.page.snapshot import PageQuery, heat, snapshot
+from coterie.gateway.parts import GatewayParts
 from coterie.net.http1.messages import HttpError, Request
 from coterie.net.http1.responder import Responder
 
@@ -34,14 +34,14 @@ END = b"event: end\ndata: {}\n\n"
 class Live:
     """Snapshots for those who listen."""
 
-    def __init__(self, parts: Parts, period_s: float = PERIOD_S, most: int = MOST_LISTENERS) -> None:
+    def __init__(self, parts: GatewayParts, period_s: float = PERIOD_S, most: int = MOST_LISTENERS) -> None:
         self.parts, self.period_s, self.most = parts, period_s, most
         self.listeners = 0
         self.computed = 0
         """Snapshots since the start."""
         self._closed = asyncio.Event()
         self._tick = -1
-        self._made: dict[Asked, bytes] = {}
+        self._made: dict[PageQuery, bytes] = {}
         """Snapshots of this tick."""
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Live:
             if not self.listeners:
                 self._made.clear()
 
-    async def _send(self, asked: Asked, responder: Responder) -> None:
+    async def _send(self, asked: PageQuery, responder: Responder) -> None:
         shown: object = self  # what the heat map was made of; nothing yet
         while not self._closed.is_set():
             control = self.parts.control
@@ -85,7 +85,7 @@ class Live:
             except TimeoutError:
                 continue
 
-    def _snapshot(self, asked: Asked) -> bytes:
+    def _snapshot(self, asked: PageQuery) -> bytes:
         tick = int(time.monotonic() / self.period_s)
         if tick != self._tick:
             self._tick = tick
@@ -97,7 +97,7 @@ class Live:
         return made
 
 
-def asked_for(query: str) -> Asked:
+def asked_for(query: str) -> PageQuery:
     """Read ``heat=ID&pool=NAME&worker=ID``. Raises HttpError."""
     try:
         found = parse_qs(query, max_num_fields=8, keep_blank_values=False)
@@ -108,7 +108,7 @@ def asked_for(query: str) -> Asked:
             raise HttpError(400, f"{name[:40]!r} is not known; known: heat, pool, worker")
         if len(values[-1]) > MOST_NAME:
             raise HttpError(400, f"{name} has {len(values[-1])} characters, more than {MOST_NAME}", param=name)
-    return Asked(**{name: values[-1] for name, values in found.items()})
+    return PageQuery(**{name: values[-1] for name, values in found.items()})
 
 
 def _event(name: str, value: dict[str, Any]) -> bytes:

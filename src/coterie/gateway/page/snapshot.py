@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from coterie.gateway.page.verdict import verdict
-from coterie.gateway.parts import Parts
+from coterie.gateway.parts import GatewayParts
 
 MOST_WORKERS = 128
 MOST_DECISIONS = 30
@@ -30,7 +30,7 @@ NO_LOOP = "No control loop runs in this gateway: nothing watches the experts of 
 NO_NEWS = "The control loop has started and has not told anything yet."
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PageQuery(msgspec.Struct, frozen=True):
     """What a listener wants to see."""
 
     heat: str | None = None
@@ -40,7 +40,7 @@ class Asked(msgspec.Struct, frozen=True):
     """Both: whose decisions; None for all."""
 
 
-def snapshot(parts: Parts, now_s: float, asked: Asked) -> dict[str, Any]:
+def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, Any]:
     """All panels but the heat map, at `now_s` in seconds since 1970."""
     decisions = [_decision(one) for one in parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)]
     workers = _workers(parts)
@@ -65,7 +65,7 @@ def snapshot(parts: Parts, now_s: float, asked: Asked) -> dict[str, Any]:
     }
 
 
-def heat(parts: Parts, worker: str | None) -> dict[str, Any]:
+def heat(parts: GatewayParts, worker: str | None) -> dict[str, Any]:
     """[layer, expert] tokens of a worker's last window, row by row, or the reason why there are none."""
     view = None if parts.control is None else parts.control.view
     if view is None:
@@ -87,7 +87,7 @@ def heat(parts: Parts, worker: str | None) -> dict[str, Any]:
     }
 
 
-def _workers(parts: Parts) -> list[dict[str, Any]]:
+def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
     rows = []
     for pool in parts.pools.values():
         now = pool.clock()
@@ -131,7 +131,7 @@ def _decision(one: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _loop(parts: Parts) -> dict[str, Any]:
+def _loop(parts: GatewayParts) -> dict[str, Any]:
     """The control loop: its state, its events (newest last) and its advice."""
     view = None if parts.control is None else parts.control.view
     if view is None:

@@ -31,7 +31,7 @@ from coterie.wire.event_security import secure_subscriber
 from coterie.wire.footprints import WireFootprint
 
 
-class Known(msgspec.Struct, frozen=True):
+class KnownPrompt(msgspec.Struct, frozen=True):
     """What is known of one request."""
 
     ids: NDArray[np.int64] | None = None
@@ -42,10 +42,10 @@ class Known(msgspec.Struct, frozen=True):
     """Blocks of its prompt, where cached prefixes are guessed."""
 
 
-NOTHING = Known()
+NOTHING = KnownPrompt()
 
 
-class Asked(Protocol):
+class PromptSource(Protocol):
     """What is read of a request."""
 
     @property
@@ -133,24 +133,20 @@ class Knowledge:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def known_at_once(self, call: Asked) -> Known | None:
-        """What the body tells where no token ids are made: that takes no waiting. None: ask :meth:`known`."""
+    async def describe(self, call: PromptSource) -> KnownPrompt:
+        """What the body tells of its prompt; token ids only if there is a tokenizer and they come in time."""
+        salt, ids = call.salt, None
         if self.tokens.tokenizer is not None or call.listed:
-            return None
-        text = keys_of_text(call.prompt, call.prompt_bytes, call.salt)
-        return Known(None, text.tokens, call.salt, text)
-
-    async def known(self, call: Asked) -> Known:
-        """What the body tells; token ids only if they come in time."""
-        found = await self.tokens.ids(call.path, call.body)
-        salt = call.salt
-        if found.ids is None:
+            ids = (await self.tokens.ids(call.path, call.body)).ids
+        if ids is None:
             text = keys_of_text(call.prompt, call.prompt_bytes, salt)
-            return Known(None, text.tokens, salt, text)
-        by_ids = keys_of_ids(found.ids, salt) if any(self._guessed.values()) else None
-        return Known(found.ids, len(found.ids), salt, by_ids)
+            return KnownPrompt(None, text.tokens, salt, text)
+        by_ids = keys_of_ids(ids, salt) if any(self._guessed.values()) else None
+        return KnownPrompt(ids, len(ids), salt, by_ids)
 
-    def wanted(self, pool: Rows, call: Asked, known: Known, footprint: WireFootprint | None) -> tuple[Request, str]:
+    def wanted(
+        self, pool: Rows, call: PromptSource, known: KnownPrompt, footprint: WireFootprint | None
+    ) -> tuple[Request, str]:
         """What the router is told, and where its footprint came from."""
         counts: NDArray[Any] | None = None
         source = "none"
@@ -160,19 +156,19 @@ class Knowledge:
             counts, source = self.footprints.footprint(known.ids, known.tokens, call.domain)
         return Request("", known.tokens, counts, call.domain, self._cached(pool, known)), source
 
-    def routed(self, pool: Rows, row: int, known: Known) -> None:
+    def routed(self, pool: Rows, row: int, known: KnownPrompt) -> None:
         """A worker has computed this prompt: guess that it keeps its prefix, if it does not tell."""
         if known.text is not None and (known.ids is None or row in self._guessed[pool.name]):
             self._routed[pool.name].routed(known.text, row, time.monotonic())
 
-    def learn(self, known: Known, footprint: WireFootprint) -> None:
+    def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
         self.footprints.learn(known.ids, footprint)
 
     def refuses(self, footprint: WireFootprint) -> str | None:
         """Why a worker's footprint cannot be true; None if it can."""
         return self.footprints.problem(footprint.counts, footprint.tokens) or None
 
-    def _cached(self, pool: Rows, known: Known) -> NDArray[np.int64] | None:
+    def _cached(self, pool: Rows, known: KnownPrompt) -> NDArray[np.int64] | None:
         """[row] leading tokens that each worker of the pool holds."""
         rows, guessed, streams = len(pool.ids), self._guessed[pool.name], self._streams[pool.name]
         told = None

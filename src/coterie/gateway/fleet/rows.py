@@ -25,7 +25,7 @@ MOST_PLACES = 1 << 20
 MOST_ROWS = 1 << 14
 NO_SPEC = RouterSpec()
 
-Held = NDArray[np.bool_] | NDArray[np.uint64]
+HeldExperts = NDArray[np.bool_] | NDArray[np.uint64]
 """Experts that a worker holds: [layer, expert] flags, or [layer, word] bits as in :attr:`Fleet.local`."""
 
 RouterSource = RouterSpec | Callable[[int], tuple[Router, Fleet]]
@@ -53,7 +53,7 @@ class Counters:
     reloads_refused: int = 0
 
 
-class Member(NamedTuple):
+class WorkerRow(NamedTuple):
     """A worker of a pool."""
 
     row: int
@@ -63,14 +63,14 @@ class Member(NamedTuple):
     open: bool
 
 
-class Pool:
+class FleetRows:
     """Workers and their rows; :class:`~coterie.gateway.fleet.keeper.FleetKeeper` adds the requests."""
 
     def __init__(self, spec: RouterSource, context: Mapping[str, Any] | None) -> None:
         self.counters = Counters()
         self.spec = spec
         """What the router was made of."""
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, WorkerRow] = {}
         self._ids: list[str | None] = []
         """[row] worker there."""
         self._last: list[str | None] = []
@@ -121,7 +121,7 @@ class Pool:
         return len(self._members)
 
     def join(
-        self, worker_id: str, places: int, speed: float = 1.0, held: Held | None = None, row: int | None = None
+        self, worker_id: str, places: int, speed: float = 1.0, held: HeldExperts | None = None, row: int | None = None
     ) -> int:
         """Add a worker and return its row, or change one that is there. A worker that joins is open.
 
@@ -140,7 +140,7 @@ class Pool:
         at = self._row_for(worker_id, row) if before is None else before.row
         if row is not None and at != row:
             raise ConfigError(f"worker {worker_id!r} is on row {at}; it must leave before it joins on row {row}")
-        member = Member(at, int(places), float(speed), bits, True if before is None else before.open)
+        member = WorkerRow(at, int(places), float(speed), bits, True if before is None else before.open)
         members = {**self._members, worker_id: member}
         remade = before is None and (at >= len(self._ids) or self._made.by_worker)
         if remade or (bits is not None and self.fleet.local is None):
@@ -198,7 +198,7 @@ class Pool:
         self._use(made, self._members)
         self.counters.reloads += 1
 
-    def _member(self, worker_id: str) -> Member:
+    def _member(self, worker_id: str) -> WorkerRow:
         member = self._members.get(worker_id)
         if member is None:
             raise UnknownNameError("worker", worker_id, self._members)
@@ -233,7 +233,7 @@ class Pool:
             used[one.row] = True
         return int(np.flatnonzero(used)[-1]) + 1 if used.any() else 1
 
-    def _prepared(self, make: Maker, rows: int, members: Mapping[str, Member]) -> Made:
+    def _prepared(self, make: Maker, rows: int, members: Mapping[str, WorkerRow]) -> Made:
         """A router that was tried, and its fleet with the members' places and speeds."""
         made = make(PoolShape(rows, {worker_id: one.row for worker_id, one in members.items()}))
         fleet = made.fleet
@@ -246,7 +246,7 @@ class Pool:
             fleet.places[one.row], fleet.speeds[one.row], fleet.alive[one.row] = one.places, one.speed, one.open
         return made
 
-    def _use(self, made: Made, members: Mapping[str, Member], priors: bool = False) -> None:
+    def _use(self, made: Made, members: Mapping[str, WorkerRow], priors: bool = False) -> None:
         """Swap the router and the fleet; requests that run stay on their rows."""
         made.fleet.take_over(self.fleet, priors)
         self._made, self._members = made, dict(members)
@@ -272,7 +272,7 @@ def _maker(spec: RouterSource, context: Mapping[str, Any] | None) -> Maker:
     return maker(spec, context) if isinstance(spec, RouterSpec) else maker_of(spec)
 
 
-def _masks(members: Mapping[str, Member], rows: int) -> NDArray[np.uint64] | None:
+def _masks(members: Mapping[str, WorkerRow], rows: int) -> NDArray[np.uint64] | None:
     """[row, layer, word] experts of each worker; one without a mask holds all. None where all do."""
     masks = {one.row: one.held for one in members.values() if one.held is not None}
     if not masks:
@@ -284,7 +284,7 @@ def _masks(members: Mapping[str, Member], rows: int) -> NDArray[np.uint64] | Non
     return local
 
 
-def _bits(held: Held) -> NDArray[np.uint64]:
+def _bits(held: HeldExperts) -> NDArray[np.uint64]:
     """[layer, word] bits."""
     if held.ndim != 2 or held.dtype not in (np.bool_, np.uint64) or 0 in held.shape:
         raise ConfigError(f"held is {held.dtype} {held.shape}; expected [layer, expert] flags or [layer, word] uint64")
