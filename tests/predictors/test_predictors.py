@@ -19,7 +19,7 @@ from coterie.predictors import (
     Predictor,
     PredictRequest,
     Prefix,
-    Recorded,
+    RecordedLoads,
     TokenTable,
     per_step,
     predictors,
@@ -138,7 +138,7 @@ def test_domain_is_the_mean_of_its_own() -> None:
 
 def test_recorded_gives_back_what_was_recorded() -> None:
     trace = make_trace()
-    made = Recorded().fit(trace, np.array([0, 1]))
+    made = RecordedLoads().fit(trace, np.array([0, 1]))
     for index, name in enumerate("ab"):
         np.testing.assert_array_equal(made.predict(PredictRequest(id=name)), counts(trace, index))
     floor = PopularityPredictor().fit(trace, np.array([0, 1])).predict(PredictRequest(num_tokens=2))
@@ -151,13 +151,13 @@ def test_recorded_gives_back_what_was_recorded() -> None:
 
 def test_recorded_goes_by_index_where_there_are_no_ids() -> None:
     trace = make_trace(with_ids=False)
-    made = Recorded().fit(trace, phase=DECODE)
+    made = RecordedLoads().fit(trace, phase=DECODE)
     np.testing.assert_array_equal(made.predict(PredictRequest(id="2")), counts(trace, 2, DECODE))
     twice = RequestTrace(LENGTHS // 2, LENGTHS // 2, ids=["a", "b", "a", "c"])
     tokens, offsets = trace.arrays()
     again = ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, twice, tokens.phase)
     with pytest.raises(ConfigError, match="request id 'a' is in the trace twice"):
-        Recorded().fit(again)
+        RecordedLoads().fit(again)
 
 
 def test_prefix_by_hand() -> None:
@@ -188,7 +188,7 @@ def test_prefix_limits() -> None:
 
 def test_per_step_is_a_probability() -> None:
     trace = make_trace()
-    load = Recorded().fit(trace).predict(PredictRequest(id="b"))
+    load = RecordedLoads().fit(trace).predict(PredictRequest(id="b"))
     step = per_step(load, 8)
     assert step.max() <= 1
     np.testing.assert_allclose(step.sum(axis=1), TOP_K)
@@ -198,7 +198,7 @@ def test_per_step_is_a_probability() -> None:
 
 
 def test_constructors_do_no_work() -> None:
-    for kind in (PopularityPredictor, DomainPredictor, Recorded, Prefix, TokenTable):
+    for kind in (PopularityPredictor, DomainPredictor, RecordedLoads, Prefix, TokenTable):
         fields = {name: getattr(kind(), name) for name in kind.__dataclass_fields__ if name.endswith("_")}
         assert fields
         assert not any(fields.values()), fields

@@ -20,7 +20,7 @@ from coterie.routing import LocalityBand, Request, routers
 from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.clustering import assign, capacities
 from coterie.routing.fitted import RouterFit
-from coterie.routing.forecast import Forecast
+from coterie.routing.forecast import DecodeForecast
 from coterie.routing.learned import Learned
 from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
 from coterie.traces import ActivationTrace, TraceMeta
@@ -119,7 +119,9 @@ def test_many_workers_are_compared_in_eight_bits() -> None:
         signature=signature,
         centroids=centroids,
         profiles=np.zeros((300, size), np.float32),
-        forecast=Forecast.restored(before=flat, after=flat, inward=row, outward=row, own=1.0, noise=1.0, ridge=1.0),
+        forecast=DecodeForecast.restored(
+            before=flat, after=flat, inward=row, outward=row, own=1.0, noise=1.0, ridge=1.0
+        ),
         shares=np.full(300, 1 / 300, np.float32),
     )
     for counts in (rng.integers(0, 50, (24, 64)), np.eye(24, 64)):

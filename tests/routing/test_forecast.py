@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.routing.calibration import calibration, tokens_of
-from coterie.routing.forecast import RIDGES, SCALE, Forecast
+from coterie.routing.calibration import calibration, counted_tokens
+from coterie.routing.forecast import RIDGES, SCALE, DecodeForecast
 from coterie.traces.readers import read_trace
 
 
@@ -25,7 +25,7 @@ def phases(
     return before, after
 
 
-def predictions(forecast: Forecast, prefill: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def predictions(forecast: DecodeForecast, prefill: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.stack([forecast.predict(p * n, n) for p, n in zip(prefill, tokens, strict=True)])
 
 
@@ -33,7 +33,7 @@ def test_full_rank_is_ridge_regression() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(20, 200, 24)
     before, after = phases(rng, 24, tokens)
-    found = Forecast(rank=60, ridge=2.0).fit(before, after, tokens, rng)
+    found = DecodeForecast(rank=60, ridge=2.0).fit(before, after, tokens, rng)
     trust = (tokens / (tokens + found.map.noise))[:, None]
     z = trust * (before - before.mean(axis=0))
     y = after - after.mean(axis=0) - found.map.own * z
@@ -50,7 +50,7 @@ def test_predictions_are_the_formula(rank: int, cells: int) -> None:
     rng = np.random.default_rng(cells)
     before, after = rng.random((2, cells)).astype(np.float32)
     inward, outward = (rng.standard_normal((2, rank, cells)) / np.sqrt(cells)).astype(np.float32)
-    forecast = Forecast.restored(
+    forecast = DecodeForecast.restored(
         before=before, after=after, inward=inward, outward=outward, own=0.6, noise=30.0, ridge=1.0
     )
     for dtype in (np.int64, np.uint32, np.float32):
@@ -64,7 +64,7 @@ def test_beats_the_prefill_and_popularity_on_other_requests() -> None:
     rng = np.random.default_rng(1)
     tokens = rng.integers(20, 300, 400)
     before, after = phases(rng, 400, tokens)
-    found = Forecast().fit(before[:200], after[:200], tokens[:200], rng)
+    found = DecodeForecast().fit(before[:200], after[:200], tokens[:200], rng)
     error = ((predictions(found, before[200:], tokens[200:]) - after[200:]) ** 2).mean()
     raw = ((before[200:] - after[200:]) ** 2).mean()
     popularity = ((after[:200].mean(axis=0) - after[200:]) ** 2).mean()
@@ -75,7 +75,7 @@ def test_short_prefixes_predict_what_is_popular() -> None:
     rng = np.random.default_rng(2)
     tokens = np.full(100, 60)
     before, after = phases(rng, 100, tokens)
-    found = Forecast().fit(before, after, tokens, rng)
+    found = DecodeForecast().fit(before, after, tokens, rng)
     np.testing.assert_array_equal(found.predict(np.zeros(60), 0), found.map.after)
     far = [np.abs(found.predict(before[0] * n, n) - found.map.after).sum() for n in (0.5, 5, 50, 5000)]
     assert far == sorted(far)
@@ -87,7 +87,7 @@ def test_the_left_out_error_chooses_the_ridge() -> None:
     rng = np.random.default_rng(3)
     tokens = rng.integers(5, 30, 40)
     before, after = phases(rng, 40, tokens)
-    chosen = Forecast(rank=39).fit(before, after, tokens, rng)
+    chosen = DecodeForecast(rank=39).fit(before, after, tokens, rng)
 
     def left_out(ridge: float) -> float:
         trust = (tokens / (tokens + chosen.map.noise))[:, None]
@@ -107,7 +107,7 @@ def test_predictions_are_probabilities() -> None:
     rng = np.random.default_rng(4)
     tokens = rng.integers(1, 5, 30)
     before, after = phases(rng, 30, tokens)
-    found = predictions(Forecast(ridge=0.01).fit(before, after, tokens, rng), before, tokens)
+    found = predictions(DecodeForecast(ridge=0.01).fit(before, after, tokens, rng), before, tokens)
     assert found.min() >= 0
     assert found.max() <= 1
 
@@ -124,9 +124,9 @@ def test_real_routing(data_dir: Path) -> None:
     order = np.random.default_rng(0).permutation(len(known.prefill))
     fit, test = known.take(order[:205]), known.take(order[205:])
     before, after = fit.probabilities
-    found = Forecast().fit(before, after, cast(Any, tokens_of(fit.prefill, 4)), np.random.default_rng(0))
+    found = DecodeForecast().fit(before, after, cast(Any, counted_tokens(fit.prefill, 4)), np.random.default_rng(0))
     raw, truth = test.probabilities
-    guess = predictions(found, raw, tokens_of(test.prefill, 4))
+    guess = predictions(found, raw, counted_tokens(test.prefill, 4))
     popular = np.tile(after.mean(axis=0), (len(truth), 1))
     error = {name: ((p - truth) ** 2).mean() for name, p in (("us", guess), ("raw", raw), ("popular", popular))}
     assert error["us"] < 0.7 * error["raw"]
@@ -143,14 +143,14 @@ def test_real_routing(data_dir: Path) -> None:
 def test_what_cannot_be_fitted_is_refused() -> None:
     rng = np.random.default_rng(5)
     with pytest.raises(ConfigError, match="both be"):
-        Forecast().fit(np.zeros((4, 3)), np.zeros((4, 2)), np.ones(4, int), rng)
+        DecodeForecast().fit(np.zeros((4, 3)), np.zeros((4, 2)), np.ones(4, int), rng)
     with pytest.raises(ConfigError, match="needed"):
-        Forecast().fit(np.zeros((4, 3)), np.zeros((4, 3)), np.array([1, 1, 0, 1]), rng)
-    found = Forecast().fit(rng.random((5, 3)), rng.random((5, 3)), np.full(5, 9), rng)
+        DecodeForecast().fit(np.zeros((4, 3)), np.zeros((4, 3)), np.array([1, 1, 0, 1]), rng)
+    found = DecodeForecast().fit(rng.random((5, 3)), rng.random((5, 3)), np.full(5, 9), rng)
     with pytest.raises(ConfigError, match="3 expert indices"):
         found.predict(np.zeros(4), 1)
     with pytest.raises(ConfigError, match="must match"):
-        Forecast.restored(
+        DecodeForecast.restored(
             before=np.zeros(2, np.float32),
             after=found.map.after,
             inward=found.map.inward,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from coterie.errors import ConfigError, TraceError
 from coterie.traces import RequestTrace
 from coterie.traces.readers import ReadOptions, detect, read_trace, readers
-from coterie.traces.readers.servegen import Client, read_servegen_clients, sample_servegen
+from coterie.traces.readers.servegen import TrafficClient, read_servegen_clients, sample_servegen
 
 REQUEST_FORMATS = ("azure", "burstgpt", "csv", "jsonl", "mooncake", "servegen")
 MOONCAKE = '{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
@@ -337,7 +337,7 @@ def test_servegen_shape_so_small_that_every_gap_underflows(tmp_path: Path) -> No
     assert np.isfinite(trace.arrival_s).all()
 
 
-def damaged_service(tmp_path: Path, name: str, text: str) -> list[Client]:
+def damaged_service(tmp_path: Path, name: str, text: str) -> list[TrafficClient]:
     folder = service(tmp_path / "s")
     (folder / name).write_text(text, newline="")
     return read_servegen_clients(folder)

@@ -4,8 +4,8 @@ from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest
 from coterie.predictors.means import DomainPredictor, PopularityPredictor
 from coterie.predictors.prefix import Prefix
 from coterie.predictors.recent import RecentPopularity, WorkerPopularity
-from coterie.predictors.recorded import Recorded
-from coterie.predictors.scoring import Measure, Score, score
+from coterie.predictors.recorded import RecordedLoads
+from coterie.predictors.scoring import Measure, PredictorScore, score
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 from coterie.predictors.transitions import RankTransitions
@@ -20,12 +20,12 @@ __all__ = [
     "PopularityPredictor",
     "PredictRequest",
     "Predictor",
+    "PredictorScore",
     "Prefix",
     "PrefixIndex",
     "RankTransitions",
     "RecentPopularity",
-    "Recorded",
-    "Score",
+    "RecordedLoads",
     "SimilarPrefix",
     "TokenTable",
     "WorkerPopularity",

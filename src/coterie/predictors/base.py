@@ -108,7 +108,7 @@ predictors: PolicyRegistry[FittablePredictor] = PolicyRegistry("predictor", grou
 defaults."""
 
 
-class Popularity(NamedTuple):
+class ActivationRates(NamedTuple):
     """Mean distribution over experts of a token of the calibration requests."""
 
     per_token: Load
@@ -148,7 +148,7 @@ class Popularity(NamedTuple):
             )
 
 
-def calibrate(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> Popularity:
+def mean_rates(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> ActivationRates:
     """Popularity over requests of a trace, with equal weights whatever their length."""
     total = np.zeros((trace.meta.num_layers, trace.meta.num_experts))
     count = 0
@@ -158,19 +158,19 @@ def calibrate(trace: ActivationTrace, requests: NDArray[np.integer] | None, phas
             count += 1
     if not count:
         raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
-    return Popularity(total / count, trace.meta.top_k)
+    return ActivationRates(total / count, trace.meta.top_k)
 
 
 def chosen_requests(
     trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
 ) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
     """Index and expert ids [token, layer, k] of each chosen request, of one phase or both."""
-    for index in check_requests(trace, requests):
+    for index in check_request_rows(trace, requests):
         tokens = trace.request(int(index))
         yield int(index), tokens.expert_ids if phase is None else tokens.only(phase)
 
 
-def check_requests(trace: ActivationTrace, requests: NDArray[np.integer] | None) -> NDArray[np.int64]:
+def check_request_rows(trace: ActivationTrace, requests: NDArray[np.integer] | None) -> NDArray[np.int64]:
     """[request] chosen indices, unique and rising; all if None."""
     if requests is None:
         return np.arange(trace.num_requests, dtype=np.int64)
@@ -186,10 +186,10 @@ class Calibrated:
     """Base of predictors that fall back to popularity."""
 
     name: ClassVar[str]
-    popularity_: Popularity | None = field(default=None, init=False, repr=False)
+    popularity_: ActivationRates | None = field(default=None, init=False, repr=False)
 
     @property
-    def popularity(self) -> Popularity:
+    def popularity(self) -> ActivationRates:
         return require_fitted(self.popularity_, f"predictor {self.name!r}")
 
     @property

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.predictors.base import (
+    ActivationRates,
     Calibrated,
     Load,
-    Popularity,
     PredictRequest,
-    calibrate,
-    check_requests,
+    check_request_rows,
     chosen_requests,
+    mean_rates,
     predictors,
 )
 from coterie.traces.activations import ActivationTrace
@@ -32,7 +32,7 @@ class PopularityPredictor(Calibrated):
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> PopularityPredictor:
-        self.popularity_ = calibrate(trace, requests, phase)
+        self.popularity_ = mean_rates(trace, requests, phase)
         return self
 
     def predict(self, request: PredictRequest) -> Load:
@@ -50,7 +50,7 @@ class DomainPredictor(Calibrated):
     """
 
     name: ClassVar[str] = "domain"
-    domains_: dict[str, Popularity] = field(default_factory=dict, init=False, repr=False)
+    domains_: dict[str, ActivationRates] = field(default_factory=dict, init=False, repr=False)
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
@@ -58,13 +58,13 @@ class DomainPredictor(Calibrated):
         labels = trace.requests.domains
         if labels is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no domains")
-        chosen = check_requests(trace, requests)
+        chosen = check_request_rows(trace, requests)
         present = [index for index, ids in chosen_requests(trace, chosen, phase) if len(ids)]
-        self.popularity_ = calibrate(trace, chosen, phase)
+        self.popularity_ = mean_rates(trace, chosen, phase)
         groups: dict[str, list[int]] = {}
         for index in present:
             groups.setdefault(labels[index], []).append(index)
-        self.domains_ = {name: calibrate(trace, np.array(rows), phase) for name, rows in groups.items()}
+        self.domains_ = {name: mean_rates(trace, np.array(rows), phase) for name, rows in groups.items()}
         return self
 
     def predict(self, request: PredictRequest) -> Load:

@@ -19,7 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import check_not_negative, require_fitted
-from coterie.predictors.base import Load, Popularity, PredictRequest, StartKind, calibrate, check_requests, predictors
+from coterie.predictors.base import (
+    ActivationRates,
+    Load,
+    PredictRequest,
+    StartKind,
+    check_request_rows,
+    mean_rates,
+    predictors,
+)
 from coterie.traces.activations import ActivationTrace
 from coterie.types import DECODE, PREFILL
 
@@ -32,16 +40,16 @@ class Prefix:
     needs_start: ClassVar[StartKind] = StartKind.FOOTPRINT
     smoothing: float = 32.0
     """Tokens of a prefix at which it weighs as much as popularity; 0 trusts a single one."""
-    before_: Popularity | None = field(default=None, init=False, repr=False)
+    before_: ActivationRates | None = field(default=None, init=False, repr=False)
     """Popularity of prefixes."""
-    after_: Popularity | None = field(default=None, init=False, repr=False)
+    after_: ActivationRates | None = field(default=None, init=False, repr=False)
     """Popularity of the tokens predicted."""
 
     def __post_init__(self) -> None:
         check_not_negative(smoothing=self.smoothing)
 
     @property
-    def after(self) -> Popularity:
+    def after(self) -> ActivationRates:
         return require_fitted(self.after_, "predictor 'prefix'")
 
     @property
@@ -59,13 +67,13 @@ class Prefix:
 
         If the requests have one phase only, its tokens stand for both.
         """
-        held = {int(p) for r in check_requests(trace, requests) for p in np.unique(trace.request(int(r)).phase)}
+        held = {int(p) for r in check_request_rows(trace, requests) for p in np.unique(trace.request(int(r)).phase)}
         if len(held) < 2:
-            self.before_ = self.after_ = calibrate(trace, requests, phase)
+            self.before_ = self.after_ = mean_rates(trace, requests, phase)
             return self
         wanted = DECODE if phase is None else phase
-        self.after_ = calibrate(trace, requests, wanted)
-        self.before_ = calibrate(trace, requests, PREFILL if wanted == DECODE else DECODE)
+        self.after_ = mean_rates(trace, requests, wanted)
+        self.before_ = mean_rates(trace, requests, PREFILL if wanted == DECODE else DECODE)
         return self
 
     def predict(self, request: PredictRequest) -> Load:

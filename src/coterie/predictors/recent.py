@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_positive, check_positive_share
 from coterie.footprints import footprint
-from coterie.predictors.base import Calibrated, Load, Popularity, PredictRequest, check_requests, predictors
+from coterie.predictors.base import ActivationRates, Calibrated, Load, PredictRequest, check_request_rows, predictors
 from coterie.traces.activations import ActivationTrace
 
 Counts = NDArray[np.integer] | NDArray[np.floating]
@@ -64,7 +64,7 @@ class RecentPopularity(Calibrated):
         top_k = self._check(footprint, tokens)
         per_token = np.asarray(footprint, np.float64) / tokens
         self.overall_ = (self.overall_ or _nothing(per_token)).after(per_token, self.decay)
-        self.popularity_ = Popularity(self.overall_.per_token, top_k)
+        self.popularity_ = ActivationRates(self.overall_.per_token, top_k)
         if worker is not None:
             self.workers_[worker] = self.workers_.get(worker, _nothing(per_token)).after(per_token, self.decay)
 
@@ -119,10 +119,10 @@ class WorkerPopularity:
         popularity = self.recent.popularity
         popularity.check(request)
         own = self.recent.workers_.get(self.worker)
-        return (popularity if own is None else Popularity(own.per_token, popularity.top_k)).scaled(request)
+        return (popularity if own is None else ActivationRates(own.per_token, popularity.top_k)).scaled(request)
 
 
-class Arrived(NamedTuple):
+class ArrivedRequest(NamedTuple):
     """A request with tokens of the chosen phase."""
 
     request: int
@@ -131,9 +131,11 @@ class Arrived(NamedTuple):
     tokens: int
 
 
-def arrived(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> Iterator[Arrived]:
+def arrived(
+    trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
+) -> Iterator[ArrivedRequest]:
     """Requests with tokens, in order of arrival if known, else of the trace; raises if there are none."""
-    chosen = check_requests(trace, requests)
+    chosen = check_request_rows(trace, requests)
     if trace.requests.arrival_s is not None:
         chosen = chosen[np.argsort(trace.requests.arrival_s[chosen], kind="stable")]
     found = False
@@ -142,7 +144,7 @@ def arrived(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase:
         ids = tokens.expert_ids if phase is None else tokens.only(phase)
         if len(ids):
             found = True
-            yield Arrived(int(index), footprint(ids, trace.meta.num_experts), len(ids))
+            yield ArrivedRequest(int(index), footprint(ids, trace.meta.num_experts), len(ids))
     if not found:
         raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.footprints import footprint
-from coterie.predictors.base import Calibrated, Load, PredictRequest, calibrate, chosen_requests, predictors
+from coterie.predictors.base import Calibrated, Load, PredictRequest, chosen_requests, mean_rates, predictors
 from coterie.traces.activations import ActivationTrace
 
 
 @predictors.register("recorded")
 @dataclass(slots=True, eq=False)
-class Recorded(Calibrated):
+class RecordedLoads(Calibrated):
     """The footprint given with a request, else the recorded one of its id, else popularity."""
 
     name: ClassVar[str] = "recorded"
@@ -29,9 +29,9 @@ class Recorded(Calibrated):
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
-    ) -> Recorded:
+    ) -> RecordedLoads:
         """Keep the footprints of these requests."""
-        popularity = calibrate(trace, requests, phase)
+        popularity = mean_rates(trace, requests, phase)
         names = trace.requests.ids
         found: dict[str, NDArray[np.uint32]] = {}
         for index, ids in chosen_requests(trace, requests, phase):

@@ -36,7 +36,7 @@ class Measure(NamedTuple):
     """[layer] mean over requests."""
 
 
-class Score(NamedTuple):
+class PredictorScore(NamedTuple):
     """All measures of a predictor."""
 
     requests: int
@@ -54,7 +54,7 @@ def score(
     top_k: int,
     rng: Generator,
     groups: Sequence[Hashable] | None = None,
-) -> Score:
+) -> PredictorScore:
     """Compare predictions with `truth` [request, layer, expert], the recorded footprints."""
     shape = (len(requests), predictor.num_layers, predictor.num_experts)
     if truth.shape != shape or not len(requests):
@@ -70,7 +70,9 @@ def score(
     sizes = (top_k, min(2 * top_k, shape[2]), min(16, shape[2]))
     found = (cosine(predicted, truth), *(recall(predicted, truth, size) for size in sizes))
     draws = _draws(groups if groups is not None else range(len(requests)), rng)
-    return Score(len(requests), *(Measure(_interval(one.mean(axis=1), draws), one.mean(axis=0)) for one in found))
+    return PredictorScore(
+        len(requests), *(Measure(_interval(one.mean(axis=1), draws), one.mean(axis=0)) for one in found)
+    )
 
 
 def split_groups(

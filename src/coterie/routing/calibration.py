@@ -56,11 +56,11 @@ class Calibration(NamedTuple):
 def activation_probabilities(counts: Counts, top_k: int) -> NDArray[np.float32]:
     """[request, expert index] of counts [request, layer, expert]: the share of tokens that activate the expert."""
     flat = np.array(counts.reshape(len(counts), -1), np.float32)
-    flat /= np.asarray(tokens_of(counts, top_k), np.float32)[:, None]
+    flat /= np.asarray(counted_tokens(counts, top_k), np.float32)[:, None]
     return flat
 
 
-def tokens_of(counts: Counts, top_k: int) -> NDArray[np.float64]:
+def counted_tokens(counts: Counts, top_k: int) -> NDArray[np.float64]:
     """[request] number of tokens in counts [request, layer, expert]; at least 1."""
     sums = counts.sum(axis=(1, 2), dtype=np.float64)
     return np.asarray(np.maximum(sums / (counts.shape[1] * top_k), 1.0), np.float64)

@@ -24,10 +24,10 @@ from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, InputError, TraceError, check_at_least, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing.base import Router, routers
-from coterie.routing.calibration import Calibration, activation_probabilities, calibration, tokens_of
+from coterie.routing.calibration import Calibration, activation_probabilities, calibration, counted_tokens
 from coterie.routing.clustering import Labels, cluster
 from coterie.routing.fleet import Fleet
-from coterie.routing.forecast import Forecast
+from coterie.routing.forecast import DecodeForecast
 from coterie.routing.learned import Learned, check_ranges
 from coterie.routing.union import cluster_profiles, union_clusters
 from coterie.traces.activations import ActivationTrace
@@ -84,7 +84,7 @@ class RouterFit:
         signatures = signature.transform_all(known.prefill)
         found = cluster(signatures, workers, rng, speeds=self.speeds)
         watch("cosine clusters")
-        forecast = Forecast().fit(before, after, tokens_of(known.prefill, known.top_k).astype(np.int64), rng)
+        forecast = DecodeForecast().fit(before, after, counted_tokens(known.prefill, known.top_k).astype(np.int64), rng)
         watch("forecast")
         pooled = activation_probabilities(known.prefill + known.decode, known.top_k)
         restarts = int(np.clip(RESTART_WORK / (pooled.size * workers), 1, 10))
@@ -245,7 +245,7 @@ class RouterFit:
             raise TraceError(file, "seen", f"is {seen.dtype} of {seen.ndim} dimensions; expected uint64 of 1")
         try:
             signature = Signature.restored(str(about["weighting"]), found["weights"], found["layers"])
-            forecast = Forecast.restored(
+            forecast = DecodeForecast.restored(
                 before=found["before"],
                 after=found["after"],
                 inward=found["inward"],

@@ -67,7 +67,7 @@ class LinearMap(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Forecast:
+class DecodeForecast:
     """Map from prefill to decode probabilities. Construct it with its settings, then call :meth:`fit`."""
 
     rank: int = RANK
@@ -87,7 +87,7 @@ class Forecast:
         own: float,
         noise: float,
         ridge: float,
-    ) -> Forecast:
+    ) -> DecodeForecast:
         """Make a fitted forecast from saved values."""
         size, rank = len(after), len(inward)
         if before.shape != (size,) or inward.shape != outward.shape or inward.ndim != 2:
@@ -122,7 +122,7 @@ class Forecast:
 
     def fit(
         self, prefill: NDArray[np.floating], decode: NDArray[np.floating], tokens: NDArray[np.integer], rng: Generator
-    ) -> Forecast:
+    ) -> DecodeForecast:
         """Learn from activation probabilities [request, expert index] of both phases, and prefill tokens [request]."""
         if prefill.ndim != 2 or prefill.shape != decode.shape or len(tokens) != len(prefill):
             raise ConfigError(
@@ -143,7 +143,7 @@ class Forecast:
         own, ridge = _best_left_out(z[some], y[some], ridges[some], own, candidates)
         y -= np.float32(own) * z
         inward, outward = _low_rank(z, y, ridge * ridges, min(self.rank, len(z) - 1), rng)
-        self.map_ = Forecast.restored(
+        self.map_ = DecodeForecast.restored(
             before=before, after=after, inward=inward, outward=outward, own=own, noise=noise, ridge=float(ridge)
         ).map_
         return self
@@ -241,7 +241,7 @@ def turn_to_forecast(
     rows: NDArray[np.float32],
     prior: NDArray[np.float32],
 ) -> None:
-    """Compiled :meth:`Forecast.predict`, in place: counts become probabilities. Without tokens these are `after`."""
+    """Compiled :meth:`DecodeForecast.predict`, in place: counts become probabilities; `after` without tokens."""
     inward, outward, scale, trust = rows[: len(prior)], rows[len(prior) :], np.float32(0.0), np.float32(0.0)
     if tokens > 0.0:
         scale, trust = np.float32(1.0 / tokens), np.float32(tokens / (tokens + noise))

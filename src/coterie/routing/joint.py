@@ -25,7 +25,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import best_of, chosen
+from coterie.routing.picking import chosen, lowest_scored
 
 NOTHING = np.empty(0, np.int64)
 ANYTHING = np.empty((1, 0), np.uint64)
@@ -213,7 +213,7 @@ def _add_up(
         sums[worker] = (
             kv * missing + experts * (1.0 - shares[worker]) + load * 100.0 * running[worker] / speeds[worker] / most
         )
-    return best_of(sums, alive, running, places, routed, scores)
+    return lowest_scored(sums, alive, running, places, routed, scores)
 
 
 @njit(fastmath=True)

@@ -29,7 +29,7 @@ from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fitted import FIT_HINT, RouterFit
 from coterie.routing.fleet import Fleet
 from coterie.routing.forecast import turn_to_forecast
-from coterie.routing.picking import best_of, chosen
+from coterie.routing.picking import chosen, lowest_scored
 
 NOTHING, UNKNOWN = np.empty(0, np.int64), np.empty(0, np.float32)
 
@@ -130,4 +130,4 @@ def _cheapest(
         if len(cached):
             more += prices[PREFILL] * (prompt - cached[worker])
         costs[worker] = (step + (others + 1.0) * more) / speeds[worker]
-    return best_of(costs, alive, running, places, routed, scores)
+    return lowest_scored(costs, alive, running, places, routed, scores)

@@ -11,7 +11,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError, check_not_negative
 from coterie.footprints.signatures import Signature
 from coterie.routing._dots import products
-from coterie.routing.forecast import Forecast
+from coterie.routing.forecast import DecodeForecast
 
 NARROW_BYTES = 1 << 20
 """Centroids above this size are kept in 8 bits: reading them dominates the time of a similarity."""
@@ -36,7 +36,7 @@ class Learned(NamedTuple):
     """[worker, index in kept layers] mean signatures, of length 1."""
     profiles: NDArray[np.float32]
     """[worker, expert index] mean activation probabilities in decode."""
-    forecast: Forecast
+    forecast: DecodeForecast
     shares: NDArray[np.float32]
     """[worker] share of calibration requests in the worker's union-minimising cluster."""
     narrow: NDArray[np.int8] | None
@@ -57,7 +57,7 @@ class Learned(NamedTuple):
         signature: Signature,
         centroids: NDArray[np.float32],
         profiles: NDArray[np.float32],
-        forecast: Forecast,
+        forecast: DecodeForecast,
         shares: NDArray[np.float32],
         seen: NDArray[np.uint64] | None = None,
     ) -> Learned:

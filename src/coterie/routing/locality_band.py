@@ -19,7 +19,7 @@ from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fitted import FIT_HINT, RouterFit
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import any_free, best, best_of, chosen
+from coterie.routing.picking import any_free, best, chosen, lowest_scored
 
 REASON = "{} in flight, the fewest of {} within {:g} of the most similar"
 
@@ -72,4 +72,4 @@ def _least_loaded(
         near = similarity[worker] >= most - band
         loads[worker] = (running[worker] + 1) / speeds[worker] if near else np.inf
         inside += near and alive[worker] and (running[worker] < places[worker] or not free)
-    return best_of(loads, alive, running, places, routed, scores), inside
+    return lowest_scored(loads, alive, running, places, routed, scores), inside

@@ -18,19 +18,19 @@ def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.flo
     Ties go to the next living worker in round-robin order, so that they do not all go to the first.
     """
     allowed = np.empty(len(scores))
-    worker = best_of(scores, fleet.alive, fleet.running, fleet.places, fleet.routed, allowed)
+    worker = lowest_scored(scores, fleet.alive, fleet.running, fleet.places, fleet.routed, allowed)
     return chosen(worker, fleet), allowed
 
 
 def chosen(worker: np.int64, fleet: Fleet) -> int:
-    """Worker found by :func:`best_of`; raises if there is none."""
+    """Worker found by :func:`lowest_scored`; raises if there is none."""
     if worker < 0:
         raise UnavailableError(f"none of the {len(fleet)} workers is alive, or none may be chosen")
     return int(worker)
 
 
 @njit()
-def best_of(
+def lowest_scored(
     scores: NDArray[np.float64],
     alive: NDArray[np.bool_],
     running: NDArray[np.int64],

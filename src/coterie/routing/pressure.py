@@ -17,7 +17,7 @@ from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fitted import FIT_HINT, RouterFit
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import best_of, chosen
+from coterie.routing.picking import chosen, lowest_scored
 
 
 @routers.register("pressure")
@@ -86,4 +86,4 @@ def _least_pressed(
             + prefill * prefill_tokens[worker] / longest
             + experts * distinct[worker] / widest
         )
-    return best_of(pressures, alive, running, places, routed, scores)
+    return lowest_scored(pressures, alive, running, places, routed, scores)

@@ -217,7 +217,7 @@ class RecordedLengths:
         return Lengths(self.prompt_tokens[row].astype(np.int64), self.output_tokens[row].astype(np.int64))
 
 
-class Workload(NamedTuple):
+class DrawnRequests(NamedTuple):
     """Requests in order of arrival, with their lengths: one array of [request] each."""
 
     arrival_s: NDArray[np.float64]
@@ -233,7 +233,7 @@ def draw_arrivals(
     rng: Generator,
     requests: int | None = None,
     tokens: int | None = None,
-) -> Workload:
+) -> DrawnRequests:
     """Draw a number of requests, or as many as hold exactly a number of tokens, the last one cut short."""
     if (requests is None) == (tokens is None):
         raise ConfigError("give either a number of requests or a number of tokens")
@@ -245,7 +245,7 @@ def draw_arrivals(
         arrived = arrivals.draw(count, mix, rng)
         prompt, output = lengths.draw(arrived.domain, rng)
         if tokens is None:
-            return Workload(*arrived, prompt, output)
+            return DrawnRequests(*arrived, prompt, output)
         ends = np.cumsum(prompt + output)
         if ends[-1] >= tokens:
             break
@@ -257,4 +257,4 @@ def draw_arrivals(
     prompt, output = prompt[: last + 1].copy(), output[: last + 1].copy()
     prompt[last] -= max(0, excess - output[last])
     output[last] -= min(excess, output[last])
-    return Workload(arrived.arrival_s[: last + 1], arrived.domain[: last + 1], prompt, output)
+    return DrawnRequests(arrived.arrival_s[: last + 1], arrived.domain[: last + 1], prompt, output)

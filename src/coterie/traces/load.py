@@ -104,7 +104,7 @@ class LoadTable:
 # which moves related experts together: see `coterie evaluate latency-optimal` for real loads.
 
 
-class Drift(NamedTuple):
+class LoadsBeforeAfter(NamedTuple):
     """Two windows, [layer, expert] tokens each."""
 
     before: NDArray[np.float64]
@@ -120,7 +120,7 @@ def zipf_drift(
     sigma: float = 0.3,
     shuffled: float = 0.1,
     tokens: float = 1e6,
-) -> Drift:
+) -> LoadsBeforeAfter:
     """`tokens` tokens a layer and window, before and after a drift."""
     check_at_least(1, layers=layers, experts=experts)
     check_share(shuffled=shuffled)
@@ -131,4 +131,4 @@ def zipf_drift(
     for row in after:
         chosen = rng.choice(experts, count, replace=False)
         row[chosen] = row[rng.permutation(chosen)]
-    return Drift(*(window / window.sum(axis=1, keepdims=True) * tokens for window in (before, after)))
+    return LoadsBeforeAfter(*(window / window.sum(axis=1, keepdims=True) * tokens for window in (before, after)))

@@ -12,7 +12,7 @@ MERGED = "merged_"
 """How labels of windows begin that are sums of other windows of their table."""
 
 
-class Chosen(NamedTuple):
+class ChosenWindows(NamedTuple):
     """Windows of a table."""
 
     windows: list[int]
@@ -26,7 +26,7 @@ def domain_of(label: str) -> str:
     return label.split("/")[0]
 
 
-def choose_windows(path: Path, table: LoadTable, window: str | None) -> Chosen:
+def choose_windows(path: Path, table: LoadTable, window: str | None) -> ChosenWindows:
     """The windows asked for, of the table read from `path`.
 
     `window` is a label (also the part before a /), a number from 0, or a range A:B that leaves B out. Without it
@@ -47,7 +47,7 @@ def choose_windows(path: Path, table: LoadTable, window: str | None) -> Chosen:
         if not start < stop <= len(table):
             raise ConfigError(f"--window={window} must be within the {len(table)} windows of {path}, counted from 0")
         chosen = list(range(start, stop))
-    return Chosen(chosen, f"{window} of {path.name}")
+    return ChosenWindows(chosen, f"{window} of {path.name}")
 
 
 def _up_to(most: int, digits: str) -> int:
@@ -56,12 +56,12 @@ def _up_to(most: int, digits: str) -> int:
     return min(int(plain or "0"), most + 1) if len(plain) <= len(str(most)) else most + 1
 
 
-def _all_windows(path: Path, labels: list[str], count: int) -> Chosen:
+def _all_windows(path: Path, labels: list[str], count: int) -> ChosenWindows:
     merged = {i for i, label in enumerate(labels) if label.startswith(MERGED)}
     chosen = [i for i in range(count) if i not in merged]
     if not chosen and count > 1:
         raise ConfigError(f"all {count} windows of {path} are merged ones, which overlap: choose one with --window")
     if not merged or not chosen:
-        return Chosen(list(range(count)), f"{count} windows of {path.name}" if count > 1 else path.name)
+        return ChosenWindows(list(range(count)), f"{count} windows of {path.name}" if count > 1 else path.name)
     are = f"{len(merged)} named {MERGED}… are" if len(merged) > 1 else f"1 named {MERGED}… is"
-    return Chosen(chosen, f"{len(chosen)} of {count} windows of {path.name} ({are} left out: sums of others)")
+    return ChosenWindows(chosen, f"{len(chosen)} of {count} windows of {path.name} ({are} left out: sums of others)")

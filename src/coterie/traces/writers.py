@@ -70,7 +70,7 @@ def _model(name: str) -> tuple[str, ...]:
     return () if name == "unknown" else ("model",)
 
 
-def check_target(path: Path, format: str) -> None:
+def check_trace_target(path: Path, format: str) -> None:
     """Raise unless the format is known and the name is free: call it before a long read."""
     writers[format]
     check_new_file(path)
@@ -79,7 +79,7 @@ def check_target(path: Path, format: str) -> None:
 def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Written:
     """Write a trace in any known format; `path` must not exist."""
     path = Path(path)
-    check_target(path, format)
+    check_trace_target(path, format)
     writer = writers[format]
     if type(trace) not in writer.kinds:
         able = [name for name in writers if type(trace) in writers[name].kinds]
@@ -88,7 +88,7 @@ def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Writ
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         writer.write(trace, tmp)
-        check_target(path, format)  # a rename would replace a file created meanwhile
+        check_trace_target(path, format)  # a rename would replace a file created meanwhile
         tmp.rename(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None

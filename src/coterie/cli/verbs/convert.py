@@ -12,7 +12,7 @@ from coterie.cli.output import FromOption, JsonOption, NumExpertsOption, TraceMo
 from coterie.cli.summaries import load_sizes
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, detect, kind_of, read_trace
-from coterie.traces.writers import check_target, write_trace
+from coterie.traces.writers import check_trace_target, write_trace
 
 
 def convert_command(
@@ -25,7 +25,7 @@ def convert_command(
     json_output: JsonOption = False,
 ) -> None:
     """Convert a trace between formats; the source is never changed."""
-    check_target(dst, to)
+    check_trace_target(dst, to)
     format = from_ or detect(src)
     trace = read_trace(src, format, ReadOptions(model=model, num_experts=num_experts))
     if isinstance(trace, ActivationTrace):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import TraceError
-from coterie.predictors.base import Popularity
+from coterie.predictors.base import ActivationRates
 from coterie.predictors.token_table.rows import ONE, TokenRows
 from coterie.traces.store import ArrayFile, write_described
 from coterie.types import narrowest_uint
@@ -62,7 +62,7 @@ def read_rows(file: Path) -> Opened:
         counts=found["counts"],
         experts=found["experts"],
         weights=found["weights"],
-        popularity=Popularity(found["popularity"], top_k),
+        popularity=ActivationRates(found["popularity"], top_k),
         model=model,
         layer_ids=layer_ids,
     )

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.errors import ConfigError
-from coterie.predictors.base import Popularity
+from coterie.predictors.base import ActivationRates
 from coterie.types import narrowest_uint
 
 ONE = 1 << 15
@@ -27,7 +27,7 @@ class TokenRows(NamedTuple):
     """[seen, layer, kept]"""
     weights: NDArray[np.uint16]
     """[seen, layer, kept] share of the token's occurrences that activated the expert, in units of 1 / ONE; falling."""
-    popularity: Popularity
+    popularity: ActivationRates
     model: str
     layer_ids: tuple[int, ...] | None
     """Index of each layer in the model, dense ones counted, where known."""
@@ -82,7 +82,7 @@ class TokenRows(NamedTuple):
             counts=counts[chosen],
             experts=out_experts,
             weights=out_weights,
-            popularity=Popularity(per_token, self.popularity.top_k),
+            popularity=ActivationRates(per_token, self.popularity.top_k),
             model=self.model,
             layer_ids=self.layer_ids,
         )

@@ -27,7 +27,7 @@ from coterie.errors import (
     check_share,
     require_fitted,
 )
-from coterie.predictors.base import Load, PredictRequest, StartKind, calibrate, check_requests, predictors
+from coterie.predictors.base import Load, PredictRequest, StartKind, check_request_rows, mean_rates, predictors
 from coterie.predictors.token_table.files import read_rows, write_rows
 from coterie.predictors.token_table.nearest import NearestTokens
 from coterie.predictors.token_table.rows import ONE, TokenRows, add_rows, count_rows, most_frequent, top_experts
@@ -106,8 +106,8 @@ class TokenTable:
         tokens, offsets = trace.arrays()
         if tokens.token_ids is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: a token table needs them")
-        chosen = check_requests(trace, requests)
-        popularity = calibrate(trace, chosen, phase)
+        chosen = check_request_rows(trace, requests)
+        popularity = mean_rates(trace, chosen, phase)
         spans = [np.arange(offsets[r], offsets[r + 1]) for r in chosen]
         at = np.concatenate(spans)  # [token] of the trace
         if phase is not None:

@@ -44,7 +44,7 @@ _FILE = re.compile(r"chunk-(\d{1,9})-(trace\.csv|dataset\.json)")
 _TAR_END = bytes(1024)  # two empty blocks close every tar
 
 
-class Histogram(NamedTuple):
+class LengthHistogram(NamedTuple):
     """Distribution of lengths."""
 
     tokens: NDArray[np.int64]
@@ -56,7 +56,7 @@ class Histogram(NamedTuple):
         return self.tokens[np.searchsorted(self.cumulative, rng.random(count), side="right")]
 
 
-class Window(NamedTuple):
+class ClientWindow(NamedTuple):
     """A period with constant behaviour of a client."""
 
     start_s: float
@@ -68,36 +68,36 @@ class Window(NamedTuple):
     shape: float
 
 
-class Lengths(NamedTuple):
+class ClientLengths(NamedTuple):
     """Length distributions that hold from a time on."""
 
     start_s: float
-    prompt: Histogram
-    output: Histogram
+    prompt: LengthHistogram
+    output: LengthHistogram
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class TrafficClient:
     """One client of the service."""
 
     id: int
-    windows: Sequence[Window]
-    lengths: Sequence[Lengths]
+    windows: Sequence[ClientWindow]
+    lengths: Sequence[ClientLengths]
     """Lengths by time; spans in which the client sent nothing are left out."""
 
-    def lengths_at(self, time_s: float) -> Lengths:
+    def lengths_at(self, time_s: float) -> ClientLengths:
         """Lengths of the latest span begun by then; before the first, of the first."""
         return next((span for span in reversed(self.lengths) if span.start_s <= time_s), self.lengths[0])
 
 
-def read_servegen_clients(path: str | Path) -> list[Client]:
+def read_servegen_clients(path: str | Path) -> list[TrafficClient]:
     """All clients of a folder, tar or tar.gz, by id."""
     path = Path(path)
     files = _folder_files(path) if path.is_dir() else _tar_files(path)
     ids = sorted({id for id, _ in files})
     if not ids:
         raise TraceError(path, "clients", "found no chunk-*-trace.csv and chunk-*-dataset.json")
-    clients: list[Client] = []
+    clients: list[TrafficClient] = []
     for id in ids:
         parts = []
         for kind in ("trace.csv", "dataset.json"):
@@ -111,12 +111,12 @@ def read_servegen_clients(path: str | Path) -> list[Client]:
         lengths = _lengths(path, f"chunk-{id}-dataset.json", parts[1])
         if not lengths and any(window.rate for window in windows):
             raise TraceError(path, f"chunk-{id}-dataset.json", "has no lengths, but the client sends requests")
-        clients.append(Client(id, windows, lengths))
+        clients.append(TrafficClient(id, windows, lengths))
     return clients
 
 
 def sample_servegen(
-    clients: Sequence[Client], rng: Generator, start_s: float, duration_s: float, rate_scale: float = 1.0
+    clients: Sequence[TrafficClient], rng: Generator, start_s: float, duration_s: float, rate_scale: float = 1.0
 ) -> RequestTrace:
     """Draw the requests of a period; arrivals count from `start_s`. ``extra["client"]`` is each one's client.
 
@@ -153,7 +153,7 @@ def sample_servegen(
     ).in_order()
 
 
-def _arrivals(window: Window, rate_scale: float, rng: Generator) -> NDArray[np.float64]:
+def _arrivals(window: ClientWindow, rate_scale: float, rng: Generator) -> NDArray[np.float64]:
     """[request] times of one client in one window.
 
     The count is fixed by the rate, which was measured; gaps drawn until the window is full would send too many:
@@ -196,7 +196,7 @@ def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
     return files
 
 
-def _windows(path: Path, name: str, data: bytes) -> list[Window]:
+def _windows(path: Path, name: str, data: bytes) -> list[ClientWindow]:
     def error(line: int, field: str, problem: str) -> TraceError:
         return TraceError(path, f"{name}, line {line}, {field}", problem)
 
@@ -224,10 +224,10 @@ def _windows(path: Path, name: str, data: bytes) -> list[Window]:
         raise TraceError(path, name, f"has {len(rows)} windows; the length of a window takes at least 2")
     # The last window is as long as the one before it.
     ends = [row[0] for row in rows[1:]] + [2 * rows[-1][0] - rows[-2][0]]
-    return [Window(row[0], end - row[0], *row[1:]) for row, end in zip(rows, ends, strict=True)]
+    return [ClientWindow(row[0], end - row[0], *row[1:]) for row, end in zip(rows, ends, strict=True)]
 
 
-def _lengths(path: Path, name: str, data: bytes) -> list[Lengths]:
+def _lengths(path: Path, name: str, data: bytes) -> list[ClientLengths]:
     try:
         spans = json.loads(data)
         if not isinstance(spans, dict):
@@ -241,11 +241,11 @@ def _lengths(path: Path, name: str, data: bytes) -> list[Lengths]:
             _histogram(path, f"{name}, {start}", spans[start], field) for field in ("input_tokens", "output_tokens")
         ]
         if drawn[0] is not None and drawn[1] is not None:
-            lengths.append(Lengths(float(start), drawn[0], drawn[1]))
+            lengths.append(ClientLengths(float(start), drawn[0], drawn[1]))
     return lengths
 
 
-def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> Histogram | None:
+def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> LengthHistogram | None:
     """The distribution, or None where it is empty."""
     text = span.get(field) if isinstance(span, dict) else None
     if not isinstance(text, str) or not (text.startswith("{") and text.endswith("}")):
@@ -264,7 +264,7 @@ def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> H
         raise TraceError(path, f"{where}, {field}", problem)
     cumulative = np.cumsum(share) / total
     cumulative[-1] = 1.0  # rounding may leave less, and a draw above it would have no bin
-    return Histogram(tokens.astype(np.int64), cumulative)
+    return LengthHistogram(tokens.astype(np.int64), cumulative)
 
 
 def _read(path: Path, options: ReadOptions) -> RequestTrace:

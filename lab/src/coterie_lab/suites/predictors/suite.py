@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from coterie.answers.suites import Column, Report, SuiteOptions, SuiteResult, SuiteTable
-from coterie.predictors import PrefixIndex, Score, SimilarPrefix, score
+from coterie.predictors import PredictorScore, PrefixIndex, SimilarPrefix, score
 from coterie.predictors.scoring import split_groups
 from coterie.traces.readers import read_as
 from coterie.traces.requests import RequestTrace
@@ -93,7 +93,7 @@ def _case_rows(case: Case, seed: int, notes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(trace: str, predicts: str, contender: Contender, found: Score) -> dict[str, Any]:
+def _row(trace: str, predicts: str, contender: Contender, found: PredictorScore) -> dict[str, Any]:
     return {
         "trace": trace,
         "predicts": predicts,
