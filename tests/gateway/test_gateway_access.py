@@ -13,7 +13,7 @@ import pytest
 
 from canned_workers import Canned, canned_workers
 from coterie.errors import ConfigError
-from coterie.gateway.access.keys import new_key
+from coterie.gateway.access import new_key
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.serve import Running, check_config
 from gateway_runs import Run, config_of, gateway, idle, run

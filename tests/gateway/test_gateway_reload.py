@@ -16,7 +16,7 @@ import pytest
 
 from canned_workers import canned_workers, held, stalls
 from coterie.errors import InputError
-from coterie.gateway.access.keys import new_key
+from coterie.gateway.access import new_key
 from coterie.gateway.config import GatewayConfig, LimitSettings, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec

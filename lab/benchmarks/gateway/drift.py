@@ -38,11 +38,10 @@ from numpy.typing import NDArray
 from coterie.answers.load.steps import StepTotals, experts_ratio, read_steps
 from coterie.answers.runs import interval, with_ends
 from coterie.control import ControlLoop, ControlSettings, FitJob, RequestSeen, Shape
-from coterie.gateway.config import GatewayConfig
+from coterie.gateway.config import ControlSection, GatewayConfig
 from coterie.gateway.control.matching import Matcher
 from coterie.gateway.control.messages import StreamEntry
 from coterie.gateway.control.streams import ExpertStreams
-from coterie.gateway.control_section import ControlSection
 from coterie.gateway.embedded import ADVISED, OURS, EmbeddedFleet, run_embedded, tiny_fit_path
 from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker
 from coterie.net.http_client import Client

@@ -35,8 +35,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from coterie.answers.runs import interval, with_ends
-from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.control_section import AdviseSection, ControlSection
+from coterie.gateway.config import AdviseSection, ControlSection, GatewayConfig, WorkerEntry
 from coterie.gateway.embedded import tiny_fit_path
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.upstream import Upstream

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.embedded import EmbeddedWorker, embedded_fleet
 from coterie.errors import ConfigError
-from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
-from coterie.gateway.control_section import AdviseSection, ControlSection
+from coterie.gateway.config import AdviseSection, ControlSection, GatewayConfig, LimitSettings, Role, WorkerEntry
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import FleetAccess

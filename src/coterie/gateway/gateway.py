@@ -20,8 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from coterie.errors import ConfigError
-from coterie.gateway.access.keys import Caller, Keys
-from coterie.gateway.access.rates import Rates
+from coterie.gateway.access import Caller, Keys, Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import (

@@ -13,8 +13,7 @@ import msgspec
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.control.live import LiveControl, is_wanted
-from coterie.gateway.exchange.flow import Flow
-from coterie.gateway.exchange.plain import PlainFlow
+from coterie.gateway.exchange.flow import Flow, PlainFlow
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.sglang_pair import SglangPairFlow
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_at_least
 from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
 from coterie.gateway.exchange.call import Call, Collected, Outcome, checked_id, make_call
-from coterie.gateway.exchange.flow import Flow, Informer, Observer
-from coterie.gateway.exchange.plain import PlainFlow
+from coterie.gateway.exchange.flow import Flow, Informer, Observer, PlainFlow
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
 from coterie.gateway.fleet.health import HealthSettings

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from coterie.errors import ConfigError, InputError
-from coterie.gateway.access.keys import Keys
+from coterie.gateway.access import Keys
 from coterie.gateway.config import GatewayConfig, read_config
 from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
@@ -26,7 +26,7 @@ from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
 from coterie.net.http1.server import HttpServer, most_connections
-from coterie.net.listening import bind
+from coterie.net.processes import bind
 
 FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions")
 """Settings that a reload cannot change."""

@@ -10,6 +10,7 @@ Servers and temporary folders do not outlive this process, even if it is killed:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -263,3 +264,20 @@ class ServerProcess:
         shown = [*lines[cause : min(cause + LOG_LINES, end)], *(["…"] if cause + LOG_LINES < end else []), *lines[end:]]
         said = "\n".join(shown) or "(nothing)"
         raise UnavailableError(f"{shlex.join(self.argv)} {what}; {self.log} ends:\n{said}")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the port but does not listen yet: until its server is ready, clients are refused."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise UnavailableError(f"host {host!r}: {error}") from None
+    listener = socket.socket(family, kind, number)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        hint = "; choose another port, or stop what uses it" if error.errno == errno.EADDRINUSE else ""
+        raise UnavailableError(f"{host}:{port}: {error.strerror}{hint}") from None
+    return listener

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from command_line import Run, refused
-from coterie.gateway.access.keys import Keys
+from coterie.gateway.access import Keys
 from coterie.net.http_client import healthy
 
 CONFIG = """

@@ -19,7 +19,7 @@ import pytest
 from canned_pairs import footprint_on
 from canned_workers import canned_workers
 from coterie.errors import InputError
-from coterie.gateway.access.keys import Keys
+from coterie.gateway.access import Keys
 from coterie.gateway.config import GatewayConfig, WorkerEntry, parse_config
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.saved import SavedState, load_state, save_state

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from control_cases import EXPERTS, LAYERS, load_event, saved_fit
+from coterie.gateway.config import AdviseSection, ControlSection
 from coterie.gateway.control.driver import Driver
 from coterie.gateway.control.messages import FromLoop, SetUp, Told
 from coterie.gateway.control.views import ControlView
-from coterie.gateway.control_section import AdviseSection, ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.placement.maps.formats import read_map
 

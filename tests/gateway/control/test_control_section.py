@@ -8,8 +8,7 @@ import pytest
 
 from coterie.control import ControlSettings
 from coterie.errors import InputError
-from coterie.gateway.config import GatewayConfig, parse_config
-from coterie.gateway.control_section import ControlSection
+from coterie.gateway.config import ControlSection, GatewayConfig, parse_config
 
 FILE = Path("gateway.yaml")
 

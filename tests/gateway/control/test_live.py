@@ -19,9 +19,8 @@ import pytest
 
 from canned_workers import Canned
 from control_cases import Publisher, saved_fit
-from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.config import AdviseSection, ControlSection, GatewayConfig, WorkerEntry
 from coterie.gateway.control.live import LiveControl, is_wanted, uses_fit
-from coterie.gateway.control_section import AdviseSection, ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.saved import SavedState
 from gateway_runs import FAST, Run, gateway

@@ -16,10 +16,10 @@ import zmq
 from numpy.random import Generator
 
 from control_cases import EXPERTS, LAYERS, Publisher, load_event, request_event, saved_fit
+from coterie.gateway.config import ControlSection
 from coterie.gateway.control.driver import Driver
 from coterie.gateway.control.messages import FromLoop, SetUp, StreamEntry, Told
 from coterie.gateway.control.streams import AHEAD_S, ExpertStreams
-from coterie.gateway.control_section import ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
 from coterie.wire.framing import to_frames

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.gateway.fleet.breaker import Breaker, BreakerSettings, State, is_failure
+from coterie.gateway.fleet.health import Breaker, BreakerSettings, State, is_failure
 
 SETTINGS = BreakerSettings(failures=3, window_s=10.0, cool_down_s=4.0, longest_s=16.0, jitter=0.0, probe_s=5.0)
 

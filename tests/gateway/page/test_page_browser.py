@@ -16,9 +16,8 @@ import pytest
 
 from browser import PATIENCE_S, Chromium, Page, chromium, tab
 from coterie.answers.demo.traffic import keep_busy
-from coterie.gateway.access.keys import new_key
-from coterie.gateway.config import GatewayConfig
-from coterie.gateway.control_section import ControlSection
+from coterie.gateway.access import new_key
+from coterie.gateway.config import ControlSection, GatewayConfig
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded
 from coterie.net.processes import free_port
 from coterie.routing import Decision

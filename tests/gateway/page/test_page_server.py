@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from canned_workers import canned_workers, held
-from coterie.gateway.access.keys import new_key
+from coterie.gateway.access import new_key
 from coterie.gateway.page.files import page_files
 from coterie.gateway.page.live import Live
 from gateway_runs import Run, config_of, gateway, run

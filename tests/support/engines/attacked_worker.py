@@ -16,7 +16,7 @@ from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.engines.worker.server import Server
-from coterie.net.listening import bind
+from coterie.net.processes import bind
 
 BLOCKS, BLOCK_SIZE = 128, 16
 SECRET = "a secret that all workers of this fleet share"

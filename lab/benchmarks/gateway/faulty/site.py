@@ -23,8 +23,7 @@ from coterie.net.http1.messages import HttpError, Limits, Request, passed_on
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.server import HttpServer
 from coterie.net.http1.upstream import Upstream, UpstreamError
-from coterie.net.listening import bind
-from coterie.net.processes import ServerProcess, free_port
+from coterie.net.processes import ServerProcess, bind, free_port
 from coterie.wire.footprints import KEY, WireFootprint, decode_footprint, encode_footprint
 
 LIMITS = LimitSettings(prefill_s=6.0, first_token_s=60.0, idle_s=6.0)

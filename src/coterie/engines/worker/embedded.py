@@ -34,8 +34,7 @@ from coterie.engines.worker.server import Server
 from coterie.engines.worker.transfer import VERSION, Prefilled
 from coterie.errors import InputError
 from coterie.net.access import FleetAccess
-from coterie.net.listening import bind
-from coterie.net.processes import ServerProcess, free_port
+from coterie.net.processes import ServerProcess, bind, free_port
 
 
 class EmbeddedEngine(Engine):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream
 from coterie.errors import UnavailableError
-from coterie.net.listening import bind
+from coterie.net.processes import bind
 from coterie.wire.expert_events import TOPIC as EXPERT_TOPIC
 
 KV_TOPIC = b"kv"

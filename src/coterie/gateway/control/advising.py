@@ -16,7 +16,7 @@ from coterie.control import ControlEvent, ControlLoop, Shape
 from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
 from coterie.costs.presets import step_model
 from coterie.errors import CoterieError
-from coterie.gateway.control_section import AdviseSection, ControlSection
+from coterie.gateway.config import AdviseSection, ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.models import get_model
 from coterie.placement import Objective

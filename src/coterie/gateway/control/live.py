@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from coterie.errors import CoterieError, InputError
-from coterie.gateway.config import WorkerEntry
+from coterie.gateway.config import ControlSection, WorkerEntry
 from coterie.gateway.control.child import Child
 from coterie.gateway.control.messages import (
     Fleet,
@@ -34,7 +34,6 @@ from coterie.gateway.control.messages import (
     UseFit,
 )
 from coterie.gateway.control.views import ControlView
-from coterie.gateway.control_section import ControlSection
 from coterie.gateway.exchange.pool import Pool
 from coterie.gateway.fleet.rows import check_spec
 from coterie.gateway.fleet.spec import RouterSpec

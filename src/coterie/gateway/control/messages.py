@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coterie.errors import InputError
-from coterie.gateway.control_section import ControlSection
+from coterie.gateway.config import ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
 
 HEAD_BYTES = 4

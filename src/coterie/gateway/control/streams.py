@@ -19,8 +19,7 @@ from coterie.errors import InputError
 from coterie.gateway.control.messages import StreamEntry
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import TOPIC, ExpertLoad, RequestExperts, decode_expert_events
-from coterie.wire.framing import from_frames
-from coterie.wire.subscribing import bound_reader
+from coterie.wire.framing import bound_reader, from_frames
 
 MESSAGE_BYTES = 64 << 20
 """Longest message: 128k tokens of 58 layers with 8 experts of 256 take 61 MB. A longer one ends the connection."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -17,8 +18,7 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pass_whole
-from coterie.gateway.exchange.tries import Tries, may_retry
-from coterie.gateway.fleet.breaker import is_failure
+from coterie.gateway.fleet.health import HealthSettings, is_failure
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import KnownPrompt
 from coterie.gateway.watching.spans import NO_SPAN
@@ -27,6 +27,77 @@ from coterie.net.http1.upstream import Answer, UpstreamError
 from coterie.routing.base import Request
 from coterie.wire.footprints import WireFootprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
+
+BUSY = 429
+PASSING = frozenset(("connect", "reset", "timeout", 502, 503, 504))
+"""Failures after which another round may help. The statuses are those of a worker that starts or drains, or of a proxy
+in front of one that is gone."""
+INNOCENT = PASSING - {"reset"} | {BUSY}
+"""Failures that no request causes."""
+MOST_SUSPECT = 3
+"""Failures of other kinds after which a request is given up."""
+
+
+def may_retry(status: int) -> bool:
+    """Whether another worker may do better: this one failed, or is full."""
+    return is_failure(status) or status == BUSY
+
+
+class Tries:
+    """Failures of one request in one pool, before the first byte of its answer. Most requests have none, and no object.
+
+    Each worker of the pool that is not known to be unhealthy is tried once. Then comes another round, since a fleet in
+    trouble is often well again a second later; not if the last failure was an answer that the next worker will give as
+    well (HTTP 500, one that cannot be read), or if all are full. A worker that broke with the request may have died of
+    it: such a request is given up after :data:`MOST_SUSPECT` workers. Rounds end with `retries` failures, and `retry_s`
+    after the first.
+    """
+
+    __slots__ = ("_health", "_pool", "_since", "_suspect", "failures", "tried")
+
+    def __init__(self, pool: Pool, health: HealthSettings) -> None:
+        self.tried: set[str] = set()
+        """Workers that the next try leaves out."""
+        self._pool, self._health = pool, health
+        self.failures = self._suspect = 0
+        self._since = math.inf
+        """Time of the first failure."""
+
+    def broke(self, worker_id: str, error: UpstreamError) -> bool:
+        """Count a worker that did not answer; whether to try again."""
+        if error.kind == "unhealthy":  # it was found out while the request waited: that costs no try
+            self._leave_out(worker_id)
+            return True
+        return self._failed(worker_id, error.kind)
+
+    def refused(self, worker_id: str, status: int) -> bool:
+        """Count a worker that answered with an error; whether to try again."""
+        return may_retry(status) and self._failed(worker_id, status)
+
+    def _failed(self, worker_id: str, kind: str | int) -> bool:
+        now = self._pool.clock()
+        self._since = min(self._since, now)
+        self.failures += 1
+        self._suspect += kind not in INNOCENT
+        if self.failures > self._health.retries or self._suspect >= MOST_SUSPECT:
+            return False
+        if not self._leave_out(worker_id):
+            return True
+        if kind == "timeout" and worker_id not in self.tried:  # the only one, and it was waited for long enough
+            return False
+        return kind in PASSING and now < self._since + self._health.retry_s
+
+    def _leave_out(self, worker_id: str) -> bool:
+        """Leave out the worker and those known to be unhealthy; whether another round begins, with the others first."""
+        members = self._pool.members
+        well = {id for id, member in members.items() if not member.is_unhealthy} or set(members)
+        out = self.tried | {worker_id}
+        new_round = well <= out
+        if new_round:
+            out = {worker_id} if well - {worker_id} else set()
+        self.tried = out | (members.keys() - well)
+        return new_round
+
 
 REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 NO_USAGE = Usage()
@@ -257,3 +328,16 @@ def outcome(delivered: Delivered, call: Call, known: KnownPrompt, started: float
         output_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
     )
+
+
+class PlainFlow(Flow):
+    def __init__(self, pool: Pool, config: GatewayConfig, knowledge: Informer, observer: Observer) -> None:
+        super().__init__(config, knowledge, observer)
+        self.pool = pool
+
+    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
+        started = time.monotonic()
+        delivered = await self.deliver(self.pool, call, known, sink)
+        if delivered.status == 200:
+            self.knowledge.routed(self.pool, delivered.sent.choice.row, known)
+        return outcome(delivered, call, known, started)

@@ -14,8 +14,7 @@ import msgspec
 from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.fleet.breaker import Attempt, Breaker, BreakerSettings
-from coterie.gateway.fleet.health import Health
+from coterie.gateway.fleet.health import Attempt, Breaker, BreakerSettings, Health
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
 from coterie.gateway.fleet.rows import HeldExperts
 from coterie.gateway.fleet.spec import RouterSpec

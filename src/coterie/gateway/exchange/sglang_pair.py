@@ -20,12 +20,13 @@ from coterie.gateway.exchange.flow import (
     Flow,
     Informer,
     Observer,
+    Tries,
     failed,
+    may_retry,
     outcome,
 )
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
-from coterie.gateway.exchange.tries import Tries, may_retry
 from coterie.gateway.signals.knowledge import KnownPrompt
 from coterie.net.http1.messages import Headers, passed_on
 from coterie.net.http1.upstream import Answer, UpstreamError

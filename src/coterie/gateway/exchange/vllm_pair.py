@@ -21,10 +21,18 @@ from msgspec.structs import replace
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink, encode_object
-from coterie.gateway.exchange.flow import NO_USAGE, REFUSAL_BYTES, REQUEST_ID, Flow, Informer, Observer, outcome
+from coterie.gateway.exchange.flow import (
+    NO_USAGE,
+    REFUSAL_BYTES,
+    REQUEST_ID,
+    Flow,
+    Informer,
+    Observer,
+    may_retry,
+    outcome,
+)
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
-from coterie.gateway.exchange.tries import may_retry
 from coterie.gateway.signals.knowledge import NOTHING, KnownPrompt
 from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError

@@ -22,9 +22,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from coterie.errors import ConfigError, InputError, check_at_least, check_positive
 from coterie.kvindex import Follower, KVDirectory
-from coterie.wire.framing import REPLAY_END, Frame, from_frames
+from coterie.wire.framing import REPLAY_END, Frame, bound_reader, from_frames
 from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents, decode_kv_events
-from coterie.wire.subscribing import bound_reader
 
 Secure = Callable[[Any], None]
 """Sets keys on a ZMQ socket before it connects."""

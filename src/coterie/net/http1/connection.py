@@ -18,8 +18,17 @@ from typing import Protocol, cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from coterie.net.http1.framing import Framing, split_target
-from coterie.net.http1.messages import Counters, Headers, HttpError, Limits, Request, send_at_once, size_of
+from coterie.net.http1.messages import (
+    Counters,
+    Framing,
+    Headers,
+    HttpError,
+    Limits,
+    Request,
+    send_at_once,
+    size_of,
+    split_target,
+)
 from coterie.net.http1.responder import Handler, Responder
 
 logger = logging.getLogger(__name__)

@@ -81,7 +81,7 @@ def serve_command(
 
 
 def _print_key(name: str, admin: bool, json: bool) -> None:
-    from coterie.gateway.access.keys import new_key
+    from coterie.gateway.access import new_key
 
     key, entry = new_key(name, admin=admin)
     if json:
