@@ -163,7 +163,7 @@ def test_files_that_cannot_be_used_change_nothing(tmp_path: Path) -> None:
                     await refused(found)
                 for changes in (
                     {"decode": RouterSpec("unheard_of")},
-                    {"decode": RouterSpec("joint", {"unheard_of": 1})},
+                    {"decode": RouterSpec("joint:unheard_of=1")},
                     {"decode": RouterSpec("latency_aware", fit="/missing")},
                     {"keys": str(keys)},
                 ):

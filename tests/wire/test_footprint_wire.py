@@ -21,6 +21,7 @@ from coterie.wire.footprints import (
     MAX_COUNTS,
     WireFootprint,
     attach_footprint,
+    check_possible,
     decode_footprint,
     encode_footprint,
     footprint_of,
@@ -58,24 +59,39 @@ def test_any_integer_dtype_and_order_sends_the_same() -> None:
         assert encode_footprint(SMALL._replace(counts=counts, layer_ids=layers)) == expected  # type: ignore[arg-type]
 
 
+def counted(tokens: int, *experts: int, shape: tuple[int, int] = (2, 6)) -> WireFootprint:
+    """Every token takes these experts, in every layer."""
+    counts = np.zeros(shape, np.uint16)
+    counts[:, list(experts)] = tokens
+    return WireFootprint(counts, tuple(range(len(counts))), tokens)
+
+
+def test_a_footprint_that_is_possible() -> None:
+    check_possible(counted(100, 0, 1))
+    check_possible(counted(100, 0, 1), (2, 6), 2)
+    few_dropped = counted(100, 0, 1)
+    few_dropped.counts[0, 0] -= 3
+    check_possible(few_dropped, (2, 6), 2)
+
+
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("lie", "problem"),
     [
-        ({"counts": np.zeros(3, np.uint8)}, "must be [layer, expert]"),
-        ({"counts": np.zeros((3, 2), np.uint8)}, "with 2 layers"),
-        ({"counts": np.zeros((2, 0), np.uint8)}, "must be [layer, expert]"),
-        ({"counts": np.zeros((2, MAX_COUNTS), np.uint8)}, f"at most {MAX_COUNTS} counts"),
-        ({"counts": np.full((2, 3), -1)}, "int64 from -1"),
-        ({"counts": np.full((2, 3), 1.5)}, "float64 from 1.5"),
-        ({"layer_ids": (-1, 2)}, "from layer -1"),
-        ({"tokens": -1}, "-1 tokens"),
-        ({"missing": -1}, "-1 missing"),
+        (counted(3, 0, 1, shape=(3, 6)), r"\(3, 6\).*\(2, 6\)"),
+        (counted(3, 0, 1, shape=(2, 5)), r"\(2, 5\)"),
+        (counted(100, 0, 1)._replace(tokens=0), "of 0 tokens"),
+        (counted(100, 0, 1)._replace(tokens=2**63), f"{2**63} tokens"),
+        (counted(100, 0, 1)._replace(tokens=50), "50 tokens, with 100"),
+        (counted(100, 0, 1, 2), "3 to 3"),
+        (counted(100, 0), "1 to 1"),
+        (counted(100), "0 to 0"),
+        (counted(100, 0, 1)._replace(tokens=110), "expected 2"),
+        (counted(100, 0, 1)._replace(counts=np.array([[100, 100, 0], [100, 50, 0]], np.uint8)), "1.5|shape|2, 3"),
     ],
 )
-def test_what_could_not_be_read_is_not_sent(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InputError) as caught:
-        encode_footprint(SMALL._replace(**change))
-    assert problem in str(caught.value)
+def test_lies(lie: WireFootprint, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        check_possible(lie, (2, 6), 2)
 
 
 # ------------------------------------------------------------------------------------------------------- stated sizes

@@ -39,7 +39,7 @@ from coterie.net.http1.messages import HttpError
 from coterie.net.http_client import error_message, server_url
 from coterie.predictors.base import Predictor, PredictRequest
 from coterie.routing import Fleet, Request, Router
-from coterie.wire.footprints import WireFootprint
+from coterie.wire.footprints import WireFootprint, check_possible
 
 KEPT_PROBLEMS = 5
 PATIENT = LimitSettings(connect_s=10.0, prefill_s=3600.0, first_token_s=3600.0)
@@ -267,8 +267,8 @@ class _Expected(Informer):
     def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
         self._seen.learn(known.ids, footprint)  # the shape that all others must have
 
-    def refuses(self, footprint: WireFootprint) -> str | None:
-        return self._seen.problem(footprint.counts, footprint.tokens) or None
+    def check(self, footprint: WireFootprint) -> None:
+        check_possible(footprint, self._seen.shape)
 
 
 class _Counter(Observer):

@@ -22,7 +22,12 @@ from coterie.types import narrowest_uint
 KEY = "coterie_footprint"
 VERSION = 1
 MAX_COUNTS = 1 << 20
-"""Most layers x experts: fifty times any model; a wrong header allocates at most 8 MB."""
+"""Largest product of layers and experts: fifty times any model; a wrong header allocates at most 8 MB."""
+
+MOST_TOKENS = 1 << 24
+"""Most tokens that a footprint may claim."""
+SLACK = 0.02
+"""Relative difference between layers that is let pass: some engines drop tokens of a full expert."""
 
 
 class WireFootprint(NamedTuple):
@@ -48,16 +53,8 @@ class _Packed(msgspec.Struct, array_like=True):
 
 
 def encode_footprint(footprint: WireFootprint, deflate: bool = True) -> str:
-    """Encode as text. Deflating takes about 0.4 ms for 58 layers x 256 experts: turn it off where that delays a step.
-
-    Raises InputError for what :func:`decode_footprint` would refuse.
-    """
+    """Encode as text. Deflating 58 layers x 256 experts takes about 0.4 ms: turn it off where that delays a step."""
     counts = footprint.counts
-    if counts.ndim != 2 or not 0 < counts.size <= MAX_COUNTS or len(footprint.layer_ids) != len(counts):
-        problem = f"counts {counts.shape} must be [layer, expert] with {len(footprint.layer_ids)} layers"
-        raise InputError(f"{problem} and at most {MAX_COUNTS} counts")
-    if counts.dtype.kind not in "ui" or int(counts.min()) < 0:
-        raise InputError(f"counts are {counts.dtype} from {counts.min()}, expected whole numbers of at least 0")
     narrow = counts.astype(narrowest_uint(int(counts.max())).newbyteorder("<"))
     # Counts repeat as values, not as runs: Huffman coding alone is smaller here than matching, and faster.
     packer = zlib.compressobj(1 if deflate else 0, zlib.DEFLATED, strategy=zlib.Z_HUFFMAN_ONLY)
@@ -71,7 +68,6 @@ def encode_footprint(footprint: WireFootprint, deflate: bool = True) -> str:
         [int(layer) for layer in footprint.layer_ids],
         packer.compress(narrow.tobytes()) + packer.flush(),
     )
-    _check(packed)
     return base64.b64encode(msgspec.msgpack.encode(packed)).decode("ascii")
 
 
@@ -81,7 +77,7 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
         packed = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=_Packed)
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise InputError(f"is not a footprint: {error}") from None
-    _check(packed)
+    _check_header(packed)
     size = packed.layers * packed.experts * packed.itemsize
     try:
         inflate = zlib.decompressobj()
@@ -94,7 +90,7 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
     return WireFootprint(counts, tuple(packed.layer_ids), packed.tokens, packed.missing)
 
 
-def _check(packed: _Packed) -> None:
+def _check_header(packed: _Packed) -> None:
     if packed.version != VERSION:
         raise InputError(f"is a footprint of version {packed.version}, expected {VERSION}")
     shape_ok = packed.layers > 0 and packed.experts > 0 and packed.layers * packed.experts <= MAX_COUNTS
@@ -108,6 +104,24 @@ def _check(packed: _Packed) -> None:
             f"is a footprint of {packed.tokens} tokens, {packed.missing} missing, from layer {min(packed.layer_ids)}: "
             "each must be at least 0"
         )
+
+
+def check_possible(footprint: WireFootprint, shape: tuple[int, ...] | None = None, top_k: int | None = None) -> None:
+    """Raise InputError for counts that no prefill can have: every token activates as many experts in every layer.
+
+    The only place where counts of others are checked; whoever gets a footprint afterwards may rely on it. `shape` is
+    the model's [layer, expert] and `top_k` its experts per token, where they are known.
+    """
+    counts, tokens = footprint.counts, footprint.tokens
+    if shape is not None and counts.shape != shape:
+        raise InputError(f"is a footprint {counts.shape}; the model's is {shape}")
+    if not 0 < tokens <= MOST_TOKENS or counts.max() > tokens:  # a token activates an expert once
+        raise InputError(f"is a footprint of {tokens} tokens, with {counts.max()} activations of one expert")
+    per_token = counts.sum(axis=1, dtype=np.float64) / tokens
+    k = float(top_k or per_token[0])
+    if not 1 - SLACK <= k <= counts.shape[1] or np.abs(per_token - k).max() > SLACK * k:
+        found = f"{per_token.min():g} to {per_token.max():g}"
+        raise InputError(f"is a footprint of {found} experts a token, expected {k:g} in every layer")
 
 
 def attach_footprint(params: MutableMapping[str, Any], footprint: WireFootprint) -> None:

@@ -88,7 +88,7 @@ def test_a_broken_router_falls_back_to_the_shortest_queue(what: str) -> None:
     before = state(keeper)
     choice = keeper.route("bad", Request("bad", 10), exclude=["w2"])
     assert choice.worker_id == "w3", "the only open one left with nothing to do"
-    assert choice.fallback == reason
+    assert choice.fallback in ((None, "router_error") if reason == NOT_CHECKED else (reason,))
     assert keeper.counters.fallbacks == {reason: 1}
     assert "text" not in choice.decision.reason
     keeper.check_integrity()
@@ -105,19 +105,21 @@ def test_an_interrupt_is_no_router_s_error() -> None:
         keeper.route("bad", Request("bad"))
 
 
+NOT_CHECKED = "not checked here"
+"""Footprints are checked at the wire: one that is wrong all the same is served, by the router or without it."""
 STRANGE: Mapping[str, tuple[dict[str, Any], str]] = {
-    "nan": ({"footprint": np.full((LAYERS, EXPERTS), np.nan)}, "bad_footprint"),
-    "one nan": ({"footprint": np.where(np.eye(LAYERS, EXPERTS) > 0, np.nan, 1.0)}, "bad_footprint"),
-    "infinite": ({"footprint": np.full((LAYERS, EXPERTS), np.inf)}, "bad_footprint"),
-    "too large a float": ({"footprint": np.full((LAYERS, EXPERTS), 1e300)}, "bad_footprint"),
-    "negative": ({"footprint": np.full((LAYERS, EXPERTS), -1)}, "bad_footprint"),
-    "large": ({"footprint": np.full((LAYERS, EXPERTS), 2**62)}, "bad_footprint"),
-    "huge": ({"footprint": np.full((LAYERS, EXPERTS), 2**64 - 1, np.uint64)}, "bad_footprint"),
-    "flat": ({"footprint": np.zeros(LAYERS * EXPERTS)}, "bad_footprint"),
-    "empty": ({"footprint": np.zeros((0, EXPERTS))}, "bad_footprint"),
-    "complex": ({"footprint": np.zeros((LAYERS, EXPERTS), complex)}, "bad_footprint"),
-    "objects": ({"footprint": np.full((LAYERS, EXPERTS), None)}, "bad_footprint"),
-    "list": ({"footprint": [[1] * EXPERTS] * LAYERS}, "bad_footprint"),
+    "nan": ({"footprint": np.full((LAYERS, EXPERTS), np.nan)}, NOT_CHECKED),
+    "one nan": ({"footprint": np.where(np.eye(LAYERS, EXPERTS) > 0, np.nan, 1.0)}, NOT_CHECKED),
+    "infinite": ({"footprint": np.full((LAYERS, EXPERTS), np.inf)}, NOT_CHECKED),
+    "too large a float": ({"footprint": np.full((LAYERS, EXPERTS), 1e300)}, NOT_CHECKED),
+    "negative": ({"footprint": np.full((LAYERS, EXPERTS), -1)}, NOT_CHECKED),
+    "large": ({"footprint": np.full((LAYERS, EXPERTS), 2**62)}, NOT_CHECKED),
+    "huge": ({"footprint": np.full((LAYERS, EXPERTS), 2**64 - 1, np.uint64)}, NOT_CHECKED),
+    "flat": ({"footprint": np.zeros(LAYERS * EXPERTS)}, NOT_CHECKED),
+    "empty": ({"footprint": np.zeros((0, EXPERTS))}, NOT_CHECKED),
+    "complex": ({"footprint": np.zeros((LAYERS, EXPERTS), complex)}, NOT_CHECKED),
+    "objects": ({"footprint": np.full((LAYERS, EXPERTS), None)}, NOT_CHECKED),
+    "list": ({"footprint": [[1] * EXPERTS] * LAYERS}, NOT_CHECKED),
     "another model's": ({"footprint": np.ones((LAYERS, EXPERTS + 1), np.int64)}, "router_error"),
     "turned": ({"footprint": np.ones((EXPERTS, LAYERS), np.int64)}, "router_error"),
     "ghost": ({"prompt_tokens": 10**30}, "bad_tokens"),
@@ -142,11 +144,12 @@ def test_a_strange_request_is_served_and_leaves_no_trace(name: str, what: str) -
     keeper.route("there", Request("", 10, FOOTPRINTS[0]))
     before = state(keeper)
     choice = keeper.route("strange", Request("", **{"prompt_tokens": 100, **values}))
-    assert choice.fallback == reason
+    assert choice.fallback in ((None, "router_error") if reason == NOT_CHECKED else (reason,))
     assert choice.worker_id in keeper
     keeper.check_integrity()
     assert keeper.finish("strange")
     after = state(keeper)
-    for one in before.keys() - {"routed", "in_round", "_mean", "expected", "distinct", "missed"}:
-        np.testing.assert_array_equal(before[one], after[one], err_msg=one)
+    if choice.fallback is not None:  # otherwise it is learned from, as any request
+        for one in before.keys() - {"routed", "in_round", "_mean", "expected", "distinct", "missed"}:
+            np.testing.assert_array_equal(before[one], after[one], err_msg=one)
     assert keeper.route("next", Request("", 100, FOOTPRINTS[1])).fallback is None

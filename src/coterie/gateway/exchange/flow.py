@@ -146,8 +146,8 @@ class Informer(Protocol):
 
     def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None: ...
 
-    def refuses(self, footprint: WireFootprint) -> str | None:
-        """Why a worker's footprint cannot be true; None if it can."""
+    def check(self, footprint: WireFootprint) -> None:
+        """Raise InputError for a worker's footprint that cannot be true."""
         ...
 
 

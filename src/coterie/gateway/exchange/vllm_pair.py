@@ -212,10 +212,10 @@ class VllmPairFlow(Flow):
         footprint, problem = None, None
         try:
             footprint = footprint_of(params)
+            if footprint is not None:
+                self.knowledge.check(footprint)
         except InputError as error:
-            problem = str(error)
-        if footprint is not None and (wrong := self.knowledge.refuses(footprint)) is not None:
-            footprint, problem = None, wrong
+            footprint, problem = None, str(error)
         usage = answer.usage or NO_USAGE
         self.observer.handed_over(footprint, problem, usage.cached_tokens)
         return Handoff(member, without_footprint(params), footprint, usage.prompt_tokens)

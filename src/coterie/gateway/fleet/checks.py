@@ -1,7 +1,8 @@
 """What a keeper lets through to a router, and how it names what went wrong.
 
-A request comes from a client, its footprint from a worker or a predictor, its cached tokens from event streams: none of
-them can be trusted to be of the right size. Compiled loops do not check their indices, so it is done here.
+Tokens come from clients and workers, cached tokens from event streams: neither can be trusted to be of the right size.
+Compiled loops do not check their indices, so it is done here. Footprints were checked where they came in
+(:func:`~coterie.wire.footprints.check_possible`), and routers refuse those of another model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from coterie.errors import ConfigError, CoterieError
 from coterie.routing import Decision, Fleet, Request
 from coterie.routing.fleet import MOST_CONTEXT, shown
 
-MOST_COUNT = 1 << 40
-"""Most activations of one expert by a request."""
 COUNTS, SHARES = np.dtype(np.int64), np.dtype(np.float32)
 """Types of footprints that routers get: loops are compiled for these two."""
 
@@ -66,17 +65,16 @@ def tokens_of(wanted: Request) -> int:
 class Checks:
     """Checks requests, one after another; remembers the arrays that it let pass, which may come again and again."""
 
-    __slots__ = ("_footprint", "_held", "_within")
+    __slots__ = ("_held", "_within")
 
     def __init__(self) -> None:
-        self._footprint: NDArray[Any] | None = None
         self._held: NDArray[Any] | None = None
         self._within = 0
 
     def checked(
         self, wanted: Request, fleet: Fleet, members: Mapping[str, HasRow], cached: Mapping[str, int] | None = None
     ) -> Request:
-        """The request as a router may see it: types that loops are compiled for, no NaN, an entry for every row.
+        """The request as a router may see it: types that loops are compiled for, an entry for every row.
 
         Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more. An
         array that passed is not looked at again while it comes: make another rather than change it.
@@ -85,12 +83,10 @@ class Checks:
         whole = True
         if type(tokens) is not int or not 0 <= tokens <= MOST_CONTEXT:
             tokens, whole = _checked_tokens(tokens), False
-        if footprint is not None and footprint is not self._footprint:
-            passed = _checked_footprint(footprint)
-            if passed is footprint:
-                self._footprint = passed
-            else:
-                footprint, whole = passed, False
+        if footprint is not None:
+            routed = np.ascontiguousarray(footprint, SHARES if footprint.dtype.kind == "f" else COUNTS)
+            whole = whole and routed is footprint
+            footprint = routed
         if cached is not None:
             held, whole = _by_row(cached, len(fleet), members), False
         rows = len(fleet.places)
@@ -130,22 +126,6 @@ def _checked_tokens(tokens: Any) -> int:
     return found
 
 
-def _checked_footprint(footprint: Any) -> NDArray[Any]:
-    if type(footprint) is not np.ndarray or footprint.ndim != 2 or footprint.size == 0:
-        found = getattr(footprint, "shape", type(footprint).__name__)
-        raise BadRequestError("bad_footprint", f"footprint is {found}; expected an array [layer, expert]")
-    dtype = footprint.dtype
-    if (dtype != COUNTS and dtype != SHARES) or not footprint.flags.c_contiguous:
-        if dtype.kind not in "iuf":
-            raise BadRequestError("bad_footprint", f"footprint has dtype {dtype}; expected numbers")
-        with np.errstate(all="ignore"):  # what overflows is refused below
-            footprint = np.ascontiguousarray(footprint, SHARES if dtype.kind == "f" else COUNTS)
-    if not _countable(footprint.reshape(-1)):
-        raise BadRequestError("bad_footprint", f"footprint must hold numbers in 0 … {MOST_COUNT}")
-    counts: NDArray[Any] = footprint
-    return counts
-
-
 def _by_row(cached: Mapping[str, int], rows: int, members: Mapping[str, HasRow]) -> NDArray[np.int64]:
     held = np.zeros(rows, np.int64)
     for worker_id, tokens in cached.items():
@@ -174,15 +154,6 @@ def _checked_cached(held: Any, rows: int, tokens: int) -> NDArray[np.int64]:
     some = min(rows, len(held))
     whole[:some] = np.minimum(np.maximum(held[:some], 0), tokens)
     return whole
-
-
-@njit()
-def _countable(counts: NDArray[Any]) -> bool:
-    """Whether all are numbers of activations; a NaN is not."""
-    wrong = 0
-    for at in range(len(counts)):
-        wrong += not (0 <= counts[at] <= MOST_COUNT)
-    return wrong == 0
 
 
 @njit()

@@ -28,7 +28,7 @@ from coterie.gateway.signals.tokens import TokenService
 from coterie.routing.base import Request
 from coterie.routing.fitted import RouterFit
 from coterie.wire.event_security import secure_subscriber
-from coterie.wire.footprints import WireFootprint
+from coterie.wire.footprints import WireFootprint, check_possible
 
 
 class KnownPrompt(msgspec.Struct, frozen=True):
@@ -164,9 +164,9 @@ class Knowledge:
     def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
         self.footprints.learn(known.ids, footprint)
 
-    def refuses(self, footprint: WireFootprint) -> str | None:
-        """Why a worker's footprint cannot be true; None if it can."""
-        return self.footprints.problem(footprint.counts, footprint.tokens) or None
+    def check(self, footprint: WireFootprint) -> None:
+        """Raise InputError for a worker's footprint that cannot be true of this model."""
+        check_possible(footprint, self.footprints.shape, self.footprints.top_k)
 
     def _cached(self, pool: Rows, known: KnownPrompt) -> NDArray[np.int64] | None:
         """[row] leading tokens that each worker of the pool holds."""

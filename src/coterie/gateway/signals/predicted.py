@@ -2,7 +2,7 @@
 
 From the best source that knows anything: *prefix*, the mean of earlier requests with the same leading tokens, learned
 from the footprints in prefill answers; *predictor*, a fitted one; *popularity*, the mean of all footprints seen or a
-fit's. A footprint that cannot be true is refused and counted, never learned: one lie would steer every later request.
+fit's. Only footprints that can be true are learned: one lie would steer every later request.
 
 Footprints of partly cached prompts are complete where experts lie beside the KV cache, as in Coterie's workers; what a
 worker never saw is told in `missing`.
@@ -11,7 +11,7 @@ worker never saw is told in `missing`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from coterie.errors import ConfigError, check_at_least, check_share
 from coterie.predictors import Predictor, PredictRequest, TokenTable, predictors
 from coterie.routing.fitted import RouterFit
 from coterie.traces.activations import ActivationTrace
-from coterie.wire.footprints import WireFootprint
+from coterie.wire.footprints import MOST_TOKENS, WireFootprint
 
 Source = Literal["prefix", "predictor", "popularity", "none"]
 Counts = NDArray[np.integer] | NDArray[np.floating]
@@ -34,10 +34,6 @@ Profile = NDArray[np.float32]
 BOUNDS = np.concatenate([np.arange(64, 1025, 64), np.arange(1280, 8193, 256), np.arange(9216, 65537, 1024)])
 """Lengths of the prefixes that are compared, in tokens: finer where prompts are short."""
 _BOUNDS: list[int] = BOUNDS.tolist()
-SLACK = 0.02
-"""Relative differences of sums that are let pass."""
-MOST_TOKENS = 1 << 24
-"""Most tokens that a footprint may claim."""
 RECENT = 4
 """Requests whose mean predicts the next one with the same prefix, the latest ones."""
 DECAY = 0.99
@@ -54,8 +50,6 @@ class Predicted(NamedTuple):
 @dataclass(slots=True)
 class FootprintCounters:
     learned: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    """Reason → footprints that cannot be true."""
     failed: int = 0
     """Predictions that raised or are no loads."""
     prefix: int = 0
@@ -144,11 +138,9 @@ class Footprints:
         return Predicted(None, "none")
 
     def learn(self, ids: NDArray[np.int64] | None, footprint: WireFootprint) -> bool:
-        """Learn from a prefill's answer; False, and counted, if the footprint cannot be true."""
+        """Learn from a prefill's answer that can be true; False if it claims more tokens than the prompt has."""
         tokens = footprint.tokens
-        reason = self.problem(footprint.counts, tokens, None if ids is None else len(ids))
-        if reason:
-            self._refuse(reason)
+        if ids is not None and tokens > len(ids):
             return False
         profile = np.ascontiguousarray(footprint.counts, np.float32) / np.float32(tokens)
         self.shape = profile.shape
@@ -160,27 +152,6 @@ class Footprints:
         if ids is not None and len(ids) and footprint.missing <= tokens:
             self._keep(ids, profile)
         return True
-
-    def _refuse(self, reason: str) -> None:
-        self.counters.refused[reason] = self.counters.refused.get(reason, 0) + 1
-
-    def problem(self, counts: Counts, tokens: int, prompt_tokens: int | None = None) -> str:
-        """Why a footprint of `tokens` tokens cannot be true; empty if it can."""
-        if not isinstance(counts, np.ndarray) or counts.ndim != 2 or not counts.size or counts.dtype.kind not in "uif":
-            return "no array [layer, expert]"
-        if self.shape is not None and counts.shape != self.shape:
-            return "wrong shape"
-        if not 0 < tokens <= (MOST_TOKENS if prompt_tokens is None else prompt_tokens):
-            return "wrong number of tokens"
-        if counts.dtype.kind == "f" and not np.isfinite(counts).all():
-            return "not finite"
-        if counts.min() < 0 or counts.max() > tokens:  # a token activates an expert once
-            return "counts out of range"
-        per_token = counts.sum(axis=1, dtype=np.float64) / tokens
-        k = float(self.top_k or per_token[0])
-        if not 1 - SLACK <= k <= counts.shape[1] or np.abs(per_token - k).max() > SLACK * k:
-            return "wrong sums"
-        return ""
 
     def _by_prefix(self, ids: NDArray[np.int64]) -> Profile | None:
         if not self._known:
