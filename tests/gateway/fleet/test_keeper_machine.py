@@ -45,8 +45,6 @@ class KeeperMachine(RuleBasedStateMachine):
         """Worker → row it has, or had last."""
         self.running: dict[str, tuple[int, int]] = {}
         """Request → row, tokens."""
-        self.ended: set[str] = set()
-        self.early: set[str] = set()
 
     @rule(worker=workers, places=st.integers(1, 4), speed=st.sampled_from([0.5, 1.0, 2.0]))
     def join(self, worker: str, places: int, speed: float) -> None:
@@ -77,7 +75,6 @@ class KeeperMachine(RuleBasedStateMachine):
 
     @rule(request=requests, asked=wanted, exclude=st.sets(workers, max_size=2) | st.sets(workers))
     def route(self, request: str, asked: Request, exclude: set[str]) -> None:
-        before = self.keeper.counters.admitted
         if request in self.running and self.worker_at(self.running[request][0]) not in exclude:
             row = self.keeper.route(request, asked, ()).row
             assert row == self.running[request][0]
@@ -95,17 +92,9 @@ class KeeperMachine(RuleBasedStateMachine):
         allowed = [one for one, open in self.open.items() if open and one not in exclude]
         allowed = allowed or [one for one in self.open if one not in exclude] or list(self.open)
         assert choice.worker_id in allowed
-        assert (choice.fallback == "all_excluded") == (set(self.open) <= exclude) or request in self.early
-        if self.running.pop(request, None) is not None:
-            self.ended.add(request)
-        if request in self.early:
-            assert choice.fallback in ("ended", "all_closed", "all_excluded")
-            assert self.keeper.counters.admitted == before
-            self.early.remove(request)
-            self.ended.add(request)
-        else:
-            tokens = asked.prompt_tokens if 0 <= asked.prompt_tokens <= 999 else 0
-            self.running[request] = (choice.row, tokens)
+        assert (choice.fallback == "all_excluded") == (set(self.open) <= exclude)
+        tokens = asked.prompt_tokens if 0 <= asked.prompt_tokens <= 999 else 0
+        self.running[request] = (choice.row, tokens)
 
     def worker_at(self, row: int) -> str | None:
         return next((one for one in self.open if self.rows[one] == row), None)
@@ -115,27 +104,10 @@ class KeeperMachine(RuleBasedStateMachine):
         known = self.keeper._running[request].worker_id
         return known in exclude
 
-    @rule(request=requests, worker=workers, tokens=st.integers(0, 99) | st.just(10**30), known=st.integers(0, 2))
-    def admit(self, request: str, worker: str, tokens: int, known: int) -> None:
-        size = self.keeper.fleet.missed.shape[1]
-        profile = (None, np.full(size, 0.5, np.float32), np.full(3, np.nan, np.float32))[known]
-        new = request not in self.running and request not in self.ended
-        if new and request in self.early:
-            self.early.remove(request)
-            self.ended.add(request)
-            new = False
-        new = new and worker in self.open
-        assert self.keeper.admit(request, worker, tokens, profile) == new
-        if new:
-            self.running[request] = (self.rows[worker], tokens if tokens < 100 else 0)
-
     @rule(request=requests)
     def finish(self, request: str) -> None:
         assert self.keeper.finish(request) == (request in self.running)
-        if self.running.pop(request, None) is not None:
-            self.ended.add(request)
-        elif request not in self.ended:
-            self.early.add(request)
+        self.running.pop(request, None)
 
     @rule(name=st.sampled_from(NAMES))
     def reload(self, name: str) -> None:

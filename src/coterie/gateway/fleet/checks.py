@@ -7,9 +7,8 @@ Compiled loops do not check their indices, so it is done here. Footprints were c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import index
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +47,6 @@ def fallback_of(error: Exception) -> Fallback:
     return Fallback("router_error", f"the router failed with {text}")
 
 
-class HasRow(Protocol):
-    @property
-    def row(self) -> int: ...
-
-
 def tokens_of(wanted: Request) -> int:
     """The prompt's tokens; 0 if that is no number of tokens."""
     try:
@@ -71,9 +65,7 @@ class Checks:
         self._held: NDArray[Any] | None = None
         self._within = 0
 
-    def checked(
-        self, wanted: Request, fleet: Fleet, members: Mapping[str, HasRow], cached: Mapping[str, int] | None = None
-    ) -> Request:
+    def checked(self, wanted: Request, fleet: Fleet) -> Request:
         """The request as a router may see it: types that loops are compiled for, an entry for every row.
 
         Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more. An
@@ -84,11 +76,9 @@ class Checks:
         if type(tokens) is not int or not 0 <= tokens <= MOST_CONTEXT:
             tokens, whole = _checked_tokens(tokens), False
         if footprint is not None:
-            routed = np.ascontiguousarray(footprint, SHARES if footprint.dtype.kind == "f" else COUNTS)
+            routed: NDArray[Any] = np.ascontiguousarray(footprint, SHARES if footprint.dtype.kind == "f" else COUNTS)
             whole = whole and routed is footprint
             footprint = routed
-        if cached is not None:
-            held, whole = _by_row(cached, len(fleet), members), False
         rows = len(fleet.places)
         again = held is self._held and self._within <= tokens
         if held is not None and not (again and len(held) == rows):
@@ -124,24 +114,6 @@ def _checked_tokens(tokens: Any) -> int:
     if not 0 <= found <= MOST_CONTEXT:
         raise BadRequestError("bad_tokens", f"prompt_tokens={shown(found)} must be in 0 … {MOST_CONTEXT}")
     return found
-
-
-def _by_row(cached: Mapping[str, int], rows: int, members: Mapping[str, HasRow]) -> NDArray[np.int64]:
-    held = np.zeros(rows, np.int64)
-    for worker_id, tokens in cached.items():
-        member = members.get(worker_id)
-        if member is not None:
-            held[member.row] = min(max(_cached_int(tokens), 0), MOST_CONTEXT)
-    return held
-
-
-def _cached_int(tokens: Any) -> int:
-    try:
-        return index(tokens)
-    except TypeError:
-        raise BadRequestError(
-            "bad_cached_tokens", f"{type(tokens).__name__} tokens are cached; expected an int"
-        ) from None
 
 
 def _checked_cached(held: Any, rows: int, tokens: int) -> NDArray[np.int64]:

@@ -1,8 +1,6 @@
 """The keeper of a pool of workers: worker ids → rows of a :class:`~coterie.routing.fleet.Fleet`, and who runs where.
 
-A front end asks :meth:`FleetKeeper.route` for a worker, and tells :meth:`FleetKeeper.finish` when the request ended;
-one that chooses by itself tells :meth:`FleetKeeper.admit`. Such messages may come more than once and in any order, as
-networks deliver them: a request is counted once, and one whose end came first is never counted.
+A front end asks :meth:`FleetKeeper.route` for a worker, and tells :meth:`FleetKeeper.finish` when the request ended.
 
 Serving comes before routing well. Whatever a router raises, and a choice that it may not make, falls back to the
 shortest queue. It is counted by reason and leaves the fleet as it was. If no worker is open, requests go to the least
@@ -21,7 +19,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from coterie.errors import UnavailableError
 from coterie.gateway.fleet.checks import Checks, Fallback, checked_row, fallback_of, tokens_of
@@ -31,9 +28,6 @@ from coterie.routing import Decision, JoinShortestQueue, Request
 NO_ROWS: list[int] = []
 ALL_CLOSED = Fallback("all_closed", "all workers are closed: the least loaded all the same")
 ALL_EXCLUDED = Fallback("all_excluded", "all workers failed the request: the least loaded all the same")
-ENDED = Fallback("ended", "the request ended before it was routed: not counted")
-REMEMBERED = 16_384
-"""Requests that ended, and ends that came before their requests, remembered to tell messages that come twice."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -58,39 +52,29 @@ class FleetKeeper(FleetRows):
         """
         super().__init__(spec, context)
         self._running: dict[str, Choice] = {}
-        self._ended = _Recent()
-        self._early = _Recent()
-        """Requests whose end came before them."""
         self._shortest = JoinShortestQueue()
         self._checks = Checks()
 
-    def route(
-        self, request_id: str, wanted: Request, exclude: Collection[str] = (), cached: Mapping[str, int] | None = None
-    ) -> Choice:
+    def route(self, request_id: str, wanted: Request, exclude: Collection[str] = ()) -> Choice:
         """Choose a worker for a request and admit it there. Finish it, whatever becomes of it.
 
         `request_id` must differ from those of all requests that run: make it yourself, do not take a client's.
-        `wanted.cached_tokens` is [row]; an array made before the pool grew may be shorter. `cached` gives the same by
-        worker id and replaces it; workers it does not name hold nothing. `exclude` names workers that failed the
-        request. A request that runs already is answered with its choice, unless that worker is excluded: then it
-        moves. Raises UnavailableError if the pool is empty.
+        `wanted.cached_tokens` is [row]; an array made before the pool grew may be shorter. `exclude` names workers that
+        failed the request. A request that runs already is answered with its choice, unless that worker is excluded:
+        then it moves. Raises UnavailableError if the pool is empty.
         """
         known = self._running.get(request_id)
         if known is not None:
             if known.worker_id not in exclude:
-                self.counters.repeated += 1
                 return known
             self.finish(request_id)
         if not self._members:
             raise UnavailableError("the pool has no workers")
-        if request_id in self._early:
-            self._ended_first(request_id)
-            return self._fall_back(exclude, ENDED)
         fleet, failure = self._made.fleet, ALL_CLOSED
         hidden = self._hide(exclude) if exclude else NO_ROWS
         if self._open > len(hidden):
             try:
-                asked = self._checks.checked(wanted, fleet, self._members, cached)
+                asked = self._checks.checked(wanted, fleet)
                 decision = self._made.router.route(asked, fleet)
                 row = checked_row(decision, fleet)
                 for one in hidden:
@@ -106,47 +90,13 @@ class FleetKeeper(FleetRows):
         fleet.admit(request_id, choice.row, tokens_of(wanted))
         return self._began(request_id, choice)
 
-    def admit(
-        self, request_id: str, worker_id: str, tokens: int = 0, profile: NDArray[np.float32] | None = None
-    ) -> bool:
-        """Count a request on a worker that a front end chose by itself; returns whether it was added.
-
-        Admitting a request again changes nothing, nor does admitting one that ended: ids are used once.
-        """
-        if request_id in self._running or request_id in self._ended:
-            self.counters.repeated += 1
-            return False
-        if request_id in self._early:
-            self._ended_first(request_id)
-            return False
-        member = self._members.get(worker_id)
-        if member is None:
-            self.counters.unknown_workers += 1
-            return False
-        fleet, failure, tokens = self._made.fleet, None, tokens_of(Request(prompt_tokens=tokens))
-        try:
-            fleet.admit(request_id, member.row, tokens, profile)
-        except Exception:
-            failure = "bad_profile"
-            self.counters.fallbacks[failure] += 1
-            fleet.admit(request_id, member.row, tokens)
-        decision = Decision(member.row, np.zeros(len(fleet)), "chosen by the front end")
-        self._began(request_id, Choice(worker_id, member.row, decision, failure))
-        return True
-
     def finish(self, request_id: str) -> bool:
-        """Remove a request that ended, failed or was cancelled; returns whether it ran. It may be told again."""
-        if self._running.pop(request_id, None) is not None:
-            self._made.fleet.finish(request_id)
-            self.counters.finished += 1
-            self._ended.add(request_id)
-            return True
-        if request_id in self._ended:
-            self.counters.repeated += 1
-        else:
-            self.counters.unknown_finishes += 1
-            self._early.add(request_id)
-        return False
+        """Remove a request that ended, failed or was cancelled; returns whether it ran."""
+        if self._running.pop(request_id, None) is None:
+            return False
+        self._made.fleet.finish(request_id)
+        self.counters.finished += 1
+        return True
 
     @property
     def in_flight(self) -> int:
@@ -213,30 +163,3 @@ class FleetKeeper(FleetRows):
         fleet.alive[:] = False
         for one in self._members.values():
             fleet.alive[one.row] = one.open
-
-    def _ended_first(self, request_id: str) -> None:
-        self._early.discard(request_id)
-        self._ended.add(request_id)
-        self.counters.early_finishes += 1
-
-
-class _Recent:
-    """The last ids, at least `REMEMBERED` of them. Two generations: a dictionary that loses its oldest is slow."""
-
-    __slots__ = ("_new", "_old")
-
-    def __init__(self) -> None:
-        self._new: set[str] = set()
-        self._old: set[str] = set()
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._new or request_id in self._old
-
-    def add(self, request_id: str) -> None:
-        self._new.add(request_id)
-        if len(self._new) >= REMEMBERED:
-            self._old, self._new = self._new, set()
-
-    def discard(self, request_id: str) -> None:
-        self._new.discard(request_id)
-        self._old.discard(request_id)

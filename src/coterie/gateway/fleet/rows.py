@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.fleet.spec import Made, Maker, PoolShape, RouterSpec, maker, maker_of, try_out
 from coterie.routing import Fleet, Router
-from coterie.routing.fleet import MOST_CONTEXT
 
 MOST_PLACES = 1 << 20
 MOST_ROWS = 1 << 14
@@ -39,14 +38,6 @@ class Counters:
     admitted: int = 0
     """Requests that were added to the fleet."""
     finished: int = 0
-    repeated: int = 0
-    """Messages that came again: a request that runs was admitted, one that ended was admitted or finished."""
-    unknown_finishes: int = 0
-    """Ends of requests that were never admitted; they are remembered for a while."""
-    early_finishes: int = 0
-    """Requests whose end had come before them: not admitted."""
-    unknown_workers: int = 0
-    """Requests admitted elsewhere to a worker that is not in the pool: not admitted."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Reason → requests that the router did not place."""
     reloads: int = 0
@@ -172,14 +163,6 @@ class FleetRows:
             self._members[worker_id] = member._replace(open=open)
             self._open += 1 if open else -1
             self.fleet.alive[member.row] = open
-
-    def observe(self, worker_id: str, kv_used: float | None = None, prefill_tokens: int | None = None) -> None:
-        """Take over a worker's own numbers: the share of its KV blocks in use, the prompt tokens it must compute."""
-        row, fleet = self.row_of(worker_id), self.fleet
-        if kv_used is not None:
-            fleet.kv_used[row] = min(max(kv_used, 0.0), 1.0) if kv_used == kv_used else 0.0
-        if prefill_tokens is not None:
-            fleet.prefill_tokens[row] = min(max(prefill_tokens, 0), MOST_CONTEXT)
 
     def reload(self, spec: RouterSource, context: Mapping[str, Any] | None = None) -> None:
         """Swap the router and the fleet; requests that run keep their rows and their load.

@@ -131,7 +131,7 @@ def try_out(made: Made) -> None:
         requests += [Request("third", 100, ones.astype(np.int64)), Request("fourth", 100, ones.astype(np.float32))]
     try:
         for request in requests:
-            checked_row(made.router.route(Checks().checked(request, fleet, {}), fleet), fleet)
+            checked_row(made.router.route(Checks().checked(request, fleet), fleet), fleet)
     except Exception as error:
         raise ConfigError(f"router {made.name!r} cannot be used: {fallback_of(error).text}") from error
     _compile_counting(fleet.tracks_experts)
