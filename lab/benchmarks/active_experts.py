@@ -3,7 +3,7 @@
 Qwen3-30B-A3B's shape, bf16, batch 64, 16 to 128 active experts: the experts alone, and the layer with the gather of
 its tokens before and the weighted sum after, as one CUDA graph of one layer. Prints one JSON object.
 
-    python benchmarks/active_experts.py [--model qwen3-30b-a3b] [--batch 64] [--repeats 5]
+    python lab/benchmarks/active_experts.py [--model qwen3-30b-a3b] [--batch 64] [--repeats 5]
 """
 
 from __future__ import annotations

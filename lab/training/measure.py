@@ -1,6 +1,6 @@
 """Measure coterie-tiny on requests it was not trained on, and write its model card.
 
-    python training/measure.py --model DIR --corpus carry/tiny --out DIR --card DIR/README.md
+    python lab/training/measure.py --model DIR --corpus carry/tiny --out DIR --card DIR/README.md
 
 Needs torch, transformers and numpy; five minutes on two CPU cores. Every request is asked through the chat template
 and answered greedily; expert ids are taken from the routers of the transformers model, prefill and decode apart.

@@ -1,6 +1,6 @@
 """Train coterie-tiny: a Qwen3-MoE of 11M parameters, in minutes on one GPU.
 
-    python training/train.py --corpus carry/tiny --out DIR
+    python lab/training/train.py --corpus carry/tiny --out DIR
 
 Needs torch, numpy and safetensors. A tiny expert is cheaper to compute than to gather for: all 32 are computed for
 every token as one wide feed-forward layer, and the routing weights, zero outside the top 4, gate its columns. What is

@@ -1,4 +1,4 @@
-"""``python benchmarks/clients``: see trying.py."""
+"""``python lab/benchmarks/clients``: see trying.py."""
 
 from __future__ import annotations
 

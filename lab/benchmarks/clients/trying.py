@@ -1,9 +1,9 @@
 """Clients of the field against a gateway: OpenAI's Python client, curl and guidellm, each as its users run it.
 
-    python benchmarks/clients recorder          a gateway in front of a worker that keeps what it gets
-    python benchmarks/clients embedded          coterie serve --embedded
-    python benchmarks/clients vllm              a gateway in front of real vLLM: one prefill and two decode servers
-    python benchmarks/clients URL --model NAME  a gateway that runs
+    python lab/benchmarks/clients recorder          a gateway in front of a worker that keeps what it gets
+    python lab/benchmarks/clients embedded          coterie serve --embedded
+    python lab/benchmarks/clients vllm              a gateway in front of real vLLM: one prefill and two decode servers
+    python lab/benchmarks/clients URL --model NAME  a gateway that runs
 
 Prints a table of what was tried and what came of it; exit code 1 if anything failed. A feature that a worker has not
 got (the reference worker knows no tools and no logprobs) must come back as the worker's own refusal. The clients are

@@ -1,4 +1,4 @@
-"""``python benchmarks/gateway``: see compare.py."""
+"""``python lab/benchmarks/gateway``: see compare.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The least gateway on aiohttp and uvloop, with nothing beside: what the framework alone costs.
 
-python benchmarks/gateway/bare_aiohttp.py PORT WORKER_URL [WORKER_URL …]
+python lab/benchmarks/gateway/bare_aiohttp.py PORT WORKER_URL [WORKER_URL …]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Workers that always give the same OpenAI answer, at the least cost: what a gateway adds shows, not what they take.
 
-    python benchmarks/gateway/canned.py PORT [PORT …]
+    python lab/benchmarks/gateway/canned.py PORT [PORT …]
 
 One process serves all ports. A request is only cut out of the bytes (head, Content-Length). A body with
 ``"stream":true`` gets its tokens as server-sent events, in one write.

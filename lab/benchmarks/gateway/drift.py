@@ -1,6 +1,6 @@
 """An abrupt change of the traffic on a live fleet: how soon the router is fitted anew, and what that gives.
 
-    python benchmarks/gateway/drift.py [--seed 0] [--rounds 6] [--json]
+    python lab/benchmarks/gateway/drift.py [--seed 0] [--rounds 6] [--json]
 
 One prefill and three decode workers of coterie-tiny behind `coterie serve`, the control loop on, under a closed loop of
 clients. A router is fitted to German, French and Spanish prompts; then all clients send Russian, Arabic and Japanese

@@ -1,6 +1,6 @@
 """Faults under load: an embedded fleet behind a real gateway, streaming clients, and everything that can fail does.
 
-    python benchmarks/gateway/faults.py --minutes 5 [--rate 6] [--seed 0] [--json]
+    python lab/benchmarks/gateway/faults.py --minutes 5 [--rate 6] [--seed 0] [--json]
 
 Decode workers are killed, stalled and flapped, a stream's worker is killed in its middle, the prefill worker lies in
 its footprints, dies and stalls, clients leave, the gateway is drained, killed and reconfigured: two faults at a time,
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from numpy.random import SeedSequence, default_rng
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from coterie.cli.output import print_json, print_table, print_verdict, set_width
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded
 from gateway.faulty.client import Clients
 from gateway.faulty.hands import Fault, Hands
@@ -183,15 +183,23 @@ def _result(
     }
 
 
+def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table in Markdown."""
+    print(f"\n{title}\n")
+    for row in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(map(str, row))} |")
+
+
 def report(result: dict[str, Any]) -> None:
-    print_table("Requests", ("what became of it", "requests"), result["by_class"].items())
+    print_rows("Requests", ("what became of it", "requests"), result["by_class"].items())
     columns = ("fault", "times", "lasted, s", "served again, s", "worker back, s")
     note = "Median, longest. Served again: fault to the first whole answer. Worker back: repair to its own first."
     rows = [[_shown(value) for value in row.values()] for row in result["recovery"]]
-    print_table("Faults", columns, rows, note)
+    print_rows("Faults", columns, rows)
+    print(note)
     before, after = result["state"]["before"], result["state"]["after"]
     held = [(name, value, after[name]) for name, value in before.items()]
-    print_table("In use while idle", ("what", "before", "after"), held)
+    print_rows("In use while idle", ("what", "before", "after"), held)
     for defect in result["defects"]:
         print(f"defect: {defect}")
     if result["by_class"][LOST]:
@@ -223,11 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with run_embedded() as fleet:
         result = asyncio.run(run(fleet, 60 * options.minutes, options.rate, options.seed))
     if options.json:
-        print_json({**result, "verdict": verdict(result)})
+        print(json.dumps({**result, "verdict": verdict(result)}))
     else:
-        set_width()
         report(result)
-        print_verdict(verdict(result))
+        print(verdict(result))
     return 1 if result["defects"] else 0
 
 

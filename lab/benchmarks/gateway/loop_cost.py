@@ -1,6 +1,6 @@
 """What the control loop costs the gateway: latency with one client and requests a second, with the loop on and off.
 
-    python benchmarks/gateway/loop_cost.py [--rounds 7] [--rate 25] [--subscribe /live]
+    python lab/benchmarks/gateway/loop_cost.py [--rounds 7] [--rate 25] [--subscribe /live]
 
 Two canned workers, one gateway, one process that publishes expert events as a busy fleet would, all the time. In each
 round the loop is switched on and off by a reload, which of them first in turn; a ratio is taken within the round, and

@@ -1,6 +1,6 @@
 """The least gateway on coterie.net.http1: reads the body as JSON, takes the workers in turn, passes the answer on.
 
-python benchmarks/gateway/minimal.py PORT WORKER_URL [WORKER_URL …]
+python lab/benchmarks/gateway/minimal.py PORT WORKER_URL [WORKER_URL …]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Coterie's gateway in front of canned workers, as `--gateway` of this benchmark starts it.
 
-    python benchmarks/gateway/ours.py PORT ROUTER tokens|text WORKER_URL [WORKER_URL …]
+    python lab/benchmarks/gateway/ours.py PORT ROUTER tokens|text WORKER_URL [WORKER_URL …]
 
 `tokens` makes the token ids of every prompt with coterie-tiny's tokenizer; `text` compares prefixes as text. Footprints
 are predicted from the popularity in coterie-tiny's fit, so that routers by experts have what they look at.

@@ -1,6 +1,6 @@
 """Hold the dashboard open in Chromium on a live embedded fleet with traffic, and watch the memory of both.
 
-    python benchmarks/gateway/page_soak.py --minutes 60
+    python lab/benchmarks/gateway/page_soak.py --minutes 60
 
 The gateway is a process of its own. Sampled: its resident memory and that of its children, the page's JavaScript heap
 after a forced collection, and the page's DOM nodes. The verdict holds the last quarter against the second one: the

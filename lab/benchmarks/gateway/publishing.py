@@ -1,6 +1,6 @@
 """Expert events of canned workers, at the rate of a busy fleet: what the control loop has to follow.
 
-    python benchmarks/gateway/publishing.py RATE ENDPOINT [ENDPOINT …]
+    python lab/benchmarks/gateway/publishing.py RATE ENDPOINT [ENDPOINT …]
 
 RATE is the requests a second of each worker. A request has 200 tokens of coterie-tiny's shape, of one of three domains
 that change every minute; loads are told once a second.

@@ -1,7 +1,7 @@
 """Decode steps beside copies of weights, on a GPU: the cells from which a preset's contention is fitted.
 
-    python benchmarks/gpu/contention.py --output CELLS.json [--model gpt-oss-20b] [--batch 64] [--context 1024]
-    python benchmarks/make_presets.py contention PRESET CELLS.json OUT.json
+    python lab/benchmarks/gpu/contention.py --output CELLS.json [--model gpt-oss-20b] [--batch 64] [--context 1024]
+    python lab/benchmarks/make_presets.py contention PRESET CELLS.json OUT.json
 
 The same cells as ``coterie calibrate --contention`` measures; this needs torch and NumPy alone. The second command adds
 them to a preset, which must be of the same device, and fits it again.

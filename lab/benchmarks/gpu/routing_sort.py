@@ -9,7 +9,7 @@ batches to leave the cache cold:
 - memory: the bytes that must move (each row read once and written k times) at the bandwidth of a large copy; and the
   same with each row read k times, as a gather by index does
 
-    python benchmarks/gpu/routing_sort.py [--output FILE.json] [--quick]
+    python lab/benchmarks/gpu/routing_sort.py [--output FILE.json] [--quick]
 
 The last tables are the verdict. `--quick` leaves out most launches. Without a GPU it checks the torch form and stops.
 """

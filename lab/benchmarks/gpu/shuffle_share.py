@@ -4,7 +4,7 @@ A layer here is the gate, top-k, the sort and permutation by expert, the experts
 sum, under a CUDA graph that takes turns over two copies of the weights. A shuffled reduce-scatter needs one gather
 before the collective and one after, to restore the order.
 
-    python benchmarks/gpu/shuffle_share.py [--output FILE.json]
+    python lab/benchmarks/gpu/shuffle_share.py [--output FILE.json]
 """
 
 from __future__ import annotations

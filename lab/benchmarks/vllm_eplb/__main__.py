@@ -1,4 +1,4 @@
-"""``python benchmarks/vllm_eplb``: see compare.py."""
+"""``python lab/benchmarks/vllm_eplb``: see compare.py."""
 
 from __future__ import annotations
 

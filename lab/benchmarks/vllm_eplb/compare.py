@@ -1,7 +1,7 @@
 """When to rearrange in vLLM: until a change pays, against fixed intervals, in vLLM's real EplbState on gloo ranks.
 
-    python benchmarks/vllm_eplb [--ranks 4] [--windows 20] [--steps 500] [--output rows.json]
-    python benchmarks/vllm_eplb --alone --ranks 8 --windows 40
+    python lab/benchmarks/vllm_eplb [--ranks 4] [--windows 20] [--steps 500] [--output rows.json]
+    python lab/benchmarks/vllm_eplb --alone --ranks 8 --windows 40
 
 GLM-5.2's recorded loads turn from one domain to the next, a new one every four windows. vLLM's own policy rearranges at
 fixed intervals; Coterie's is asked after every window and keeps the map until a change pays. Every map serves the

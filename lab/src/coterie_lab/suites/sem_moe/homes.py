@@ -5,10 +5,10 @@ Reference schedules for measuring local activations. An item's score on a rank i
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
 
 Array = NDArray[np.floating]
 
@@ -55,7 +55,7 @@ def surer(one: Array, other: Array) -> NDArray[np.float64]:
     return np.where((one.max(axis=1) >= other.max(axis=1))[:, None], one, other)
 
 
-@njit()
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _choose(
     scores: NDArray[np.float64],
     order: NDArray[np.int64],
