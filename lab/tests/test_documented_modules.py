@@ -1,4 +1,4 @@
-"""The lab imports documented modules only: those that docs/architecture.md lists, and the linter holds for the package."""
+"""The lab imports only modules that docs/architecture.md lists: the linter checks its package, these tests all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What gateways add to canned workers: latency with one client, requests a second with several, in one run.
 
-    python lab/benchmarks/gateway [--peers vllm-router,sglang-router,bare-aiohttp,minimal] [--gateway NAME=URL_OR_COMMAND …]
+    python lab/benchmarks/gateway [--peers vllm-router,sglang-router,bare-aiohttp,minimal] [--gateway NAME=URL]
 
 All run at the same time and are measured in turn, round after round, so that a noisy neighbour meets them alike: the
 ratios hold, the absolute times are this machine's. A value is the median over the rounds with its 95% interval by

@@ -9,7 +9,6 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-
 Array = NDArray[np.floating]
 
 FEW_PAIRS = 8

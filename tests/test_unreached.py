@@ -1,0 +1,199 @@
+"""Nothing without a caller: every module of Coterie is reached from a root, every public name is used in product code.
+
+Roots are what a user enters by: the command line with its verbs, the front door, the vLLM plugin and other entry points,
+`coterie.testing`, and the documented modules, which the lab uses as any stranger would. A module is reached if a reached
+module imports it, in a function too; a package imports what its `__init__` imports. A registered policy is reached
+through the package that registers it.
+
+A public function, class or method is used if its name stands anywhere in product code or in the lab outside of its own
+definition: by name, so one use of a common name hides others. Methods that Python or a library calls by their name are
+not looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import coterie
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "coterie"
+
+LATER = {
+    "coterie.predictors.transitions": "the plugin's prefetching will use it",
+    "coterie.placement.co_clustering": "planners that the sem-moe suite and the expert-parallel layer use",
+    "coterie.engines.torch_ep": "the expert-parallel layer, used by docs/expert-parallel-layer.md",
+    "coterie.sim.group": "the simulator of an expert-parallel group, docs/group-simulator.md",
+    "coterie.dispatch": "tokens to ranks; the expert-parallel layer and the sem-moe suite use it",
+    "coterie.footprints.ranks": "footprints by rank, for dispatch",
+    "coterie.placement.migration": "rounds and states of a migration, docs/migration.md",
+    "coterie.answers.rank_tables": "rank tables of a trace, for dispatch (docs/predictors.md)",
+    "coterie.batching.decode_batch": "batches of a decode step, for the expert-parallel group",
+}
+"""Modules, with those below them, that later work connects: reason."""
+
+NAMES: dict[str, str] = {}
+"""Names without a use in product code that stay, as `module.name` or `module.Class.method`: reason."""
+
+BY_NAME = re.compile(r"^(visit_\w+|do_\w+|format_help|parse_args|list_commands|get_\w+_hook|__\w+__)$")
+"""Methods that libraries call by their name."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Module of Coterie → its file."""
+    files = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = ("coterie", *path.relative_to(SOURCE).with_suffix("").parts)
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_of(name: str, path: Path) -> Iterator[str]:
+    """Modules that a module imports anywhere in it, and those that it names in a string, as the table of verbs does."""
+    known = modules()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
+            yield node.value
+
+
+def roots() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = [*project["scripts"].values()]
+    points += [point for group in project["entry-points"].values() for point in group.values()]
+    found = {point.partition(":")[0] for point in points}
+    found |= {name for name in modules() if name.startswith(("coterie.cli.verbs", "coterie.testing"))}
+    found |= {"coterie", "coterie._front", "coterie._compiled_files"}  # the last is named in Makefile's environment
+    found |= {name for name in modules() if name.endswith(".__main__")}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("\n## Documented modules\n")[2].partition("\n## ")[0]
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            package, *more = re.findall(r"`([\w.]+)`", line)
+            found |= {package, *(f"{package}.{module}" for module in more)}
+    return found
+
+
+@cache
+def reached() -> frozenset[str]:
+    """Modules that a root imports, directly or through others. A package's siblings that register policies count."""
+    known = modules()
+    waiting, seen = [name for name in roots() if name in known], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parents = [".".join(name.split(".")[:end]) for end in range(1, len(name.split(".")))]
+        waiting += [target for target in (*imports_of(name, known[name]), *parents) if target in known]
+        waiting += [other for other in known if other.rpartition(".")[0] == name and registers(other)]
+    return frozenset(seen)
+
+
+def registers(name: str) -> bool:
+    """Whether a module registers a policy: `@routers.register("name")`."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "register"
+        for definition in tree(modules()[name]).body
+        if isinstance(definition, ast.ClassDef | ast.FunctionDef)
+        for decorator in definition.decorator_list
+        for node in ast.walk(decorator)
+    )
+
+
+def later(name: str) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in LATER)
+
+
+def test_every_module_is_reached() -> None:
+    assert sorted(name for name in modules() if name not in reached() and not later(name)) == []
+
+
+def uses() -> Counter[str]:
+    """Name → how often it stands in product code and the lab: as a name, an attribute, an import, a keyword, a word of a
+    string that is not a docstring."""
+    counted: Counter[str] = Counter()
+    files = [*SOURCE.rglob("*.py")]
+    files += [path for folder in ("src", "benchmarks", "training") for path in (ROOT / "lab" / folder).rglob("*.py")]
+    for path in files:
+        docstrings = set()
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                docstrings.add(id(node.value))
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Name):
+                counted[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                counted[node.attr] += 1
+            elif isinstance(node, ast.alias):
+                counted[node.name.rpartition(".")[2]] += 1
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                counted.update(set(re.findall(r"\w+", node.value)))
+    return counted
+
+
+def definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    """Public functions and classes of modules, and the classes' public methods, as `module.Class.method`."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for module, path in modules().items():
+        for node in tree(path).body:
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                yield f"{module}.{node.name}", node
+                for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                    if isinstance(inner, kinds[:2]) and not inner.name.startswith("_"):
+                        yield f"{module}.{node.name}.{inner.name}", inner
+
+
+def own_uses(node: ast.AST, name: str) -> int:
+    """Uses inside of its own definition: a recursion is no caller."""
+    return sum(
+        (isinstance(inner, ast.Name) and inner.id == name) or (isinstance(inner, ast.Attribute) and inner.attr == name)
+        for inner in ast.walk(node)
+    )
+
+
+@cache
+def unused() -> tuple[str, ...]:
+    counted, everywhere = uses(), set(coterie.__all__)
+    defined = Counter(name.rpartition(".")[2] for name, _ in definitions())
+    names = []
+    for full, node in definitions():
+        name = node.name
+        by_decorator = any("register" in ast.dump(one) for one in node.decorator_list)
+        if by_decorator or BY_NAME.match(name) or name in everywhere or later(full):
+            continue
+        if counted[name] <= own_uses(node, name) and defined[name]:
+            names.append(full)
+    return tuple(sorted(names))
+
+
+def test_every_public_name_is_used() -> None:
+    assert [name for name in unused() if name not in NAMES] == []
+
+
+def test_the_exceptions_are_needed() -> None:
+    assert [name for name in NAMES if name not in unused()] == []
+    known = modules()
+    assert [name for name in LATER if name not in known] == []
