@@ -1,13 +1,13 @@
-"""Nothing without a caller: every module of Coterie is reached from a root, every public name is used in product code.
+"""Nothing without a caller: every module of Coterie is reached from a root, every public name is used.
 
-Roots are what a user enters by: the command line with its verbs, the front door, the vLLM plugin and other entry points,
-`coterie.testing`, and the documented modules, which the lab uses as any stranger would. A module is reached if a reached
-module imports it, in a function too; a package imports what its `__init__` imports. A registered policy is reached
-through the package that registers it.
+Roots are what a user enters by: the command line with its verbs, the front door, the vLLM plugin and other entry
+points, `coterie.testing`, modules that pages of the documentation name, and the documented modules, which the lab uses
+as any stranger would. A module is reached if a reached module imports it, in a function too, or names it in a string;
+a package that calls `import_modules` imports all of its modules.
 
-A public function, class or method is used if its name stands anywhere in product code or in the lab outside of its own
-definition: by name, so one use of a common name hides others. Methods that Python or a library calls by their name are
-not looked at.
+A public function, class or method is used if its name stands in product code, in the lab or as code in a page, outside
+of its own definition: by name, so one use of a common name hides others. Methods of classes that extend a library's are
+not looked at: the library calls them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ LATER = {
 }
 """Modules, with those below them, that later work connects: reason."""
 
-NAMES: dict[str, str] = {}
+NAMES = {
+    "coterie._compiled_files.ByContent": "the Makefile names it in an environment variable of Numba",
+    "coterie.gateway.control.streams.ExpertStreams.last_seq": "tests wait for it, so that none waits by the clock",
+    "coterie.gateway.fleet.keeper.FleetKeeper.check_integrity": "invariants of the books, which tests check",
+}
 """Names without a use in product code that stay, as `module.name` or `module.Class.method`: reason."""
 
-BY_NAME = re.compile(r"^(visit_\w+|do_\w+|format_help|parse_args|list_commands|get_\w+_hook|__\w+__)$")
-"""Methods that libraries call by their name."""
+VERB = re.compile(r"coterie\.cli\.verbs\..*_command")
+"""Functions that the table of verbs finds by their name."""
+OURS = ("coterie", "typing", "abc", "dataclasses")
+"""Packages whose classes do not call methods of classes that extend them."""
 
 
 @cache
@@ -75,8 +81,10 @@ def imports_of(name: str, path: Path) -> Iterator[str]:
                 )
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
-            yield node.value
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
+            words = re.findall(r"[\w.]+", node.value)
+            yield from (word for word in words if word in known)
+            yield from (f"{package}.{word.removesuffix('.py')}" for word in words if word.endswith(".py"))
 
 
 def roots() -> set[str]:
@@ -93,12 +101,22 @@ def roots() -> set[str]:
         if line.startswith("| `"):
             package, *more = re.findall(r"`([\w.]+)`", line)
             found |= {package, *(f"{package}.{module}" for module in more)}
+    for dotted in re.findall(r"coterie(?:\.\w+)+", "\n".join(pages())):
+        found |= {dotted, dotted.rpartition(".")[0]}  # a module, or a name in one
     return found
 
 
 @cache
+def pages() -> tuple[str, ...]:
+    """Text of the pages that users read."""
+    return tuple(
+        path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "CHANGELOG.md"
+    )
+
+
+@cache
 def reached() -> frozenset[str]:
-    """Modules that a root imports, directly or through others. A package's siblings that register policies count."""
+    """Modules that a root imports, directly or through others."""
     known = modules()
     waiting, seen = [name for name in roots() if name in known], set[str]()
     while waiting:
@@ -108,19 +126,15 @@ def reached() -> frozenset[str]:
         seen.add(name)
         parents = [".".join(name.split(".")[:end]) for end in range(1, len(name.split(".")))]
         waiting += [target for target in (*imports_of(name, known[name]), *parents) if target in known]
-        waiting += [other for other in known if other.rpartition(".")[0] == name and registers(other)]
+        if "import_modules" in called(name):
+            waiting += [other for other in known if other.rpartition(".")[0] == name]
     return frozenset(seen)
 
 
-def registers(name: str) -> bool:
-    """Whether a module registers a policy: `@routers.register("name")`."""
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "register"
-        for definition in tree(modules()[name]).body
-        if isinstance(definition, ast.ClassDef | ast.FunctionDef)
-        for decorator in definition.decorator_list
-        for node in ast.walk(decorator)
-    )
+def called(name: str) -> set[str]:
+    """Names of functions that a module calls when it is imported."""
+    statements = [node.value for node in tree(modules()[name]).body if isinstance(node, ast.Expr)]
+    return {node.func.id for node in statements if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
 
 
 def later(name: str) -> bool:
@@ -132,7 +146,7 @@ def test_every_module_is_reached() -> None:
 
 
 def uses() -> Counter[str]:
-    """Name → how often it stands in product code and the lab: as a name, an attribute, an import, a keyword, a word of a
+    """Name → how often it stands in product code, the lab and pages: as a name, an attribute, an import, a word of a
     string that is not a docstring."""
     counted: Counter[str] = Counter()
     files = [*SOURCE.rglob("*.py")]
@@ -151,6 +165,9 @@ def uses() -> Counter[str]:
                 counted[node.name.rpartition(".")[2]] += 1
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
                 counted.update(set(re.findall(r"\w+", node.value)))
+    for page in pages():
+        code = re.findall(r"^```.*?^```|`[^`\n]+`", page, re.MULTILINE | re.DOTALL)
+        counted.update(set(re.findall(r"\w+", "\n".join(code))))
     return counted
 
 
@@ -161,9 +178,25 @@ def definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef 
         for node in tree(path).body:
             if isinstance(node, kinds) and not node.name.startswith("_"):
                 yield f"{module}.{node.name}", node
-                for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                for inner in (
+                    node.body if isinstance(node, ast.ClassDef) and not extends_a_library(module, node) else ()
+                ):
                     if isinstance(inner, kinds[:2]) and not inner.name.startswith("_"):
                         yield f"{module}.{node.name}.{inner.name}", inner
+
+
+def extends_a_library(module: str, node: ast.ClassDef) -> bool:
+    """Whether a base of the class is imported from outside of Coterie, `typing` and `abc` aside."""
+    outside: set[str] = set()
+    for statement in ast.walk(tree(modules()[module])):
+        if isinstance(statement, ast.ImportFrom) and not (statement.module or "").startswith(
+            ("coterie", "typing", "abc")
+        ):
+            outside |= {alias.asname or alias.name for alias in statement.names}
+        elif isinstance(statement, ast.Import):
+            outside |= {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+    bases = {name.id for base in node.bases for name in ast.walk(base) if isinstance(name, ast.Name)}
+    return bool(bases & outside)
 
 
 def own_uses(node: ast.AST, name: str) -> int:
@@ -182,7 +215,7 @@ def unused() -> tuple[str, ...]:
     for full, node in definitions():
         name = node.name
         by_decorator = any("register" in ast.dump(one) for one in node.decorator_list)
-        if by_decorator or BY_NAME.match(name) or name in everywhere or later(full):
+        if by_decorator or VERB.fullmatch(full) or name in everywhere or later(full):
             continue
         if counted[name] <= own_uses(node, name) and defined[name]:
             names.append(full)

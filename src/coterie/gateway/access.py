@@ -104,10 +104,6 @@ class Keys:
     def __len__(self) -> int:
         return len(self.entries)
 
-    @property
-    def has_admin(self) -> bool:
-        return any(entry.admin for entry in self.entries)
-
     def check(self, header: bytes | None) -> Caller | None:
         """The caller whose key an `Authorization` header presents; None if it presents none that is stored."""
         if header is None or len(header) > MAX_KEY_BYTES or header[:7].lower() != b"bearer ":
