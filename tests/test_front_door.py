@@ -109,8 +109,11 @@ def test_the_example_simulates(trace: ActivationTrace) -> None:
         trace, decoders=2, in_flight=4, model=coterie.step_model(MODEL, device="h200"), splits=2, requests=48
     )
     assert [row.router for row in report.rows] == ["join_shortest_queue", "latency_aware"]
-    assert report.verdict.endswith(".")
-    assert "less TPOT" in report.verdict or "cannot be told" in report.verdict or "No router" in report.verdict
+    base, best = report.rows[0], report.best
+    assert best.saved_pct.mean == max(row.saved_pct.mean for row in report.rows)
+    assert {base.router, best.router} <= set(report.verdict.replace(":", " ").replace(",", " ").split())
+    surely = best.saved_pct.low is not None and best.saved_pct.low > 0
+    assert ("No router can be told" in report.verdict) == (best is not base and not surely)
 
 
 def test_wrong_calls_fail_loudly(trace: ActivationTrace, fitted: RouterFit, tmp_path: Path) -> None:

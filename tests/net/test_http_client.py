@@ -122,8 +122,8 @@ def test_after_the_time_no_further_body_is_sent_and_those_in_flight_are_waited_f
 
 def test_a_server_that_never_answers_does_not_outlast_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts connections, reads, and says nothing."""
-    monkeypatch.setattr(http_client, "GRACE_S", 0.05)
-    monkeypatch.setattr(http_client, "CALL_S", 0.05)
+    monkeypatch.setattr(http_client, "GRACE_S", 0.3)
+    monkeypatch.setattr(http_client, "CALL_S", 0.3)
 
     async def run() -> tuple[list[Answer], int]:
         taken = 0
@@ -137,7 +137,7 @@ def test_a_server_that_never_answers_does_not_outlast_the_time(monkeypatch: pyte
         server = await asyncio.start_server(stall, "127.0.0.1", 0)
         async with server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            found = await asyncio.wait_for(collect(url, bodies(*"abcd"), 2, duration_s=0.05), 60)
+            found = await asyncio.wait_for(collect(url, bodies(*"abcd"), 2, duration_s=0.3), 60)
             async with Client(url) as client:
                 with pytest.raises(UnavailableError, match="does not answer"):
                     await asyncio.wait_for(client.call("GET", "/v1/models"), 60)
@@ -146,7 +146,7 @@ def test_a_server_that_never_answers_does_not_outlast_the_time(monkeypatch: pyte
     found, taken = asyncio.run(run())
     assert [answer.number for answer in found] == [0, 1]
     assert {answer.problem for answer in found} == {"no answer came before the time was over"}
-    assert taken == 3
+    assert 1 <= taken <= 3, "of four bodies two are sent"
 
 
 def test_leaving_early_cancels_what_is_in_flight() -> None:

@@ -115,23 +115,24 @@ def gated(
     server: Server,
     bodies: list[dict[str, Any]],
     count: int,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[float], None] | None = None,
     first: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
     """Send while the server takes nobody in, then let it run: answers, ids as they ended, and the selections.
 
     `first` is how many the first selection must have waiting in its class; all, if there is one class.
 
-    vLLM tells no waiting requests while it is paused, so whether all had come is seen afterwards.
+    vLLM tells no waiting requests while it is paused, so whether all had come is seen afterwards; if not, they are sent
+    again and get more time. `meanwhile` is called with that time too.
     """
-    for wait_s in (2, 8, 30):
+    for wait_s in (2, 8, 30, 90):
         listener, before = Listener(server.events), len(decisions_of(server))
         server.post("/pause?mode=keep", {})
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = [pool.submit(server.post, "/v1/completions", one) for one in bodies]
             time.sleep(wait_s)
             if meanwhile is not None:
-                meanwhile()
+                meanwhile(wait_s)
             server.post("/resume", {})
             got = [answer.result() for answer in answers]
         ended, made = list(listener.wait(count)), decisions_of(server)[before:]
@@ -193,12 +194,12 @@ def test_requests_whose_client_goes_away_while_they_wait(servers: tuple[Server, 
     kept = some_prompts(60, seed=2)
     gone = body(some_prompts(60, seed=3), "gone")
 
-    def come_and_go() -> None:
+    def come_and_go(wait_s: float) -> None:
         connection = http.client.HTTPConnection(urllib.parse.urlsplit(ordered.url).netloc)
         connection.request("POST", "/v1/completions", json.dumps(gone), {"content-type": "application/json"})
-        time.sleep(1)
+        time.sleep(wait_s)
         connection.close()
-        time.sleep(1)
+        time.sleep(wait_s)
 
     # None of those that left ends: only the others' events come.
     (answer,), ended, made = gated(ordered, [body(kept, "kept")], 60, come_and_go)

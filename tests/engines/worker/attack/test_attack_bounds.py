@@ -7,7 +7,6 @@ import contextlib
 import gzip
 import json
 import random
-import time
 from typing import Any
 
 from attacked_worker import WAIT_S, asking, attacked, connected
@@ -69,16 +68,14 @@ def test_half_sent_requests_are_ended() -> None:
 
 
 def test_one_long_word_holds_nobody_up() -> None:
-    """100 KB without a space cost a minute of the tokenizer; no prompt of that length fits."""
+    """No prompt of that length fits. The tokenizer's work on one is bounded in test_byte_pairs.py."""
 
     async def run() -> None:
         async with attacked() as worker:
-            started = time.process_time()
             words = ["".join(random.Random(seed).choices("etaoinshrdlu", k=100_000)) for seed in range(3)]
             replies = await asyncio.gather(*(worker.complete(word) for word in words))
             assert {reply.status for reply in replies} == {400}
             assert {reply.json["error"]["code"] for reply in replies} == {"context_length_exceeded"}
-            assert time.process_time() - started < 20
             assert (await worker.complete([5, 6, 7])).status == 200
 
     asyncio.run(run())
