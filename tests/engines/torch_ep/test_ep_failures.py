@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
@@ -46,12 +44,3 @@ def test_a_rank_that_is_silent_ends_it_for_all() -> None:
     errors = run_ranks(fails, "is silent", 4, doing="failing", timeout_s=2 * PATIENCE_S)
     assert len(set(errors)) == 1
     assert re.fullmatch(r"RankFailedError: rank [023] waited 1 s for \w+", errors[0])
-
-
-@pytest.mark.skipif(find_spec("deep_ep") is not None, reason="DeepEP is installed")
-def test_deep_ep_says_what_is_missing() -> None:
-    from coterie.engines.torch_ep.deep_ep import DeepEpExchange
-
-    group: Any = None
-    with pytest.raises(UnavailableError, match="deep_ep is not installed: use TorchExchange"):
-        DeepEpExchange.of(group, num_slots=8, hidden_size=16)

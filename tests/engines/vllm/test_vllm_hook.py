@@ -38,7 +38,8 @@ class Worker:
             LAYER_IDS, TOP_K, EXPERTS, 64, torch.device(device), lambda context: context.slot_mapping
         )
         self.store = PositionStore.create(SHAPE)
-        self.writer = StoreWriter(self.store, self.capture, BLOCK)
+        self.failures: list[Exception] = []
+        self.writer = StoreWriter(self.store, self.capture, BLOCK, self.failures.append)
 
     def load(self, positions: np.ndarray, ids: np.ndarray, padded: int) -> None:
         """Fill the buffers of a step, padded as engines pad."""
@@ -67,6 +68,16 @@ def some_step(rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.nda
 
 def edits(step: int, tokens: int, forget: list[int] | None = None, copies: Any = ()) -> StepEdits:
     return StepEdits(step, tokens, forget or [], list(copies))
+
+
+def test_a_step_that_cannot_be_written_is_told_and_nothing_older_is_vouched_for(rng: np.random.Generator) -> None:
+    worker, error = Worker("cpu"), ValueError("the reason")
+    positions, ids = some_step(rng, 10)
+    worker.store.write(positions, ids, 1)
+    assert worker.store.read(positions).known.all()
+    worker.writer.lost(edits(2, 10), error)
+    assert (worker.failures, worker.store.step) == ([error], 2)
+    assert not worker.store.read(positions).known.any()
 
 
 def test_a_step_reaches_its_positions(rng: np.random.Generator) -> None:

@@ -114,7 +114,7 @@ def test_an_event_that_cannot_be_built_is_counted_and_the_next_is_sent(
         publisher.publish(broken)
         publisher.publish(lambda: request("after"))
         assert names(subscriber, 60, 1) == ["after"]
-    assert publisher.counts.failed == 1
+    assert (publisher.counts.failed, publisher.last_error) == (1, "ValueError('no')")
 
 
 def test_with_a_secret_only_the_fleet_subscribes(endpoint: str) -> None:

@@ -134,10 +134,14 @@ def as_numpy(ids: torch.Tensor) -> NDArray[np.unsignedinteger]:
 class StoreWriter:
     """Takes each step's buffers to the store, in the order of the steps."""
 
-    def __init__(self, store: PositionStore, capture: StepCapture, block_size: int) -> None:
+    def __init__(
+        self, store: PositionStore, capture: StepCapture, block_size: int, failed: Callable[[Exception], None]
+    ) -> None:
+        """`failed` is told why a step could not be written, and counts it."""
         self.store = store
         self.capture = capture
         self._block_size = block_size
+        self._failed = failed
         self._ring: _Ring | None = None
         if capture.ids.device.type == "cuda":
             self._ring = _Ring(self)
@@ -166,9 +170,9 @@ class StoreWriter:
         else:
             self.store.skip(edits.step)
 
-    def lost(self, edits: StepEdits) -> None:
-        """A step that could not be written: its positions may hold older rows, so nothing is known any more."""
-        self.store.note_error()
+    def lost(self, edits: StepEdits, error: Exception) -> None:
+        """Forget everything after a step that could not be written: its positions may hold older rows."""
+        self._failed(error)
         self.store.forget_all()
         self.store.skip(edits.step)
 
@@ -217,8 +221,8 @@ class _Ring:
                 copy.done.synchronize()
                 ids, positions = self._ids[copy.place, : copy.rows], self._positions[copy.place, : copy.rows]
                 self._writer.write(copy.edits, positions, ids, copy.epoch)
-            except Exception:  # the thread must live: a ring that is never emptied would stop the worker
-                self._writer.lost(copy.edits)
+            except Exception as error:  # the thread must live: a ring that is never emptied would stop the worker
+                self._writer.lost(copy.edits, error)
             finally:
                 self._free.put(copy.place)
 

@@ -139,10 +139,13 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             self._store.note_error()  # the scheduler's half reports it
         else:
             self._count("errors")
-        if where not in self._told:
+        self._tell(where, repr(error), trace=not isinstance(error, CoterieError))
+
+    def _tell(self, where: str, error: str | None, trace: bool = False) -> None:
+        """Log the first failure of a kind."""
+        if error is not None and where not in self._told:
             self._told.add(where)
-            trace = not isinstance(error, CoterieError)
-            logger.warning("coterie: %s failed, serving goes on: %r", where, error, exc_info=trace)
+            logger.warning("coterie: %s failed, serving goes on: %s", where, error, exc_info=trace)
 
     # Worker side.
 
@@ -189,7 +192,9 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("coterie: removed the position store of a dead engine: %s", path.name)
         self._store = PositionStore.create(shape, self._path, layer_ids, self._owner)
         self._store.compile()
-        self._writer = StoreWriter(self._store, capture, self._block_size)
+        self._writer = StoreWriter(
+            self._store, capture, self._block_size, functools.partial(self._failed, "position store")
+        )
         kv_bytes = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
         logger.info(
             "coterie: capturing %d layers x top %d of %d experts; position store %.1f MB for %d positions "
@@ -400,6 +405,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             gauges |= interval
         if self._publisher is not None:
             published, dropped, failed = self._publisher.counts
+            self._tell("expert events", self._publisher.last_error)
             self._counters["events_published"] = published
             self._counters["events_dropped"] = dropped
             self._counters["events_failed"] = failed

@@ -55,6 +55,8 @@ class EventPublisher:
         self._seq = 0
         self._numbering = threading.Lock()
         self._published = self._dropped = self._failed = 0
+        self.last_error: str | None = None
+        """Why the last event that failed could not be built."""
         self._subscribers = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coterie-events", daemon=True)
@@ -99,8 +101,9 @@ class EventPublisher:
                 event = item() if callable(item) else item
                 events = [] if event is None else [event]
                 payload = encode_expert_events(ExpertEvents(time.time(), events, self._rank))
-            except Exception:  # one event that cannot be built must not end the stream
+            except Exception as error:  # one event that cannot be built must not end the stream
                 self._failed += 1
+                self.last_error = repr(error)
                 continue
             self._published += 1
             self._dropped += not send_to_all(self._socket, to_frames(TOPIC, seq, payload))
