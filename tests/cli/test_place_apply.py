@@ -10,7 +10,7 @@ import pytest
 
 from command_line import Run, refused
 from coterie.engines.tiny import tiny_model_path
-from coterie.engines.worker.model import Rows
+from coterie.engines.worker.model import RequestRows
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.placement.maps.formats import PlacementMap, write_map
 from coterie.types import Placement
@@ -33,7 +33,7 @@ def test_the_reference_model_computes_the_same_with_other_numbers(run: Run, plac
     assert ran.out.rstrip().endswith(f"Next: vllm serve {out} --enable-expert-parallel --data-parallel-size 8")
     tokens = list(range(300, 340))
     found = [
-        NumpyModel(folder, num_blocks=8, block_size=16).step([Rows(tokens, 0, list(range(4)), True)])
+        NumpyModel(folder, num_blocks=8, block_size=16).step([RequestRows(tokens, 0, list(range(4)), True)])
         for folder in (tiny_model_path(), out)
     ]
     np.testing.assert_allclose(found[1].logits, found[0].logits, rtol=0, atol=1e-3)

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coterie.control import Advice, AdviceSettings, ControlEvent, LoadSeen, PlacementAdvisor, Shape
+from coterie.control import Advice, AdviceSettings, ControlEvent, LoadSeen, LoopShape, PlacementAdvisor
 from coterie.errors import ConfigError
 from coterie.placement import MemoryBudget, Objective, read_map
 from coterie.placement.triggers.actions import ActionSettings
 from coterie.types import Placement, Topology
 
 RANKS, LAYERS, EXPERTS, STEPS = 4, 2, 16, 1000
-SHAPE = Shape("made", LAYERS, EXPERTS, 2, RANKS)
+SHAPE = LoopShape("made", LAYERS, EXPERTS, 2, RANKS)
 OBJECTIVE = Objective(row_s=1e-6, expert_bytes=1e6, row_bytes=1e3)
 SETTINGS = AdviceSettings(window_s=10.0, cooldown_s=50.0, actions=ActionSettings(min_saving_s=0.0, interval_s=10.0))
 

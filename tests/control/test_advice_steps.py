@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coterie.control import AdviceSettings, LoadSeen, PlacementAdvisor, Shape
+from coterie.control import AdviceSettings, LoadSeen, LoopShape, PlacementAdvisor
 from coterie.control.steps import FEWEST, SCENARIOS, with_steps
 from coterie.control.traffic import Kept
 from coterie.placement import Load, Objective
 from coterie.types import Placement, Topology
 
 RANKS, LAYERS, EXPERTS, TOP_K, TOKENS, STEPS = 4, 2, 16, 2, 40, 500
-SHAPE = Shape("made", LAYERS, EXPERTS, TOP_K, RANKS)
+SHAPE = LoopShape("made", LAYERS, EXPERTS, TOP_K, RANKS)
 OBJECTIVE = Objective(row_s=1e-4, expert_bytes=1e6)
 TASTES = np.random.default_rng(5).dirichlet(np.full(EXPERTS, 0.2), (3, LAYERS))
 TOGETHER = 3

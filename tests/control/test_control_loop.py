@@ -23,7 +23,7 @@ from control_traffic import (
     loop_of,
     made_requests,
 )
-from coterie.control import KINDS, ControlLoop, ControlSettings, FitJob, RequestSeen, Shape, Tick
+from coterie.control import KINDS, ControlLoop, ControlSettings, FitJob, LoopShape, RequestSeen, Tick
 from coterie.control.traffic import Traffic, drift_ratio, reference_of, sample_of
 from coterie.errors import ConfigError
 from coterie.routing import RouterFit
@@ -236,7 +236,7 @@ def test_wrong_construction_is_refused(old_fit: RouterFit) -> None:
     with pytest.raises(ConfigError, match="layers"):
         ControlLoop(SHAPE._replace(num_layers=5), old_fit, band)
     with pytest.raises(ConfigError, match="top_k=99"):
-        ControlLoop(Shape("made", 4, 16, 99, 2), old_fit, band)
+        ControlLoop(LoopShape("made", 4, 16, 99, 2), old_fit, band)
     with pytest.raises(ConfigError, match="fit_requests"):
         ControlSettings(fit_requests=10)
     with pytest.raises(ConfigError, match="score_requests"):

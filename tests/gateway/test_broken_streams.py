@@ -14,7 +14,7 @@ import pytest
 
 from canned_workers import STREAM, Canned, canned_workers, events, opens, stalls
 from coterie.gateway.config import GatewayConfig, LimitSettings, WorkerEntry
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import Answer
 from gateway_runs import FAST, Run, config_of, gateway, run, settled
@@ -87,7 +87,7 @@ def test_wherever_a_worker_breaks_off(framing: str, resets: bool) -> None:
 def test_a_stream_that_its_worker_ends_early() -> None:
     """Its HTTP is whole, as of a proxy whose worker is gone; it was passed on as if it were complete."""
 
-    async def ends(worker: Canned, _: Request, responder: Responder) -> None:
+    async def ends(worker: Canned, _: HttpRequest, responder: Responder) -> None:
         responder.start(200, [(b"content-type", STREAM)])
         responder.write(b"".join(events(worker)[:2]))
         responder.end()
@@ -105,7 +105,7 @@ def test_a_stream_that_its_worker_ends_early() -> None:
 
 
 def test_a_stream_without_an_event_goes_to_another_worker() -> None:
-    async def ends(_: Canned, __: Request, responder: Responder) -> None:
+    async def ends(_: Canned, __: HttpRequest, responder: Responder) -> None:
         responder.start(200, [(b"content-type", STREAM)])
         responder.end()
 

@@ -15,7 +15,7 @@ from canned_workers import Canned, canned_workers
 from coterie.errors import ConfigError
 from coterie.gateway.access import new_key
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.serve import Running, check_config
+from coterie.gateway.serve import RunningGateway, check_config
 from gateway_runs import Run, config_of, gateway, idle, run
 from http1_peers import Raw
 
@@ -223,7 +223,7 @@ def test_others_are_not_served_without_keys(listen: str, tmp_path: Path) -> None
 
     async def test() -> None:
         with pytest.raises(ConfigError, match="--new-key"):
-            Running(config)
+            RunningGateway(config)
 
     run(test)
     path = tmp_path / "keys.yaml"

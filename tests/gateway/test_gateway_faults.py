@@ -5,7 +5,7 @@ from __future__ import annotations
 from canned_pairs import vllm_pair
 from canned_workers import Canned, answer, canned_workers, says
 from coterie.gateway.fleet.health import HealthSettings
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from gateway_runs import config_of, gateway, idle, run
 from http1_peers import until
@@ -22,7 +22,7 @@ def test_a_worker_that_failed_and_was_removed_takes_no_retry_away() -> None:
         async with canned_workers("a", "b", "c") as workers, gateway(config_of(workers)) as found:
             await until(lambda: found.open("decode") == {"a", "b", "c"})
 
-            async def act(worker: Canned, request: Request, responder: Responder) -> None:
+            async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
                 order.append(worker.name)
                 if len(order) == 1:
                     found.running.parts.remove_worker(worker.name)

@@ -17,7 +17,7 @@ from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.saved import SavedState, load_state, lock_state
-from coterie.gateway.serve import Running
+from coterie.gateway.serve import RunningGateway
 from gateway_runs import Run, config_of, gateway, run
 
 
@@ -153,14 +153,14 @@ def test_two_gateways_never_share_a_state(tmp_path: Path) -> None:
                 await ask(found, "POST", "/workers", entry(b))
                 for name in (state, other_name):
                     with pytest.raises(ConfigError, match=rf"{name}.*{os.getpid()}"):
-                        Running(config_of([a], state=str(name)))
+                        RunningGateway(config_of([a], state=str(name)))
                 (tmp_path / "absent").symlink_to(tmp_path / "no" / "folder")
                 with pytest.raises(ConfigError, match="absent"):
-                    Running(config_of([a], state=str(tmp_path / "absent")))
+                    RunningGateway(config_of([a], state=str(tmp_path / "absent")))
             async with gateway(config_of([a], state=str(state))) as found:
                 assert ids(found) == {"a", "b"}
         with pytest.raises(ConfigError, match="no router"):  # one that cannot start lets go of the file
-            Running(config_of([a], state=str(state), decode=RouterSpec("no router")))
+            RunningGateway(config_of([a], state=str(state), decode=RouterSpec("no router")))
         os.close(lock_state(state))
 
     run(test)

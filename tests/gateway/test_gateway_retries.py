@@ -13,7 +13,7 @@ from canned_workers import STREAM, Act, Canned, answer, canned_workers, held, re
 from coterie.gateway.config import LimitSettings
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.net.processes import free_port
 from gateway_runs import FAST, Run, config_of, gateway, idle, run, settled
@@ -33,7 +33,7 @@ def failing_first(count: int, failure: Act) -> tuple[Act, list[str]]:
     """The first requests fail, whichever worker gets them; also the workers that were asked."""
     order: list[str] = []
 
-    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+    async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
         order.append(worker.name)
         await (failure if len(order) <= count else answer)(worker, request, responder)
 
@@ -126,7 +126,7 @@ def test_a_worker_that_is_alone_is_waited_for_once() -> None:
     run(test)
 
 
-async def heads(_: Canned, __: Request, responder: Responder) -> None:
+async def heads(_: Canned, __: HttpRequest, responder: Responder) -> None:
     """A head at once, as vLLM sends it, and then nothing."""
     responder.start(200, [(b"content-type", STREAM)])
     await asyncio.Event().wait()
@@ -164,7 +164,7 @@ def test_a_request_whose_first_byte_came_stays() -> None:
         async with canned_workers("a", "b") as workers, gateway(config_of(workers)) as found:
             await until(lambda: found.open("decode") == {"a", "b"})
 
-            async def act(worker: Canned, _: Request, responder: Responder) -> None:
+            async def act(worker: Canned, _: HttpRequest, responder: Responder) -> None:
                 responder.start(200, [(b"content-type", STREAM)])
                 responder.write(b"data: {}\n\n")
                 await worker.go.wait()

@@ -19,7 +19,7 @@ import pytest
 from coterie.answers.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.embedded import embedded_fleet
-from coterie.engines.worker.model import Rows
+from coterie.engines.worker.model import RequestRows
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.footprints import footprint
@@ -103,7 +103,7 @@ def alone(prompt: list[int]) -> tuple[list[int], np.ndarray]:
     out: list[Any] = []
     experts: list[Any] = []
     while len(out) < TOKENS:
-        result = MODEL.step([Rows(tokens, start, BLOCKS, True)])
+        result = MODEL.step([RequestRows(tokens, start, BLOCKS, True)])
         experts.append(result.expert_ids)
         start += len(tokens)
         tokens = [int(result.logits[0].argmax())]

@@ -15,7 +15,7 @@ from coterie.errors import ConfigError
 from coterie.gateway.config import LimitSettings, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.proxy import RoutedFleet, rank_entries
-from coterie.net.http1.messages import Request as HttpRequest
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RoundRobin
 from coterie.wire.footprints import KEY, WireFootprint, encode_footprint

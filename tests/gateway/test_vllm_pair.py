@@ -14,7 +14,7 @@ from canned_workers import Canned, answer, completion, events, held, opens, rese
 from coterie.gateway.config import LimitSettings
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.wire.footprints import KEY
 from gateway_runs import Run, idle, run, settled
@@ -138,7 +138,7 @@ DAMAGE: list[Any] = ["", "AAAA", "\u00fc", "x" * 100_000, 3, [], {}, True, 1e300
 
 @pytest.mark.parametrize("value", DAMAGE)
 def test_damaged_footprints_are_counted_and_served(value: Any) -> None:
-    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+    async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
         params = {**params_of(request), KEY: value}
         responder.send(200, msgspec.json.encode(completion(worker, kv_transfer_params=params)))
 
@@ -208,7 +208,7 @@ def test_any_usage_is_served(usage: Any) -> None:
 def test_a_ghost_request() -> None:
     """10**30 prompt tokens left a request in the fleet for ever: admitted halfway, never finished."""
 
-    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+    async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
         raw = msgspec.json.encode(completion(worker, kv_transfer_params=params_of(request)))
         responder.send(200, raw[:-1] + b',"usage":{"prompt_tokens":1' + b"0" * 30 + b"}}")
 
@@ -338,7 +338,7 @@ def test_no_decode_worker_answers() -> None:
 def test_a_prefill_worker_that_does_not_end_its_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """KV is dropped in the background: what a worker does then must not keep the gateway from closing."""
 
-    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+    async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
         if request.method == "DELETE":
             await stalls(worker, request, responder)
         await prefills()(worker, request, responder)
@@ -426,7 +426,7 @@ def test_what_a_decode_worker_would_refuse_is_refused_before_the_prefill() -> No
 def test_staged_kv_is_let_go_when_the_decode_worker_refuses(status: int, grant: bool) -> None:
     """A worker of Coterie is told to drop it; another engine's KV is fetched by a request for one token."""
 
-    async def refuses(worker: Canned, request: Request, responder: Responder) -> None:
+    async def refuses(worker: Canned, request: HttpRequest, responder: Responder) -> None:
         asked = msgspec.json.decode(request.body)
         await (answer if asked["max_tokens"] == 1 else says(status))(worker, request, responder)
 

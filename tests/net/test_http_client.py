@@ -14,7 +14,7 @@ from aiohttp import web
 
 from coterie.errors import ConfigError, UnavailableError
 from coterie.net import http_client
-from coterie.net.http_client import Answer, Client, Tally, completion_body, completion_path, server_url
+from coterie.net.http_client import Client, HttpResult, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
 from sglang_peer import Peer, Running
 
@@ -25,14 +25,14 @@ def bodies(*texts: str) -> list[dict[str, Any]]:
     return [{"text": text, "sampling_params": {"max_new_tokens": 3}} for text in texts]
 
 
-async def collect(url: str, sent: list[dict[str, Any]], concurrency: int, **more: Any) -> list[Answer]:
+async def collect(url: str, sent: list[dict[str, Any]], concurrency: int, **more: Any) -> list[HttpResult]:
     async with Client(url) as client:
         return [answer async for answer in client.send("/generate", sent, concurrency, **more)]
 
 
 def test_answers_come_in_order_of_completion() -> None:
     """Each text says after how many answers it may be answered."""
-    found: list[Answer] = []
+    found: list[HttpResult] = []
 
     async def run(url: str) -> None:
         async with Client(url) as client:
@@ -125,7 +125,7 @@ def test_a_server_that_never_answers_does_not_outlast_the_time(monkeypatch: pyte
     monkeypatch.setattr(http_client, "GRACE_S", 0.3)
     monkeypatch.setattr(http_client, "CALL_S", 0.3)
 
-    async def run() -> tuple[list[Answer], int]:
+    async def run() -> tuple[list[HttpResult], int]:
         taken = 0
 
         async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.placement.holdings import held_by, placement_of, remote_share
-from coterie.placement.migration.rounds import Limits, schedule_moves
+from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.triggers.actions import PUBLISHED, ActionManager, ActionSettings
 from coterie.types import Link, Placement, Topology
 
@@ -168,7 +168,7 @@ def test_what_a_cycle_decides_can_be_migrated(rng: np.random.Generator) -> None:
     found = ActionManager(Topology(4), settings=EAGER).cycle(rng.gamma(0.3, 100.0, (4, 2, 16)), held)
     current, target = placement_of(held, 12), placement_of(found.held, 12, placement_of(held, 12))
     assert (held_by(target) == found.held).all()
-    schedule = schedule_moves(current, target, Topology(4), Limits(44e6))
+    schedule = schedule_moves(current, target, Topology(4), MigrationLimits(44e6))
     assert schedule.moved_bytes == sum(event.moved_bytes for event in found.actions)
     assert not schedule.refusals
     with pytest.raises(ConfigError, match=r"rank 0 holds 4 experts of layer 0; slots_per_rank=3"):

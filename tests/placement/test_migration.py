@@ -18,8 +18,8 @@ from coterie.placement.migration.migrator import (
     EndStep,
     FreeOld,
     FreeStaging,
+    MigrationOutcome,
     Migrator,
-    Outcome,
     RankDied,
     RunStep,
     StartStep,
@@ -27,7 +27,7 @@ from coterie.placement.migration.migrator import (
     TransferDone,
     TransferFailed,
 )
-from coterie.placement.migration.rounds import Limits, schedule_moves
+from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.objective import settle
 from coterie.types import Placement, Topology
 from migration_ledger import BrokenMigration, Ledger
@@ -55,7 +55,7 @@ def random_schedule(rng: random.Random) -> Any:
     old = placement(rows(), ranks, experts)
     new, _ = settle(old.slot_experts, np.array(rows(), np.int32), ranks)
     target = Placement(new, ranks, experts)
-    limits = Limits(EXPERT, EXPERT * rng.randint(1, per_rank))
+    limits = MigrationLimits(EXPERT, EXPERT * rng.randint(1, per_rank))
     return schedule_moves(old, target, Topology(ranks, rng.randint(1, ranks)), limits)
 
 
@@ -68,7 +68,7 @@ class Run:
         self.in_flight: set[int] = set()
         self.take(migrator.start())
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: MigrationOutcome) -> None:
         self.state = outcome.state
         for command in outcome.commands:
             self.ledger.told(command)
@@ -163,7 +163,7 @@ def small_schedule() -> Any:
     """3 ranks of 2 slots, 2 layers: a swap and a replica; a ring of three. One expert of staging a rank."""
     old = placement([[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 0]], 3, 5)
     new = placement([[2, 1, 0, 3, 4, 3], [0, 4, 1, 3, 2, 0]], 3, 5)
-    return schedule_moves(old, new, Topology(3), Limits(EXPERT, EXPERT))
+    return schedule_moves(old, new, Topology(3), MigrationLimits(EXPERT, EXPERT))
 
 
 def explore(migrator: Any, max_steps: int = 2, max_deaths: int = 2, limit: int = 200_000) -> tuple[Any, Any]:
@@ -251,9 +251,9 @@ class ForgetsStaging(Migrator):
 
 
 class GoesOnWhileDraining(Migrator):
-    def _go_on(self, state: Any, commands: Any) -> Outcome:
+    def _go_on(self, state: Any, commands: Any) -> MigrationOutcome:
         after = super()._go_on(state._replace(draining=frozenset()), commands)
-        return Outcome(after.state._replace(draining=state.draining), after.commands)
+        return MigrationOutcome(after.state._replace(draining=state.draining), after.commands)
 
     def _has_room(self, state: Any) -> bool:  # noqa: ARG002
         return True
@@ -266,25 +266,25 @@ class GoesOnAfterADeath(Migrator):
 
 
 class KeepsItsVersion(Migrator):
-    def _switch(self, state: Any) -> Outcome:
+    def _switch(self, state: Any) -> MigrationOutcome:
         after = super()._switch(state)
-        return Outcome(after.state._replace(version=state.version), after.commands)
+        return MigrationOutcome(after.state._replace(version=state.version), after.commands)
 
 
 class SwitchesRunningSteps(Migrator):
     """Old weights freed at once, as an update in place does."""
 
-    def _switch(self, state: Any) -> Outcome:
+    def _switch(self, state: Any) -> MigrationOutcome:
         after = super()._switch(state)
         freed = {c.switch for c in after.commands if isinstance(c, FreeOld)}
         more = [FreeOld(switch) for switch, _ in after.state.retired if switch not in freed]
-        return Outcome(after.state._replace(retired=()), [*after.commands, *more])
+        return MigrationOutcome(after.state._replace(retired=()), [*after.commands, *more])
 
 
 class ForgetsTheMap(Migrator):
-    def _switch(self, state: Any) -> Outcome:
+    def _switch(self, state: Any) -> MigrationOutcome:
         after = super()._switch(state)
-        return Outcome(after.state._replace(rows=state.rows), after.commands)
+        return MigrationOutcome(after.state._replace(rows=state.rows), after.commands)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_broken_machine_is_caught(broken: Any, rule: str) -> None:
 def test_a_schedule_that_takes_the_last_copy_is_caught() -> None:
     """The machine trusts its schedule; the ledger does not."""
     current, target = placement([[0, 1, 2, 3]], 2, 4), placement([[2, 1, 0, 3]], 2, 4)
-    whole = schedule_moves(current, target, Topology(2), Limits(EXPERT))
+    whole = schedule_moves(current, target, Topology(2), MigrationLimits(EXPERT))
     (swap,) = whole.switches
     (first, _) = swap.transfers
     kept = tuple(first.expert if slot == first.slot else expert for slot, expert in enumerate(swap.before))
@@ -346,7 +346,9 @@ def test_a_running_step_keeps_its_map_and_the_next_has_the_new_one() -> None:
 
 def test_a_failed_transfer_rolls_its_layer_back_and_the_next_goes_on() -> None:
     old, ring = [0, 1, 2, 3, 4, 0], [0, 4, 1, 3, 2, 0]
-    schedule = schedule_moves(placement([old] * 2, 3, 5), placement([ring] * 2, 3, 5), Topology(3), Limits(EXPERT))
+    schedule = schedule_moves(
+        placement([old] * 2, 3, 5), placement([ring] * 2, 3, 5), Topology(3), MigrationLimits(EXPERT)
+    )
     migrator = Migrator(schedule)
     state, begun = migrator.start()
     first, second, third = (c.transfer.id for c in begun if isinstance(c, BeginTransfer))
@@ -389,7 +391,7 @@ def test_after_a_death_a_plan_without_the_rank_brings_everything_back() -> None:
 def test_with_two_copies_on_two_ranks_any_single_death_leaves_every_expert_live() -> None:
     old = placement([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, 4, 4)
     new = placement([[0, 2, 1, 3, 0, 2, 1, 3]] * 2, 4, 4)
-    schedule = schedule_moves(old, new, Topology(4), Limits(EXPERT, EXPERT))
+    schedule = schedule_moves(old, new, Topology(4), MigrationLimits(EXPERT, EXPERT))
     assert len(schedule.switches) == 2
     for when in range(25):
         for rank in range(4):

@@ -7,7 +7,7 @@ import pytest
 
 from coterie.placement.base import Load
 from coterie.placement.planning.latency_optimal import LatencyOptimal
-from coterie.placement.triggers.rebalancing import Decision, Rebalancer, RebalancingSettings
+from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingDecision, RebalancingSettings
 from coterie.types import Placement, Topology
 from v3_prices import v3_prices
 
@@ -32,7 +32,7 @@ def rebalancer(planning_s: float = 1e-4) -> Rebalancer:
     return Rebalancer(LatencyOptimal, v3_prices(planning_s=planning_s), TOPOLOGY, LINEAR, settings)
 
 
-def drive(one: Rebalancer, windows: list[np.ndarray], scenarios: bool) -> list[Decision]:
+def drive(one: Rebalancer, windows: list[np.ndarray], scenarios: bool) -> list[RebalancingDecision]:
     found = []
     for window in windows:
         found.append(one.observe(window_of(window, scenarios)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Load
-from coterie.placement.migration.rounds import Limits, edge_rounds, schedule_moves
+from coterie.placement.migration.rounds import MigrationLimits, edge_rounds, schedule_moves
 from coterie.placement.moves import moves_between
 from coterie.placement.objective import settle
 from coterie.placement.planning.eplb import Eplb
@@ -25,7 +25,7 @@ INF = float("inf")
 
 
 @st.composite
-def migrations(draw: st.DrawFn, dead_ranks: bool = True) -> tuple[Placement, Placement, Any, Limits]:
+def migrations(draw: st.DrawFn, dead_ranks: bool = True) -> tuple[Placement, Placement, Any, MigrationLimits]:
     """A placement, another one, a topology, and staging for one to all experts of a rank."""
     ranks = draw(st.integers(1, 5))
     per_rank = draw(st.integers(1, 4))
@@ -46,7 +46,12 @@ def migrations(draw: st.DrawFn, dead_ranks: bool = True) -> tuple[Placement, Pla
     speeds = () if dead is None else tuple(0.0 if rank == dead else 1.0 for rank in range(ranks))
     topology = Topology(ranks, draw(st.integers(1, 5)), speeds=speeds)
     staging = draw(st.integers(1, per_rank))
-    return (Placement(old, ranks, experts), Placement(new, ranks, experts), topology, Limits(10.0, 10.0 * staging + 5))
+    return (
+        Placement(old, ranks, experts),
+        Placement(new, ranks, experts),
+        topology,
+        MigrationLimits(10.0, 10.0 * staging + 5),
+    )
 
 
 @given(st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 6)), max_size=60))
@@ -64,7 +69,9 @@ def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs: list[tuple[int, int
 
 @given(migrations())
 @settings(deadline=None, max_examples=300)
-def test_every_map_on_the_way_is_safe_and_within_memory(case: tuple[Placement, Placement, Any, Limits]) -> None:
+def test_every_map_on_the_way_is_safe_and_within_memory(
+    case: tuple[Placement, Placement, Any, MigrationLimits],
+) -> None:
     current, target, topology, limits = case
     schedule = schedule_moves(current, target, topology, limits)
     alive = topology.rank_speeds > 0
@@ -106,27 +113,29 @@ def test_swaps_and_rings_with_little_staging() -> None:
     topology = Topology(2)
     current = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     both = Placement(np.array([[2, 3, 0, 1]], np.int32), 2, 4)
-    one = schedule_moves(current, both, topology, Limits(10.0, 10.0))
+    one = schedule_moves(current, both, topology, MigrationLimits(10.0, 10.0))
     assert [sorted(t.slot for t in s.transfers) for s in one.switches] == [[0, 2], [1, 3]], "two swaps"
     assert one.peak_staging_bytes == 10.0
-    two = schedule_moves(current, both, topology, Limits(10.0, 20.0))
+    two = schedule_moves(current, both, topology, MigrationLimits(10.0, 20.0))
     assert len(two.switches) == 1
     assert two.num_rounds == 2
     ring = Placement(np.array([[3, 2, 0, 1]], np.int32), 2, 4)  # 0 → slot 2, 2 → slot 1, 1 → slot 3, 3 → slot 0
-    cut = schedule_moves(current, ring, topology, Limits(10.0, 10.0))
+    cut = schedule_moves(current, ring, topology, MigrationLimits(10.0, 10.0))
     assert [len(switch.transfers) for switch in cut.switches] == [2, 2, 2], "four moves, and one more for each cut"
     assert cut.switches[-1].after == (3, 2, 0, 1)
-    assert len(schedule_moves(current, ring, topology, Limits(10.0, 20.0)).switches) == 1
+    assert len(schedule_moves(current, ring, topology, MigrationLimits(10.0, 20.0)).switches) == 1
 
 
 def test_a_ring_that_ends_inside_a_rank_is_refused_with_one_expert_of_staging() -> None:
     current = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     inside = Placement(np.array([[1, 0, 2, 3]], np.int32), 2, 4)
-    refused = schedule_moves(current, inside, Topology(2), Limits(10.0, 10.0))
+    refused = schedule_moves(current, inside, Topology(2), MigrationLimits(10.0, 10.0))
     assert not refused.switches
     assert (refused.placement.slot_experts == current.slot_experts).all()
     assert "slots [0, 1] change places in a ring that cannot be cut" in refused.refusals[0].reason
-    assert schedule_moves(current, inside, Topology(2), Limits(10.0, 20.0)).moved_bytes == 0, "copies inside a rank"
+    assert schedule_moves(current, inside, Topology(2), MigrationLimits(10.0, 20.0)).moved_bytes == 0, (
+        "copies inside a rank"
+    )
 
 
 def test_replicas_are_fetched_from_those_that_send_least() -> None:
@@ -151,7 +160,7 @@ def test_the_sources_are_the_plans() -> None:
 
 @given(migrations())
 @settings(deadline=None, max_examples=100)
-def test_sources_are_near_and_send_alike(case: tuple[Placement, Placement, Any, Limits]) -> None:
+def test_sources_are_near_and_send_alike(case: tuple[Placement, Placement, Any, MigrationLimits]) -> None:
     """Against the choice as it is said, written out."""
     current, target, topology, _ = case
     moves, per_rank = moves_between(current, target.slot_experts, topology, 10.0), current.slots_per_rank
@@ -185,7 +194,7 @@ def test_a_plan_of_eplb_is_scheduled_whole(rng: np.random.Generator) -> None:
     load = Load(rng.gamma(0.5, 100.0, (layers, experts)))
     topology, current = Topology(ranks, 4), Placement.linear(layers, experts, ranks, 40)
     plan = Eplb(v3_prices()).plan(load, topology, current)
-    schedule = schedule_moves(current, plan.placement, topology, Limits(44e6), plan.moves)
+    schedule = schedule_moves(current, plan.placement, topology, MigrationLimits(44e6), plan.moves)
     over_links = [t for t in schedule.transfers if t.source != t.slot // current.slots_per_rank]
     assert len(over_links) == len(plan.moves)
     moves = plan.moves
@@ -200,7 +209,7 @@ def test_a_plan_of_eplb_is_scheduled_whole(rng: np.random.Generator) -> None:
 def test_what_hides_behind_steps_is_not_exposed() -> None:
     current = Placement.linear(2, 4, 2)
     target = Placement(np.array([[2, 1, 0, 3], [2, 3, 0, 1]], np.int32), 2, 4)
-    schedule = schedule_moves(current, target, Topology(2), Limits(450e9 * 1e-3))  # 1 ms a move, and 2 us
+    schedule = schedule_moves(current, target, Topology(2), MigrationLimits(450e9 * 1e-3))  # 1 ms a move, and 2 us
     each = 1e-3 + 2e-6
     alone = schedule.timing()
     assert alone.movement_s == pytest.approx(3 * each)
@@ -229,7 +238,7 @@ def test_nothing_to_move() -> None:
 def test_bad_input() -> None:
     current = Placement.linear(1, 4, 2)
     with pytest.raises(ConfigError, match=r"staging_bytes=9 must hold at least one expert of 10 bytes"):
-        Limits(10.0, 9.0)
+        MigrationLimits(10.0, 9.0)
     with pytest.raises(ConfigError, match=r"placement.num_ranks=2 must equal topology.num_ranks=4"):
         schedule_moves(current, current, Topology(4))
     with pytest.raises(ConfigError, match=r"the target has shape \(1, 8\)"):

@@ -11,7 +11,7 @@ import numpy as np
 
 from canned_workers import Act, Canned, canned_workers, completion
 from coterie.gateway.config import GatewayConfig
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.wire.footprints import WireFootprint, attach_footprint
 from gateway_runs import Run, config_of, gateway
@@ -19,7 +19,7 @@ from http1_peers import until
 from routing_cases import EXPERTS, LAYERS
 
 
-def params_of(request: Request, grant: bool = True, footprint: WireFootprint | None = None) -> dict[str, Any]:
+def params_of(request: HttpRequest, grant: bool = True, footprint: WireFootprint | None = None) -> dict[str, Any]:
     """`kv_transfer_params` of an answer, for the id that the request came under."""
     name = (request.header(b"x-request-id") or b"").decode()
     params: dict[str, Any] = {"do_remote_prefill": True, "remote_request_id": f"cmpl-{name}", "remote_port": 1}
@@ -40,7 +40,7 @@ def footprint_on(experts: tuple[int, ...], tokens: int = 5) -> WireFootprint:
 def prefills(grant: bool = True, footprint: Callable[[Any], WireFootprint | None] | None = None, **more: Any) -> Act:
     """A prefill worker; `footprint` is made of the body, `more` goes into the answer as it is."""
 
-    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+    async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
         if request.method == "DELETE":
             responder.send(200)
             return

@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
-from coterie.net.http1.messages import HttpError, Request
+from coterie.net.http1.messages import HttpError, HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.server import HttpServer
 
-Act = Callable[["Canned", Request, Responder], Awaitable[None]]
+Act = Callable[["Canned", HttpRequest, Responder], Awaitable[None]]
 STREAM = b"text/event-stream"
 
 
 class Asked:
     """One request that a worker got."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: HttpRequest) -> None:
         self.path, self.method = request.path, request.method
         self.headers = dict(request.headers)
         self.raw = request.body
@@ -70,7 +70,7 @@ class Canned:
     def completions(self) -> list[Asked]:
         return [one for one in self.asked if one.method == "POST"]
 
-    async def _handle(self, request: Request, responder: Responder) -> None:
+    async def _handle(self, request: HttpRequest, responder: Responder) -> None:
         if request.path == "/health":
             responder.send(200 if self.well else 503)
             return
@@ -99,7 +99,7 @@ def events(worker: Canned, count: int = 3) -> list[bytes]:
     return [b"data: " + chunk + b"\n\n" for chunk in chunks] + [b"data: [DONE]\n\n"]
 
 
-async def answer(worker: Canned, request: Request, responder: Responder) -> None:
+async def answer(worker: Canned, request: HttpRequest, responder: Responder) -> None:
     """A completion, streamed if it was asked for so."""
     body = msgspec.json.decode(request.body)
     if not body.get("stream"):
@@ -114,29 +114,29 @@ async def answer(worker: Canned, request: Request, responder: Responder) -> None
 
 
 def says(status: int, body: bytes = b"{}", headers: list[tuple[bytes, bytes]] | None = None) -> Act:
-    async def act(_: Canned, __: Request, responder: Responder) -> None:
+    async def act(_: Canned, __: HttpRequest, responder: Responder) -> None:
         responder.send(status, body, headers=headers or [])
 
     return act
 
 
-async def resets(_: Canned, __: Request, responder: Responder) -> None:
+async def resets(_: Canned, __: HttpRequest, responder: Responder) -> None:
     """No answer at all."""
     responder.abort()
 
 
-async def stalls(_: Canned, __: Request, ___: Responder) -> None:
+async def stalls(_: Canned, __: HttpRequest, ___: Responder) -> None:
     """Never an answer."""
     await asyncio.Event().wait()
 
 
-async def held(worker: Canned, request: Request, responder: Responder) -> None:
+async def held(worker: Canned, request: HttpRequest, responder: Responder) -> None:
     """An answer once the test says so."""
     await worker.go.wait()
     await answer(worker, request, responder)
 
 
-async def cuts(worker: Canned, _: Request, responder: Responder) -> None:
+async def cuts(worker: Canned, _: HttpRequest, responder: Responder) -> None:
     """A stream that breaks inside its second event."""
     first, second, *_rest = events(worker)
     responder.start(200, [(b"content-type", STREAM)])
@@ -146,14 +146,14 @@ async def cuts(worker: Canned, _: Request, responder: Responder) -> None:
     responder.abort()
 
 
-async def head_only(_: Canned, __: Request, responder: Responder) -> None:
+async def head_only(_: Canned, __: HttpRequest, responder: Responder) -> None:
     """A head and then nothing: the connection breaks before the first byte of the body."""
     responder.start(200, [(b"content-type", STREAM)])
     await asyncio.sleep(0)
     responder.abort()
 
 
-async def opens(worker: Canned, _: Request, responder: Responder) -> None:
+async def opens(worker: Canned, _: HttpRequest, responder: Responder) -> None:
     """A stream that sends one event and then goes on for ever, silently, until the client leaves."""
     responder.start(200, [(b"content-type", STREAM)])
     responder.write(events(worker)[0])

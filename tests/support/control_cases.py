@@ -14,7 +14,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.control import Shape
+from coterie.control import LoopShape
 from coterie.engines.worker.events import EventStream
 from coterie.footprints import footprint
 from coterie.routing import Calibration, RouterFit
@@ -22,7 +22,7 @@ from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestE
 
 MODEL = "coterie-tiny"
 LAYERS, EXPERTS, TOP_K = 2, 16, 2
-SHAPE = Shape(MODEL, LAYERS, EXPERTS, TOP_K, 2)
+SHAPE = LoopShape(MODEL, LAYERS, EXPERTS, TOP_K, 2)
 GROUPS = {"low": (np.arange(4), np.arange(4, 8)), "odd": (np.arange(8, 16, 2), np.arange(9, 16, 2))}
 
 

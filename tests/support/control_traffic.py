@@ -6,10 +6,10 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.control import ControlLoop, ControlSettings, FitJob, RequestSeen, Shape
+from coterie.control import ControlLoop, ControlSettings, FitJob, LoopShape, RequestSeen
 from coterie.routing import Calibration, LocalityBand, Router, RouterFit
 
-SHAPE = Shape("made", num_layers=4, num_experts=16, top_k=2, workers=2)
+SHAPE = LoopShape("made", num_layers=4, num_experts=16, top_k=2, workers=2)
 SETTINGS = ControlSettings(cooldown_s=0.0, score_requests=64, min_requests=64)
 BATCH = 4
 OLD = np.array([[0, 1, 2, 3], [4, 5, 6, 7]])

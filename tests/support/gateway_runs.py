@@ -15,7 +15,7 @@ import msgspec
 from canned_workers import Canned
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
-from coterie.gateway.serve import Running
+from coterie.gateway.serve import RunningGateway
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import Upstream
@@ -65,7 +65,7 @@ class Client:
 
 
 class Run(NamedTuple):
-    running: Running
+    running: RunningGateway
     client: Client
     said: io.StringIO
     """What was logged."""
@@ -136,7 +136,7 @@ async def gateway(
     config: GatewayConfig, path: Path | None = None, access: FleetAccess | None = None, port: int = 0
 ) -> AsyncIterator[Run]:
     said = io.StringIO()
-    running = Running(config, path, Log(said, requests=config.log_requests), access)
+    running = RunningGateway(config, path, Log(said, requests=config.log_requests), access)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port may be that of a gateway that ended
     listener.bind(("127.0.0.1", port))

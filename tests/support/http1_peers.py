@@ -13,7 +13,16 @@ from typing import Any, NamedTuple, Self, TypeVar
 import pytest
 import uvloop
 
-from coterie.net.http1 import Handler, HttpServer, Limits, Request, Responder, Upstream, UpstreamError, UpstreamLimits
+from coterie.net.http1 import (
+    Handler,
+    HttpRequest,
+    HttpServer,
+    Limits,
+    Responder,
+    Upstream,
+    UpstreamError,
+    UpstreamLimits,
+)
 from coterie.net.http1.server import CheckHead
 
 T = TypeVar("T")
@@ -155,9 +164,9 @@ def chunked(body: bytes, size: int, trailer: bytes = b"") -> bytes:
 class Echo:
     """Answers with the method, the path and the body, and remembers what it was asked."""
 
-    seen: list[Request] = field(default_factory=list)
+    seen: list[HttpRequest] = field(default_factory=list)
 
-    async def __call__(self, request: Request, responder: Responder) -> None:
+    async def __call__(self, request: HttpRequest, responder: Responder) -> None:
         self.seen.append(request)
         responder.send(200, b"%b %b " % (request.method.encode(), request.path.encode()) + request.body, b"text/plain")
 

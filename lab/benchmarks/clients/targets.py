@@ -20,7 +20,7 @@ import msgspec
 from clients.checks import Asked
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.gateway.embedded import tiny_fit_path
-from coterie.net.http1 import HttpServer, Request, Responder
+from coterie.net.http1 import HttpRequest, HttpServer, Responder
 from coterie.net.processes import ServerProcess, free_port
 
 START_S = 900.0
@@ -43,7 +43,7 @@ class Recorder:
         """Requests of this id with just this body."""
         return self._got[name, body]
 
-    async def handle(self, request: Request, responder: Responder) -> None:
+    async def handle(self, request: HttpRequest, responder: Responder) -> None:
         if request.path == "/v1/models":
             card = {"id": TINY, "object": "model", "created": 0, "owned_by": "recorder", "max_model_len": 1 << 16}
             responder.send(200, msgspec.json.encode({"object": "list", "data": [card]}))

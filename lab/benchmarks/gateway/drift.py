@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from coterie.answers.load.steps import StepTotals, experts_ratio, read_steps
 from coterie.answers.runs import interval, with_ends
-from coterie.control import ControlLoop, ControlSettings, FitJob, RequestSeen, Shape
+from coterie.control import ControlLoop, ControlSettings, FitJob, LoopShape, RequestSeen
 from coterie.gateway.config import ControlSection, GatewayConfig
 from coterie.gateway.control.matching import Matcher
 from coterie.gateway.control.messages import StreamEntry
@@ -68,7 +68,7 @@ FITS = ("before", "loop", "fresh")
 class Listener(threading.Thread):
     """Collects the fleet's requests from its expert events, as the loop's process does."""
 
-    def __init__(self, config: GatewayConfig, secret: str | None, shape: Shape) -> None:
+    def __init__(self, config: GatewayConfig, secret: str | None, shape: LoopShape) -> None:
         super().__init__(name="drift-listener", daemon=True)
         self.seen: list[RequestSeen] = []
         self._streams, self._matcher = ExpertStreams(secret), Matcher(shape)
@@ -157,7 +157,7 @@ class Bench:
         argv = [sys.executable, "-m", "coterie", "serve", "--config", str(self.path)]
         self.gateway = ServerProcess(argv, self.url, fleet.folder / "gateway.log", fleet.access.environment)
         shipped = RouterFit.load(tiny_fit_path())
-        self.shape = Shape(
+        self.shape = LoopShape(
             shipped.model, shipped.num_layers, shipped.num_experts, shipped.learned.top_k, len(fleet.workers) - 1
         )
 
@@ -177,7 +177,7 @@ class Bench:
         return FitJob(calibration_of(seen, self.shape), self.shape.workers, IN_FLIGHT // self.shape.workers, seed).run()
 
 
-def calibration_of(seen: Sequence[RequestSeen], shape: Shape) -> Calibration:
+def calibration_of(seen: Sequence[RequestSeen], shape: LoopShape) -> Calibration:
     return Calibration(
         prefill=np.stack([one.prefill for one in seen]).astype(np.uint32),
         decode=np.stack([one.decode for one in seen]).astype(np.uint32),

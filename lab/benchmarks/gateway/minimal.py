@@ -13,13 +13,13 @@ import sys
 import msgspec
 import uvloop
 
-from coterie.net.http1 import HttpError, HttpServer, Request, Responder, Upstream, UpstreamError, passed_on
+from coterie.net.http1 import HttpError, HttpRequest, HttpServer, Responder, Upstream, UpstreamError, passed_on
 
 
 async def serve(port: int, urls: list[str]) -> None:
     workers = itertools.cycle([Upstream(url) for url in urls])
 
-    async def forward(request: Request, responder: Responder) -> None:
+    async def forward(request: HttpRequest, responder: Responder) -> None:
         if request.path == "/health":
             responder.send(200, b"{}")
             return

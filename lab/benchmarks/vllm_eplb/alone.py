@@ -23,7 +23,7 @@ def ask_alone(jobs: list[Job], frame: Frame) -> list[Served]:
 
 
 def _ask(job: Job, frame: Frame, own: Any) -> Served:
-    from coterie.engines.vllm.eplb import Round, count_moves
+    from coterie.engines.vllm.eplb import EplbRound, count_moves
 
     settings = frame.settings(job)
     planning_s = planning_time(job, frame, settings)
@@ -37,7 +37,7 @@ def _ask(job: Job, frame: Frame, own: Any) -> Served:
         if rounds is None:
             new = _own(own, tokens, old, frame)
         else:
-            new = rounds.run(Round(tokens, frame.slots, 1, frame.ranks, old), old.copy, Solo())
+            new = rounds.run(EplbRound(tokens, frame.slots, 1, frame.ranks, old), old.copy, Solo())
         took_s = time.process_time() - began
         last = None if rounds is None else rounds.last
         why = {} if last is None else {"kind": last.kind, "reason": last.reason, "planned": last.planning_s > 0}

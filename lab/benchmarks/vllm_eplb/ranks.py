@@ -142,13 +142,13 @@ def _rank(rank: int, jobs: list[Job], frame: Frame, folder: Path) -> None:
 
 def _compile(jobs: list[Job], frame: Frame) -> None:
     """The loops of Coterie's policy."""
-    from coterie.engines.vllm.eplb import Round, Rounds
+    from coterie.engines.vllm.eplb import EplbRound, Rounds
     from coterie.engines.vllm.settings import EplbSettings
 
     job = next(job for job in jobs if job.settings is not None)
     settings = {**(job.settings or {}), "when": "pays", "window": frame.window, "horizon": frame.steps}
     rounds = Rounds(EplbSettings(**settings))
-    asked = Round(job.loads[0] * frame.window, frame.slots, 1, frame.ranks, None)
+    asked = EplbRound(job.loads[0] * frame.window, frame.slots, 1, frame.ranks, None)
     old = asked.linear().slot_experts.astype(np.int64)
     for load in (0 * job.loads[0], job.loads[0], job.loads[1]):
         old = rounds.run(asked._replace(tokens=load * frame.window, old=old), old.copy, Solo())
@@ -169,10 +169,10 @@ def planning_time(job: Job, frame: Frame, settings: dict[str, Any] | None) -> fl
     """Processor time of a plan, for a policy that weighs it."""
     if settings is None or settings.get("when") != "pays":
         return 0.0
-    from coterie.engines.vllm.eplb import Round
+    from coterie.engines.vllm.eplb import EplbRound
 
     rounds = rounds_of(settings, 0.0)
-    asked = Round(job.loads[0] * frame.window, frame.slots, 1, frame.ranks, None)
+    asked = EplbRound(job.loads[0] * frame.window, frame.slots, 1, frame.ranks, None)
     times = []
     for _ in range(4):  # the first compiles
         began = time.process_time()
@@ -263,9 +263,9 @@ class _Engine:
         self.held = self.state.model_states["model"]
 
     def _round(self, tokens: Array, old: NDArray[np.int64]) -> Any:
-        from coterie.engines.vllm.eplb import Round
+        from coterie.engines.vllm.eplb import EplbRound
 
-        return Round(tokens, self.frame.slots, 1, self.frame.ranks, old)
+        return EplbRound(tokens, self.frame.slots, 1, self.frame.ranks, old)
 
     def _agreed_s(self) -> float:
         """Planning time that all ranks are given: the first measures, the others wait."""

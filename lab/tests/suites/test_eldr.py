@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.answers.fleet.bench import Bench, Window, bench_of, split, steady
+from coterie.answers.fleet.bench import Bench, MeasuredSpan, bench_of, split, steady
 from coterie.answers.fleet.simulation import FleetSettings, simulate_fleet
 from coterie.answers.suites import SuiteOptions
 from coterie.costs.presets import step_model
@@ -117,7 +117,7 @@ def test_experts_of_a_run_by_steps_tokens_and_time(served: Any) -> None:
 
 def test_formed_batches_are_those_of_the_run(bench: Bench, served: Any) -> None:
     """Experts counted from the batches are what the run counted in those very steps; large steps come more often."""
-    window, many = Window(0.0, served.end_s), 400
+    window, many = MeasuredSpan(0.0, served.end_s), 400
     batches = formed_batches(served, bench.requests, window, many, np.random.default_rng(0))
     rows = served.step_decoding
     steps = np.sort(np.random.default_rng(0).choice(np.flatnonzero(rows > 0), many, p=rows[rows > 0] / rows.sum()))

@@ -170,7 +170,7 @@ def bar(value: float, full: float, width: int) -> str:
     return ("█" * (eighths // 8) + _PARTS[eighths % 8]).rstrip().ljust(width)
 
 
-class Column(NamedTuple):
+class RankColumn(NamedTuple):
     """A value per rank, drawn as bars; columns of one `scale` share the longest bar."""
 
     name: str
@@ -179,7 +179,7 @@ class Column(NamedTuple):
     scale: int
 
 
-def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
+def print_rank_bars(title: str, columns: Sequence[RankColumn], note: str) -> None:
     """Print a table with one row per rank and one bar per column."""
     import numpy as np
 

@@ -1,29 +1,39 @@
 """The live loop: watch a fleet, fit its router anew, advise on placement. No clock, no socket, no thread."""
 
 from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
-from coterie.control.base import KINDS, ControlEvent, ControlSettings, Kind, LoadSeen, Log, RequestSeen, Shape, Tick
+from coterie.control.base import (
+    KINDS,
+    ControlEvent,
+    ControlSettings,
+    Kind,
+    LoadSeen,
+    LoopLog,
+    LoopShape,
+    RequestSeen,
+    Tick,
+)
 from coterie.control.jobs import FitJob
 from coterie.control.loop import ControlLoop
 from coterie.control.replay import InputLog, replay
-from coterie.control.scoring import Comparison, Scorer
+from coterie.control.scoring import FitComparison, Scorer
 
 __all__ = [
     "KINDS",
     "Advice",
     "AdviceSettings",
-    "Comparison",
     "ControlEvent",
     "ControlLoop",
     "ControlSettings",
+    "FitComparison",
     "FitJob",
     "InputLog",
     "Kind",
     "LoadSeen",
-    "Log",
+    "LoopLog",
+    "LoopShape",
     "PlacementAdvisor",
     "RequestSeen",
     "Scorer",
-    "Shape",
     "Tick",
     "replay",
 ]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.control.base import ControlEvent, LoadSeen, Shape
+from coterie.control.base import ControlEvent, LoadSeen, LoopShape
 from coterie.control.steps import MOST_REQUESTS, SCENARIOS, with_steps
 from coterie.control.traffic import Kept
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
@@ -119,7 +119,7 @@ class PlacementAdvisor:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: LoopShape,
         topology: Topology,
         objective: Objective,
         placement: Placement | None = None,

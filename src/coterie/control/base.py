@@ -38,7 +38,7 @@ Kind = Literal[
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
-class Shape(NamedTuple):
+class LoopShape(NamedTuple):
     """The model and the fleet that the loop is for."""
 
     model: str
@@ -96,7 +96,7 @@ class Tick(NamedTuple):
     """Put this fit in force now, atomically; then call `swapped`, or `swap_failed`."""
 
 
-class Log(Protocol):
+class LoopLog(Protocol):
     """Callback: an input of the loop, by the name of what was done."""
 
     def __call__(self, do: str, /, **values: Any) -> None: ...

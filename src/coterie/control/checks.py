@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.control.base import LoadSeen, RequestSeen, Shape
+from coterie.control.base import LoadSeen, LoopShape, RequestSeen
 
 MOST_COUNT = 1 << 31
 """Most activations of one expert by one request, and most tokens of one expert in a piece of time."""
@@ -21,7 +21,7 @@ UNEVEN = 2.0
 """Every token passes every layer: layers whose totals differ by more than this factor were not counted together."""
 
 
-def wrong_request(seen: RequestSeen, shape: Shape) -> str | None:
+def wrong_request(seen: RequestSeen, shape: LoopShape) -> str | None:
     """Why a finished request is not used."""
     for field in (seen.request_id, seen.worker):
         if not _is_name(field):
@@ -33,7 +33,7 @@ def wrong_request(seen: RequestSeen, shape: Shape) -> str | None:
     return None
 
 
-def wrong_load(seen: LoadSeen, shape: Shape) -> str | None:
+def wrong_load(seen: LoadSeen, shape: LoopShape) -> str | None:
     """Why a worker's load is not used."""
     if not _is_name(seen.worker):
         return "name"
@@ -65,7 +65,7 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MOST_NAME
 
 
-def _wrong_counts(counts: Any, shape: Shape, *, whole: bool) -> str | None:
+def _wrong_counts(counts: Any, shape: LoopShape, *, whole: bool) -> str | None:
     if not isinstance(counts, np.ndarray) or counts.dtype.kind not in ("iu" if whole else "iuf"):
         return "dtype"
     if counts.shape != (shape.num_layers, shape.num_experts):

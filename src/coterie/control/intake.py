@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
-from coterie.control.base import ControlEvent, ControlSettings, LoadSeen, RequestSeen, Shape
+from coterie.control.base import ControlEvent, ControlSettings, LoadSeen, LoopShape, RequestSeen
 from coterie.control.checks import MOST_NAME, is_number, wrong_load, wrong_request
 
 REMEMBERED_IDS = 1 << 15
@@ -27,7 +27,9 @@ def worker_of(seen: Any) -> str:
 class Intake:
     """Decides what the loop uses. Never raises on data."""
 
-    def __init__(self, shape: Shape, settings: ControlSettings, now_s: float, names: Collection[str] | None) -> None:
+    def __init__(
+        self, shape: LoopShape, settings: ControlSettings, now_s: float, names: Collection[str] | None
+    ) -> None:
         self.shape, self.settings, self.now_s = shape, settings, now_s
         self.names: frozenset[str] | None = None if names is None else frozenset(names)
         self.counters: dict[str, int] = {"requests": 0, "loads": 0}

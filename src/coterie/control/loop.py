@@ -24,16 +24,16 @@ from coterie.control.base import (
     ControlSettings,
     Kind,
     LoadSeen,
-    Log,
+    LoopLog,
+    LoopShape,
     RequestSeen,
-    Shape,
     Tick,
     keep_nothing,
 )
 from coterie.control.checks import is_number
 from coterie.control.intake import Intake, worker_of
 from coterie.control.jobs import FitJob
-from coterie.control.scoring import Comparison, Scorer
+from coterie.control.scoring import FitComparison, Scorer
 from coterie.control.state import Candidate, Known, RunningJob, Swap, Watch
 from coterie.control.traffic import Kept, Traffic, reference_of, sample_of
 from coterie.costs.lines import DecodeStepPrices
@@ -51,7 +51,7 @@ class ControlLoop:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: LoopShape,
         fit: RouterFit,
         make: Callable[[RouterFit], Router],
         settings: ControlSettings | None = None,
@@ -61,7 +61,7 @@ class ControlLoop:
         advisor: PlacementAdvisor | None = None,
         names: Collection[str] | None = None,
         now_s: float = 0.0,
-        log: Log | None = None,
+        log: LoopLog | None = None,
     ) -> None:
         """`fit` serves now; `make` makes the pool's router of a fit, for scoring. `batch` is the mean number of
         requests in a worker's step. Without `prices` a step's time is the number of experts it touches. With `names`,
@@ -78,7 +78,7 @@ class ControlLoop:
         self.shape, self.settings, self.batch = shape, settings or ControlSettings(), batch
         self.intake = Intake(shape, self.settings, now_s, names)
         self.traffic = Traffic(shape, self.settings)
-        self._log: Log = log or keep_nothing
+        self._log: LoopLog = log or keep_nothing
         self.scorer, self.advisor = Scorer(make, batch, prices), advisor
         self.events: deque[ControlEvent] = deque(maxlen=self.settings.events)
         sample = reference_of(fit)
@@ -292,7 +292,7 @@ class ControlLoop:
         self._watch = None if done else watch._replace(after=2 * watch.after, checks=watch.checks + 1)
         return None
 
-    def _compare(self, candidate: RouterFit, newer: list[Kept], sure: float) -> Comparison:
+    def _compare(self, candidate: RouterFit, newer: list[Kept], sure: float) -> FitComparison:
         newest = newer[-self.settings.score_requests :]
         return self.scorer.compare(self.fit, candidate, newest, self.shape.workers, self.settings.pieces, sure)
 
@@ -391,7 +391,7 @@ class ControlLoop:
         del self._tick_events[: -self.settings.events]
 
 
-def _fits(fit: object, shape: Shape) -> bool:
+def _fits(fit: object, shape: LoopShape) -> bool:
     """Whether it is a fit of this model for these workers."""
     if not isinstance(fit, RouterFit) or fit.learned_ is None:
         return False

@@ -41,7 +41,7 @@ BY_EXPERTS = DecodeStepPrices(
 """Prices where none are given: a step takes as long as it touches experts."""
 
 
-class Comparison(NamedTuple):
+class FitComparison(NamedTuple):
     """A candidate against the fit in force."""
 
     saving: float
@@ -86,7 +86,7 @@ class Scorer:
         workers: int,
         pieces: int,
         sure: float,
-    ) -> Comparison:
+    ) -> FitComparison:
         """`sure` is the one-sided probability of the bound."""
         logs = [_logs(one) for one in requests]
         old = self.token_us(in_force, requests, workers, logs)
@@ -98,7 +98,7 @@ class Scorer:
         savings = 1.0 - np.array(cut[1]) / np.array(cut[0])
         half = float(stats.t.ppf(sure, pieces - 1) * savings.std(ddof=1) / np.sqrt(pieces))
         mean = float(savings.mean())
-        return Comparison(mean, mean - half, float(old.mean()), float(new.mean()), len(requests), pieces)
+        return FitComparison(mean, mean - half, float(old.mean()), float(new.mean()), len(requests), pieces)
 
     def token_us(
         self, fit: RouterFit, requests: Sequence[Kept], workers: int, logs: Sequence[NDArray[np.float32]] | None = None

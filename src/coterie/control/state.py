@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from coterie.control.jobs import FitJob
-from coterie.control.traffic import Sample
+from coterie.control.traffic import TrafficSample
 from coterie.routing import RouterFit
 
 
@@ -15,7 +15,7 @@ class Known(NamedTuple):
     fit: RouterFit
     newest: int
     """Serial of the newest of them; -1 for a fit from elsewhere."""
-    sample: Sample
+    sample: TrafficSample
     requests: int
 
 
@@ -23,7 +23,7 @@ class RunningJob(NamedTuple):
     """A re-fit under way."""
 
     job: FitJob
-    sample: Sample
+    sample: TrafficSample
 
     @property
     def requests(self) -> int:

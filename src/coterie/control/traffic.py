@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from coterie.control.base import ControlSettings, RequestSeen, Shape
+from coterie.control.base import ControlSettings, LoopShape, RequestSeen
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator
 from coterie.routing import Calibration, RouterFit
 
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     """Tokens that it decoded."""
 
 
-class Sample(NamedTuple):
+class TrafficSample(NamedTuple):
     """Mean and scatter of some requests."""
 
     first: int
@@ -65,21 +65,21 @@ class Sample(NamedTuple):
         return float(stats.chi2.ppf(1.0 - RARE, self.directions) / self.directions)
 
 
-def reference_of(fit: RouterFit) -> Sample:
+def reference_of(fit: RouterFit) -> TrafficSample:
     """What the requests of a fit were like, from its clusters; its scatter is not known."""
     learned = fit.learned
     count = UNKNOWN_REQUESTS if learned.seen is None else max(1, len(learned.seen))
-    return Sample(-1, count, np.asarray(learned.shares @ learned.profiles, np.float32), 0.0)
+    return TrafficSample(-1, count, np.asarray(learned.shares @ learned.profiles, np.float32), 0.0)
 
 
-def drift_ratio(window: Sample, other: Sample) -> float:
+def drift_ratio(window: TrafficSample, other: TrafficSample) -> float:
     """Squared distance of two samples over what chance gives; near 1 where the traffic is the same."""
     gap = window.mean - other.mean
     scatter = max(window.scatter, other.scatter, 1e-12)
     return float(gap @ gap) / (scatter * (1.0 / window.requests + 1.0 / other.requests))
 
 
-def differs(window: Sample, other: Sample, least: float) -> bool:
+def differs(window: TrafficSample, other: TrafficSample, least: float) -> bool:
     """Whether a window is other traffic: `least` times as far as chance gives, and farther than it is likely to go."""
     return drift_ratio(window, other) > max(least, window.chance)
 
@@ -87,14 +87,14 @@ def differs(window: Sample, other: Sample, least: float) -> bool:
 class Traffic:
     """The newest requests and the windows they make."""
 
-    def __init__(self, shape: Shape, settings: ControlSettings) -> None:
+    def __init__(self, shape: LoopShape, settings: ControlSettings) -> None:
         self.shape, self.settings = shape, settings
         size = shape.num_layers * shape.num_experts
         room = settings.kept_bytes // (8 * size)
         most = settings.fit_requests + settings.score_requests
         self.most = int(min(most, max(room, settings.min_requests + settings.score_requests)))
         self.kept: deque[Kept] = deque()
-        self.windows: deque[Sample] = deque(maxlen=WINDOWS)
+        self.windows: deque[TrafficSample] = deque(maxlen=WINDOWS)
         self.drift = DriftEstimator(shape.num_layers, shape.num_experts)
         self.serial = 0
         """Number of the next request."""
@@ -152,14 +152,14 @@ class Traffic:
             pooled, since = _pooled(window, pooled), window.first
         return self.newer(since - 1)
 
-    def shown_ratio(self, reference: Sample) -> float:
+    def shown_ratio(self, reference: TrafficSample) -> float:
         """Least ratio of the newest windows to a reference, over all that must agree; 0 as long as there are fewer."""
         count = self.settings.drift_windows
         if len(self.windows) < count:
             return 0.0
         return min(drift_ratio(window, reference) for window in list(self.windows)[-count:])
 
-    def drifted(self, reference: Sample) -> bool | None:
+    def drifted(self, reference: TrafficSample) -> bool | None:
         """Whether the newest windows are all other traffic than the reference; None as long as there are too few."""
         newest = list(self.windows)[-self.settings.drift_windows :]
         if len(newest) < self.settings.drift_windows:
@@ -182,19 +182,21 @@ class Traffic:
         )
 
 
-def sample_of(requests: list[Kept]) -> Sample:
+def sample_of(requests: list[Kept]) -> TrafficSample:
     chances = np.stack([one.decode.ravel() / np.float32(max(1.0, one.tokens)) for one in requests]).astype(np.float32)
     mean = chances.mean(axis=0)
     products = (chances - mean) @ (chances - mean).T
     total, squares = float(np.trace(products)), float((products**2).sum())
     directions = total**2 / squares if squares > 0 else 1.0
-    return Sample(requests[0].serial, len(requests), mean, total / max(1, len(requests) - 1), max(1.0, directions))
+    return TrafficSample(
+        requests[0].serial, len(requests), mean, total / max(1, len(requests) - 1), max(1.0, directions)
+    )
 
 
-def _pooled(a: Sample, b: Sample) -> Sample:
+def _pooled(a: TrafficSample, b: TrafficSample) -> TrafficSample:
     requests = a.requests + b.requests
     share = a.requests / requests
-    return Sample(
+    return TrafficSample(
         min(a.first, b.first),
         requests,
         a.mean * np.float32(share) + b.mean * np.float32(1 - share),

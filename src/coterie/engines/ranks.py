@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RankMember:
     """One rank of a group, as the function that it runs sees it. The process group is initialised."""
 
     rank: int
@@ -81,7 +81,7 @@ class Member:
 class _Plan(NamedTuple):
     """Settings of every rank."""
 
-    target: Callable[[Member, Any], Any]
+    target: Callable[[RankMember, Any], Any]
     argument: Any
     processes: int
     backend: str
@@ -105,7 +105,7 @@ def choose_backend(processes: int, backend: str = "auto") -> str:
 
 
 def run_ranks(
-    target: Callable[[Member, Any], Any],
+    target: Callable[[RankMember, Any], Any],
     argument: Any,
     processes: int,
     backend: str = "gloo",
@@ -243,7 +243,7 @@ def _death(rank: _Rank) -> str:
 def _process(rank: int, plan: _Plan, channel: Connection) -> None:
     """One rank: join, run, answer, and stay until all have answered."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends its ranks
-    member = Member(rank, plan.processes, plan.backend, plan.timeout_s, channel)
+    member = RankMember(rank, plan.processes, plan.backend, plan.timeout_s, channel)
     try:
         torch.set_num_threads(1)
         if member.device.type == "cuda":

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from coterie.errors import ConfigError, UnavailableError, check_at_least, check_positive
-from coterie.net.http_client import Answer, Client
+from coterie.net.http_client import Client, HttpResult
 from coterie.prompts import Prompt
 
 Progress = Callable[[str, int, int], None]
@@ -67,7 +67,7 @@ class Sending:
 
     async def send(
         self, client: Client, path: str, bodies: Iterable[Mapping[str, Any]]
-    ) -> AsyncGenerator[Answer, None]:
+    ) -> AsyncGenerator[HttpResult, None]:
         """Answers to the prompts' bodies, as they arrive."""
         done = 0
         self.report("Recording requests", 0, len(self.prompts))

@@ -19,7 +19,7 @@ from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
-from coterie.net.http1.messages import HttpError, Request
+from coterie.net.http1.messages import HttpError, HttpRequest
 from coterie.net.http1.responder import Responder
 
 KNOWN = (
@@ -29,7 +29,7 @@ KNOWN = (
 MOST_DECISIONS = 10_000
 
 
-Endpoint = Callable[[Request, Responder, str], Awaitable[None] | None]
+Endpoint = Callable[[HttpRequest, Responder, str], Awaitable[None] | None]
 T = TypeVar("T")
 
 
@@ -39,7 +39,7 @@ class Admin:
     def __init__(self, parts: GatewayParts, reload: Callable[[], Awaitable[None]] | None, live: Live) -> None:
         self.parts, self._reload, self._live = parts, reload, live
 
-    async def handle(self, request: Request, responder: Responder) -> None:
+    async def handle(self, request: HttpRequest, responder: Responder) -> None:
         path, method = request.path, request.method
         head, _, name = path[1:].partition("/")
         every: dict[str, dict[str, Endpoint]] = {
@@ -75,10 +75,10 @@ class Admin:
         except InputError as error:
             raise HttpError(400, str(error)) from None
 
-    def _metrics(self, _: Request, responder: Responder, __: str) -> None:
+    def _metrics(self, _: HttpRequest, responder: Responder, __: str) -> None:
         responder.send(200, self.parts.metrics.render(), CONTENT_TYPE)
 
-    def _decisions(self, request: Request, responder: Responder, _: str) -> None:
+    def _decisions(self, request: HttpRequest, responder: Responder, _: str) -> None:
         """The last ones, and those of the control loop; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
         asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
         last = asked.get("last", "100")
@@ -90,7 +90,7 @@ class Admin:
         pool, worker = asked.get("pool"), asked.get("worker")
         responder.send(200, self.parts.decisions.as_json(most, pool=pool, worker=worker, control=events))
 
-    def _advice(self, _: Request, responder: Responder, __: str) -> None:
+    def _advice(self, _: HttpRequest, responder: Responder, __: str) -> None:
         """The last placement advice, or why there is none."""
         loop = self.parts.control
         view = None if loop is None else loop.view
@@ -99,7 +99,7 @@ class Admin:
             return
         _send(responder, {"advice": None, "reason": _no_advice(loop)})
 
-    def _workers(self, _: Request, responder: Responder, __: str) -> None:
+    def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
         rows = [
             {
                 **msgspec.to_builtins(member.entry),
@@ -115,22 +115,22 @@ class Admin:
         ]
         _send(responder, {"workers": rows})
 
-    def _add(self, request: Request, responder: Responder, _: str) -> None:
+    def _add(self, request: HttpRequest, responder: Responder, _: str) -> None:
         entry = _read(request, WorkerEntry)
         self.parts.add_worker(entry)
         self._keep(self.parts.changes.with_worker(entry))
         _send(responder, {"added": entry.id})
 
-    def _remove(self, _: Request, responder: Responder, name: str) -> None:
+    def _remove(self, _: HttpRequest, responder: Responder, name: str) -> None:
         self.parts.remove_worker(name)
         listed = any(worker.id == name for worker in self.parts.config.workers)
         self._keep(self.parts.changes.without_worker(name, listed))
         _send(responder, {"removed": name})
 
-    def _routers(self, _: Request, responder: Responder, __: str) -> None:
+    def _routers(self, _: HttpRequest, responder: Responder, __: str) -> None:
         _send(responder, {name: pool.spec for name, pool in self.parts.pools.items()})
 
-    async def _set_router(self, request: Request, responder: Responder, name: str) -> None:
+    async def _set_router(self, request: HttpRequest, responder: Responder, name: str) -> None:
         """Swap a pool's router; what the body leaves out (the fit, the model) stays as it is."""
         if name not in self.parts.pools:
             raise UnknownNameError("pool", name, list(self.parts.pools))
@@ -146,15 +146,15 @@ class Admin:
         self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
         _send(responder, {"pool": name, "router": spec.router})
 
-    def _comparison(self, _: Request, responder: Responder, __: str) -> None:
+    def _comparison(self, _: HttpRequest, responder: Responder, __: str) -> None:
         _send(responder, {"comparison": self.parts.comparison})
 
-    def _set_comparison(self, request: Request, responder: Responder, _: str) -> None:
+    def _set_comparison(self, request: HttpRequest, responder: Responder, _: str) -> None:
         """What the page shows of a comparison of routers, until the next one."""
         self.parts.comparison = _read(request, Comparison)
         _send(responder, {"rows": len(self.parts.comparison.rows)})
 
-    async def _stream(self, request: Request, responder: Responder, _: str) -> None:
+    async def _stream(self, request: HttpRequest, responder: Responder, _: str) -> None:
         await self._live.stream(request, responder)
 
     def _keep(self, changes: SavedState) -> None:
@@ -164,7 +164,7 @@ class Admin:
             self.parts.log.warning(str(error))
             raise HttpError(500, f"done, but a restart will undo it: {error}", "not_saved") from None
 
-    async def _reloaded(self, _: Request, responder: Responder, __: str) -> None:
+    async def _reloaded(self, _: HttpRequest, responder: Responder, __: str) -> None:
         if self._reload is None:
             raise HttpError(400, "this gateway was started without a config file")
         await self._reload()
@@ -180,7 +180,7 @@ def _no_advice(loop: LiveControl | None) -> str:
     return told or loop.problem or "too little was seen of the fleet's load"
 
 
-def _read(request: Request, kind: type[T]) -> T:
+def _read(request: HttpRequest, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(request.body, type=kind)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

@@ -43,7 +43,7 @@ from coterie.gateway.parts import MODELS_BYTES, MODELS_S, GatewayParts
 from coterie.gateway.signals.knowledge import NOTHING
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback
-from coterie.net.http1.messages import Headers, HttpError, Limits, Request
+from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import UpstreamError
 from coterie.wire.handoff import REQUEST_ID_HEADER
@@ -112,7 +112,7 @@ class Gateway:
 
     # ------------------------------------------------------------------------------------------------- before the body
 
-    def check_head(self, request: Request) -> int:
+    def check_head(self, request: HttpRequest) -> int:
         """Refuse a request by its head; return the limit of its body."""
         path = request.path
         if path == "/health":
@@ -137,7 +137,7 @@ class Gateway:
             raise self._rejected("draining", error)
         return self.body_limit
 
-    def _caller(self, request: Request) -> Caller:
+    def _caller(self, request: HttpRequest) -> Caller:
         if self.keys is not None:
             caller = self.keys.check(request.header(b"authorization"))
             if caller is None:
@@ -153,7 +153,7 @@ class Gateway:
             raise self._rejected("key", HttpError(403, "without keys no other page of a browser is served here"))
         return OPEN
 
-    def _check_host(self, request: Request) -> None:
+    def _check_host(self, request: HttpRequest) -> None:
         """Refuse a name that is not this machine's: a page in a browser may have been made to resolve to it."""
         host = request.header(b"host") or b""
         if host not in self._local_hosts and not self._is_local(host):
@@ -173,7 +173,7 @@ class Gateway:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def handle(self, request: Request, responder: Responder) -> Awaitable[None]:
+    def handle(self, request: HttpRequest, responder: Responder) -> Awaitable[None]:
         """Answer a request; raises HttpError, at once or when awaited."""
         path, method = request.path, request.method
         if path in SERVED:
@@ -182,7 +182,7 @@ class Gateway:
             return self._complete(request, responder)
         return self._handle_other(request, responder)
 
-    async def _handle_other(self, request: Request, responder: Responder) -> None:
+    async def _handle_other(self, request: HttpRequest, responder: Responder) -> None:
         path, method = request.path, request.method
         if path == "/health":
             if self.draining:
@@ -195,7 +195,7 @@ class Gateway:
         else:
             await self._admin.handle(request, responder)
 
-    async def _complete(self, request: Request, responder: Responder) -> None:
+    async def _complete(self, request: HttpRequest, responder: Responder) -> None:
         started, parts, limits = time.monotonic(), self.parts, self.config.limits
         call = self._call(request)
         found, placed, waited_s = FAILED, False, 0.0
@@ -243,7 +243,7 @@ class Gateway:
             self._late.add(task)
             task.cancel()
 
-    def _call(self, request: Request) -> Call:
+    def _call(self, request: HttpRequest) -> Call:
         """The request, checked, under a name that no other request in flight has."""
         caller: Caller = request.context
         request_id = domain = None
@@ -304,7 +304,7 @@ class Gateway:
         raise problem
 
 
-def _is_foreign(request: Request) -> bool:
+def _is_foreign(request: HttpRequest) -> bool:
     """Whether another page of a browser asks: what the gateway's own page and programs ask for has no Origin.
 
     A picture or a script of another page has none either, but Sec-Fetch-Site tells where it came from.

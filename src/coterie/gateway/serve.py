@@ -85,7 +85,7 @@ async def serve(
     log: Log | None = None,
     access: FleetAccess | None = None,
 ) -> None:
-    running = Running(config, path, log, access)
+    running = RunningGateway(config, path, log, access)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, running.stop, stop)
@@ -102,7 +102,7 @@ async def serve(
                 loop.remove_signal_handler(number)
 
 
-def _ask(loop: asyncio.AbstractEventLoop, running: Running, stop: asyncio.Event) -> None:
+def _ask(loop: asyncio.AbstractEventLoop, running: RunningGateway, stop: asyncio.Event) -> None:
     with contextlib.suppress(RuntimeError):  # it has ended already
         loop.call_soon_threadsafe(running.stop, stop)
 
@@ -122,7 +122,7 @@ def _saved(config: GatewayConfig) -> tuple[SavedState, str | None]:
     return found, None
 
 
-class Running:
+class RunningGateway:
     """A gateway with its server."""
 
     def __init__(

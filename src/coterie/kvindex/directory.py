@@ -39,7 +39,7 @@ _FILL = 0.625
 
 
 @dataclass(slots=True)
-class Counters:
+class DirectoryCounts:
     """Counts of a directory, in blocks unless stated otherwise."""
 
     stored: int = 0
@@ -154,7 +154,7 @@ class KVDirectory:
         self.num_workers = num_workers
         self.block_size = block_size
         self.group = group
-        self.counters = Counters()
+        self.counters = DirectoryCounts()
         # Results do not depend on these numbers; secret ones prevent prompts made to collide.
         rng = np.random.default_rng() if rng is None else rng
         self._seeds = rng.integers(0, 1 << 64, 2, np.uint64)

@@ -34,7 +34,7 @@ HEALTH_S = 2.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
-class Answer(NamedTuple):
+class HttpResult(NamedTuple):
     """Result of one request."""
 
     number: int
@@ -56,7 +56,7 @@ class Tally:
     done: int = 0
     problems: Counter[str] = field(default_factory=Counter)
 
-    def note(self, answer: Answer) -> None:
+    def note(self, answer: HttpResult) -> None:
         if answer.problem is None:
             self.done += 1
         else:
@@ -137,7 +137,7 @@ class Client:
 
     async def post(
         self, path: str, body: Mapping[str, Any], request_id: str | None = None, *, number: int = 0, sent_s: float = 0.0
-    ) -> Answer:
+    ) -> HttpResult:
         """POST one body; any problem is in the answer. The id identifies the request in a server's events and logs.
 
         `number` and `sent_s` are copied to the answer.
@@ -147,27 +147,27 @@ class Client:
             async with self._session.post(self.url + path, json=body, headers=headers) as response:
                 data, status = await response.read(), response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return Answer(number, sent_s, None, _reason(error), True)
+            return HttpResult(number, sent_s, None, _reason(error), True)
         try:
             found = json.loads(data)
         except (ValueError, RecursionError):
             found = None
         if status != 200:
-            return Answer(number, sent_s, None, f"HTTP {status}: {error_message(found, data)}", status >= 500)
+            return HttpResult(number, sent_s, None, f"HTTP {status}: {error_message(found, data)}", status >= 500)
         if not isinstance(found, dict):
-            return Answer(number, sent_s, None, "the answer is not a JSON object", True)
-        return Answer(number, sent_s, found)
+            return HttpResult(number, sent_s, None, "the answer is not a JSON object", True)
+        return HttpResult(number, sent_s, found)
 
     async def send(
         self, path: str, bodies: Iterable[Mapping[str, Any]], concurrency: int, duration_s: float | None = None
-    ) -> AsyncGenerator[Answer, None]:
+    ) -> AsyncGenerator[HttpResult, None]:
         """POST every body, at most `concurrency` at a time, and yield each answer on completion.
 
         After `duration_s` no further body is taken; those in flight get another `GRACE_S`, then they have failed.
         """
         check_at_least(1, concurrency=concurrency)
         source, started = enumerate(bodies), time.monotonic()
-        running: dict[asyncio.Task[Answer], Answer] = {}
+        running: dict[asyncio.Task[HttpResult], HttpResult] = {}
         """Requests in flight, and what is said of those that are given up."""
         try:
             while True:
@@ -178,7 +178,7 @@ class Client:
                         break
                     number, body = item
                     sent_s = time.monotonic() - started
-                    late = Answer(number, sent_s, None, "no answer came before the time was over", True)
+                    late = HttpResult(number, sent_s, None, "no answer came before the time was over", True)
                     named = body.get("request_id")  # vLLM reads it in the body, the reference worker in the header
                     running[asyncio.create_task(self.post(path, body, named, number=number, sent_s=sent_s))] = late
                 if not running:

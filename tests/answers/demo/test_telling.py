@@ -10,7 +10,7 @@ from canned_workers import Canned, canned_workers
 from coterie.answers.demo.run import DemoRow
 from coterie.answers.demo.telling import telling
 from coterie.answers.demo.traffic import keep_busy
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from gateway_runs import config_of, gateway, run
 
@@ -18,7 +18,7 @@ WHOLE = b'data: {"choices": [{"delta": {"content": "yes"}, "finish_reason": "sto
 ROW = DemoRow("round_robin", 14.5, 0.0, (-1.0, 1.0), 4.4, 13.0, 2.0, [3, 4])
 
 
-async def says_all(_: Canned, __: Request, responder: Responder) -> None:
+async def says_all(_: Canned, __: HttpRequest, responder: Responder) -> None:
     """A streamed answer with its end."""
     responder.start(200, [(b"content-type", b"text/event-stream")])
     responder.write(WHOLE)

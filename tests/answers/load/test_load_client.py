@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.answers.load.client import Asking, LoadClient, Outcome
+from coterie.answers.load.client import Asking, LoadClient, RequestOutcome
 from coterie.answers.load.workload import LoadRequest, Message
 
 REQUEST = LoadRequest(3, 0, "", (Message("user", "Hello."),), 4)
@@ -63,8 +63,8 @@ async def server(answer: Answer) -> AsyncIterator[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def ask(answer: Answer, stream: bool = True, timeout_s: float = 60.0) -> Outcome:
-    async def main() -> Outcome:
+def ask(answer: Answer, stream: bool = True, timeout_s: float = 60.0) -> RequestOutcome:
+    async def main() -> RequestOutcome:
         async with server(answer) as url, LoadClient(url) as client:
             return await client.ask(REQUEST, Asking("m", stream=stream, timeout_s=timeout_s))
 
@@ -163,7 +163,7 @@ def test_failures_after_the_first_byte_are_cuts(how: str) -> None:
 
 
 def test_a_port_where_nobody_listens() -> None:
-    async def main() -> Outcome:
+    async def main() -> RequestOutcome:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             async with LoadClient(f"http://127.0.0.1:{taken.getsockname()[1]}") as client:
@@ -217,7 +217,7 @@ def test_an_answer_that_is_not_streamed_has_no_first_token() -> None:
 def test_a_kept_connection_that_the_server_closed_is_no_failure() -> None:
     """It answers once on each connection, keeps it, and closes it when the next request comes."""
 
-    async def main() -> tuple[list[Outcome], int, int]:
+    async def main() -> tuple[list[RequestOutcome], int, int]:
         connections = 0
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -239,7 +239,7 @@ def test_a_kept_connection_that_the_server_closed_is_no_failure() -> None:
 def test_the_key_is_sent_and_not_to_where_a_redirect_leads() -> None:
     heads: list[bytes] = []
 
-    async def main() -> Outcome:
+    async def main() -> RequestOutcome:
         async def spy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             heads.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(b"HTTP/1.1 307 X\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from coterie.answers.load.client import Outcome
+from coterie.answers.load.client import RequestOutcome
 from coterie.answers.load.run import MOST_OPEN, LoadRun, Pace, Send
 from coterie.answers.load.summary import summarise
 from coterie.answers.load.workload import LoadRequest, Message, arrival_times
@@ -24,12 +24,14 @@ def requests(count: int, per_conversation: int = 1) -> list[LoadRequest]:
 
 
 def sender(serve: Callable[[LoadRequest], Awaitable[None]]) -> Send:
-    async def send(request: LoadRequest, planned: float | None) -> Outcome:
+    async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
         clock = asyncio.get_running_loop().time
         sent = clock()
         await serve(request)
         end = clock()
-        return Outcome(request.number, sent if planned is None else planned, sent, end, first=end, output_tokens=1)
+        return RequestOutcome(
+            request.number, sent if planned is None else planned, sent, end, first=end, output_tokens=1
+        )
 
     return send
 

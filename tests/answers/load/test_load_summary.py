@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from coterie.answers.load.client import Outcome
+from coterie.answers.load.client import RequestOutcome
 from coterie.answers.load.compare import Contender, blocks_of, changes, compare, jackknife
 from coterie.answers.load.report import MOST_UNBOUND
 from coterie.answers.load.run import LoadRun, Pace
@@ -22,15 +22,15 @@ from coterie.errors import ConfigError
 from virtual_time import run_virtually
 
 
-def outcome(number: int, ttft_s: float, tpot_s: float = 0.01, tokens: int = 11, **more: object) -> Outcome:
+def outcome(number: int, ttft_s: float, tpot_s: float = 0.01, tokens: int = 11, **more: object) -> RequestOutcome:
     start = float(number)
     pieces = tuple(start + ttft_s + tpot_s * (index + 1) for index in range(tokens - 1))
     end = pieces[-1] if pieces else start + ttft_s
-    found = Outcome(number, start, start, end, start + ttft_s, pieces, prompt_tokens=100, output_tokens=tokens)
+    found = RequestOutcome(number, start, start, end, start + ttft_s, pieces, prompt_tokens=100, output_tokens=tokens)
     return found._replace(**more)  # type: ignore[arg-type]
 
 
-def run_of(*outcomes: Outcome, unfinished: int = 0) -> LoadRun:
+def run_of(*outcomes: RequestOutcome, unfinished: int = 0) -> LoadRun:
     return LoadRun(outcomes=list(outcomes), in_flight=unfinished)
 
 
@@ -129,13 +129,13 @@ def test_contenders_take_turns_and_drift_cancels() -> None:
     draw = np.random.default_rng(0)
 
     def contender(name: str, factor: float) -> Contender:
-        async def send(request: LoadRequest, planned: float | None) -> Outcome:
+        async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
             clock = asyncio.get_running_loop().time
             sent = clock()
             served.append((name, request.number))
             await asyncio.sleep(factor * (1 + sent / 200) * draw.uniform(0.9, 1.1))
             end = clock()
-            return Outcome(request.number, planned or sent, sent, end, end, (), output_tokens=1)
+            return RequestOutcome(request.number, planned or sent, sent, end, end, (), output_tokens=1)
 
         return Contender(name, send)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.engines.vllm.eplb import Round, Rounds, carry_over, count_moves
+from coterie.engines.vllm.eplb import EplbRound, Rounds, carry_over, count_moves
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError, InputError
 from coterie.placement.maps.formats import read_map
@@ -67,7 +67,7 @@ def test_carrying_over_when_ranks_come_and_go(before: int, now: int, data: st.Da
     if now > before and data.draw(st.booleans()):  # as vLLM pads it
         old = np.pad(old, ((0, 0), (0, (now - before) * per_rank)), constant_values=-1)
     tokens = rng.random((LAYERS, EXPERTS))
-    found = carry_over(Round(tokens, now * per_rank, 1, now, old))
+    found = carry_over(EplbRound(tokens, now * per_rank, 1, now, old))
     assert found is not None  # and a Placement, so every expert is somewhere
     stayed = old[:, : now * per_rank]
     for row, was in zip(found.slot_experts, stayed, strict=True):
@@ -115,7 +115,7 @@ def test_initial_map_is_for_starting_and_for_this_model(tmp_path: Path, planned:
     joined = Rounds(EplbSettings(planner=PLANNER, initial_map=path))
     np.testing.assert_array_equal(ask(joined, asked(LOADS[1], planned[1])), planned[2], "serving for long")
     other = Rounds(EplbSettings(planner=PLANNER, initial_map=path))
-    draft = Round(LOADS[0][:1], SLOTS, 1, RANKS, LINEAR[:1])
+    draft = EplbRound(LOADS[0][:1], SLOTS, 1, RANKS, LINEAR[:1])
     assert ask(other, draft).shape == (1, SLOTS)
     np.testing.assert_array_equal(ask(other, asked(LOADS[0])), planned[3], "a draft model came first")
 
@@ -124,7 +124,7 @@ def test_each_map_is_kept_and_a_restart_begins_from_it(tmp_path: Path, planned: 
     path = tmp_path / "map.json"
     settings = EplbSettings(planner=PLANNER, initial_map=str(path), save_map=str(path))
     rounds = Rounds(settings)
-    draft = Round(LOADS[0][:1], SLOTS, 1, RANKS, LINEAR[:1])
+    draft = EplbRound(LOADS[0][:1], SLOTS, 1, RANKS, LINEAR[:1])
     for load, old, new in zip(LOADS, planned[:-1], planned[1:], strict=True):
         ask(rounds, asked(load, old))
         ask(rounds, draft)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import eplb_paying
-from coterie.engines.vllm.eplb import Agreement, Round, Rounds, count_moves
+from coterie.engines.vllm.eplb import Agreement, EplbRound, Rounds, count_moves
 from coterie.engines.vllm.eplb.metrics import KINDS, series
 from coterie.engines.vllm.eplb.policy import differences
 from coterie.engines.vllm.settings import EplbSettings
@@ -211,7 +211,7 @@ def test_a_lost_state_shows_even_where_maps_agree() -> None:
 
 def test_a_draft_model_has_a_state_of_its_own() -> None:
     rounds, alone, old = paying(), paying(), LINEAR
-    draft = Round(BEFORE[:1] * 0.5, SLOTS, 1, RANKS, LINEAR[:1])
+    draft = EplbRound(BEFORE[:1] * 0.5, SLOTS, 1, RANKS, LINEAR[:1])
     for load in [BEFORE, BEFORE, AFTER, AFTER]:
         new = ask(rounds, asked(load, old))
         draft = draft._replace(old=ask(rounds, draft))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.embedded import from_bytes, to_bytes
-from coterie.engines.worker.model import Rows
+from coterie.engines.worker.model import RequestRows
 from coterie.engines.worker.numpy_model import BytePairs, NumpyModel
 from coterie.engines.worker.transfer import Prefilled
 from coterie.errors import ConfigError, InputError
@@ -38,9 +38,9 @@ def test_a_step_does_not_depend_on_chunks_or_company() -> None:
     """A prompt in one pass, in two chunks, and beside another: the same experts, logits up to rounding."""
     one, two = (PAIRS.encode(chat(text)) for text in ("How many ducks are there?", "2 + 2"))
     blocks, others = [3, 7, 9, 11], [1, 2, 4, 5]
-    whole = MODEL.step([Rows(one, 0, blocks, True)])
-    first = MODEL.step([Rows(one[:5], 0, [20, 21, 22, 23], False), Rows(two, 0, others, True)])
-    rest = MODEL.step([Rows(one[5:], 5, [20, 21, 22, 23], True)])
+    whole = MODEL.step([RequestRows(one, 0, blocks, True)])
+    first = MODEL.step([RequestRows(one[:5], 0, [20, 21, 22, 23], False), RequestRows(two, 0, others, True)])
+    rest = MODEL.step([RequestRows(one[5:], 5, [20, 21, 22, 23], True)])
     assert first.logits.shape == (1, MODEL.vocab_size)
     np.testing.assert_allclose(rest.logits, whole.logits, atol=1e-4)
     np.testing.assert_array_equal(
@@ -50,7 +50,7 @@ def test_a_step_does_not_depend_on_chunks_or_company() -> None:
 
 def test_kv_travels_and_what_does_not_fit_is_refused() -> None:
     prompt = PAIRS.encode(chat("Name three rivers of Europe."))
-    ids = MODEL.step([Rows(prompt, 0, [30, 31, 32], True)]).expert_ids
+    ids = MODEL.step([RequestRows(prompt, 0, [30, 31, 32], True)]).expert_ids
     sent = Prefilled(MODEL.identity, np.asarray(prompt, np.int32), ids, MODEL.store.pack([30, 31, 32], len(prompt)))
     got = from_bytes(to_bytes(sent))
     assert got.identity == sent.identity
@@ -84,7 +84,7 @@ def test_steps_are_those_of_torch() -> None:
     texts = [chat(prompt.prompt) for prompt in load_prompts()[::80]][:4]
     prompts = [PAIRS.encode(text)[:100] for text in texts]
     blocks = [list(range(start, start + 8)) for start in range(0, 32, 8)]
-    rows = [Rows(prompt, 0, mine, True) for prompt, mine in zip(prompts, blocks, strict=True)]
+    rows = [RequestRows(prompt, 0, mine, True) for prompt, mine in zip(prompts, blocks, strict=True)]
     for step in range(6):
         ours, right = MODEL.step(rows), theirs.step(rows)
         np.testing.assert_allclose(ours.logits, right.logits, atol=1e-3)
@@ -92,6 +92,6 @@ def test_steps_are_those_of_torch() -> None:
         tokens = ours.logits.argmax(axis=1)
         assert (tokens == right.logits.argmax(axis=1)).all()
         rows = [
-            Rows([int(token)], len(prompt) + step, mine, True)
+            RequestRows([int(token)], len(prompt) + step, mine, True)
             for token, prompt, mine in zip(tokens, prompts, blocks, strict=True)
         ]

@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coterie.engines.worker import launch
 from coterie.engines.worker.config import WorkerConfig
-from coterie.engines.worker.metrics import METRICS, PREFIX, Metrics
+from coterie.engines.worker.metrics import METRICS, PREFIX, WorkerMetrics
 from coterie.engines.worker.protocol import Remote, RequestError, check_length, error_body, parse_body, parse_json
-from coterie.engines.worker.requests import MAX_HELD, Output, Request, Sampling, Text, draw
+from coterie.engines.worker.requests import MAX_HELD, Output, SamplingSettings, Text, WorkerRequest, draw
 from coterie.errors import ConfigError, UnavailableError
 from coterie.net.access import Address
 
@@ -76,12 +76,12 @@ def test_draw_follows_the_distribution() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     rng = np.random.default_rng(0)
     for settings, expected in (
-        (Sampling(1, temperature=1.0), [0.5, 0.3, 0.15, 0.05]),
-        (Sampling(1, temperature=1.0, top_p=0.79), [0.625, 0.375, 0, 0]),
-        (Sampling(1, temperature=1.0, top_p=0.81), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
-        (Sampling(1, temperature=0.5), np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365),
-        (Sampling(1, temperature=1e-9), [1, 0, 0, 0]),
-        (Sampling(1, temperature=1.0, top_p=1e-9), [1, 0, 0, 0]),
+        (SamplingSettings(1, temperature=1.0), [0.5, 0.3, 0.15, 0.05]),
+        (SamplingSettings(1, temperature=1.0, top_p=0.79), [0.625, 0.375, 0, 0]),
+        (SamplingSettings(1, temperature=1.0, top_p=0.81), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        (SamplingSettings(1, temperature=0.5), np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365),
+        (SamplingSettings(1, temperature=1e-9), [1, 0, 0, 0]),
+        (SamplingSettings(1, temperature=1.0, top_p=1e-9), [1, 0, 0, 0]),
     ):
         counts = np.bincount([draw(logits, settings, rng) for _ in range(8000)], minlength=4) / 8000
         np.testing.assert_allclose(counts, expected, atol=0.02)
@@ -94,9 +94,9 @@ def test_draw_follows_the_distribution() -> None:
     st.integers(-(1 << 63), (1 << 63) - 1),
 )
 def test_draw_is_always_a_token(logits: list[float], temperature: float, top_p: float, seed: int) -> None:
-    settings = Sampling(1, temperature, top_p, seed)
-    request = Request("k", "n", [1], settings, Text(decode), lambda _: None)
-    again = Request("k", "n", [1], settings, Text(decode), lambda _: None)
+    settings = SamplingSettings(1, temperature, top_p, seed)
+    request = WorkerRequest("k", "n", [1], settings, Text(decode), lambda _: None)
+    again = WorkerRequest("k", "n", [1], settings, Text(decode), lambda _: None)
     array = np.array(logits, np.float32)
     token = draw(array, settings, request.rng)
     assert 0 <= token < len(logits)
@@ -104,7 +104,7 @@ def test_draw_is_always_a_token(logits: list[float], temperature: float, top_p: 
 
 
 def test_tokens_of_prompt_and_output_together() -> None:
-    request = Request("k", "n", [1, 2, 3], Sampling(9), Text(decode), lambda _: None)
+    request = WorkerRequest("k", "n", [1, 2, 3], SamplingSettings(9), Text(decode), lambda _: None)
     request.output = [4, 5, 6]
     whole = [1, 2, 3, 4, 5, 6]
     for start in range(7):
@@ -114,7 +114,7 @@ def test_tokens_of_prompt_and_output_together() -> None:
 
 def test_a_stop_string_that_shows_only_at_the_end_counts() -> None:
     """Its last byte came with the last token allowed."""
-    request = Request("k", "n", [1], Sampling(3, stop=("abc",)), Text(decode, ("abc",)), lambda _: None)
+    request = WorkerRequest("k", "n", [1], SamplingSettings(3, stop=("abc",)), Text(decode, ("abc",)), lambda _: None)
     outputs: list[Output] = [request.append(byte, frozenset()) for byte in b"abc"]
     assert [output.text for output in outputs] == ["", "", ""]
     assert (outputs[-1].finish, outputs[-1].stop_reason) == ("stop", "abc")
@@ -208,7 +208,7 @@ def test_errors_can_always_be_sent() -> None:
 
 def test_metrics_are_prometheus_text_with_few_series() -> None:
     model = 'a "quoted"\\name'
-    metrics = Metrics({"model": model, "role": "both"})
+    metrics = WorkerMetrics({"model": model, "role": "both"})
     metrics.add("requests_total", "stop")
     metrics.add("requests_total", "stop", 2)
     metrics.add("distinct_experts_sum", "max", 12)

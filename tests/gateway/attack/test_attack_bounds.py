@@ -11,7 +11,7 @@ from canned_workers import Canned, canned_workers, held
 from coterie.engines.tiny import tiny_model_path
 from coterie.gateway.config import LimitSettings
 from coterie.gateway.gateway import MOST_BODY
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from gateway_runs import Run, config_of, gateway, idle, run, settled
 from http1_peers import Clock, Raw, until
@@ -370,7 +370,7 @@ def test_nothing_of_a_request_is_logged() -> None:
 def test_a_slow_reader_takes_no_memory_and_no_other_s_time() -> None:
     """A client that does not read: what waits for it is bounded, others go on, and it is cut when its time is over."""
 
-    async def endless(_: Canned, __: Request, responder: Responder) -> None:
+    async def endless(_: Canned, __: HttpRequest, responder: Responder) -> None:
         responder.start(200, [(b"content-type", b"text/event-stream")])
         while True:
             responder.write(b"data: " + b"x" * 65_536 + b"\n\n")

@@ -14,7 +14,7 @@ from canned_workers import Canned, answer, canned_workers, completion, resets, s
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.exchange.call import OWNED
 from coterie.gateway.fleet.health import HealthSettings
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from gateway_runs import FAST, config_of, gateway, idle, run, settled
 
@@ -102,7 +102,7 @@ def test_no_client_makes_the_gateway_connect_anywhere(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(loop, "create_connection", watched)
 
-        async def redirects(_: Canned, __: Request, responder: Responder) -> None:
+        async def redirects(_: Canned, __: HttpRequest, responder: Responder) -> None:
             responder.send(307, headers=[(b"location", b"http://169.254.169.254/")])
 
         async with vllm_pair("d") as (found, workers):
@@ -190,7 +190,7 @@ GHOSTS: list[bytes] = [
 def test_ghost_requests(ghost: bytes) -> None:
     """A worker that lies about tokens left a request in the fleet that never ended: its load was counted for ever."""
 
-    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+    async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
         fields = msgspec.json.encode(completion(worker, kv_transfer_params=params_of(request)))
         responder.send(200, fields[:-1] + b"," + ghost[1:])
 

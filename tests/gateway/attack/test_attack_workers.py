@@ -9,7 +9,7 @@ import pytest
 from canned_workers import Canned, canned_workers, says
 from coterie.gateway.config import LimitSettings, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from gateway_runs import config_of, gateway, idle, run, settled
 from http1_peers import Raw, Spoken, scripted, until
@@ -21,7 +21,7 @@ def test_an_endless_event_passes_in_pieces() -> None:
     """Events are not collected: one of 8 MB takes as much memory as one of 300 KB, and holds up no one."""
     largest = 0
 
-    async def act(_: Canned, __: Request, responder: Responder) -> None:
+    async def act(_: Canned, __: HttpRequest, responder: Responder) -> None:
         responder.start(200, [(b"content-type", b"text/event-stream")])
         responder.write(b"data: ")
         for _number in range(128):
@@ -114,7 +114,7 @@ def test_a_list_of_models_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ids_and_framing_of_a_worker_are_not_passed_on() -> None:
-    async def act(_: Canned, __: Request, responder: Responder) -> None:
+    async def act(_: Canned, __: HttpRequest, responder: Responder) -> None:
         headers = [(b"x-request-id", b"another's"), (b"keep-alive", b"9"), (b"x-more", b"1"), (b"upgrade", b"h2c")]
         responder.send(200, b"{}", headers=headers)
 

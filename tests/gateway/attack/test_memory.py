@@ -24,7 +24,7 @@ from canned_pairs import footprint_on, params_of
 from canned_workers import Canned, completion, events
 from coterie.engines.tiny import tiny_model_path
 from coterie.gateway.config import GatewayConfig, Handshake, LimitSettings, Role, WorkerEntry
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import UpstreamError
 from gateway_runs import FAST, Run, gateway, settled
@@ -48,14 +48,14 @@ def now(requests: int) -> Sample:
     return Sample(requests, pages * os.sysconf("SC_PAGESIZE"), len(gc.get_objects()))
 
 
-async def prefill(worker: Canned, request: Request, responder: Responder) -> None:
+async def prefill(worker: Canned, request: HttpRequest, responder: Responder) -> None:
     params = params_of(request, footprint=footprint_on((0, 1)))
     usage = {"prompt_tokens": 5}
     responder.send(200, msgspec.json.encode(completion(worker, usage=usage, kv_transfer_params=params)))
     worker.asked.clear()
 
 
-async def decode(worker: Canned, request: Request, responder: Responder) -> None:
+async def decode(worker: Canned, request: HttpRequest, responder: Responder) -> None:
     worker.asked.clear()
     if b'"stream":true' in request.body:
         responder.start(200, [(b"content-type", b"text/event-stream")])

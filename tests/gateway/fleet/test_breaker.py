@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.gateway.fleet.health import Breaker, BreakerSettings, State, is_failure
+from coterie.gateway.fleet.health import Breaker, BreakerSettings, BreakerState, is_failure
 
 SETTINGS = BreakerSettings(failures=3, window_s=10.0, cool_down_s=4.0, longest_s=16.0, jitter=0.0, probe_s=5.0)
 
@@ -25,12 +25,12 @@ def fail(one: Breaker, *times: float) -> None:
 def test_it_opens_by_failures_within_the_window() -> None:
     one = breaker()
     fail(one, 0.0, 9.0, 10.0)
-    assert one.state(10.0) is State.CLOSED, "the first was ten seconds ago"
+    assert one.state(10.0) is BreakerState.CLOSED, "the first was ten seconds ago"
     fail(one, 11.0)
-    assert one.state(11.0) is State.OPEN
+    assert one.state(11.0) is BreakerState.OPEN
     assert not one.may_send(14.9)
     assert one.changes_at == 15.0
-    assert one.state(15.0) is State.HALF_OPEN
+    assert one.state(15.0) is BreakerState.HALF_OPEN
     assert one.may_send(15.0)
     assert one.opened == 1
 
@@ -52,9 +52,11 @@ def test_one_probe_at_a_time() -> None:
     assert one.may_send(9.0), "the probe was silent too long"
     second = one.sent(9.0)
     one.failed(probe, 9.5)
-    assert one.state(9.5) is State.HALF_OPEN, "the first probe was given up: only the second speaks against the worker"
+    assert one.state(9.5) is BreakerState.HALF_OPEN, (
+        "the first probe was given up: only the second speaks against the worker"
+    )
     one.succeeded(second, 10.0)
-    assert one.state(10.0) is State.CLOSED
+    assert one.state(10.0) is BreakerState.CLOSED
     assert one.changes_at is None
 
 
@@ -93,16 +95,16 @@ def test_results_belong_to_when_they_were_sent() -> None:
     before = [one.sent(0.0) for _ in range(6)]
     for attempt in before[:3]:
         one.failed(attempt, 1.0)
-    assert one.state(1.0) is State.OPEN
+    assert one.state(1.0) is BreakerState.OPEN
     one.succeeded(before[3], 2.0)
-    assert one.state(2.0) is State.OPEN, "it was sent before"
+    assert one.state(2.0) is BreakerState.OPEN, "it was sent before"
     probe = one.sent(5.0)
     one.failed(before[4], 5.5)
-    assert one.state(5.5) is State.HALF_OPEN
+    assert one.state(5.5) is BreakerState.HALF_OPEN
     one.succeeded(probe, 6.0)
     for attempt in before[4:]:
         one.failed(attempt, 7.0)
-    assert one.state(7.0) is State.CLOSED
+    assert one.state(7.0) is BreakerState.CLOSED
 
 
 def test_all_open_a_request_sent_all_the_same_counts_for_the_worker_only() -> None:
@@ -111,7 +113,7 @@ def test_all_open_a_request_sent_all_the_same_counts_for_the_worker_only() -> No
     fail(one, 1.0, 2.0, 3.0)
     assert one.changes_at == 4.0, "failures during the cool-down do not lengthen it"
     one.succeeded(one.sent(3.5), 3.6)
-    assert one.state(3.6) is State.CLOSED
+    assert one.state(3.6) is BreakerState.CLOSED
 
 
 def test_a_busy_worker_may_fail_now_and_then() -> None:
@@ -123,11 +125,11 @@ def test_a_busy_worker_may_fail_now_and_then() -> None:
             one.failed(attempt, now)
         else:
             one.succeeded(attempt, now)
-    assert one.state(now) is State.CLOSED, "0.2% of its answers"
+    assert one.state(now) is BreakerState.CLOSED, "0.2% of its answers"
     fail(one, now, now, now, now)
-    assert one.state(now) is State.CLOSED
+    assert one.state(now) is BreakerState.CLOSED
     fail(one, now)
-    assert one.state(now) is State.OPEN, "five in a row: it died"
+    assert one.state(now) is BreakerState.OPEN, "five in a row: it died"
 
 
 def test_half_of_the_answers_failing_opens_it() -> None:
@@ -135,7 +137,7 @@ def test_half_of_the_answers_failing_opens_it() -> None:
     for number in range(9):
         attempt = one.sent(float(number))
         (one.succeeded if number % 2 else one.failed)(attempt, float(number))
-    assert one.state(8.0) is State.OPEN
+    assert one.state(8.0) is BreakerState.OPEN
 
 
 @given(st.floats(0, 1), st.integers(0, 99))
@@ -173,7 +175,7 @@ def test_it_never_sticks(steps: list[tuple[str, float, int]]) -> None:
     later = one.changes_at if one.changes_at is not None else now
     assert one.may_send(max(now, later))
     one.succeeded(one.sent(max(now, later)), max(now, later))
-    assert one.state(max(now, later)) is State.CLOSED
+    assert one.state(max(now, later)) is BreakerState.CLOSED
 
 
 @pytest.mark.parametrize(

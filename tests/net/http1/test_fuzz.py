@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.net.http1 import HttpError, Limits, Request, Responder, Upstream, UpstreamError, UpstreamLimits
+from coterie.net.http1 import HttpError, HttpRequest, Limits, Responder, Upstream, UpstreamError, UpstreamLimits
 from http1_peers import Echo, Raw, Served, Spoken, chunked, get, post, run_on, scripted, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
@@ -96,12 +96,12 @@ async def some_at_a_time(case: Callable[[int], Awaitable[None]]) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_server_survives_damaged_requests(loop: str) -> None:
-    def check(request: Request) -> int | None:
+    def check(request: HttpRequest) -> int | None:
         if request.path == "/refused":
             raise HttpError(403, "no")
         return None
 
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         if request.path != "/stream":
             responder.send(200, request.body)
             return
@@ -298,7 +298,7 @@ async def _come_and_go(served: Served, rng: random.Random) -> None:
 def test_clients_that_leave_a_proxy_at_any_moment_leave_nothing(loop: str) -> None:
     """Client to proxy to worker: whoever leaves, all that worked for it ends."""
 
-    async def work(request: Request, responder: Responder) -> None:
+    async def work(request: HttpRequest, responder: Responder) -> None:
         rng = random.Random(int(request.path[1:]))
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
@@ -318,7 +318,7 @@ def test_clients_that_leave_a_proxy_at_any_moment_leave_nothing(loop: str) -> No
         async with serving(work) as worker:
             upstream = Upstream(f"http://127.0.0.1:{worker.port}")
 
-            async def forward(request: Request, responder: Responder) -> None:
+            async def forward(request: HttpRequest, responder: Responder) -> None:
                 try:
                     answer = await upstream.send(request.method, request.path, [], request.body)
                     responder.start(answer.status, [])

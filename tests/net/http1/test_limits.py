@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.net.http1 import HttpError, Limits, Request, Responder
+from coterie.net.http1 import HttpError, HttpRequest, Limits, Responder
 from http1_peers import Echo, Raw, Served, chunked, get, post, run_on, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
@@ -106,7 +106,7 @@ def test_handlers_may_take_longer_than_their_requests(loop: str) -> None:
     async def main() -> None:
         begun, may_answer = asyncio.Event(), asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             begun.set()
             await may_answer.wait()
             responder.send(200)
@@ -130,7 +130,7 @@ def test_unread_answer_is_cut(loop: str, ended: bool) -> None:
     async def main() -> None:
         cancelled = asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             if ended:
                 responder.send(200, b"x" * (32 << 20))
                 return
@@ -213,7 +213,7 @@ def test_connections_of_one_address_are_capped() -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_too_long_a_body_is_refused_before_it_is_read(loop: str) -> None:
-    def check(request: Request) -> int | None:
+    def check(request: HttpRequest) -> int | None:
         return 10 if request.path == "/small" else None
 
     async def main() -> None:
@@ -297,7 +297,7 @@ def test_heads_and_what_is_like_them_are_bounded(loop: str, message: bytes) -> N
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_refusal_by_the_head_keeps_the_connection_if_the_body_is_small(loop: str) -> None:
-    def check(request: Request) -> None:
+    def check(request: HttpRequest) -> None:
         if request.header(b"authorization") is None:
             raise HttpError(401, "no key")
 
@@ -325,7 +325,7 @@ def test_refusal_by_the_head_keeps_the_connection_if_the_body_is_small(loop: str
 
 
 def test_many_refusals_sent_ahead_do_not_recurse() -> None:
-    def check(_: Request) -> None:
+    def check(_: HttpRequest) -> None:
         raise HttpError(401, "no key")
 
     async def main() -> None:
@@ -344,7 +344,7 @@ def test_limits_are_checked(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_unread_answers_hold_back_the_next_request(loop: str) -> None:
-    async def handler(_: Request, responder: Responder) -> None:
+    async def handler(_: HttpRequest, responder: Responder) -> None:
         responder.send(200, b"x" * 100_000)
 
     async def main() -> None:
@@ -407,7 +407,7 @@ def test_a_client_that_takes_all_connections_leaves_places_for_others(loop: str,
     """Others were reset for 3 s. Idle connections of the greedy one go first; a reserve is there if it has none."""
     go = asyncio.Event()
 
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         if request.path == "/held":
             await go.wait()
         responder.send(200)
@@ -445,7 +445,7 @@ def test_a_client_that_takes_all_connections_leaves_places_for_others(loop: str,
 def test_random_clients_share_the_connections() -> None:
     """Whatever two addresses open, hold and close, a third is served, or told why not; the bound holds."""
 
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         if request.path == "/held":
             await asyncio.Event().wait()
         responder.send(200)

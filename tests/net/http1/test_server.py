@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from coterie.net.http1 import HttpError, Request, Responder
+from coterie.net.http1 import HttpError, HttpRequest, Responder
 from http1_peers import Echo, chunked, get, post, run_on, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
@@ -50,7 +50,7 @@ def test_request_has_parts_of_its_head() -> None:
 def test_requests_sent_ahead_are_answered_in_order_one_at_a_time(loop: str) -> None:
     running = 0
 
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         nonlocal running
         running += 1
         assert running == 1
@@ -76,7 +76,7 @@ def test_requests_sent_ahead_take_bounded_memory(loop: str) -> None:
     async def main() -> None:
         may_answer = asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             await may_answer.wait()
             responder.send(200)
 
@@ -119,7 +119,7 @@ def test_chunked_body_is_joined(loop: str, size: int) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_stream_comes_in_chunks_or_with_its_length(loop: str) -> None:
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         responder.start(200, [(b"content-type", b"text/event-stream")], 6 if request.path == "/length" else None)
         assert responder.started
         assert not responder.ended
@@ -148,7 +148,7 @@ def test_stream_comes_in_chunks_or_with_its_length(loop: str) -> None:
 
 
 def test_head_and_empty_statuses_have_no_body() -> None:
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         if request.path == "/stream":
             responder.start(200, [])
             responder.write(b"body")
@@ -171,7 +171,7 @@ def test_head_and_empty_statuses_have_no_body() -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_expected_continue_is_sent_after_the_head_was_checked(loop: str) -> None:
-    def check(request: Request) -> None:
+    def check(request: HttpRequest) -> None:
         if request.path == "/secret":
             raise HttpError(401, "no key")
 
@@ -206,7 +206,7 @@ def test_disconnect_cancels_the_handler(loop: str, ahead: bool) -> None:
     async def main() -> None:
         begun, cancelled = asyncio.Event(), asyncio.Event()
 
-        async def handler(_: Request, __: Responder) -> None:
+        async def handler(_: HttpRequest, __: Responder) -> None:
             begun.set()
             try:
                 await asyncio.Event().wait()
@@ -231,7 +231,7 @@ def test_handler_may_go_on_after_its_answer() -> None:
     async def main() -> None:
         release, done = asyncio.Event(), asyncio.Event()
 
-        async def handler(request: Request, responder: Responder) -> None:
+        async def handler(request: HttpRequest, responder: Responder) -> None:
             responder.send(200)
             if request.path == "/slow":
                 await release.wait()
@@ -256,7 +256,7 @@ def test_slow_reader_holds_the_handler_back(loop: str) -> None:
     pieces, size = 300, 100_000
     written = 0
 
-    async def handler(_: Request, responder: Responder) -> None:
+    async def handler(_: HttpRequest, responder: Responder) -> None:
         nonlocal written
         responder.start(200, [], pieces * size)
         for _number in range(pieces):
@@ -282,7 +282,7 @@ def test_slow_reader_holds_the_handler_back(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_errors_of_a_handler(loop: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         match request.path:
             case "/http":
                 raise HttpError(429, 'say "please"', "slow_down", "n", [(b"retry-after", b"3")])
@@ -333,7 +333,7 @@ def test_errors_of_a_handler(loop: str, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_abort_cuts_the_connection_and_misuse_is_an_error() -> None:
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         if request.path == "/twice":
             responder.send(200)
             with pytest.raises(RuntimeError, match="has an answer already"):
@@ -356,7 +356,7 @@ def test_abort_cuts_the_connection_and_misuse_is_an_error() -> None:
 
 
 def test_check_of_the_head_that_fails_is_counted() -> None:
-    def check(_: Request) -> None:
+    def check(_: HttpRequest) -> None:
         raise KeyError("private")
 
     async def main() -> None:
@@ -387,7 +387,7 @@ def test_answers_are_sent_at_once(loop: str) -> None:
 def test_a_stream_of_events_whose_handler_fails_ends_with_an_error(problem: Exception | None) -> None:
     """Any other answer is cut, as its client cannot be told."""
 
-    async def handler(request: Request, responder: Responder) -> None:
+    async def handler(request: HttpRequest, responder: Responder) -> None:
         kind = b"text/event-stream" if request.path == "/events" else b"text/plain"
         responder.start(200, [(b"content-type", kind)])
         responder.write(b"data: half")

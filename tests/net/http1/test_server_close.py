@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from coterie.net.http1 import HttpServer, Limits, Request, Responder
+from coterie.net.http1 import HttpRequest, HttpServer, Limits, Responder
 from http1_peers import Echo, Raw, get, post, run_on, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
@@ -18,7 +18,7 @@ def test_close_lets_requests_end_and_idle_connections_go(loop: str) -> None:
     async def main() -> None:
         begun, may_answer = asyncio.Event(), asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             begun.set()
             await may_answer.wait()
             responder.send(200, b"{}")
@@ -65,7 +65,7 @@ def test_close_waits_for_handlers_that_go_on_after_their_answer() -> None:
         done: list[str] = []
         release = asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             responder.send(200)
             await release.wait()
             done.append("books kept")
@@ -89,7 +89,7 @@ def test_close_cuts_what_does_not_end(loop: str) -> None:
     async def main() -> None:
         begun = asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             responder.start(200, [])
             responder.write(b"part")
             await responder.drain()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.net.http1 import Answer, Request, Responder, Upstream, UpstreamError, UpstreamLimits
+from coterie.net.http1 import Answer, HttpRequest, Responder, Upstream, UpstreamError, UpstreamLimits
 from http1_peers import Clock, Echo, Spoken, chunked, client, run_on, saying, scripted, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
@@ -72,7 +72,7 @@ def test_pieces_come_as_they_are_sent(loop: str) -> None:
     async def main() -> None:
         may_go_on = asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             responder.start(200, [])
             responder.write(b"first")
             await may_go_on.wait()
@@ -135,7 +135,7 @@ def test_slow_consumer_holds_the_server_back(loop: str) -> None:
         size = 50 << 20
         clock = Clock()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             responder.start(200, [], size)
             for _number in range(size >> 20):
                 responder.write(b"x" * (1 << 20))
@@ -164,7 +164,7 @@ def test_leaving_an_answer_tells_the_server(loop: str, where: str) -> None:
     async def main() -> None:
         begun, cancelled = asyncio.Event(), asyncio.Event()
 
-        async def handler(_: Request, responder: Responder) -> None:
+        async def handler(_: HttpRequest, responder: Responder) -> None:
             try:
                 if where != "before the head":
                     responder.start(200, [])

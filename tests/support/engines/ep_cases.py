@@ -16,11 +16,11 @@ import torch
 from coterie.costs.exchange import crossing, rows_between
 from coterie.dispatch.shuffle import in_turn_schedule, shuffle_schedule
 from coterie.dispatch.slots import SlotTable, choose_slots
-from coterie.engines.ranks import Member
+from coterie.engines.ranks import RankMember
 from coterie.engines.torch_ep.exchange import TorchExchange
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
-from coterie.engines.torch_ep.shuffled import Routed, shuffle_rows, shuffled_experts, shuffled_reduce_scatter
+from coterie.engines.torch_ep.shuffled import RouterAnswer, shuffle_rows, shuffled_experts, shuffled_reduce_scatter
 from coterie.engines.torch_ep.weights import SlotWeights
 from coterie.types import Placement
 
@@ -196,16 +196,16 @@ def norm_of(numbers: str) -> Callable[[Any], Any]:
     return lambda rows: rows * torch.rsqrt(rows.pow(2).mean(dim=1, keepdim=True) + 1e-6)
 
 
-def route_of(numbers: str) -> Callable[[Any], Routed]:
+def route_of(numbers: str) -> Callable[[Any], RouterAnswer]:
     gate = GATE.to(NUMBERS[numbers])
 
-    def route(rows: Any) -> Routed:
+    def route(rows: Any) -> RouterAnswer:
         logits = rows @ gate
         if numbers == "exact":
             experts = (logits * EXPERTS + torch.arange(EXPERTS)).topk(TOP_K).indices  # no ties
-            return Routed(experts, (2.0 ** -torch.arange(TOP_K)).to(rows.dtype).expand(len(rows), -1))
+            return RouterAnswer(experts, (2.0 ** -torch.arange(TOP_K)).to(rows.dtype).expand(len(rows), -1))
         chosen = torch.softmax(logits, dim=1).topk(TOP_K)
-        return Routed(chosen.indices, chosen.values / chosen.values.sum(dim=1, keepdim=True))
+        return RouterAnswer(chosen.indices, chosen.values / chosen.values.sum(dim=1, keepdim=True))
 
     return route
 
@@ -258,7 +258,7 @@ def reduce_scatter_bits(group: Group) -> bool:
     return bool(torch.equal(got, summed[torch.from_numpy(schedule.tokens_of(group.rank))]))
 
 
-def run_all(member: Member, _: None) -> dict[str, Any]:
+def run_all(member: RankMember, _: None) -> dict[str, Any]:
     """Every case on this rank."""
     group = Group(timeout_s=member.timeout_s)
     member.say("the cases")

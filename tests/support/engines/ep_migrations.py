@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from coterie.engines.ranks import Member
+from coterie.engines.ranks import RankMember
 from coterie.engines.torch_ep.exchange import TorchExchange
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
@@ -17,7 +17,7 @@ from coterie.engines.torch_ep.migration import LiveMigration
 from coterie.engines.torch_ep.mover import Mover
 from coterie.engines.torch_ep.weights import SlotWeights
 from coterie.errors import ConfigError, RankFailedError
-from coterie.placement.migration.rounds import Limits, Transfer, schedule_moves
+from coterie.placement.migration.rounds import MigrationLimits, Transfer, schedule_moves
 from coterie.types import Placement, Topology
 from ep_cases import EXPERTS, LAYERS, Case, dense, hidden_rows, load_expert, make_layers, placement_of, routing
 
@@ -70,7 +70,7 @@ class Migrated(NamedTuple):
     free: int
 
 
-def migrate(member: Member, wanted: int) -> Migrated:
+def migrate(member: RankMember, wanted: int) -> Migrated:
     """Random placements one after the other, until there were `wanted` switches; every step is checked."""
     group = Group(timeout_s=member.timeout_s)
     member.say("migrations")
@@ -79,7 +79,7 @@ def migrate(member: Member, wanted: int) -> Migrated:
     layers = staged_layers(group, placement)
     weights = layers.weights
     mover = FaultyMover(group, weights)
-    limits = Limits(weights.expert_bytes, STAGING * weights.expert_bytes)
+    limits = MigrationLimits(weights.expert_bytes, STAGING * weights.expert_bytes)
     batches = [batch(layer, group.rank, rng) for layer in range(LAYERS) for _ in range(4)]
     switches = steps = wrong = number = sent = 0
     stall = copy = moved = 0.0
@@ -146,7 +146,7 @@ def wrong_rows(weights: SlotWeights, placement: Placement, rank: int) -> int:
 # ------------------------------------------------------------------------------------------------- ranks that fail
 
 
-def cancelled(member: Member, _: None) -> tuple[str | None, int, int]:
+def cancelled(member: RankMember, _: None) -> tuple[str | None, int, int]:
     """A migration cancelled after its first step; steps go on until it holds nothing."""
     group = Group(timeout_s=member.timeout_s)
     rng = np.random.default_rng(4)
@@ -154,7 +154,7 @@ def cancelled(member: Member, _: None) -> tuple[str | None, int, int]:
     layers = staged_layers(group, placement)
     weights = layers.weights
     mover = Mover(group, weights)
-    limits = Limits(weights.expert_bytes, STAGING * weights.expert_bytes)
+    limits = MigrationLimits(weights.expert_bytes, STAGING * weights.expert_bytes)
     target = placement_of(REPLICATED, group.size, rng)
     migration = LiveMigration(layers, schedule_moves(placement, target, Topology(group.size), limits), mover)
     with migration.step():
@@ -168,7 +168,7 @@ def cancelled(member: Member, _: None) -> tuple[str | None, int, int]:
     return migration.report().stopped, wrong_rows(weights, migration.placement, group.rank), len(weights.free)
 
 
-def fails(member: Member, how: str) -> str:
+def fails(member: RankMember, how: str) -> str:
     """The error that this rank raised; rank 1 fails, in the way asked for, while the others wait in a collective."""
     group = Group(timeout_s=member.timeout_s)
     layers = make_layers(group, placement_of(REPLICATED, group.size, np.random.default_rng(0)), "exact", True)

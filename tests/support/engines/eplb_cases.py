@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.engines.vllm.eplb import Agreement, Round, Rounds
+from coterie.engines.vllm.eplb import Agreement, EplbRound, Rounds
 from coterie.placement.maps.files import PlacementMap
 from coterie.placement.maps.formats import write_map
 from coterie.types import Placement, balancedness
@@ -39,11 +39,13 @@ def vllms_map() -> np.ndarray:
     return np.flip(LINEAR, axis=1).copy()
 
 
-def asked(load: np.ndarray = LOADS[0], old: np.ndarray | None = LINEAR, ranks: int = RANKS, nodes: int = 1) -> Round:
-    return Round(load, ranks * SLOTS // RANKS, nodes, ranks, old)
+def asked(
+    load: np.ndarray = LOADS[0], old: np.ndarray | None = LINEAR, ranks: int = RANKS, nodes: int = 1
+) -> EplbRound:
+    return EplbRound(load, ranks * SLOTS // RANKS, nodes, ranks, old)
 
 
-def ask(rounds: Rounds, round_: Round, group: Any = None) -> np.ndarray:
+def ask(rounds: Rounds, round_: EplbRound, group: Any = None) -> np.ndarray:
     return rounds.run(round_, vllms_map, group or Alone())
 
 

@@ -12,7 +12,7 @@ import transformers_models as models
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.model import PackedModel
-from coterie.engines.worker.requests import Output, Request, Sampling, Text
+from coterie.engines.worker.requests import Output, SamplingSettings, Text, WorkerRequest
 from coterie.engines.worker.transfer import Prefilled
 from coterie.errors import InputError
 from coterie.wire.expert_events import RequestExperts, decode_expert_events
@@ -55,9 +55,11 @@ class Driver:
     ) -> str:
         key = f"r{len(self.outputs)}"
         got = self.outputs.setdefault(key, [])
-        settings = Sampling(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **sampling})
+        settings = SamplingSettings(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **sampling})
         text = Text(lambda ids: self.engine.model.tokenizer.decode(ids, skip_special_tokens=True), settings.stop)
-        self.engine.submit(Request(key, f"client-{key}", prompt, settings, text, got.append, hand_over, prefilled))
+        self.engine.submit(
+            WorkerRequest(key, f"client-{key}", prompt, settings, text, got.append, hand_over, prefilled)
+        )
         return key
 
     def run(self) -> None:

@@ -19,7 +19,7 @@ from numpy.random import Generator
 from coterie.engines.worker.embedded import EmbeddedWorker
 from coterie.gateway.config import GatewayConfig, LimitSettings, WorkerEntry
 from coterie.gateway.embedded import EmbeddedFleet
-from coterie.net.http1.messages import HttpError, Limits, Request, passed_on
+from coterie.net.http1.messages import HttpError, HttpRequest, Limits, passed_on
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.server import HttpServer
 from coterie.net.http1.upstream import Upstream, UpstreamError
@@ -72,7 +72,7 @@ class Liar:
         await self._server.close(0.0)
         await self._worker.close()
 
-    async def _handle(self, request: Request, responder: Responder) -> None:
+    async def _handle(self, request: HttpRequest, responder: Responder) -> None:
         try:
             headers = passed_on(request.headers)
             answer = await self._worker.send(request.method, request.path, headers, request.body)

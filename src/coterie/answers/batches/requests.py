@@ -326,7 +326,7 @@ def _predict(
 # ------------------------------------------------------------------------------------------------------ a model
 
 
-class Routed(NamedTuple):
+class ModelRouting(NamedTuple):
     """A model's own routing of prompts."""
 
     trace: ActivationTrace
@@ -337,7 +337,7 @@ class Routed(NamedTuple):
 
 def route_prompts(
     folder: Path, dtype: str, device: str, prompts: Sequence[Prompt] | None, seed: int, report: Report
-) -> Routed:
+) -> ModelRouting:
     """Run the prompts through the model once, for the experts they really use, and its gates alone."""
     from coterie.engines.transformers import ExpertCapture, dry_run, load_model
     from coterie.engines.transformers.generation import generate_batch
@@ -384,7 +384,7 @@ def route_prompts(
         np.full(int(lengths.sum()), PREFILL, np.uint8),
         np.concatenate([np.array(tokens, np.int32) for _, tokens in fitting]),
     )
-    return Routed(trace, np.stack([one.footprint for one in predicted]).astype(np.float64), notes)
+    return ModelRouting(trace, np.stack([one.footprint for one in predicted]).astype(np.float64), notes)
 
 
 def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -13,17 +13,17 @@ FEWEST = 32
 """Recorded requests that a fleet of eight decoders needs: half of them are served, two on each."""
 
 
-class Verdict(NamedTuple):
+class BatchesVerdict(NamedTuple):
     sentence: str
     then: str
     """Command to type next."""
 
 
-def verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None) -> Verdict:
+def verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None) -> BatchesVerdict:
     """`rows` as in :class:`~coterie.answers.batches.what_if.Simulated`; `trace` is the one replayed, if any."""
     base, again = rows[0]["strategy"], _again(settings, trace)
     if len(rows) < 2:
-        return Verdict(f"Only {base} ran: there is nothing to compare it with.", f"{again} --strategy all")
+        return BatchesVerdict(f"Only {base} ran: there is nothing to compare it with.", f"{again} --strategy all")
     overload = (settings["load"] or 0.0) > 1.0
     key = "throughput_gain_pct" if overload else "p99_reduction_pct"
     best = max(rows[1:], key=lambda row: float(row[key]))
@@ -33,10 +33,10 @@ def verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trac
     seed = f"--seed {settings['seed'] + 1}"
     if best[key] < PAYS_PCT:
         said = f"No strategy pays here{why}: the best, {best['strategy']}, has {gains}; {sure}."
-        return Verdict(said, _fleet(settings, trace) or f"{again} {seed}")
+        return BatchesVerdict(said, _fleet(settings, trace) or f"{again} {seed}")
     said = f"{best['strategy']} pays most{why}: {gains}; {sure}, so repeat it with another seed."
     use = "" if settings["execution"] == "spread" else " In vLLM: docs/engines/vllm.md."
-    return Verdict(said + use, f"{again} --strategy {best['strategy']} {seed}")
+    return BatchesVerdict(said + use, f"{again} --strategy {best['strategy']} {seed}")
 
 
 def _p99(row: Mapping[str, Any]) -> str:

@@ -26,16 +26,16 @@ from coterie.answers.batches.requests import (
     PATTERNS,
     RECORDED,
     Arrived,
+    ModelRouting,
     Report,
     Requests,
-    Routed,
     arrive,
     recorded,
     route_prompts,
     synthetic,
 )
 from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
-from coterie.answers.batches.verdict import Verdict, verdict
+from coterie.answers.batches.verdict import BatchesVerdict, verdict
 from coterie.batching import strategies
 from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
@@ -81,7 +81,7 @@ class Simulated:
     rows: list[dict[str, Any]]
     """One per strategy, fcfs first: :class:`coterie.sim.metrics.RunSummary` and gains against fcfs in percent."""
     notes: list[str]
-    verdict: Verdict
+    verdict: BatchesVerdict
     runs: dict[str, Run]
     arrived: Arrived
 
@@ -204,7 +204,7 @@ class _Work(NamedTuple):
     execution: str
     trace: ActivationTrace | None
     name: str
-    routed: Routed | None
+    routed: ModelRouting | None
     spec: ModelSpec | None
     arrivals: str | RequestTrace | None
     arrivals_name: str

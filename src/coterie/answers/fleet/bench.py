@@ -58,12 +58,12 @@ def split(source: Source, seed: int) -> Halves:
     return Halves(np.sort(order[:middle]), np.sort(order[middle:]))
 
 
-class Window(NamedTuple):
+class MeasuredSpan(NamedTuple):
     since_s: float
     until_s: float
 
 
-def steady(run: FleetRun, in_flight: int) -> Window:
+def steady(run: FleetRun, in_flight: int) -> MeasuredSpan:
     """From when the first requests have been replaced once, until fewer than `in_flight` are running."""
     arrived, finished = (np.sort(times[np.isfinite(times)]) for times in (run.arrival_s, run.finish_s))
     if len(arrived) < 2 * in_flight:
@@ -74,7 +74,7 @@ def steady(run: FleetRun, in_flight: int) -> Window:
     since = float(arrived[2 * in_flight - 1])
     if not since < until:
         raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
-    return Window(since, until)
+    return MeasuredSpan(since, until)
 
 
 class ServedRun(NamedTuple):
@@ -82,7 +82,7 @@ class ServedRun(NamedTuple):
 
     router: str
     run: FleetRun
-    window: Window
+    window: MeasuredSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +134,7 @@ class Bench:
         if self.in_flight is None:
             for name, router in ({BASE: self.router(BASE)} | chosen).items():
                 run = self.serve(router)
-                yield ServedRun(name, run, Window(*map(float, np.nanquantile(run.arrival_s, STEADY_ARRIVALS))))
+                yield ServedRun(name, run, MeasuredSpan(*map(float, np.nanquantile(run.arrival_s, STEADY_ARRIVALS))))
             return
         base = self.serve(self.router(BASE))
         window = steady(base, self.in_flight)
@@ -145,7 +145,7 @@ class Bench:
             if name != BASE:
                 run = self.serve(router, until_s)
                 own = steady(run, self.in_flight)
-                yield ServedRun(name, run, Window(own.since_s, min(own.until_s, window.until_s)))
+                yield ServedRun(name, run, MeasuredSpan(own.since_s, min(own.until_s, window.until_s)))
 
 
 def bench_of(

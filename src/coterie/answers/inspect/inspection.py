@@ -70,8 +70,8 @@ class Inspection:
     drift: Drift | None = None
     distinct_experts: list[DistinctExperts] | None = None
     arrivals: ArrivalRate | None = None
-    prompt_lengths: Lengths | None = None
-    output_lengths: Lengths | None = None
+    prompt_lengths: TokenLengths | None = None
+    output_lengths: TokenLengths | None = None
     prefix_sharing: PrefixSharing | None = None
     missing: dict[str, str] = field(default_factory=dict)
     """Name of a field that is None → why, in words."""
@@ -273,7 +273,7 @@ def _ranks(load: NDArray[np.integer], missing: dict[str, str]) -> list[RankImbal
 
 def _request_parts(
     table: RequestTrace, missing: dict[str, str]
-) -> tuple[ArrivalRate | None, Lengths | None, Lengths | None, PrefixSharing | None]:
+) -> tuple[ArrivalRate | None, TokenLengths | None, TokenLengths | None, PrefixSharing | None]:
     """Statistics in the order of Inspection's fields; absent ones are noted in `missing`."""
     arrivals, sharing = arrival_rate(table), prefix_sharing(table)
     prompts, outputs = lengths(table.prompt_tokens), lengths(table.output_tokens)
@@ -317,7 +317,7 @@ class ArrivalRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TokenLengths:
     """Tokens of the prompts, or of the outputs, of the requests."""
 
     mean: float
@@ -361,12 +361,12 @@ def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
     )
 
 
-def lengths(tokens: NDArray[np.int64]) -> Lengths | None:
+def lengths(tokens: NDArray[np.int64]) -> TokenLengths | None:
     """None if none is above 0: that side was not recorded."""
     if not len(tokens) or not tokens.any():
         return None
     p50, p90, p95, p99 = (float(v) for v in np.percentile(tokens, [50, 90, 95, 99]))
-    return Lengths(mean=float(tokens.mean()), p50=p50, p90=p90, p95=p95, p99=p99, longest=int(tokens.max()))
+    return TokenLengths(mean=float(tokens.mean()), p50=p50, p90=p90, p95=p95, p99=p99, longest=int(tokens.max()))
 
 
 def prefix_sharing(table: RequestTrace) -> PrefixSharing | None:

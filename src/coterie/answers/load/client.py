@@ -67,7 +67,7 @@ class Asking:
         return body
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """What became of one request; times are those of the event loop's clock."""
 
     request: int
@@ -211,7 +211,7 @@ class LoadClient:
 
     async def ask(
         self, request: LoadRequest, asking: Asking, planned: float | None = None, marker: str = "", name: str = ""
-    ) -> Outcome:
+    ) -> RequestOutcome:
         """Send one request and read its answer to the end; every failure is in the outcome."""
         clock = asyncio.get_running_loop().time
         sent = clock()
@@ -230,7 +230,7 @@ class LoadClient:
         usage = answer.usage or _Usage()
         times = answer.times if asking.stream else []
         counted = usage.completion_tokens
-        return Outcome(
+        return RequestOutcome(
             request=request.number,
             planned=sent if planned is None else planned,
             sent=sent,

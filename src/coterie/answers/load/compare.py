@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from coterie.answers.load.client import Outcome
+from coterie.answers.load.client import RequestOutcome
 from coterie.answers.load.run import LoadRun, Pace, Progress, Send
 from coterie.answers.load.steps import StepTotals, experts_ratio, read_steps
 from coterie.answers.load.summary import METRICS
@@ -102,7 +102,7 @@ async def compare(
             if contender.prepare is not None:
                 await contender.prepare()
 
-            def noted(_: Outcome, name: str = contender.name) -> None:
+            def noted(_: RequestOutcome, name: str = contender.name) -> None:
                 nonlocal done
                 done += 1
                 if report is not None:
@@ -160,12 +160,14 @@ def _percent(log_ratio: Interval) -> Interval:
     return Interval(100 * math.expm1(log_ratio.mean), low, high)
 
 
-def _pairs(first: Sequence[Outcome], other: Sequence[Outcome], skip: int) -> list[tuple[Outcome, Outcome]]:
+def _pairs(
+    first: Sequence[RequestOutcome], other: Sequence[RequestOutcome], skip: int
+) -> list[tuple[RequestOutcome, RequestOutcome]]:
     known = {one.request: one for one in first if one.failure is None and one.request >= skip}
     return [(known[one.request], one) for one in other if one.failure is None and one.request in known]
 
 
-def _values(pairs: Sequence[tuple[Outcome, Outcome]], attribute: str) -> NDArray[np.float64]:
+def _values(pairs: Sequence[tuple[RequestOutcome, RequestOutcome]], attribute: str) -> NDArray[np.float64]:
     """[request, contender] of requests for which both have a value."""
     found = [(getattr(a, attribute), getattr(b, attribute)) for a, b in pairs]
     return np.array([(a, b) for a, b in found if a is not None and b is not None], np.float64).reshape(-1, 2)
@@ -184,7 +186,7 @@ def _log_ratio(statistic: str) -> Callable[[Sequence[NDArray[np.float64]]], floa
     return of
 
 
-def _hit_points(blocks: Sequence[Sequence[tuple[Outcome, Outcome]]]) -> float | None:
+def _hit_points(blocks: Sequence[Sequence[tuple[RequestOutcome, RequestOutcome]]]) -> float | None:
     """Difference of hit rates, in points."""
     pairs = [pair for block in blocks for pair in block]
     if not pairs or any(one.cached_tokens is None or not one.prompt_tokens for pair in pairs for one in pair):

@@ -1,6 +1,6 @@
 """A whole measurement: make the workload, ask the server or servers, and keep what was found.
 
-What was measured so far stays in the :class:`Measured` that the caller gives, so that an interrupted run is not lost.
+What was measured so far stays in the :class:`LoadMeasurement` that the caller gives: an interrupted run is not lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from coterie.answers.load.client import Asking, LoadClient, Outcome, chars_per_token
+from coterie.answers.load.client import Asking, LoadClient, RequestOutcome, chars_per_token
 from coterie.answers.load.compare import Contender, compare
 from coterie.answers.load.routers import put_back, use_router
 from coterie.answers.load.run import Pace, Progress, Send
@@ -133,7 +133,7 @@ class LoadSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class BearerKeys:
     """Sent as bearer tokens; None sends none."""
 
     api: str | None = None
@@ -144,7 +144,7 @@ class Keys:
 
 
 @dataclass(slots=True)
-class Measured:
+class LoadMeasurement:
     """What a measurement has found so far."""
 
     model: str = ""
@@ -155,8 +155,8 @@ class Measured:
 async def measure(
     settings: LoadSettings,
     prompts: Sequence[Prompt],
-    measured: Measured,
-    keys: Keys = Keys(),
+    measured: LoadMeasurement,
+    keys: BearerKeys = BearerKeys(),
     report: Progress | None = None,
 ) -> None:
     """Serve the workload under every contender; `measured` is filled as answers come."""
@@ -211,7 +211,7 @@ async def measure(
 
 
 def _sender(client: LoadClient, asking: Asking, marker: str) -> Send:
-    async def send(request: LoadRequest, planned: float | None) -> Outcome:
+    async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
         return await client.ask(request, asking, planned, marker, f"load-{marker}-{request.number}")
 
     return send

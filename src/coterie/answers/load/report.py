@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coterie.answers.load.compare import Change, Contender, changes
-from coterie.answers.load.measure import LoadSettings, Measured
+from coterie.answers.load.measure import LoadMeasurement, LoadSettings
 from coterie.answers.load.summary import Percentiles, Summary, summarise
 from coterie.types import Interval
 
@@ -82,7 +82,7 @@ class LoadReport(NamedTuple):
         return {**self._asdict(), "rows": [row.to_json() for row in self.rows]}
 
 
-def report_of(settings: LoadSettings, measured: Measured, interrupted: bool = False) -> LoadReport:
+def report_of(settings: LoadSettings, measured: LoadMeasurement, interrupted: bool = False) -> LoadReport:
     """The report of a measurement, whole or interrupted."""
     skip = settings.warmup
     rows: list[Row] = []

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.load.client import Outcome
+from coterie.answers.load.client import RequestOutcome
 from coterie.answers.load.workload import LoadRequest
 from coterie.errors import ConfigError, check_at_least, check_positive
 
 Progress = Callable[[str, int, int], None]
-Send = Callable[[LoadRequest, float | None], Awaitable[Outcome]]
+Send = Callable[[LoadRequest, float | None], Awaitable[RequestOutcome]]
 """Ask a request that was planned for a time, None for now."""
 
 MOST_OPEN = 1000
@@ -50,7 +50,7 @@ class LoadRun:
     started: float = 0.0
     """Start, on the event loop's clock."""
     open_loop: bool = False
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     """In order of completion."""
     in_flight: int = 0
     """Sent and not answered: above 0 after the end only if the run was interrupted."""
@@ -60,7 +60,11 @@ class LoadRun:
         return asyncio.get_running_loop().time()
 
     async def drive(
-        self, requests: Sequence[LoadRequest], pace: Pace, send: Send, done: Callable[[Outcome], None] | None = None
+        self,
+        requests: Sequence[LoadRequest],
+        pace: Pace,
+        send: Send,
+        done: Callable[[RequestOutcome], None] | None = None,
     ) -> None:
         """Send all requests and wait for their answers; `done` hears of each."""
         self.started, self.open_loop = self._now(), pace.arrival_s is not None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.answers.load.client import Outcome
+from coterie.answers.load.client import RequestOutcome
 from coterie.answers.load.run import LoadRun
 from coterie.types import Interval
 
@@ -38,7 +38,7 @@ class Targets(NamedTuple):
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    def met(self, outcome: Outcome) -> bool:
+    def met(self, outcome: RequestOutcome) -> bool:
         if outcome.failure is not None:
             return False
         found = ((outcome.ttft_s, self.ttft_s), (outcome.tpot_s, self.tpot_s))
@@ -153,12 +153,12 @@ def summarise(
     )
 
 
-def _offered_per_s(parts: Sequence[Sequence[Outcome]]) -> float | None:
+def _offered_per_s(parts: Sequence[Sequence[RequestOutcome]]) -> float | None:
     span = sum(part[-1].planned - part[0].planned for part in parts if part)
     return (sum(map(len, parts)) - len(parts)) / span if span > 0 else None
 
 
-def _grows(answered: Sequence[Outcome]) -> bool:
+def _grows(answered: Sequence[RequestOutcome]) -> bool:
     """Whether the last quarter of the answers took half as long again as the first."""
     times = [one.end - one.planned for one in answered]
     quarter = len(times) // 4

@@ -11,7 +11,7 @@ from coterie.answers.plan.pricing import Placed, Pricing
 from coterie.placement import Plan
 
 
-class HeldOut(NamedTuple):
+class HeldOutReport(NamedTuple):
     """What plans do on a load that was not planned on."""
 
     what: str
@@ -63,9 +63,9 @@ class Scoring:
             return None
         return Placed.of(self.plan(replace(self.pricing, tokens=self.parts.planned, steps=None), begin))
 
-    def held_out(self, made: Placed, mean: Placed | None, no_spare: Placed | None) -> HeldOut:
+    def held_out(self, made: Placed, mean: Placed | None, no_spare: Placed | None) -> HeldOutReport:
         unseen = replace(self.pricing, tokens=self.parts.scored, steps=self.parts.scored_steps)
-        return HeldOut(
+        return HeldOutReport(
             what=self.parts.what,
             gain_pct=unseen.gain_pct(self.batch, self.now, made),
             no_spare_gain_pct=None if no_spare is None else unseen.gain_pct(self.batch, self.now, no_spare),

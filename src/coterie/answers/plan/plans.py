@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.plan.held_out import DomainRow, HeldOut, Scoring
+from coterie.answers.plan.held_out import DomainRow, HeldOutReport, Scoring
 from coterie.answers.plan.loads import WindowLoad, read_load
 from coterie.answers.plan.memory import RankMemory
 from coterie.answers.plan.pricing import Placed, Pricing
@@ -117,7 +117,7 @@ class Planned:
     no_spare: Plan | None
     """The plan without spare slots, where there are some."""
     memory: RankMemory
-    held_out: HeldOut | None
+    held_out: HeldOutReport | None
     domains: list[DomainRow]
     """Mix of today against the worst domain; empty unless the plan is over domains or mixtures of them."""
     batches: list[BatchRow]
@@ -232,7 +232,7 @@ class _Round:
 
     def scored(
         self, plan: Plan, no_spare: Plan | None, in_order: Placed | None
-    ) -> tuple[HeldOut | None, list[DomainRow]]:
+    ) -> tuple[HeldOutReport | None, list[DomainRow]]:
         """Plans made on a part of the load, on the rest of it."""
         batch = self.options.batch
         if self.load.parts is None:

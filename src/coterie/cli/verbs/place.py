@@ -12,10 +12,10 @@ from rich.markup import escape
 
 from coterie.cli.output import (
     BurstsOption,
-    Column,
     JsonOption,
     OverOption,
     PhaseOption,
+    RankColumn,
     RequestsOption,
     StepsOption,
     bar,
@@ -233,7 +233,10 @@ def _print_load(shown: MapInspection) -> None:
     worst = busy[shown.layer_ids.index(shown.worst_layer)] if shown.worst_layer is not None else busy[0]
     print_rank_bars(
         "Load of every rank (1 = mean)",
-        [Column("all layers", relative(busy.sum(axis=0)), 0), Column(f"layer {shown.worst_layer}", relative(worst), 1)],
+        [
+            RankColumn("all layers", relative(busy.sum(axis=0)), 0),
+            RankColumn(f"layer {shown.worst_layer}", relative(worst), 1),
+        ],
         f"Balancedness (mean ÷ busiest rank, 1 is even), mean of layers: {shown.balancedness:.3f}; "
         f"layer {shown.worst_layer} is the least even.",
     )

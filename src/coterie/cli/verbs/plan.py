@@ -15,10 +15,10 @@ from typer.core import TyperCommand
 
 from coterie.cli.output import (
     BurstsOption,
-    Column,
     JsonOption,
     OverOption,
     PhaseOption,
+    RankColumn,
     RequestsOption,
     StepsOption,
     WindowOption,
@@ -360,10 +360,10 @@ def _print_bars(planned: Planned) -> None:
     print_rank_bars(
         "Time of every rank (1 = mean)",
         [
-            Column("all layers, now", relative(before.sum(axis=0)), 0),
-            Column("this plan", relative(after.sum(axis=0)), 0),
-            Column(f"layer {name}, now", relative(before[worst]), 1),
-            Column("this plan", relative(after[worst]), 1),
+            RankColumn("all layers, now", relative(before.sum(axis=0)), 0),
+            RankColumn("this plan", relative(after.sum(axis=0)), 0),
+            RankColumn(f"layer {name}, now", relative(before[worst]), 1),
+            RankColumn("this plan", relative(after[worst]), 1),
         ],
         f"Summed over layers ranks look more even than they are in each; layer {name} is the least even one now.",
     )

@@ -19,7 +19,7 @@ import msgspec
 
 from coterie.costs.cells import CollectiveCell, CopyCell
 from coterie.engines.calibration.calibrate import Report
-from coterie.engines.ranks import Member, choose_backend, run_ranks
+from coterie.engines.ranks import RankMember, choose_backend, run_ranks
 from coterie.errors import ConfigError, UnavailableError, check_at_least, check_one_of
 
 try:
@@ -111,7 +111,7 @@ def _note(processes: int, backend: str) -> str:
     return f"gloo between processes of one machine, over its loopback{shared}"
 
 
-def _measure(member: Member, plan: _Plan) -> _Answer:
+def _measure(member: RankMember, plan: _Plan) -> _Answer:
     cells, peers = [], []
     for done, nbytes in enumerate(plan.sizes):
         member.say(f"all-to-all of {nbytes:,} bytes", done)
@@ -122,7 +122,7 @@ def _measure(member: Member, plan: _Plan) -> _Answer:
     return _Answer(tuple(cells), tuple(peers))
 
 
-def _all_to_all(member: Member, plan: _Plan, share: int) -> CollectiveCell:
+def _all_to_all(member: RankMember, plan: _Plan, share: int) -> CollectiveCell:
     rank, others, device = member.rank, range(member.processes), member.device
     sent = torch.cat([payload(rank, to, share) for to in others]).to(device)
     expected = torch.cat([payload(source, rank, share) for source in others])
@@ -131,7 +131,7 @@ def _all_to_all(member: Member, plan: _Plan, share: int) -> CollectiveCell:
     return CollectiveCell(member.processes, share * (member.processes - 1), us)
 
 
-def _send_receive(member: Member, plan: _Plan, nbytes: int) -> CopyCell:
+def _send_receive(member: RankMember, plan: _Plan, nbytes: int) -> CopyCell:
     rank, device = member.rank, member.device
     peer = 1 - rank
     sent, expected = payload(rank, peer, nbytes).to(device), payload(peer, rank, nbytes)

@@ -21,7 +21,7 @@ MAX_PAIRS = 16384
 MAX_EXPERTS = 1024
 
 
-class Routed(NamedTuple):
+class SortedBatch(NamedTuple):
     """A batch sorted by expert; an entry is one expert of one token, ``token x k + slot``. All int32."""
 
     order: Any
@@ -39,7 +39,7 @@ class Permuted(NamedTuple):
 
     rows: Any
     """[token x k, hidden]"""
-    routed: Routed
+    routed: SortedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ def launch_for(entries: int, *, copies: bool = True) -> Launch:
     return Launch(pairs=False, split=4 if entries <= 16384 else 2 if entries <= 32768 else 1, block=2048)
 
 
-def sort_by_expert(ids: Any, num_experts: int, *, backend: Backend = "auto", launch: Launch | None = None) -> Routed:
+def sort_by_expert(
+    ids: Any, num_experts: int, *, backend: Backend = "auto", launch: Launch | None = None
+) -> SortedBatch:
     """Stable order of the entries of ids [token, k] by expert.
 
     On a CPU an id out of range is refused; on CUDA, where looking would stop the device, it counts as the nearest.
@@ -128,15 +130,15 @@ def _check_ids(ids: Any, num_experts: int) -> None:
         raise ConfigError(f"num_experts={num_experts} must be in 1 … {MAX_EXPERTS}")
 
 
-def _empty(ids: Any, num_experts: int) -> Routed:
+def _empty(ids: Any, num_experts: int) -> SortedBatch:
     """Space for the result; one block, so that small batches pay for one allocation."""
     entries = ids.numel()
     fill = torch.zeros if not entries else torch.empty
     block = fill(2 * entries + 2 * num_experts, dtype=torch.int32, device=ids.device)
-    return Routed(*block.split([entries, entries, num_experts, num_experts]))
+    return SortedBatch(*block.split([entries, entries, num_experts, num_experts]))
 
 
-def _sorted_by_torch(ids: Any, num_experts: int) -> Routed:
+def _sorted_by_torch(ids: Any, num_experts: int) -> SortedBatch:
     flat = ids.reshape(-1).long()
     if not ids.is_cuda and len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= num_experts):
         raise ConfigError(f"ids are in {int(flat.min())} … {int(flat.max())}; they must be in 0 … {num_experts - 1}")
@@ -144,10 +146,10 @@ def _sorted_by_torch(ids: Any, num_experts: int) -> Routed:
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return Routed(*(one.to(torch.int32) for one in (order, places, counts, counts.cumsum(0))))
+    return SortedBatch(*(one.to(torch.int32) for one in (order, places, counts, counts.cumsum(0))))
 
 
-def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: Routed, launch: Launch) -> None:
+def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: SortedBatch, launch: Launch) -> None:
     from coterie.engines.kernels._triton import pairs_kernel
 
     tokens, k = ids.shape
@@ -176,7 +178,7 @@ def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: Routed, launch: Laun
     )
 
 
-def _launch_tables(ids: Any, routed: Routed, launch: Launch) -> None:
+def _launch_tables(ids: Any, routed: SortedBatch, launch: Launch) -> None:
     from coterie.engines.kernels._triton import histogram_kernel, places_kernel
 
     entries, experts = ids.numel(), len(routed.counts)

@@ -31,7 +31,7 @@ from coterie.engines.recording import FLUSH_S, Sending, check_listening
 from coterie.engines.sglang.dumps import DUMP_WAIT_S, dumps_in, new_dumps, ranks_sharing_tokens, read_dumps
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.models import get_model, model_from_config
-from coterie.net.http_client import Answer, Client, Tally, completion_body, completion_path, server_url
+from coterie.net.http_client import Client, HttpResult, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers.base import ReadOptions
@@ -80,7 +80,7 @@ class _Asked(NamedTuple):
     def prompts(self) -> Sequence[Prompt]:
         return self.sending.prompts
 
-    def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[Answer, None]:
+    def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[HttpResult, None]:
         """Answers to the prompts, in order of arrival."""
         most = self.sending.max_tokens
         if self.sending.chat:
@@ -170,7 +170,7 @@ async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGL
     return SGLangRecording(ActivationTrace.open(asked.out), tally)
 
 
-def _parsed(answer: Answer, spec: ModelSpec) -> RoutedAnswer | str:
+def _parsed(answer: HttpResult, spec: ModelSpec) -> RoutedAnswer | str:
     if answer.body is None:
         return answer.problem or "it was not answered"
     try:
@@ -215,7 +215,7 @@ class _InOrder:
         self.waiting: dict[int, tuple[float, RoutedAnswer | str]] = {}
         self.flushed = time.monotonic()
 
-    def take(self, answer: Answer, parsed: RoutedAnswer | str) -> None:
+    def take(self, answer: HttpResult, parsed: RoutedAnswer | str) -> None:
         self.waiting[answer.number] = answer.sent_s, parsed
         while self.next in self.waiting:
             sent_s, row = self.waiting.pop(self.next)

@@ -28,7 +28,7 @@ DISPATCH, ROUTING, COMBINE = "dispatch", "routing", "combine"
 """Names of the byte counters."""
 
 
-class Received(NamedTuple):
+class ReceivedRows(NamedTuple):
     """Rows that came to this rank's experts."""
 
     rows: Any
@@ -44,7 +44,7 @@ class Received(NamedTuple):
 class Exchange(Protocol):
     """A way to send rows there and back."""
 
-    def dispatch(self, hidden: Any, slots: Any, weights: Any) -> Received:
+    def dispatch(self, hidden: Any, slots: Any, weights: Any) -> ReceivedRows:
         """Send `hidden` [token, hidden] to the ranks of `slots` [token, k], slots of the whole group."""
         ...
 
@@ -72,7 +72,7 @@ class TorchExchange:
     slots_per_rank: int
     deduplicate: bool = True
 
-    def dispatch(self, hidden: Any, slots: Any, weights: Any) -> Received:
+    def dispatch(self, hidden: Any, slots: Any, weights: Any) -> ReceivedRows:
         to = slots // self.slots_per_rank  # [token, k] rank
         if self.deduplicate:
             needs = torch.zeros((len(slots), self.group.size), dtype=torch.bool, device=slots.device)
@@ -95,7 +95,7 @@ class TorchExchange:
         got_slots = self.group.all_to_all(local_slots.to(torch.int32), send_counts, receive_counts, ROUTING)
         got_weights = self.group.all_to_all(local_weights, send_counts, receive_counts, ROUTING)
         ticket = Ticket(tokens, places, send_counts, receive_counts, len(hidden), slots.shape[1])
-        return Received(rows, got_slots.to(torch.int64), got_weights, ticket)
+        return ReceivedRows(rows, got_slots.to(torch.int64), got_weights, ticket)
 
     def combine(self, results: Any, ticket: Ticket) -> Any:
         back = self.group.all_to_all(results, ticket.receive_counts, ticket.send_counts, COMBINE)

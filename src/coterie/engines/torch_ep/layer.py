@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from coterie.dispatch.slots import SlotTable, choose_slots
-from coterie.engines.torch_ep.exchange import Exchange, Received
+from coterie.engines.torch_ep.exchange import Exchange, ReceivedRows
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.weights import Rows, SlotWeights
 from coterie.errors import ConfigError
@@ -65,7 +65,7 @@ class ExpertParallelLayers:
             received = self.exchange.dispatch(hidden, slots, weights.to(hidden.dtype))
             return self.exchange.combine(self._compute(received, step.rows[layer]), received.ticket)
 
-    def _compute(self, received: Received, rows: Sequence[int]) -> Any:
+    def _compute(self, received: ReceivedRows, rows: Sequence[int]) -> Any:
         """[row, hidden] weighted sum over the slots of each received row, slot by slot."""
         results = torch.zeros_like(received.rows)
         at, place = (received.slots >= 0).nonzero(as_tuple=True)

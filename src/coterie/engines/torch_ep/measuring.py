@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.dispatch.shuffle import shuffle_schedule
-from coterie.engines.ranks import Member, run_ranks
+from coterie.engines.ranks import RankMember, run_ranks
 from coterie.engines.torch_ep.exchange import COMBINE, DISPATCH, TorchExchange
 from coterie.engines.torch_ep.group import Group, torch_reduce_scatter
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
@@ -25,7 +25,7 @@ from coterie.engines.torch_ep.mover import Mover
 from coterie.engines.torch_ep.shuffled import shuffle_rows, shuffled_reduce_scatter
 from coterie.engines.torch_ep.weights import SlotWeights
 from coterie.errors import ConfigError
-from coterie.placement.migration.rounds import Limits, schedule_moves
+from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.types import Placement, Topology
 
 try:
@@ -78,14 +78,14 @@ def _summed(ranks: list[WireBytes]) -> WireBytes:
     return WireBytes(hidden, other, sum(tcp) if len(tcp) == len(ranks) else None)
 
 
-def _wire(member: Member, asked: _Wire) -> WireMeasurement:
+def _wire(member: RankMember, asked: _Wire) -> WireMeasurement:
     group = Group(timeout_s=member.timeout_s)
     found = [_sent(group, member, asked, deduplicate) for deduplicate in (True, False)]
     group.close()
     return WireMeasurement(*found)
 
 
-def _sent(group: Group, member: Member, asked: _Wire, deduplicate: bool) -> WireBytes:
+def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> WireBytes:
     placement, hidden_size = asked.placement, asked.hidden_size
     group.bytes.reset()
     up = torch.zeros(2 * INNER, hidden_size)
@@ -156,7 +156,7 @@ def measure_shuffle(processes: int, tokens: int, hidden_size: int, repeats: int 
     return found
 
 
-def _shuffle(member: Member, asked: _Shuffle) -> ShuffleTimes:
+def _shuffle(member: RankMember, asked: _Shuffle) -> ShuffleTimes:
     group = Group(timeout_s=member.timeout_s)
     member.say("the shuffle")
     tokens, hidden_size, size = asked.tokens, asked.hidden_size, group.size
@@ -240,7 +240,7 @@ def measure_migration(
     )
 
 
-def _migrate(member: Member, asked: _Migrations) -> MigrationCost:
+def _migrate(member: RankMember, asked: _Migrations) -> MigrationCost:
     group = Group(timeout_s=member.timeout_s)
     rng, size = np.random.default_rng(0), asked.hidden_size
     placement = _random_placement(asked.num_experts, group.size, rng)
@@ -249,7 +249,7 @@ def _migrate(member: Member, asked: _Migrations) -> MigrationCost:
     )
     layers = ExpertParallelLayers(group, placement, weights, TorchExchange(group, placement.slots_per_rank))
     mover = Mover(group, weights)
-    limits = Limits(weights.expert_bytes, 2 * weights.expert_bytes)
+    limits = MigrationLimits(weights.expert_bytes, 2 * weights.expert_bytes)
     own = np.random.default_rng(group.rank)
     hidden = torch.from_numpy(own.integers(-2, 3, (32, size))).to(torch.float32)
     experts = torch.from_numpy(own.random((32, asked.num_experts)).argsort(axis=1)[:, :4].copy())

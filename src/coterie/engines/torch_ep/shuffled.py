@@ -33,7 +33,7 @@ REDUCE_SCATTER, GATHER = "reduce-scatter", "gather"
 """Names of the byte counters."""
 
 
-class Routed(NamedTuple):
+class RouterAnswer(NamedTuple):
     """Answer of a router."""
 
     experts: Any
@@ -76,7 +76,7 @@ def shuffled_experts(
     schedule: ShuffleSchedule,
     *,
     norm: Callable[[Any], Any],
-    route: Callable[[Any], Routed],
+    route: Callable[[Any], RouterAnswer],
     already_shuffled: bool = False,
 ) -> Any:
     """[token, hidden] residual stream after attention and experts, the same on every rank.

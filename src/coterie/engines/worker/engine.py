@@ -27,9 +27,9 @@ from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream, Reports
 from coterie.engines.worker.grants import FIELD as GRANT
 from coterie.engines.worker.grants import GrantError, Grants, prompt_digest
-from coterie.engines.worker.metrics import Metrics
-from coterie.engines.worker.model import PackedModel, Rows, StepResult
-from coterie.engines.worker.requests import FinishReason, Output, Request, draw
+from coterie.engines.worker.metrics import WorkerMetrics
+from coterie.engines.worker.model import PackedModel, RequestRows, StepResult
+from coterie.engines.worker.requests import FinishReason, Output, WorkerRequest, draw
 from coterie.engines.worker.transfer import Prefilled, StagedKV, from_bytes, to_bytes
 from coterie.footprints import block_positions, footprint
 from coterie.footprints.positions import StepLog
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class _Part(NamedTuple):
-    request: Request
-    rows: Rows
+    request: WorkerRequest
+    rows: RequestRows
 
 
 class Engine:
@@ -58,14 +58,14 @@ class Engine:
     ) -> None:
         self.model, self.config = model, config
         self.engine_id = uuid.uuid4().hex
-        self.metrics = Metrics({"model": self.served_name, "role": config.role})
+        self.metrics = WorkerMetrics({"model": self.served_name, "role": config.role})
         self.log = StepLog()
         """Log of steps with decode rows; counts those rows alone."""
         self.blocks = BlockTable(config.kv_blocks, config.block_size)
         shape = (config.max_tokens, len(model.capture.layer_ids), model.capture.top_k)
         self._experts = np.zeros(shape, model.expert_dtype)  # [position, layer, k]
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting: deque[WorkerRequest] = deque()
+        self._running: list[WorkerRequest] = []
         self._staged = StagedKV(self.blocks, self.metrics, config.kv_ttl_s)
         self.grants = Grants(config.fleet_secret)
         self._reports = Reports(self.served_name, model.capture, config.load_interval_s, kv_stream, expert_stream)
@@ -108,7 +108,7 @@ class Engine:
     def idle(self) -> bool:
         return not (self._waiting or self._running or self._inbox)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: WorkerRequest) -> None:
         self._post(lambda: self._waiting.append(request))
 
     def abort(self, key: str) -> None:
@@ -251,7 +251,7 @@ class Engine:
             budget -= count
         return batch
 
-    def _grow(self, request: Request, tokens: int) -> bool:
+    def _grow(self, request: WorkerRequest, tokens: int) -> bool:
         """Take blocks for the first `tokens` of a running request; False if it was preempted itself."""
         wanted = -(-tokens // self.config.block_size) - len(request.blocks)
         while wanted > self.blocks.available:
@@ -264,13 +264,13 @@ class Engine:
         request.blocks += self.blocks.take(max(0, wanted))
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: WorkerRequest) -> None:
         self._running.remove(request)
         self._let_go(request)
         self._waiting.appendleft(request)
         self.metrics.add("preemptions_total")
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: WorkerRequest) -> None:
         """Take blocks for all its tokens: cached ones first, then KV from another worker; the rest is computed."""
         size = self.config.block_size
         tokens = request.tokens(0, request.length)
@@ -298,7 +298,7 @@ class Engine:
             self.metrics.add("prompt_tokens_total", "transfer", fetched)
             self.metrics.add("prompt_tokens_total", "computed", len(request.prompt) - hit - fetched)
 
-    def _take_over(self, request: Request, prefilled: Prefilled) -> int:
+    def _take_over(self, request: WorkerRequest, prefilled: Prefilled) -> int:
         """Put fetched KV into the request's blocks, all but the last token's; returns the tokens saved."""
         start, end = request.computed, len(request.prompt) - 1
         if start >= end:
@@ -350,7 +350,7 @@ class Engine:
             self.log.add(time.monotonic(), decoded, float(touched.mean()), seconds)
         self._reports.step(result.expert_ids)
 
-    def _store_full(self, request: Request) -> None:
+    def _store_full(self, request: WorkerRequest) -> None:
         """Offer the blocks that became full to the table."""
         full = request.computed // self.config.block_size
         if full <= request.stored:
@@ -360,7 +360,7 @@ class Engine:
         self.blocks.store(request.blocks, request.digests[:full], tokens, request.stored, request.salt)
         request.stored = full
 
-    def _deliver(self, request: Request, output: Output) -> None:
+    def _deliver(self, request: WorkerRequest, output: Output) -> None:
         self.metrics.add("generated_tokens_total")
         finish = output.finish
         if finish is None:
@@ -375,7 +375,7 @@ class Engine:
         self.metrics.add("requests_total", finish)
         request.emit(output)
 
-    def _stage(self, request: Request) -> dict[str, Any]:
+    def _stage(self, request: WorkerRequest) -> dict[str, Any]:
         """Keep the prompt's KV for another worker; returns its location and the prompt's footprint."""
         count = len(request.prompt)
         digest = prompt_digest(request.prompt, request.salt)
@@ -402,7 +402,7 @@ class Engine:
                 return
         self.release(key, "dropped")
 
-    def _end(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
+    def _end(self, request: WorkerRequest, finish: FinishReason, error: str | None = None) -> None:
         """End a request that did not end by itself."""
         (self._running if request in self._running else self._waiting).remove(request)
         if request.computed:
@@ -411,7 +411,7 @@ class Engine:
         self.metrics.add("requests_total", finish)
         request.emit(Output((), "", finish, error=error))
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: WorkerRequest) -> None:
         self.blocks.release(request.blocks)
         request.blocks = []
         request.computed = request.stored = 0
@@ -437,7 +437,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _part(request: Request, count: int) -> _Part:
+def _part(request: WorkerRequest, count: int) -> _Part:
     end = request.computed + count
     tokens = request.tokens(request.computed, end)
-    return _Part(request, Rows(tokens, request.computed, request.blocks, sample=end == request.length))
+    return _Part(request, RequestRows(tokens, request.computed, request.blocks, sample=end == request.length))

@@ -15,7 +15,7 @@ import zmq
 from numpy.typing import NDArray
 
 from coterie.engines.transformers.capture import ExpertCapture
-from coterie.engines.worker.requests import Request
+from coterie.engines.worker.requests import WorkerRequest
 from coterie.errors import UnavailableError
 from coterie.footprints import accumulate_load
 from coterie.wire.event_security import secure_publisher
@@ -170,7 +170,7 @@ class Reports:
             self._steps += 1
             self._tokens += len(expert_ids)
 
-    def request(self, request: Request, expert_ids: NDArray[np.unsignedinteger], finish: str) -> None:
+    def request(self, request: WorkerRequest, expert_ids: NDArray[np.unsignedinteger], finish: str) -> None:
         """A request ended; ids [token, layer, k] are those of its first tokens, all that were computed."""
         if self.expert_stream is None:
             return

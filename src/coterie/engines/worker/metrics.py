@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "coterie_worker_"
 
 
-class Described(NamedTuple):
+class WorkerMetric(NamedTuple):
     kind: Literal["counter", "gauge", "sum"]
     """A `sum` is shown with the count of what was added up, as a summary."""
     label: str | None
@@ -26,51 +26,55 @@ class Described(NamedTuple):
     help: str
 
 
-METRICS: dict[str, Described] = {
-    "requests_total": Described("counter", "outcome", ("stop", "length", "abort", "error"), "Requests that ended"),
-    "rejected_total": Described("counter", None, (), "Requests refused: bad input, or draining"),
-    "http_problems_total": Described(
+METRICS: dict[str, WorkerMetric] = {
+    "requests_total": WorkerMetric("counter", "outcome", ("stop", "length", "abort", "error"), "Requests that ended"),
+    "rejected_total": WorkerMetric("counter", None, (), "Requests refused: bad input, or draining"),
+    "http_problems_total": WorkerMetric(
         "counter",
         "kind",
         ("refused", "malformed", "timeout", "disconnect", "error"),
         "Connections refused, requests that were malformed or late, clients that left, handlers that failed",
     ),
-    "running": Described("gauge", None, (), "Requests in the batch"),
-    "waiting": Described("gauge", None, (), "Requests not in the batch yet"),
-    "prompt_tokens_total": Described(
+    "running": WorkerMetric("gauge", None, (), "Requests in the batch"),
+    "waiting": WorkerMetric("gauge", None, (), "Requests not in the batch yet"),
+    "prompt_tokens_total": WorkerMetric(
         "counter", "source", ("computed", "prefix_cache", "transfer"), "Prompt tokens by where their KV came from"
     ),
-    "generated_tokens_total": Described("counter", None, (), "Tokens generated"),
-    "steps_total": Described("counter", None, (), "Forward passes"),
-    "step_rows_total": Described("counter", "phase", ("prefill", "decode"), "Tokens computed, recomputed ones too"),
-    "step_seconds_total": Described("counter", None, (), "Time in forward passes"),
-    "step_failures_total": Described("counter", None, (), "Forward passes that raised; their requests ended in error"),
-    "preemptions_total": Described("counter", None, (), "Requests put back to wait because blocks ran out"),
-    "kv_blocks": Described(
+    "generated_tokens_total": WorkerMetric("counter", None, (), "Tokens generated"),
+    "steps_total": WorkerMetric("counter", None, (), "Forward passes"),
+    "step_rows_total": WorkerMetric("counter", "phase", ("prefill", "decode"), "Tokens computed, recomputed ones too"),
+    "step_seconds_total": WorkerMetric("counter", None, (), "Time in forward passes"),
+    "step_failures_total": WorkerMetric(
+        "counter", None, (), "Forward passes that raised; their requests ended in error"
+    ),
+    "preemptions_total": WorkerMetric("counter", None, (), "Requests put back to wait because blocks ran out"),
+    "kv_blocks": WorkerMetric(
         "gauge", "state", ("used", "cached", "empty"), "KV blocks: used + cached + empty is constant"
     ),
-    "prefix_blocks_total": Described("counter", "result", ("hit", "miss"), "Full prompt blocks looked up in the cache"),
-    "distinct_experts_sum": Described(
+    "prefix_blocks_total": WorkerMetric(
+        "counter", "result", ("hit", "miss"), "Full prompt blocks looked up in the cache"
+    ),
+    "distinct_experts_sum": WorkerMetric(
         "sum",
         "over_layers",
         ("min", "mean", "max"),
         "Distinct experts of the decode rows of a step; divide by distinct_experts_steps_total",
     ),
-    "distinct_experts_steps_total": Described("counter", None, (), "Steps with decode rows"),
-    "kv_staged": Described("gauge", None, (), "Prefilled requests whose KV waits to be fetched"),
-    "kv_staged_total": Described("counter", None, (), "Prefilled requests whose KV was kept for another worker"),
-    "kv_released_total": Described(
+    "distinct_experts_steps_total": WorkerMetric("counter", None, (), "Steps with decode rows"),
+    "kv_staged": WorkerMetric("gauge", None, (), "Prefilled requests whose KV waits to be fetched"),
+    "kv_staged_total": WorkerMetric("counter", None, (), "Prefilled requests whose KV was kept for another worker"),
+    "kv_released_total": WorkerMetric(
         "counter", "why", ("fetched", "dropped", "expired", "evicted", "shutdown"), "Kept KV that was let go"
     ),
-    "kv_fetch_total": Described(
+    "kv_fetch_total": WorkerMetric(
         "counter",
         "outcome",
         ("ok", "refused", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
         "KV offered by prefill workers; what is not ok is computed here, unless the client is gone (cancelled)",
     ),
-    "kv_fetch_bytes_total": Described("counter", None, (), "Bytes of KV fetched"),
-    "events_published_total": Described("counter", "stream", ("kv", "experts"), "Messages published"),
-    "events_dropped_total": Described(
+    "kv_fetch_bytes_total": WorkerMetric("counter", None, (), "Bytes of KV fetched"),
+    "events_published_total": WorkerMetric("counter", "stream", ("kv", "experts"), "Messages published"),
+    "events_dropped_total": WorkerMetric(
         "counter", "stream", ("kv", "experts"), "Times a subscriber's queue was full and it missed messages"
     ),
 }
@@ -80,7 +84,7 @@ COUNT_OF = {"distinct_experts_sum": "distinct_experts_steps_total"}
 """Sum → counter of the values added to it."""
 
 
-class Metrics(Collector):
+class WorkerMetrics(Collector):
     """Counts by name and label value; a wrong one raises. `constant` labels are on every series."""
 
     def __init__(self, constant: Mapping[str, str]) -> None:
@@ -122,7 +126,7 @@ class Metrics(Collector):
 
 
 def _family(
-    name: str, metric: Described, labels: list[str]
+    name: str, metric: WorkerMetric, labels: list[str]
 ) -> CounterMetricFamily | GaugeMetricFamily | SummaryMetricFamily:
     """The client puts ``_total`` or ``_sum`` at a name's end by itself."""
     if metric.kind == "counter":

@@ -32,7 +32,7 @@ except ImportError:
 NAME = "coterie_packed"
 
 
-class Rows(NamedTuple):
+class RequestRows(NamedTuple):
     """Rows of one request in a step: its tokens `start` … `start + len(tokens) - 1`."""
 
     tokens: Sequence[int]
@@ -217,14 +217,14 @@ class PackedModel:
         self.longest_token = max(map(len, self.tokenizer.get_vocab()))
         """Characters of the longest token: bounds the texts that can fit the context."""
         self.tokenizer.encode("warm")  # the first call may change the tokenizer; later ones only read it
-        self.step([Rows([0], 0, [0], True)])  # makes the store, and shows that capture works
+        self.step([RequestRows([0], 0, [0], True)])  # makes the store, and shows that capture works
         missing = set(range(config.num_hidden_layers)) - set(self.store.keys)
         if missing:
             raise UnavailableError(
                 f"{folder}: layers {sorted(missing)} keep no keys and values; blocks cannot hold them"
             )
 
-    def step(self, batch: Sequence[Rows]) -> StepResult:
+    def step(self, batch: Sequence[RequestRows]) -> StepResult:
         kv_positions: list[NDArray[np.int64]] = []
         parts: list[_Part] = []
         wanted: list[int] = []

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from coterie.engines.worker.model import Rows, StepResult
+from coterie.engines.worker.model import RequestRows, StepResult
 from coterie.errors import ConfigError, UnavailableError
 from coterie.footprints import block_positions
 from coterie.types import narrowest_uint
@@ -121,7 +121,7 @@ class NumpyModel:
         self._cos, self._sin = np.cos(both).astype(np.float32), np.sin(both).astype(np.float32)
         self.store = NumpyStore(layers, num_blocks, block_size, self._kv_heads, self._width)
 
-    def step(self, batch: Sequence[Rows]) -> StepResult:
+    def step(self, batch: Sequence[RequestRows]) -> StepResult:
         """One forward pass of rows of many requests, each attending to its own blocks."""
         size = self.store.block_size
         kv_positions = [block_positions(rows.blocks, size, rows.start, rows.start + len(rows.tokens)) for rows in batch]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from coterie.engines.worker.config import Role
 from coterie.engines.worker.grants import FIELD as GRANT
-from coterie.engines.worker.requests import Output, Sampling
+from coterie.engines.worker.requests import Output, SamplingSettings
 from coterie.errors import CoterieError
 from coterie.net.access import Address
 
@@ -77,7 +77,7 @@ class Asked:
     """Text, token ids, or the messages of a chat."""
     max_tokens: int | None
     """None takes as many as fit."""
-    sampling: Sampling
+    sampling: SamplingSettings
     """Sampling settings without max_tokens."""
     stream: bool
     include_usage: bool
@@ -200,7 +200,7 @@ def _max_tokens(body: Mapping[str, Any], chat: bool) -> int | None:
     return found if found is not None or chat else DEFAULT_MAX_TOKENS
 
 
-def _sampling(body: Mapping[str, Any]) -> Sampling:
+def _sampling(body: Mapping[str, Any]) -> SamplingSettings:
     stops = body.get("stop")
     stops = [] if stops is None else [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
@@ -213,7 +213,7 @@ def _sampling(body: Mapping[str, Any]) -> Sampling:
     top_p = _number(body, "top_p", 0.0, 1.0)
     if top_p == 0:
         raise RequestError("top_p=0 must be greater than 0 and at most 1", "top_p")
-    return Sampling(
+    return SamplingSettings(
         max_tokens=0,
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
@@ -355,7 +355,7 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Answer:
+class AnswerBuilder:
     """Builds what is sent for one request, whole or in chunks."""
 
     def __init__(self, asked: Asked, name: str, model: str, created: int, prompt: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingSettings:
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -99,7 +99,7 @@ class Text:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class WorkerRequest:
     """Mutable; belongs to the engine's thread once submitted."""
 
     key: str
@@ -107,7 +107,7 @@ class Request:
     name: str
     """Request id that the client sees."""
     prompt: list[int]
-    sampling: Sampling
+    sampling: SamplingSettings
     text: Text
     emit: Callable[[Output], None]
     """Called in the engine's thread."""
@@ -168,7 +168,7 @@ class Request:
         return None
 
 
-def draw(logits: NDArray[np.float32], sampling: Sampling, rng: np.random.Generator) -> int:
+def draw(logits: NDArray[np.float32], sampling: SamplingSettings, rng: np.random.Generator) -> int:
     """The next token of logits [vocabulary]. One number of `rng` a token, so a seed means the same in any batch."""
     if sampling.greedy:
         return int(logits.argmax())

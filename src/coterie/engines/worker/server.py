@@ -28,13 +28,19 @@ from coterie.engines.worker.grants import HEADER as GRANT_HEADER
 from coterie.engines.worker.grants import GrantError
 from coterie.engines.worker.metrics import CONTENT_TYPE
 from coterie.engines.worker.model import PackedModel
-from coterie.engines.worker.protocol import Answer, RequestError, check_length, error_body, parse_body, parse_json
-from coterie.engines.worker.requests import Output, Text
-from coterie.engines.worker.requests import Request as EngineRequest
+from coterie.engines.worker.protocol import (
+    AnswerBuilder,
+    RequestError,
+    check_length,
+    error_body,
+    parse_body,
+    parse_json,
+)
+from coterie.engines.worker.requests import Output, Text, WorkerRequest
 from coterie.engines.worker.tokenising import Tokenising
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.net.access import shows_key
-from coterie.net.http1 import Headers, HttpError, HttpServer, Limits, Request, Responder
+from coterie.net.http1 import Headers, HttpError, HttpRequest, HttpServer, Limits, Responder
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
 BODY_BYTES = 65_536
@@ -45,7 +51,7 @@ RETRY_AFTER: Headers = [(b"retry-after", b"1")]
 UNAUTHORIZED: Headers = [(b"www-authenticate", b"Bearer")]
 CLOSE_S = 1.0
 """Seconds in which answers under way may still be read, when the worker ends."""
-Handler = Callable[[Request, Responder], Awaitable[None]]
+Handler = Callable[[HttpRequest, Responder], Awaitable[None]]
 
 
 class Route(NamedTuple):
@@ -134,7 +140,7 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------------- dispatch
 
-    def check_head(self, request: Request) -> None:
+    def check_head(self, request: HttpRequest) -> None:
         """Refuse what can be refused before the body is read."""
         key = self.config.worker_key if self._route(request).private else None
         if key is not None and not shows_key(request.header(b"authorization"), key):
@@ -143,7 +149,7 @@ class Server:
             raise HttpError(401, asked, headers=UNAUTHORIZED)
         self._handler(request)
 
-    async def answer(self, request: Request, responder: Responder) -> None:
+    async def answer(self, request: HttpRequest, responder: Responder) -> None:
         """Every refusal has OpenAI's error body."""
         try:
             await self._handler(request)(request, responder)
@@ -153,7 +159,7 @@ class Server:
             headers = RETRY_AFTER if error.status == 429 else []
             _send_json(responder, error_body(str(error), error.param, error.code, kind), error.status, headers)
 
-    def _route(self, request: Request) -> Route:
+    def _route(self, request: HttpRequest) -> Route:
         path = "/kv/" if request.path.startswith("/kv/") else request.path
         route = self.routes.get(path)
         if route is None:
@@ -161,7 +167,7 @@ class Server:
             raise HttpError(404, f"{request.method} {request.path[:80]}: Not Found; known: {', '.join(self.routes)}")
         return route
 
-    def _handler(self, request: Request) -> Handler:
+    def _handler(self, request: HttpRequest) -> Handler:
         route = self._route(request)
         method = "GET" if request.method == "HEAD" and not route.private else request.method  # KV is sent once
         handler = route.handlers.get(method)
@@ -174,14 +180,14 @@ class Server:
 
     # ----------------------------------------------------------------------------------------------------- small ones
 
-    async def health(self, _: Request, responder: Responder) -> None:
+    async def health(self, _: HttpRequest, responder: Responder) -> None:
         if self.draining:
             raise RequestError("draining: no new requests", status=503)
         if not self.engine.alive:
             raise RequestError("the engine has ended", status=503)
         responder.send(200)
 
-    async def metrics(self, _: Request, responder: Responder) -> None:
+    async def metrics(self, _: HttpRequest, responder: Responder) -> None:
         self.engine.refresh_gauges()
         counters = self.http.counters
         for name, count in (
@@ -194,7 +200,7 @@ class Server:
             self.engine.metrics.set("http_problems_total", name, count)
         responder.send(200, self.engine.metrics.render(), CONTENT_TYPE.encode())
 
-    async def steps(self, request: Request, responder: Responder) -> None:
+    async def steps(self, request: HttpRequest, responder: Responder) -> None:
         """Steps that decoded: all but the first `after` since the start, or the last ones."""
         after = parse_qs(request.query, keep_blank_values=True).get("after", [None])[0]
         if after is not None and not (after.isascii() and after.isdigit()):
@@ -206,7 +212,7 @@ class Server:
         columns = ["ended_s", "rows", "distinct", "seconds"]
         _send_json(responder, {"total": found.total, "columns": columns, "steps": found.rows.tolist()})
 
-    async def models(self, _: Request, responder: Responder) -> None:
+    async def models(self, _: HttpRequest, responder: Responder) -> None:
         card = {
             "id": self.engine.served_name,
             "object": "model",
@@ -216,7 +222,7 @@ class Server:
         }
         _send_json(responder, {"object": "list", "data": [card]})
 
-    async def reset_prefix_cache(self, _: Request, responder: Responder) -> None:
+    async def reset_prefix_cache(self, _: HttpRequest, responder: Responder) -> None:
         try:
             await asyncio.wrap_future(self.engine.call(self.engine.clear_cache))
         except ConfigError as error:
@@ -225,7 +231,7 @@ class Server:
 
     # --------------------------------------------------------------------------------------------------------- KV
 
-    async def send_kv(self, request: Request, responder: Responder) -> None:
+    async def send_kv(self, request: HttpRequest, responder: Responder) -> None:
         """Hand staged KV out, once: it is released, whether it arrives or not."""
         key, grant = request.path.removeprefix("/kv/"), request.header(GRANT_HEADER.lower().encode())
         shown = None if grant is None else grant.decode("latin-1")
@@ -237,7 +243,7 @@ class Server:
             raise RequestError(f"no KV of request {key[:80]!r} is here: fetched, dropped or expired", status=404)
         responder.send(200, data, b"application/octet-stream")
 
-    async def drop_kv(self, request: Request, responder: Responder) -> None:
+    async def drop_kv(self, request: HttpRequest, responder: Responder) -> None:
         key = request.path.removeprefix("/kv/")
         if not await asyncio.wrap_future(self.engine.call(lambda: self.engine.release(key, "dropped"))):
             raise RequestError(f"no KV of request {key[:80]!r} is here: fetched, dropped or expired", status=404)
@@ -245,13 +251,13 @@ class Server:
 
     # -------------------------------------------------------------------------------------------------- completions
 
-    async def completions(self, request: Request, responder: Responder) -> None:
+    async def completions(self, request: HttpRequest, responder: Responder) -> None:
         await self._bounded(request, responder, chat=False)
 
-    async def chat(self, request: Request, responder: Responder) -> None:
+    async def chat(self, request: HttpRequest, responder: Responder) -> None:
         await self._bounded(request, responder, chat=True)
 
-    async def _bounded(self, http: Request, responder: Responder, chat: bool) -> None:
+    async def _bounded(self, http: HttpRequest, responder: Responder, chat: bool) -> None:
         if self.draining:
             raise RequestError("this worker is draining; send requests to another", status=503, code="draining")
         most = self.config.max_batch + self.config.max_waiting
@@ -263,7 +269,7 @@ class Server:
         finally:
             self.live -= 1
 
-    async def _complete(self, http: Request, responder: Responder, chat: bool) -> None:
+    async def _complete(self, http: HttpRequest, responder: Responder, chat: bool) -> None:
         asked = parse_body(parse_json(http.body), chat, self.engine.served_name, self.config.role)
         prompt = await self.tokenising.tokens(asked)
         max_tokens = check_length(prompt, asked.max_tokens, self.limit, self.model.vocab_size)
@@ -278,9 +284,9 @@ class Server:
 
         prefilled = await self.fetcher.fetch(asked.remote, prompt, asked.salt) if asked.remote else None
         sampling = dataclasses.replace(asked.sampling, max_tokens=max_tokens)
-        answer = Answer(asked, name, self.engine.served_name, int(time.time()), prompt)
+        answer = AnswerBuilder(asked, name, self.engine.served_name, int(time.time()), prompt)
         self.engine.submit(
-            EngineRequest(
+            WorkerRequest(
                 key=key,
                 name=name,
                 prompt=prompt,
@@ -302,7 +308,7 @@ class Server:
             self.engine.abort(key)  # ends it wherever it is, and lets go of KV nobody heard of
             raise
 
-    async def _whole(self, responder: Responder, answer: Answer, outputs: asyncio.Queue[Output]) -> None:
+    async def _whole(self, responder: Responder, answer: AnswerBuilder, outputs: asyncio.Queue[Output]) -> None:
         async for output in _until_end(outputs):
             answer.add(output)
         if output.error is not None:
@@ -311,7 +317,9 @@ class Server:
             raise RequestError("this worker is shutting down; send the request to another", status=503, code="draining")
         _send_json(responder, answer.whole(output), headers=_named(answer))
 
-    async def _stream(self, responder: Responder, usage: bool, answer: Answer, outputs: asyncio.Queue[Output]) -> None:
+    async def _stream(
+        self, responder: Responder, usage: bool, answer: AnswerBuilder, outputs: asyncio.Queue[Output]
+    ) -> None:
         events: Headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         responder.start(200, [*events, *_named(answer)])
         async for output in _until_end(outputs):
@@ -329,7 +337,7 @@ class Server:
         responder.end()
 
 
-def _request_name(http: Request, default: str) -> str:
+def _request_name(http: HttpRequest, default: str) -> str:
     found = http.header(REQUEST_ID_HEADER.lower().encode())
     name = default if found is None else found.decode("latin-1")
     if not (name.isascii() and name.isprintable() and 0 < len(name) <= MAX_NAME):
@@ -337,7 +345,7 @@ def _request_name(http: Request, default: str) -> str:
     return name
 
 
-def _named(answer: Answer) -> Headers:
+def _named(answer: AnswerBuilder) -> Headers:
     return [(REQUEST_ID_HEADER.lower().encode(), answer.name.encode())]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.worker.blocks import BlockTable
-from coterie.engines.worker.metrics import Metrics
+from coterie.engines.worker.metrics import WorkerMetrics
 from coterie.engines.worker.model import PackedModel
 from coterie.errors import ConfigError, InputError
 
@@ -106,7 +106,7 @@ class Staged(NamedTuple):
 class StagedKV:
     """Staged requests by key, oldest first. Every release returns the blocks to the table and counts its reason."""
 
-    def __init__(self, blocks: BlockTable, metrics: Metrics, ttl_s: float) -> None:
+    def __init__(self, blocks: BlockTable, metrics: WorkerMetrics, ttl_s: float) -> None:
         self._blocks, self._metrics, self._ttl_s = blocks, metrics, ttl_s
         self._staged: OrderedDict[str, Staged] = OrderedDict()
 

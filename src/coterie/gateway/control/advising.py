@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.control import ControlEvent, ControlLoop, Shape
+from coterie.control import ControlEvent, ControlLoop, LoopShape
 from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
 from coterie.costs.presets import step_model
 from coterie.errors import CoterieError
@@ -27,7 +27,7 @@ SHOWN_ACTIONS = 16
 """Actions of an advice that are shown."""
 
 
-def advisor_of(asked: AdviseSection, shape: Shape, spec: RouterSpec) -> PlacementAdvisor:
+def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> PlacementAdvisor:
     """Raises CoterieError where the group does not fit the model, or no prices are known for it."""
     topology = Topology(asked.ranks, asked.ranks if asked.ranks_per_node is None else asked.ranks_per_node)
     name = asked.model or spec.model or shape.model

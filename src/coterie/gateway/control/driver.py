@@ -20,14 +20,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, Shape
+from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape
 from coterie.control.advice import PlacementAdvisor
 from coterie.control.replay import InputLog
 from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.control.advising import Applier, advisor_of
 from coterie.gateway.control.loads import RecentLoads
 from coterie.gateway.control.matching import Matcher
-from coterie.gateway.control.messages import Fleet, FromLoop, SetUp, SwapFailed, Swapped, Told, UseFit
+from coterie.gateway.control.messages import FleetChanged, FromLoop, SetUp, SwapFailed, Swapped, Told, UseFit
 from coterie.gateway.control.views import ControlView
 from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
 from coterie.routing import Router, RouterFit
@@ -56,7 +56,7 @@ class Driver:
         self._log = _new_log(asked.section.log)
         assert asked.spec.fit is not None
         fit = RouterFit.load(asked.spec.fit)
-        shape = Shape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
+        shape = LoopShape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
         self.loop = ControlLoop(
             shape,
             fit,
@@ -101,7 +101,7 @@ class Driver:
         else:
             self.loop.swap_failed(now_s, message.problem)
 
-    def resize(self, fleet: Fleet) -> None:
+    def resize(self, fleet: FleetChanged) -> None:
         """Workers joined or left."""
         self.loads.keep({entry.worker for entry in fleet.streams})
         if fleet.rows != self._rows:
@@ -126,7 +126,7 @@ class Driver:
             self._use(tick.use, now_s)
         self._tell(now_s, streams)
 
-    def _advisor(self, shape: Shape) -> PlacementAdvisor | None:
+    def _advisor(self, shape: LoopShape) -> PlacementAdvisor | None:
         """Fits are made also where no advice can be given."""
         if self._section.advise is None:
             return None

@@ -23,7 +23,7 @@ from coterie.errors import CoterieError, InputError
 from coterie.gateway.config import ControlSection, WorkerEntry
 from coterie.gateway.control.child import Child
 from coterie.gateway.control.messages import (
-    Fleet,
+    FleetChanged,
     FromLoop,
     SetUp,
     StreamEntry,
@@ -150,7 +150,7 @@ class LiveControl:
         if before is not None and _same_loop(before, setup):
             if (before.rows, before.streams) != (setup.rows, setup.streams):
                 self._setup = setup
-                self._send(Fleet(generation=setup.generation, rows=setup.rows, streams=setup.streams))
+                self._send(FleetChanged(generation=setup.generation, rows=setup.rows, streams=setup.streams))
             return
         self._generation += 1
         setup.generation = self._generation
@@ -174,7 +174,7 @@ class LiveControl:
             streams=streams,
         )
 
-    def _send(self, message: SetUp | Fleet | Swapped | SwapFailed) -> None:
+    def _send(self, message: SetUp | FleetChanged | Swapped | SwapFailed) -> None:
         if self._child is not None:
             self._child.send(message)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.control.base import LoadSeen, RequestSeen, Shape
+from coterie.control.base import LoadSeen, LoopShape, RequestSeen
 from coterie.errors import InputError
 from coterie.footprints import footprint
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
@@ -53,7 +53,7 @@ class _Half(NamedTuple):
 class Matcher:
     """Makes inputs of the loop; holds no clock and no socket."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LoopShape) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self._shape = (shape.num_layers, shape.num_experts)
         self._top_k = shape.top_k

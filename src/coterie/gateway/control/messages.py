@@ -42,7 +42,7 @@ class SetUp(msgspec.Struct, tag=True, kw_only=True):
     streams: list[StreamEntry]
 
 
-class Fleet(msgspec.Struct, tag=True, kw_only=True):
+class FleetChanged(msgspec.Struct, tag=True, kw_only=True):
     """Workers joined or left."""
 
     generation: int
@@ -93,7 +93,7 @@ class Unable(msgspec.Struct, tag=True):
 
 
 T = TypeVar("T")
-ToLoop = SetUp | Fleet | Swapped | SwapFailed
+ToLoop = SetUp | FleetChanged | Swapped | SwapFailed
 FromLoop = Told | UseFit | Unable
 
 _encoder = msgspec.msgpack.Encoder()

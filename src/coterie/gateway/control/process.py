@@ -16,7 +16,7 @@ from coterie.errors import CoterieError
 from coterie.gateway.control.driver import Driver
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
-    Fleet,
+    FleetChanged,
     FromLoop,
     SetUp,
     ToLoop,
@@ -74,7 +74,7 @@ class Process:
             self._streams.follow(message.streams)  # not before: what they send meanwhile would be late
         elif self._driver is None or message.generation != self._driver.generation:
             return
-        elif isinstance(message, Fleet):
+        elif isinstance(message, FleetChanged):
             self._streams.follow(message.streams)
             self._driver.resize(message)
         else:

@@ -92,7 +92,7 @@ class Health:
         return True
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     CLOSED = "closed"
     HALF_OPEN = "half_open"
     OPEN = "open"
@@ -163,7 +163,7 @@ class Breaker:
         self.opened = 0
         """Times that it opened."""
         self._rng = rng
-        self._state = State.CLOSED
+        self._state = BreakerState.CLOSED
         self._failures: deque[float] = deque()
         """Times of the failures within the window."""
         self._in_row = 0
@@ -180,30 +180,30 @@ class Breaker:
         self._probes = 0
         self._probe_until = 0.0
 
-    def state(self, now: float) -> State:
-        if self._state is State.OPEN and now >= self._until:
-            return State.HALF_OPEN
+    def state(self, now: float) -> BreakerState:
+        if self._state is BreakerState.OPEN and now >= self._until:
+            return BreakerState.HALF_OPEN
         return self._state
 
     def may_send(self, now: float) -> bool:
         """Whether the worker may be chosen now: closed, or half-open without a probe under way."""
         state = self.state(now)
-        if state is State.HALF_OPEN:
+        if state is BreakerState.HALF_OPEN:
             return not self._probe or now >= self._probe_until
-        return state is State.CLOSED
+        return state is BreakerState.CLOSED
 
     @property
     def changes_at(self) -> float | None:
         """Time when :meth:`may_send` turns true by itself; None if it is, or waits for a result alone."""
-        if self._state is State.CLOSED:
+        if self._state is BreakerState.CLOSED:
             return None
         return max(self._until, self._probe_until) if self._probe else self._until
 
     def sent(self, now: float) -> Attempt:
         """Tell that a request is being sent, allowed or not; tell its result with what is returned."""
-        if self._state is State.CLOSED:
+        if self._state is BreakerState.CLOSED:
             return self._attempt
-        if self.state(now) is State.HALF_OPEN and self.may_send(now):
+        if self.state(now) is BreakerState.HALF_OPEN and self.may_send(now):
             self._probes += 1
             self._probe, self._probe_until = self._probes, now + self.settings.probe_s
             return Attempt(self._epoch, self._probe)
@@ -213,8 +213,8 @@ class Breaker:
         """Tell that the worker answered, with less than HTTP 500. One success since it opened closes the breaker."""
         if attempt.epoch != self._epoch:
             return
-        if self._state is State.OPEN:
-            self._state = State.CLOSED
+        if self._state is BreakerState.OPEN:
+            self._state = BreakerState.CLOSED
             self._attempt = self._next_epoch()
             self._tries = self._probe = 0
         self._in_row = 0
@@ -224,7 +224,7 @@ class Breaker:
         """Tell that the worker failed."""
         if attempt.epoch != self._epoch:
             return
-        if self._state is State.OPEN:
+        if self._state is BreakerState.OPEN:
             # Sent during the cool-down, because no worker was allowed: it neither ends nor lengthens it.
             if attempt.probe and attempt.probe == self._probe:
                 self._open(now)
@@ -252,7 +252,7 @@ class Breaker:
         chosen = self.settings
         wait = min(chosen.cool_down_s * 2.0 ** min(self._tries, 60), chosen.longest_s)
         self._until = now + wait * (1.0 + chosen.jitter * float(self._rng.random()))
-        self._state = State.OPEN
+        self._state = BreakerState.OPEN
         self._attempt = self._next_epoch()
         self._tries += 1
         self._probe = self._in_row = 0

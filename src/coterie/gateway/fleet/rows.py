@@ -32,7 +32,7 @@ RouterSource = RouterSpec | Callable[[int], tuple[Router, Fleet]]
 
 
 @dataclass(slots=True)
-class Counters:
+class KeeperCounters:
     """What happened since the keeper was made."""
 
     admitted: int = 0
@@ -58,7 +58,7 @@ class FleetRows:
     """Workers and their rows; :class:`~coterie.gateway.fleet.keeper.FleetKeeper` adds the requests."""
 
     def __init__(self, spec: RouterSource, context: Mapping[str, Any] | None) -> None:
-        self.counters = Counters()
+        self.counters = KeeperCounters()
         self.spec = spec
         """What the router was made of."""
         self._members: dict[str, WorkerRow] = {}

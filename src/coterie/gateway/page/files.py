@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from coterie.net.http1.messages import Headers, HttpError, Request
+from coterie.net.http1.messages import Headers, HttpError, HttpRequest
 from coterie.net.http1.responder import Responder
 
 PREFIX = "/page/"
@@ -55,7 +55,7 @@ def is_page(path: str) -> bool:
     return path == "/" or path.startswith(PREFIX)
 
 
-def send_file(request: Request, responder: Responder) -> None:
+def send_file(request: HttpRequest, responder: Responder) -> None:
     """Answer with a file of the page. Raises HttpError."""
     if request.method not in ("GET", "HEAD"):
         message = f"{request.path[:200]} takes GET, not {request.method}"

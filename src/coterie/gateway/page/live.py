@@ -21,7 +21,7 @@ import msgspec
 from coterie.gateway.page.files import GUARDS
 from coterie.gateway.page.snapshot import PageQuery, heat, snapshot
 from coterie.gateway.parts import GatewayParts
-from coterie.net.http1.messages import HttpError, Request
+from coterie.net.http1.messages import HttpError, HttpRequest
 from coterie.net.http1.responder import Responder
 
 PERIOD_S = 0.5
@@ -48,7 +48,7 @@ class Live:
         """End all streams: the gateway shuts down."""
         self._closed.set()
 
-    async def stream(self, request: Request, responder: Responder) -> None:
+    async def stream(self, request: HttpRequest, responder: Responder) -> None:
         """Send snapshots until the client leaves, which cancels this."""
         asked = asked_for(request.query)
         if request.method == "HEAD":

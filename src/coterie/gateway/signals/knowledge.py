@@ -64,7 +64,7 @@ class PromptSource(Protocol):
     def domain(self) -> str | None: ...
 
 
-class Rows(Protocol):
+class PoolRows(Protocol):
     """What is read of a pool."""
 
     @property
@@ -145,7 +145,7 @@ class Knowledge:
         return KnownPrompt(ids, len(ids), salt, by_ids)
 
     def wanted(
-        self, pool: Rows, call: PromptSource, known: KnownPrompt, footprint: WireFootprint | None
+        self, pool: PoolRows, call: PromptSource, known: KnownPrompt, footprint: WireFootprint | None
     ) -> tuple[Request, str]:
         """What the router is told, and where its footprint came from."""
         counts: NDArray[Any] | None = None
@@ -156,7 +156,7 @@ class Knowledge:
             counts, source = self.footprints.footprint(known.ids, known.tokens, call.domain)
         return Request("", known.tokens, counts, call.domain, self._cached(pool, known)), source
 
-    def routed(self, pool: Rows, row: int, known: KnownPrompt) -> None:
+    def routed(self, pool: PoolRows, row: int, known: KnownPrompt) -> None:
         """A worker has computed this prompt: guess that it keeps its prefix, if it does not tell."""
         if known.text is not None and (known.ids is None or row in self._guessed[pool.name]):
             self._routed[pool.name].routed(known.text, row, time.monotonic())
@@ -168,7 +168,7 @@ class Knowledge:
         """Raise InputError for a worker's footprint that cannot be true of this model."""
         check_possible(footprint, self.footprints.shape, self.footprints.top_k)
 
-    def _cached(self, pool: Rows, known: KnownPrompt) -> NDArray[np.int64] | None:
+    def _cached(self, pool: PoolRows, known: KnownPrompt) -> NDArray[np.int64] | None:
         """[row] leading tokens that each worker of the pool holds."""
         rows, guessed, streams = len(pool.ids), self._guessed[pool.name], self._streams[pool.name]
         told = None

@@ -4,7 +4,7 @@ Both write and parse (httptools) messages in the callbacks of the transport, wit
 request: one sweep looks at all deadlines.
 """
 
-from coterie.net.http1.messages import Headers, HttpError, Limits, Request, passed_on
+from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits, passed_on
 from coterie.net.http1.server import Handler, HttpServer, Responder
 from coterie.net.http1.upstream import Answer, Upstream, UpstreamError, UpstreamLimits
 
@@ -13,9 +13,9 @@ __all__ = [
     "Handler",
     "Headers",
     "HttpError",
+    "HttpRequest",
     "HttpServer",
     "Limits",
-    "Request",
     "Responder",
     "Upstream",
     "UpstreamError",

@@ -23,7 +23,7 @@ class UpstreamError(CoterieError):
         """Whether the head of an answer had come."""
 
 
-class Line(Protocol):
+class AnswerConnection(Protocol):
     """What an answer needs of its connection."""
 
     @property
@@ -39,7 +39,7 @@ class Answer:
 
     __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "begun", "complete", "headers", "status")
 
-    def __init__(self, connection: Line, status: int, headers: Headers) -> None:
+    def __init__(self, connection: AnswerConnection, status: int, headers: Headers) -> None:
         self._connection = connection
         self._pieces: list[bytes] = []
         self._buffered = 0

@@ -19,12 +19,12 @@ from typing import Protocol, cast
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from coterie.net.http1.messages import (
-    Counters,
     Framing,
     Headers,
     HttpError,
+    HttpRequest,
     Limits,
-    Request,
+    ServerCounters,
     send_at_once,
     size_of,
     split_target,
@@ -44,7 +44,7 @@ LINGER_S = 1.0
 LINGERING = 64
 """Most connections over the cap whose clients get time to read why. Further ones are closed right after the answer."""
 
-CheckHead = Callable[[Request], int | None]
+CheckHead = Callable[[HttpRequest], int | None]
 """Sees the head before the body is read: raises HttpError to refuse it, may return the limit of the body in bytes."""
 
 
@@ -56,7 +56,7 @@ class Host(Protocol):
     check_head: CheckHead | None
     clock: Callable[[], float]
     seconds: dict[str, float]
-    counters: Counters
+    counters: ServerCounters
     draining: bool
     connections: set[Connection]
     lingering: set[Connection]
@@ -70,7 +70,7 @@ class Host(Protocol):
 class _Exchange:
     """One request and its answer, or the refusal of it."""
 
-    request: Request | None
+    request: HttpRequest | None
     responder: Responder
     refusal: HttpError | None = None
 
@@ -236,7 +236,7 @@ class Connection(asyncio.Protocol):
         framing = Framing(self.headers, version)
         method = self.parser.get_method().decode()
         path, query = split_target(self.url)
-        request = Request(method, path, query, self.headers, b"", self.peer)
+        request = HttpRequest(method, path, query, self.headers, b"", self.peer)
         keep_alive = version == "1.1" and self.parser.should_keep_alive()
         exchange = _Exchange(request, Responder(self, method == "HEAD", keep_alive, version == "1.1"))
         try:
@@ -254,7 +254,7 @@ class Connection(asyncio.Protocol):
             self.arriving = exchange
             self.continue_owed = framing.expects
 
-    def _body_limit(self, request: Request) -> int:
+    def _body_limit(self, request: HttpRequest) -> int:
         check = self.server.check_head
         if check is None:
             return self.limits.body_bytes
@@ -341,7 +341,7 @@ class Connection(asyncio.Protocol):
             self._count_error(error)
             exchange.responder.fail(HttpError(500, "internal error"))
 
-    async def _run(self, request: Request, responder: Responder) -> None:
+    async def _run(self, request: HttpRequest, responder: Responder) -> None:
         try:
             try:
                 await self.server.handler(request, responder)

@@ -67,7 +67,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Counters:
+class ServerCounters:
     """What a server has seen since it started."""
 
     connections: int = 0
@@ -85,7 +85,7 @@ class Counters:
     """Handlers that failed with anything but HttpError."""
 
 
-class Request:
+class HttpRequest:
     """One request, with its whole body (empty while its head is checked)."""
 
     __slots__ = ("body", "context", "headers", "method", "path", "peer", "query")

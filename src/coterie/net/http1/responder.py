@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from coterie.net.http1.messages import HttpError, Request, header_lines, is_event_stream, status_line
+from coterie.net.http1.messages import HttpError, HttpRequest, header_lines, is_event_stream, status_line
 
 
 class Line(Protocol):
@@ -114,4 +114,4 @@ class Responder:
             self.abort()
 
 
-Handler = Callable[[Request, Responder], Awaitable[None]]
+Handler = Callable[[HttpRequest, Responder], Awaitable[None]]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from operator import attrgetter
 
 from coterie.net.http1.connection import LINGER_S, CheckHead, Connection
-from coterie.net.http1.messages import Counters, Limits
+from coterie.net.http1.messages import Limits, ServerCounters
 from coterie.net.http1.responder import Handler, Responder
 
 FLUSH_S = 0.01
@@ -24,7 +24,7 @@ FLUSH_S = 0.01
 RESERVE = 8
 """One place in so many is added to the connections, for clients that have few while another has nearly all."""
 
-__all__ = ["CheckHead", "Counters", "Handler", "HttpServer", "Responder"]
+__all__ = ["CheckHead", "Handler", "HttpServer", "Responder", "ServerCounters"]
 
 
 def most_connections(connections: int) -> int:
@@ -48,7 +48,7 @@ class HttpServer:
         self.clock = clock
         self.seconds = {"head": limits.head_s, "body": limits.body_s, "idle": limits.idle_s}
         """Time that each phase of reading may take."""
-        self.counters = Counters()
+        self.counters = ServerCounters()
         self.draining = False
         self.connections: set[Connection] = set()
         self.lingering: set[Connection] = set()

@@ -133,7 +133,7 @@ class RolledBack(NamedTuple):
     reason: str
 
 
-class State(NamedTuple):
+class MigrationState(NamedTuple):
     """Complete state of a migration: equal states give equal commands."""
 
     rows: tuple[Row, ...]
@@ -158,8 +158,8 @@ class State(NamedTuple):
     """Why nothing more is moved."""
 
 
-class Outcome(NamedTuple):
-    state: State
+class MigrationOutcome(NamedTuple):
+    state: MigrationState
     commands: list[Command]
 
 
@@ -179,13 +179,13 @@ class Migrator:
         """[switch] experts in staging by rank."""
         return [Counter(self._rank(t.slot) for t in switch.transfers) for switch in self.schedule.switches]
 
-    def start(self) -> Outcome:
+    def start(self) -> MigrationOutcome:
         schedule = self.schedule
         rows = tuple(tuple(row) for row in schedule.current.slot_experts.tolist())
         gone = frozenset(rank for rank, speed in enumerate(schedule.topology.rank_speeds.tolist()) if not speed)
-        return self._go_on(State(rows, dead=gone), [])
+        return self._go_on(MigrationState(rows, dead=gone), [])
 
-    def handle(self, state: State, event: Event) -> Outcome:
+    def handle(self, state: MigrationState, event: Event) -> MigrationOutcome:
         """New state and commands after an event. Late reports of transfers already accounted for change nothing."""
         match event:
             case StartStep(step):
@@ -203,19 +203,19 @@ class Migrator:
 
     # ------------------------------------------------------------------------------------------------- what is known
 
-    def is_over(self, state: State) -> bool:
+    def is_over(self, state: MigrationState) -> bool:
         """Whether the migration has ended and holds no staging."""
         ended = state.stopped is not None or state.at == len(self.schedule.switches)
         return ended and not (state.moving or state.draining or state.retired)
 
-    def reach(self, state: State, layer: int, expert: int) -> Reach:
+    def reach(self, state: MigrationState, layer: int, expert: int) -> Reach:
         """Where a step finds an expert: in a slot of a living rank, on the host, or nowhere."""
         for slot, held in enumerate(state.rows[layer]):
             if held == expert and self._rank(slot) not in state.dead:
                 return "live"
         return "host" if self.host_copy else "lost"
 
-    def to_reload(self, state: State) -> list[tuple[int, int]]:
+    def to_reload(self, state: MigrationState) -> list[tuple[int, int]]:
         """Layer and expert of all that no living rank has."""
         found = []
         for layer, row in enumerate(state.rows):
@@ -223,7 +223,7 @@ class Migrator:
             found += [(layer, e) for e in range(self.schedule.current.num_experts) if e not in live]
         return found
 
-    def staged(self, state: State) -> Counter[int]:
+    def staged(self, state: MigrationState) -> Counter[int]:
         """Experts that each rank holds besides its slots."""
         held: Counter[int] = Counter()
         if state.moving:
@@ -235,19 +235,19 @@ class Migrator:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
-    def _start_step(self, state: State, step: int) -> Outcome:
+    def _start_step(self, state: MigrationState, step: int) -> MigrationOutcome:
         if any(running.step == step for running in state.running):
             raise ConfigError(f"step={step} must not start while it runs")
         running = (*state.running, Running(step, state.version))
-        return Outcome(state._replace(running=running), [RunStep(step, state.version, state.rows)])
+        return MigrationOutcome(state._replace(running=running), [RunStep(step, state.version, state.rows)])
 
-    def _end_step(self, state: State, step: int) -> Outcome:
+    def _end_step(self, state: MigrationState, step: int) -> MigrationOutcome:
         left = tuple(running for running in state.running if running.step != step)
         if len(left) == len(state.running):
             raise ConfigError(f"step={step} must run before it ends")
         return self._release(state._replace(running=left), [])
 
-    def _release(self, state: State, commands: list[Command]) -> Outcome:
+    def _release(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:
         """Free what no step uses, then see whether there is room to go on."""
         free = [(switch, version) for switch, version in state.retired if self._unused(state, version)]
         if free:
@@ -255,47 +255,47 @@ class Migrator:
             state = state._replace(retired=tuple(old for old in state.retired if old not in free))
         return self._go_on(state, commands)
 
-    def _unused(self, state: State, version: int) -> bool:
+    def _unused(self, state: MigrationState, version: int) -> bool:
         """Whether no step runs by a map from before this version."""
         return all(running.version >= version for running in state.running)
 
     # ----------------------------------------------------------------------------------------------------- transfers
 
-    def _go_on(self, state: State, commands: list[Command]) -> Outcome:
+    def _go_on(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:
         """Begin the next switch, where one is left and its staging is free."""
         if state.moving or state.stopped is not None or state.at == len(self.schedule.switches):
-            return Outcome(state, commands)
+            return MigrationOutcome(state, commands)
         # A rank may still be sending or receiving an aborted transfer: it does one of each at a time.
         if state.draining or not self._has_room(state):
-            return Outcome(state, commands)
+            return MigrationOutcome(state, commands)
         return self._begin(state._replace(moving=True, arrived=frozenset()), 0, commands)
 
-    def _has_room(self, state: State) -> bool:
+    def _has_room(self, state: MigrationState) -> bool:
         staged, limit = self.staged(state), self.schedule.staging_experts
         return all(staged[rank] + count <= limit for rank, count in self._needs[state.at].items())
 
-    def _begin(self, state: State, number: int, commands: list[Command]) -> Outcome:
+    def _begin(self, state: MigrationState, number: int, commands: list[Command]) -> MigrationOutcome:
         transfers = self.schedule.switches[state.at].rounds[number]
         commands += [BeginTransfer(transfer) for transfer in transfers]
-        return Outcome(state._replace(round=number, in_flight=frozenset(t.id for t in transfers)), commands)
+        return MigrationOutcome(state._replace(round=number, in_flight=frozenset(t.id for t in transfers)), commands)
 
-    def _transfer_done(self, state: State, id: int) -> Outcome:
+    def _transfer_done(self, state: MigrationState, id: int) -> MigrationOutcome:
         self._check_id(id)
         if id in state.draining:
             return self._drained(state, id)
         if id not in state.in_flight:
-            return Outcome(state, [])
+            return MigrationOutcome(state, [])
         state = state._replace(in_flight=state.in_flight - {id}, arrived=state.arrived | {id})
         if not self._round_over(state):
-            return Outcome(state, [])
+            return MigrationOutcome(state, [])
         if state.round + 1 < len(self.schedule.switches[state.at].rounds):
             return self._begin(state, state.round + 1, [])
         return self._switch(state)
 
-    def _round_over(self, state: State) -> bool:
+    def _round_over(self, state: MigrationState) -> bool:
         return not state.in_flight
 
-    def _switch(self, state: State) -> Outcome:
+    def _switch(self, state: MigrationState) -> MigrationOutcome:
         """All of it has arrived: the next step sees the new map."""
         at, version = state.at, state.version + 1
         switch = self.schedule.switches[at]
@@ -306,22 +306,22 @@ class Migrator:
         )
         return self._release(state, [SwitchLayer(at, switch.layer, version)])
 
-    def _transfer_failed(self, state: State, id: int, reason: str) -> Outcome:
+    def _transfer_failed(self, state: MigrationState, id: int, reason: str) -> MigrationOutcome:
         self._check_id(id)
         if id in state.draining:
             return self._drained(state, id)
         if id not in state.in_flight:
-            return Outcome(state, [])
+            return MigrationOutcome(state, [])
         state = state._replace(in_flight=state.in_flight - {id})
         commands: list[Command] = [FreeStaging(id)]
         return self._go_on(self._roll_back(state, reason, commands), commands)
 
-    def _drained(self, state: State, id: int) -> Outcome:
+    def _drained(self, state: MigrationState, id: int) -> MigrationOutcome:
         return self._go_on(state._replace(draining=state.draining - {id}), [FreeStaging(id)])
 
     # --------------------------------------------------------------------------------------------------- rolling back
 
-    def _roll_back(self, state: State, reason: str, commands: list[Command]) -> State:
+    def _roll_back(self, state: MigrationState, reason: str, commands: list[Command]) -> MigrationState:
         """The layer keeps its map, and its switches that are left are passed over."""
         commands += [FreeStaging(id) for id in sorted(state.arrived)]
         commands += [AbortTransfer(id) for id in sorted(state.in_flight)]
@@ -337,15 +337,15 @@ class Migrator:
             rolled_back=(*state.rolled_back, RolledBack(layer, reason)),
         )
 
-    def _stop(self, state: State, reason: str, commands: list[Command]) -> Outcome:
+    def _stop(self, state: MigrationState, reason: str, commands: list[Command]) -> MigrationOutcome:
         if state.moving:
             state = self._roll_back(state, reason, commands)
-        return Outcome(state._replace(stopped=state.stopped or reason), commands)
+        return MigrationOutcome(state._replace(stopped=state.stopped or reason), commands)
 
-    def _rank_died(self, state: State, rank: int) -> Outcome:
+    def _rank_died(self, state: MigrationState, rank: int) -> MigrationOutcome:
         """Transfers from or to the rank have ended; staging on the rank itself is gone with it."""
         if rank in state.dead:
-            return Outcome(state, [])
+            return MigrationOutcome(state, [])
         if not 0 <= rank < self.schedule.current.num_ranks:
             raise ConfigError(f"rank={rank} must be in 0 … {self.schedule.current.num_ranks - 1}")
         commands: list[Command] = []

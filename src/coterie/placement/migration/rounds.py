@@ -90,7 +90,7 @@ class Timing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MigrationLimits:
     """Resources of a migration."""
 
     expert_bytes: float = 44e6
@@ -110,7 +110,7 @@ class Limits:
         return int(min(most, self.staging_bytes // self.expert_bytes))
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = MigrationLimits()
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Schedule:
     placement: Placement
     """What it leads to: the plan's, but for layers that were refused."""
     topology: Topology
-    limits: Limits
+    limits: MigrationLimits
     switches: tuple[Switch, ...]
     """Switches in order."""
     refusals: tuple[Refusal, ...]
@@ -174,7 +174,7 @@ def schedule_moves(
     current: Placement,
     target: Placement,
     topology: Topology,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: MigrationLimits = DEFAULT_LIMITS,
     moves: Moves | None = None,
 ) -> Schedule:
     """Rounds and switches that lead from `current` to `target`, a plan's placement; `moves` are the plan's.
@@ -237,7 +237,7 @@ def _switch(
     arriving: Mapping[int, int],
     planned: Mapping[tuple[int, int], int],
     topology: Topology,
-    limits: Limits,
+    limits: MigrationLimits,
     per_rank: int,
     first_id: int,
 ) -> Switch:
@@ -276,7 +276,7 @@ def _nearest(holders: Sequence[int], rank: int, planned: int | None, topology: T
     return min(holders, key=lambda h: (topology.node_of(h) != node, h != planned, sends[h], h))
 
 
-def _link_s(source: int, rank: int, topology: Topology, limits: Limits) -> float:
+def _link_s(source: int, rank: int, topology: Topology, limits: MigrationLimits) -> float:
     link = topology.host if source == HOST else link_between(topology, source, rank)
     return transfer_s(link, limits.expert_bytes)
 

@@ -98,7 +98,7 @@ than planning costs. Nothing found: the planner knows no better map. Does not pa
 save. Still moving: the last round has not landed."""
 
 
-class Decision(NamedTuple):
+class RebalancingDecision(NamedTuple):
     """Decision after a window."""
 
     plan: Plan | None
@@ -205,7 +205,7 @@ class Rebalancer:
         """Placement that serves now. A plan's replaces it when all its moves have landed."""
         return self._now.placement
 
-    def observe(self, load: Load) -> Decision:
+    def observe(self, load: Load) -> RebalancingDecision:
         """The window that just passed."""
         load.check_fits(self.topology, self.placement)
         self.step += load.steps
@@ -262,7 +262,9 @@ class Rebalancer:
 
     # ------------------------------------------------------------------------------------------------ a round
 
-    def _plan(self, expected: Load, problem: Problem, weight: float, why: str, must: bool = False) -> Decision:
+    def _plan(
+        self, expected: Load, problem: Problem, weight: float, why: str, must: bool = False
+    ) -> RebalancingDecision:
         settings = self.settings
         planner = self.make(objective=replace(self.objective, horizon=weight))
         in_force = () if self._now.shares is None else (self._now.shares,)
@@ -294,18 +296,18 @@ class Rebalancer:
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
         why += f"{moves} moves gain {shown_s(gain_s)} in {weight:.3g} steps and cost {shown_s(cost_s)}; "
         why += self._known.reason
-        return Decision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
+        return RebalancingDecision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
 
-    def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> Decision:
+    def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> RebalancingDecision:
         """Planned without a move that pays: planning costs time, so the next round is later."""
         self._widen(self.step)
-        return Decision(None, reason, kind, self.interval, gain_s, cost_s, True)
+        return RebalancingDecision(None, reason, kind, self.interval, gain_s, cost_s, True)
 
     def _widen(self, since: float) -> None:
         self.interval = min(self.interval * self.settings.factor, self.settings.max_interval)
         self._due = since + self.interval
 
-    def _still_moving(self) -> Decision:
+    def _still_moving(self) -> RebalancingDecision:
         late = self.step >= self._due
         if late:
             self.rounds[-1].carried_over = max(self.rounds[-1].carried_over, self.pending)
@@ -313,8 +315,8 @@ class Rebalancer:
         left = f"{self.pending} of {self.rounds[-1].moves} moves are still under way"
         return self._wait("still_moving", f"{left}; the interval widens" if late else left)
 
-    def _wait(self, kind: Kind, reason: str) -> Decision:
-        return Decision(None, reason, kind, self.interval)
+    def _wait(self, kind: Kind, reason: str) -> RebalancingDecision:
+        return RebalancingDecision(None, reason, kind, self.interval)
 
     # ------------------------------------------------------------------------------------------------ what it knows
 

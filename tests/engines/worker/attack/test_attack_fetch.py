@@ -17,7 +17,7 @@ import pytest
 from attacked_worker import KEY, SECRET, Attacked, attacked, hostile, model, remote, whole
 from coterie.engines.worker.embedded import to_bytes
 from coterie.engines.worker.metrics import METRICS
-from coterie.engines.worker.model import Rows
+from coterie.engines.worker.model import RequestRows
 from coterie.engines.worker.transfer import Prefilled
 
 PROMPT = list(range(40, 58))
@@ -31,7 +31,7 @@ def right() -> list[int]:
     """Greedy tokens of the prompt, by the model alone."""
     alone, tokens, start, out = model(9), PROMPT, 0, list[int]()
     while len(out) < COUNT:
-        step = alone.step([Rows(tokens, start, list(range(8)), True)])
+        step = alone.step([RequestRows(tokens, start, list(range(8)), True)])
         start, tokens = start + len(tokens), [int(step.logits[0].argmax())]
         out += tokens
     return out
@@ -41,7 +41,7 @@ def right() -> list[int]:
 def prefilled() -> Prefilled:
     """Right KV of the prompt, as a prefill worker would send it."""
     alone = model(9)
-    ids = alone.step([Rows(PROMPT, 0, list(range(8)), True)]).expert_ids
+    ids = alone.step([RequestRows(PROMPT, 0, list(range(8)), True)]).expert_ids
     return Prefilled(alone.identity, np.asarray(PROMPT, np.int32), ids, alone.store.pack(list(range(8)), len(PROMPT)))
 
 

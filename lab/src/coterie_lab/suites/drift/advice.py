@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.runs import interval
-from coterie.control import AdviceSettings, LoadSeen, PlacementAdvisor, Shape
+from coterie.control import AdviceSettings, LoadSeen, LoopShape, PlacementAdvisor
 from coterie.types import Placement
 from coterie_lab.suites.latency_optimal.domains import MODEL, DomainSetting, Fleet, domain_loads, shifting
 
@@ -32,7 +32,7 @@ def advice_row(phase: str, tokens: int, shares: NDArray[np.float64], setting: Do
     fleet = Fleet.of(phase, tokens, setting)
     layers, experts = shares.shape[1:]
     advisor = PlacementAdvisor(
-        Shape(MODEL, layers, experts, fleet.model.spec.top_k, 1),
+        LoopShape(MODEL, layers, experts, fleet.model.spec.top_k, 1),
         fleet.model.topology,
         fleet.objective,
         Placement.linear(layers, experts, setting.ranks, setting.slots),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.control import ControlEvent, ControlLoop, ControlSettings, Shape
+from coterie.control import ControlEvent, ControlLoop, ControlSettings, LoopShape
 from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import ConfigError
 from coterie.routing import Router, RouterFit, routers
@@ -116,7 +116,7 @@ class _Bench:
 
     def loop(self) -> LoopController:
         fit = self.fits[0]
-        shape = Shape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, DECODERS)
+        shape = LoopShape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, DECODERS)
         settings = replace(SETTINGS, seed=self.cell.seed)
         loop = ControlLoop(shape, fit, self.make, settings, batch=self.per_decoder, prices=self.prices)
         return LoopController(loop, self.make, self.places, FIT_REQUESTS)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.answers.fleet.bench import REQUESTS, Window, steady
+from coterie.answers.fleet.bench import REQUESTS, MeasuredSpan, steady
 from coterie.engines.replay.batches import write_batches
 from coterie.errors import ConfigError
 from coterie.sim import FleetRequests, FleetRun
@@ -51,7 +51,7 @@ def replay_batches(
             for name in ROUTERS:
                 run = base if name == ROUTERS[0] else bench.serve(bench.router(name))
                 own = steady(run, decoders * per_decoder)
-                inside = Window(own.since_s, min(own.until_s, window.until_s))
+                inside = MeasuredSpan(own.since_s, min(own.until_s, window.until_s))
                 rng = np.random.default_rng([seed, 9, per_decoder])
                 found[name] += formed_batches(run, bench.requests, inside, steps, rng)
         groups[f"{per_decoder} in flight"] = found
@@ -60,7 +60,7 @@ def replay_batches(
 
 
 def formed_batches(
-    run: FleetRun, requests: FleetRequests, window: Window, steps: int, rng: Generator
+    run: FleetRun, requests: FleetRequests, window: MeasuredSpan, steps: int, rng: Generator
 ) -> list[NDArray[np.integer]]:
     """Expert ids [token, layer, k] of the steps of some decoded tokens of the window, in order of time."""
     inside = np.flatnonzero(decode_steps(run, window))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.fleet.bench import REQUESTS, Bench, Halves, Source, Window, bench_of, split
+from coterie.answers.fleet.bench import REQUESTS, Bench, Halves, MeasuredSpan, Source, bench_of, split
 from coterie.errors import ConfigError
 from coterie.footprints.signatures import Signature, Weighting
 from coterie.routing import Calibration, Router, calibration
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
     """Coefficient of variation of the decoders' mean loads."""
 
 
-def decode_steps(run: FleetRun, window: Window) -> NDArray[np.bool_]:
+def decode_steps(run: FleetRun, window: MeasuredSpan) -> NDArray[np.bool_]:
     begun = run.step_start_s
     inside = (begun >= window.since_s) & (begun < window.until_s)
     return np.asarray(inside & (run.step_decoding > 0) & (run.step_prefill == 0))
@@ -69,13 +69,13 @@ Curve = NDArray[np.float64]
 """Polynomial: log(experts of a step) as a function of log(requests in it)."""
 
 
-def experts_by_rows(run: FleetRun, window: Window) -> Curve:
+def experts_by_rows(run: FleetRun, window: MeasuredSpan) -> Curve:
     steps = decode_steps(run, window)
     rows, experts = run.step_decoding[steps], run.step_distinct[steps]
     return np.polyfit(np.log(rows), np.log(experts), min(3, len(np.unique(rows)) - 1))
 
 
-def outcome(run: FleetRun, window: Window, mixed: Curve) -> Outcome:
+def outcome(run: FleetRun, window: MeasuredSpan, mixed: Curve) -> Outcome:
     """Metrics of the window; `mixed` is :func:`experts_by_rows` of round robin's run."""
     found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
     loads, steps = found.worker_in_flight, decode_steps(run, window)

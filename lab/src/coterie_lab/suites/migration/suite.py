@@ -28,7 +28,7 @@ from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us
 from coterie.errors import UnknownNameError
 from coterie.models import get_model
 from coterie.placement.holdings import Held, held_by, placement_of, remote_share
-from coterie.placement.migration.rounds import Limits, schedule_moves
+from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
 from coterie_lab.suites.migration.memory import memory_notes, memory_rows
@@ -220,7 +220,7 @@ def _execution_rows(domains: Domains, bench: Bench, target: Held, spec: ModelSpe
     expert_bytes = spec.expert_bytes() if spec else 44e6
     rows = []
     for staging in sorted({min(staging or bench.experts_per_rank, bench.experts_per_rank) for staging in STAGING}):
-        limits = Limits(expert_bytes, expert_bytes * staging)
+        limits = MigrationLimits(expert_bytes, expert_bytes * staging)
         schedule = schedule_moves(current, wanted, Topology(RANKS), limits)
         timing = schedule.timing(STEP_S, HIDE_STEPS, LINK_SHARE)
         rows.append(

@@ -131,13 +131,13 @@ def _one_phase(trace: ActivationTrace) -> ActivationTrace:
 def _tiny_trace() -> ActivationTrace:
     """Experts of some shipped prompts' first tokens in coterie-tiny."""
     from coterie.engines.tiny import tiny_model_path
-    from coterie.engines.worker.model import Rows
+    from coterie.engines.worker.model import RequestRows
     from coterie.engines.worker.numpy_model import NumpyModel
 
     prompts = take_in_turn(load_prompts(), TINY_PROMPTS)
     model = NumpyModel(tiny_model_path(), len(prompts), TINY_TOKENS)
     tokens = [model.tokenizer.encode(prompt.prompt)[:TINY_TOKENS] for prompt in prompts]
-    ids = model.step([Rows(one, 0, [block], False) for block, one in enumerate(tokens)]).expert_ids
+    ids = model.step([RequestRows(one, 0, [block], False) for block, one in enumerate(tokens)]).expert_ids
     lengths = np.array([len(one) for one in tokens], np.int64)
     shape = model.capture
     meta = TraceMeta(model=TINY, num_experts=shape.num_experts, num_layers=len(shape.layer_ids), top_k=shape.top_k)

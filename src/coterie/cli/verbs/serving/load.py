@@ -150,7 +150,7 @@ def load_command(
     """
     import asyncio
 
-    from coterie.answers.load.measure import Keys, LoadSettings, Measured, measure
+    from coterie.answers.load.measure import BearerKeys, LoadMeasurement, LoadSettings, measure
     from coterie.answers.load.report import report_of
     from coterie.answers.load.summary import Targets
     from coterie.answers.load.workload import SharedPrefixes
@@ -193,13 +193,13 @@ def load_command(
         marker="" if warm_caches else secrets.token_hex(3),
         seed=seed,
     )
-    keys = Keys(
+    keys = BearerKeys(
         _key(key_file, "COTERIE_API_KEY"),
         _key(admin_key_file, "COTERIE_ADMIN_KEY"),
         _key(worker_key_file, "COTERIE_WORKER_KEY"),
     )
     texts = load_prompts() if prompts is None else read_prompts(prompts)
-    measured, ended_by = Measured(), None
+    measured, ended_by = LoadMeasurement(), None
     try:
         with reporting("Starting") as report:
             asyncio.run(measure(settings, texts, measured, keys, report))

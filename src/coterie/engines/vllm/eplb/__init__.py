@@ -20,8 +20,18 @@ vLLM spreads a replicated expert's tokens evenly over its replicas, so only plan
 Its load has no source ranks.
 """
 
-from coterie.engines.vllm.eplb.base import Agreement, Decision, Group, Round, carry_over, count_moves
+from coterie.engines.vllm.eplb.base import Agreement, EplbRound, MapDecision, RearrangingGroup, carry_over, count_moves
 from coterie.engines.vllm.eplb.policy import install, make_policy
 from coterie.engines.vllm.eplb.rounds import Rounds
 
-__all__ = ["Agreement", "Decision", "Group", "Round", "Rounds", "carry_over", "count_moves", "install", "make_policy"]
+__all__ = [
+    "Agreement",
+    "EplbRound",
+    "MapDecision",
+    "RearrangingGroup",
+    "Rounds",
+    "carry_over",
+    "count_moves",
+    "install",
+    "make_policy",
+]

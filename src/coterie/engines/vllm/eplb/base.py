@@ -24,7 +24,7 @@ class Agreement(NamedTuple):
     """Largest planning time among them."""
 
 
-class Group(Protocol):
+class RearrangingGroup(Protocol):
     """The ranks that rearrange experts together."""
 
     @property
@@ -38,7 +38,7 @@ class Group(Protocol):
         """Compare digests and planning times over all ranks; each must call it equally often."""
 
 
-class Round(NamedTuple):
+class EplbRound(NamedTuple):
     """Arguments of vLLM's call to its policy."""
 
     tokens: NDArray[np.float64]
@@ -61,7 +61,7 @@ class Round(NamedTuple):
         return old is not None and old.shape == (len(self.tokens), self.num_slots) and bool((old >= 0).all())
 
 
-class Decision(NamedTuple):
+class MapDecision(NamedTuple):
     """A map and the reason for it."""
 
     slot_experts: Slots
@@ -76,7 +76,7 @@ class Decision(NamedTuple):
     """Measured planning time of this rank; 0 where nothing was planned."""
 
 
-def carry_over(asked: Round) -> Placement | None:
+def carry_over(asked: EplbRound) -> Placement | None:
     """The old map on the ranks there are now, every expert somewhere; None where it says nothing about them.
 
     vLLM adds ranks at the end, with empty slots, and takes them away from the end. Empty slots get replicas of the

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coterie.engines.vllm.eplb.base import Round, Slots
+from coterie.engines.vllm.eplb.base import EplbRound, Slots
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.placement import read_map
 from coterie.placement.maps.files import PlacementMap
@@ -54,7 +54,7 @@ class MapFiles:
         self._found: Placement | None = None
         self._taken: Stamp | None = None
 
-    def begin(self, asked: Round, current: Placement) -> Placement | None:
+    def begin(self, asked: EplbRound, current: Placement) -> Placement | None:
         """The map to begin from, once, and only from the map vLLM starts with.
 
         A rank that joins later must not go back to the beginning alone.
@@ -68,7 +68,7 @@ class MapFiles:
     def forget_initial(self) -> None:
         self._initial = None
 
-    def offered(self, asked: Round) -> Placement | None:
+    def offered(self, asked: EplbRound) -> Placement | None:
         """The map of `load_map` if it is newer than the last one taken, and fits."""
         path = Path(self._settings.load_map or "")
         stamp = stamp_of(path)
@@ -87,7 +87,7 @@ class MapFiles:
         """All ranks use what was offered."""
         self._taken = self._read
 
-    def save(self, asked: Round, slots: Slots) -> None:
+    def save(self, asked: EplbRound, slots: Slots) -> None:
         """Replace the file of `save_map`, at once or not at all."""
         if self._settings.save_map is None or len(asked.tokens) < self._most_layers:
             return
@@ -105,7 +105,7 @@ class MapFiles:
             return None
         return read_map(path, model=self._settings.model).placement
 
-    def _fits(self, found: Placement, asked: Round, path: str) -> bool:
+    def _fits(self, found: Placement, asked: EplbRound, path: str) -> bool:
         wanted, given = ((p.num_layers, p.num_experts, p.num_ranks, p.num_slots) for p in (asked.linear(), found))
         if wanted != given and path not in self._warned:
             self._warned.add(path)

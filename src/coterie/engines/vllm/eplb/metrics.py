@@ -11,7 +11,7 @@ from functools import cache
 
 from prometheus_client import Counter
 
-from coterie.engines.vllm.eplb.base import Decision
+from coterie.engines.vllm.eplb.base import MapDecision
 
 KINDS = (
     "not_due",
@@ -45,7 +45,7 @@ class EplbSeries:
         for kind in KINDS:  # a counter that never moved reads 0, not nothing
             self.kept.labels(kind)
 
-    def count(self, decision: Decision, moves: int, slowest_s: float, asking_s: float) -> None:
+    def count(self, decision: MapDecision, moves: int, slowest_s: float, asking_s: float) -> None:
         """A round, by the rank that counts for all."""
         self.rounds.inc()
         self.asking.inc(asking_s)

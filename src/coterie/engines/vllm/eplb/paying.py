@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coterie.engines.vllm.eplb.base import Decision, Round, Slots, as_slots
-from coterie.engines.vllm.eplb.prices import Prices, checked
+from coterie.engines.vllm.eplb.base import EplbRound, MapDecision, Slots, as_slots
+from coterie.engines.vllm.eplb.prices import EplbPrices, checked
 from coterie.engines.vllm.eplb.steps import StepsFile
 from coterie.placement import Load, Rebalancer
 from coterie.types import Placement, Topology
@@ -61,7 +61,7 @@ class _State:
 class Payoff:
     """Decides in every round whether a change pays; a draft model beside the main one has a state of its own."""
 
-    def __init__(self, prices: Prices, steps: StepsFile) -> None:
+    def __init__(self, prices: EplbPrices, steps: StepsFile) -> None:
         self._prices = prices
         self._steps = steps
         self._rebalancing = prices.settings.rebalancing_settings()
@@ -100,7 +100,7 @@ class Payoff:
         self.forget()
         self._skip = True
 
-    def decide(self, asked: Round, current: Placement) -> Decision:
+    def decide(self, asked: EplbRound, current: Placement) -> MapDecision:
         """The round's decision; `current` is vLLM's old map, whole."""
         settings = self._prices.settings
         # Tokens of `window` steps, at the rate of the `horizon` steps that have passed since the last call.
@@ -109,7 +109,9 @@ class Payoff:
         state.windows += 1
         if state.skips:
             state.skips = False
-            return Decision(as_slots(current), "the first window may be part empty, or of another map", "first_window")
+            return MapDecision(
+                as_slots(current), "the first window may be part empty, or of another map", "first_window"
+            )
         state.catch_up(current)
         rebalancer = state.rebalancer
         objective = self._prices.objective(load, rebalancer.topology)
@@ -118,12 +120,12 @@ class Payoff:
         found = rebalancer.observe(load)
         took_s = time.perf_counter() - began if found.planned else 0.0
         if found.plan is None:
-            return Decision(as_slots(current), found.reason, found.kind, planning_s=took_s)
+            return MapDecision(as_slots(current), found.reason, found.kind, planning_s=took_s)
         plan = checked(settings.planner, found.plan)
         state.planned = as_slots(plan.placement)
-        return Decision(state.planned, found.reason, "moved", plan, found.gain_s, took_s)
+        return MapDecision(state.planned, found.reason, "moved", plan, found.gain_s, took_s)
 
-    def _state(self, load: Load, asked: Round, current: Placement) -> _State:
+    def _state(self, load: Load, asked: EplbRound, current: Placement) -> _State:
         shape, topology = _Shape(*load.tokens.shape), self._prices.topology(asked)
         state = self._states.get(shape)
         if state is None or not state.fits(topology, current):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.engines.vllm.eplb.base import Agreement, Round, Slots
+from coterie.engines.vllm.eplb.base import Agreement, EplbRound, Slots
 from coterie.engines.vllm.eplb.rounds import Rounds
 from coterie.engines.vllm.settings import EplbSettings
 
@@ -53,7 +53,7 @@ def make_policy(own: Any, rounds: Rounds) -> Any:
             if not weight.any():
                 _compare(rounds.settings, len(weight))
             old = None if old_global_expert_indices is None else old_global_expert_indices.cpu().numpy()
-            asked = Round(weight.cpu().numpy().astype(np.float64), num_replicas, num_nodes, num_ranks, old)
+            asked = EplbRound(weight.cpu().numpy().astype(np.float64), num_replicas, num_nodes, num_ranks, old)
             return torch.from_numpy(rounds.run(asked, vllms, EplbGroup()))
 
     CoterieEplbPolicy.rounds = rounds

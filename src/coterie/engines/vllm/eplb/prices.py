@@ -8,7 +8,7 @@ import numpy as np
 
 import coterie.placement.planning.latency_optimal  # noqa: F401  (the default planner registers itself)
 from coterie.costs.presets import step_model
-from coterie.engines.vllm.eplb.base import Round
+from coterie.engines.vllm.eplb.base import EplbRound
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.models import get_model
@@ -19,7 +19,7 @@ EQUAL = "equal"
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class EplbPrices:
     """Objective, topology and planner of the settings."""
 
     settings: EplbSettings
@@ -28,7 +28,7 @@ class Prices:
         """Raise now what is wrong with the settings, not in the first round."""
         self.make_planner(objective=self.objective(Load(np.ones((1, 1))), Topology(1)))
 
-    def topology(self, asked: Round) -> Topology:
+    def topology(self, asked: EplbRound) -> Topology:
         return Topology(
             asked.num_ranks,
             asked.num_ranks // asked.num_nodes,
@@ -36,7 +36,7 @@ class Prices:
             INFINIBAND_400G._replace(name="inter", bytes_per_s=self.settings.inter_gb_s * 1e9),
         )
 
-    def plan(self, load: Load, asked: Round, current: Placement) -> Plan:
+    def plan(self, load: Load, asked: EplbRound, current: Placement) -> Plan:
         """A plan for `horizon` steps."""
         topology = self.topology(asked)
         return self.make_planner(objective=self.objective(load, topology)).plan(load, topology, current)

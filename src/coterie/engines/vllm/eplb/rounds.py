@@ -11,9 +11,9 @@ import numpy as np
 
 from coterie.engines.vllm.eplb.base import (
     Agreement,
-    Decision,
-    Group,
-    Round,
+    EplbRound,
+    MapDecision,
+    RearrangingGroup,
     Slots,
     as_slots,
     carry_over,
@@ -23,7 +23,7 @@ from coterie.engines.vllm.eplb.base import (
 from coterie.engines.vllm.eplb.files import MapFiles
 from coterie.engines.vllm.eplb.metrics import series
 from coterie.engines.vllm.eplb.paying import Payoff
-from coterie.engines.vllm.eplb.prices import Prices, checked
+from coterie.engines.vllm.eplb.prices import EplbPrices, checked
 from coterie.engines.vllm.eplb.steps import StepsFile
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.placement import Load
@@ -34,7 +34,7 @@ logger = logging.getLogger("vllm.coterie")  # under vLLM's logger, so that its h
 
 
 @dataclass(slots=True)
-class Counters:
+class RoundCounters:
     """Counters of this rank since the start."""
 
     rounds: int = 0
@@ -56,9 +56,9 @@ class Rounds:
 
     def __init__(self, settings: EplbSettings) -> None:
         self.settings = settings
-        self.counters = Counters()
-        self.last: Decision | None = None
-        self._prices = Prices(settings)
+        self.counters = RoundCounters()
+        self.last: MapDecision | None = None
+        self._prices = EplbPrices(settings)
         self._prices.check()
         self._files = MapFiles(settings, self._failed)
         self._steps = StepsFile(settings.scenarios, self._failed)
@@ -66,7 +66,7 @@ class Rounds:
         self._warm = self._waiting = False
         self._told = ""
 
-    def run(self, asked: Round, vllms: Callable[[], Slots], group: Group) -> Slots:
+    def run(self, asked: EplbRound, vllms: Callable[[], Slots], group: RearrangingGroup) -> Slots:
         """The map that all ranks use next. `vllms` is the map of vLLM's own policy."""
         began = time.perf_counter()
         loaded = bool(asked.tokens.any())  # NaN counts as load
@@ -88,38 +88,38 @@ class Rounds:
             self._account(asked, decision, agreement, asking_s, group)
         return decision.slot_experts
 
-    def decide(self, asked: Round) -> Decision:
+    def decide(self, asked: EplbRound) -> MapDecision:
         """This rank's map for a round."""
         if self.settings.when != "always" and asked.whole and not _usable(asked.tokens):
-            return Decision(_old(asked), f"the load is {_nonsense(asked.tokens)}", "bad_load")
+            return MapDecision(_old(asked), f"the load is {_nonsense(asked.tokens)}", "bad_load")
         current = carry_over(asked)
         if not asked.tokens.any():
             took_s = self._warm_up(asked)
             slots = as_slots(asked.linear() if current is None else current)
-            return Decision(slots, "no load", "no_load", planning_s=took_s)
+            return MapDecision(slots, "no load", "no_load", planning_s=took_s)
         if current is None:
             anew = rebalance(asked.tokens, asked.num_slots, asked.num_ranks)
-            return Decision(anew.astype(np.int64), "no map to begin from")
+            return MapDecision(anew.astype(np.int64), "no map to begin from")
         initial = self._files.begin(asked, current)
         if initial is not None:
-            return Decision(as_slots(initial), f"the map of {self.settings.initial_map}")
+            return MapDecision(as_slots(initial), f"the map of {self.settings.initial_map}")
         if asked.whole and self._payoff is not None:
             return self._payoff.decide(asked, current)
         if self._payoff is not None:
             self._payoff.ranks_changed()
         elif asked.whole and self.settings.when == "never":
-            return Decision(_old(asked), "only a map of a file changes it", "never")
+            return MapDecision(_old(asked), "only a map of a file changes it", "never")
         return self._planned(asked, current)
 
-    def _planned(self, asked: Round, current: Placement) -> Decision:
+    def _planned(self, asked: EplbRound, current: Placement) -> MapDecision:
         """A plan over the interval, as it comes."""
         plan = self._prices.plan(self._steps.around(Load(asked.tokens, self.settings.window)), asked, current)
         checked(self.settings.planner, plan)
         gain_s, took_s = plan.saving_s * self.settings.horizon, max(plan.planning_s, 1e-9)
         kind = "moved" if plan.skip_reason is None else "does_not_pay"
-        return Decision(as_slots(plan.placement), plan.skip_reason or "planned", kind, plan, gain_s, took_s)
+        return MapDecision(as_slots(plan.placement), plan.skip_reason or "planned", kind, plan, gain_s, took_s)
 
-    def _decided(self, asked: Round, vllms: Callable[[], Slots]) -> Decision:
+    def _decided(self, asked: EplbRound, vllms: Callable[[], Slots]) -> MapDecision:
         try:
             return self.decide(asked)
         except Exception:  # serving goes on, whatever a planner raises
@@ -127,11 +127,11 @@ class Rounds:
                 self._payoff.forget()
             if self.settings.when != "always" and asked.whole:
                 self._failed("coterie: deciding failed; the map is kept")
-                return Decision(_old(asked), "deciding failed", "failed")
+                return MapDecision(_old(asked), "deciding failed", "failed")
             self._failed("coterie: rearranging failed; asking for vLLM's own map")
-            return Decision(vllms(), "planning failed", "failed")
+            return MapDecision(vllms(), "planning failed", "failed")
 
-    def _from_file(self, asked: Round, group: Group) -> Decision | None:
+    def _from_file(self, asked: EplbRound, group: RearrangingGroup) -> MapDecision | None:
         """The map of `load_map`, if all ranks have read the same new one."""
         found = self._files.offered(asked)
         slots = None if found is None else as_slots(found)
@@ -147,9 +147,11 @@ class Rounds:
         self.counters.maps += 1
         if group.rank == 0:
             series().maps.inc()
-        return Decision(slots, f"the map of {self.settings.load_map}")
+        return MapDecision(slots, f"the map of {self.settings.load_map}")
 
-    def _disagreed(self, decision: Decision, asked: Round, vllms: Callable[[], Slots], group: Group) -> Decision:
+    def _disagreed(
+        self, decision: MapDecision, asked: EplbRound, vllms: Callable[[], Slots], group: RearrangingGroup
+    ) -> MapDecision:
         self.counters.disagreements += 1
         if group.rank == 0:
             series().disagreements.inc()
@@ -157,9 +159,9 @@ class Rounds:
         if self._payoff is not None:
             self._payoff.forget()
         logger.error("coterie: ranks came with different maps (here: %s); nothing moves", decision.reason)
-        return Decision(_old(asked) if asked.whole else vllms(), "ranks disagreed", "disagreed")
+        return MapDecision(_old(asked) if asked.whole else vllms(), "ranks disagreed", "disagreed")
 
-    def _warm_up(self, asked: Round) -> float:
+    def _warm_up(self, asked: EplbRound) -> float:
         """Compile the planner while vLLM starts, not in the first round that serves; seconds of a plan afterwards."""
         if self._warm:
             return 0.0
@@ -174,7 +176,9 @@ class Rounds:
             self._failed("coterie: the planner failed when it was tried")
             return 0.0
 
-    def _account(self, asked: Round, decision: Decision, agreement: Agreement, asking_s: float, group: Group) -> None:
+    def _account(
+        self, asked: EplbRound, decision: MapDecision, agreement: Agreement, asking_s: float, group: RearrangingGroup
+    ) -> None:
         counters = self.counters
         counters.rounds += 1
         moves = count_moves(asked.old, decision.slot_experts, asked.num_ranks)
@@ -187,7 +191,7 @@ class Rounds:
         if group.writes:
             self._files.save(asked, decision.slot_experts)
 
-    def _tell(self, moves: int, decision: Decision) -> None:
+    def _tell(self, moves: int, decision: MapDecision) -> None:
         """Log a round; of a row of rounds that keep the map for one reason, the first."""
         since = "since the start: " + ", ".join(f"{name} {value}" for name, value in asdict(self.counters).items())
         if moves or self.settings.when == "always":
@@ -203,7 +207,7 @@ class Rounds:
         logger.exception("%s", message)
 
 
-def _old(asked: Round) -> Slots:
+def _old(asked: EplbRound) -> Slots:
     assert asked.old is not None
     return asked.old.astype(np.int64)
 
@@ -217,7 +221,7 @@ def _nonsense(tokens: np.ndarray) -> str:
     return f"{tokens[layer, expert]} for expert {expert} of layer {layer}; tokens must be finite and not negative"
 
 
-def _expected(decision: Decision) -> str:
+def _expected(decision: MapDecision) -> str:
     plan = decision.plan
     if plan is None:
         return ""
