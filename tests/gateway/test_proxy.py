@@ -16,7 +16,15 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from coterie.answers.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
+from coterie.answers.demo.loop import (
+    DecodeWorker,
+    LoopSettings,
+    logged_steps,
+    record_served,
+    run_loop,
+    serve_under,
+    whole_blocks,
+)
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.embedded import embedded_fleet
 from coterie.engines.worker.model import RequestRows
@@ -245,7 +253,7 @@ def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> No
 
     async def work() -> None:
         async with clients(workers) as decoders:
-            recorded, _, known = await record(
+            recorded, _, known = await record_served(
                 workers.prefill_urls, decoders, workers.described, asked, BODY, 4, key=workers.key
             )
         truth = [(prompt, *alone(prompt)) for prompt in asked]
@@ -266,7 +274,7 @@ def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
 
     async def work() -> None:
         async with clients(workers) as decoders, routed(workers) as fleet:
-            found = await serve(fleet, "round_robin", decoders, workers.described, asked, BODY, 1)
+            found = await serve_under(fleet, "round_robin", decoders, workers.described, asked, BODY, 1)
             assert found.answers == [alone(prompt)[0] for prompt in asked]
             assert (found.rows_per_step, found.distinct_per_step) == (1.0, 4.0)
             assert len(found.steps) == found.output_tokens - 3
@@ -274,19 +282,19 @@ def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
             assert found.per_worker == [2, 1]
             assert found.step_ms is not None
             assert found.step_ms > 0
-            before = (await steps_of(decoders[0], workers.described[0])).total
+            before = (await logged_steps(decoders[0], workers.described[0])).total
             await fleet.serve(PATH, body(asked[0]))
-            away = await steps_of(decoders[0], workers.described[0], before)
+            away = await logged_steps(decoders[0], workers.described[0], before)
             assert away.rows[:, ROWS].sum() in (0, len(found.answers[0]) - 1)
             assert away.total == before + len(away.rows)
             with pytest.raises(UnavailableError, match=r"steps after 99999 were asked for; of \d+"):
-                await steps_of(decoders[0], workers.described[0], 99999)
+                await logged_steps(decoders[0], workers.described[0], 99999)
             for after in ("x", "-1", "1.5", "", "9" * 5000):
                 status, text = await decoders[0].call("GET", f"/steps?after={after}")
                 assert status == 400, after
                 assert json.loads(text)["error"]["param"] == "after"
             with pytest.raises(InputError, match="position store"):
-                await steps_of(decoders[0], DecodeWorker(decoders[0].url, "", Path("no-position-store")))
+                await logged_steps(decoders[0], DecodeWorker(decoders[0].url, "", Path("no-position-store")))
 
     run(work)
 

@@ -17,7 +17,7 @@ class InvariantError(CoterieError):
     """A simulated run broke one of its own rules: a defect of the simulator, never of its input."""
 
 
-def holds(number: int, condition: bool, words: str) -> None:
+def require_invariant(number: int, condition: bool, words: str) -> None:
     if not condition:
         raise InvariantError(f"INV-{number} broken: {words}")
 
@@ -25,7 +25,7 @@ def holds(number: int, condition: bool, words: str) -> None:
 def check_clock(before_s: float, now_s: float) -> None:
     """INV-18: the clock never goes back."""
     if not now_s >= before_s:  # at every event: no words unless they are needed
-        holds(18, False, f"the clock went from {before_s} s back to {now_s} s")
+        require_invariant(18, False, f"the clock went from {before_s} s back to {now_s} s")
 
 
 def check_once(times_run: NDArray[np.int64], waiting: int) -> None:
@@ -33,8 +33,8 @@ def check_once(times_run: NDArray[np.int64], waiting: int) -> None:
     other = np.flatnonzero(times_run != 1)
     if other.size:
         row = other[0]
-        holds(19, False, f"request {row} ran {times_run[row]} times, {other.size} not once; {waiting} wait")
-    holds(19, waiting == 0, f"every request ran, but {waiting} still wait")
+        require_invariant(19, False, f"request {row} ran {times_run[row]} times, {other.size} not once; {waiting} wait")
+    require_invariant(19, waiting == 0, f"every request ran, but {waiting} still wait")
 
 
 def check_tokens(decoded: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
@@ -42,7 +42,7 @@ def check_tokens(decoded: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
     other = np.flatnonzero(decoded != tokens)
     if other.size:
         row = other[0]
-        holds(19, False, f"request {row} decoded {decoded[row]} of {tokens[row]} tokens")
+        require_invariant(19, False, f"request {row} decoded {decoded[row]} of {tokens[row]} tokens")
 
 
 def check_times(arrival_s: NDArray[np.float64], start_s: NDArray[np.float64], finish_s: NDArray[np.float64]) -> None:
@@ -50,12 +50,16 @@ def check_times(arrival_s: NDArray[np.float64], start_s: NDArray[np.float64], fi
     early = np.flatnonzero(~((start_s >= arrival_s - TOLERANCE_S) & (finish_s >= start_s)))  # not a number: early too
     if early.size:
         row = early[0]
-        holds(20, False, f"request {row} arrived {arrival_s[row]}, started {start_s[row]}, ended {finish_s[row]} s")
+        require_invariant(
+            20, False, f"request {row} arrived {arrival_s[row]}, started {start_s[row]}, ended {finish_s[row]} s"
+        )
 
 
 def check_places(running: int, places: int, waiting: int) -> None:
     """INV-21: no place stays empty while a request waits."""
-    holds(21, running == places or not waiting, f"{running} of {places} places are taken while {waiting} wait")
+    require_invariant(
+        21, running == places or not waiting, f"{running} of {places} places are taken while {waiting} wait"
+    )
 
 
 def check_work(busy_s: float, batches_s: NDArray[np.float64], idle_while_due_s: float, clock_s: float) -> None:
@@ -63,5 +67,5 @@ def check_work(busy_s: float, batches_s: NDArray[np.float64], idle_while_due_s: 
     total = float(batches_s.sum())
     rounding = len(batches_s) * np.spacing(clock_s)  # the clock rounds the end of each batch
     slack = 1e-9 * max(1.0, total) + rounding
-    holds(21, abs(busy_s - total) <= slack, f"busy for {busy_s} s, batches took {total} s")
-    holds(21, idle_while_due_s <= TOLERANCE_S, f"idle for {idle_while_due_s} s while a batch was due")
+    require_invariant(21, abs(busy_s - total) <= slack, f"busy for {busy_s} s, batches took {total} s")
+    require_invariant(21, idle_while_due_s <= TOLERANCE_S, f"idle for {idle_while_due_s} s while a batch was due")

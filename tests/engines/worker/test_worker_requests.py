@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from coterie.engines.worker import launch
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.metrics import METRICS, PREFIX, WorkerMetrics
-from coterie.engines.worker.protocol import Remote, RequestError, check_length, error_body, parse_body, parse_json
-from coterie.engines.worker.requests import MAX_HELD, Output, SamplingSettings, Text, WorkerRequest, draw
+from coterie.engines.worker.protocol import Remote, RequestError, check_max_tokens, error_body, parse_body, parse_json
+from coterie.engines.worker.requests import MAX_HELD, Output, SamplingSettings, Text, WorkerRequest, draw_token
 from coterie.errors import ConfigError, UnavailableError
 from coterie.net.access import Address
 
@@ -83,7 +83,7 @@ def test_draw_follows_the_distribution() -> None:
         (SamplingSettings(1, temperature=1e-9), [1, 0, 0, 0]),
         (SamplingSettings(1, temperature=1.0, top_p=1e-9), [1, 0, 0, 0]),
     ):
-        counts = np.bincount([draw(logits, settings, rng) for _ in range(8000)], minlength=4) / 8000
+        counts = np.bincount([draw_token(logits, settings, rng) for _ in range(8000)], minlength=4) / 8000
         np.testing.assert_allclose(counts, expected, atol=0.02)
 
 
@@ -98,9 +98,9 @@ def test_draw_is_always_a_token(logits: list[float], temperature: float, top_p: 
     request = WorkerRequest("k", "n", [1], settings, Text(decode), lambda _: None)
     again = WorkerRequest("k", "n", [1], settings, Text(decode), lambda _: None)
     array = np.array(logits, np.float32)
-    token = draw(array, settings, request.rng)
+    token = draw_token(array, settings, request.rng)
     assert 0 <= token < len(logits)
-    assert token == draw(array, settings, again.rng)
+    assert token == draw_token(array, settings, again.rng)
 
 
 def test_tokens_of_prompt_and_output_together() -> None:
@@ -177,8 +177,8 @@ def test_where_kv_is_fetched() -> None:
 
 
 def test_lengths() -> None:
-    assert check_length([1, 2], None, 10, 5) == 8
-    assert check_length([1, 2], 8, 10, 5) == 8
+    assert check_max_tokens([1, 2], None, 10, 5) == 8
+    assert check_max_tokens([1, 2], 8, 10, 5) == 8
     for prompt, count, words in (
         ([], 1, "no tokens"),
         ([5], 1, "0 … 4"),
@@ -186,7 +186,7 @@ def test_lengths() -> None:
         ([1] * 9, 2, "at most 1"),
     ):
         with pytest.raises(RequestError, match=words):
-            check_length(prompt, count, 10, 5)
+            check_max_tokens(prompt, count, 10, 5)
 
 
 @given(st.binary(max_size=30))

@@ -16,7 +16,7 @@ from coterie.errors import ConfigError
 from coterie.placement import CoCluster, Items, Load, SemMoe, planners
 from coterie.placement.co_clustering import cost, local_activations, median_imbalance
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
-from coterie.placement.co_clustering.descent import descend
+from coterie.placement.co_clustering.descent import descend_ranks
 from coterie.placement.co_clustering.exact import solve_exactly
 from coterie.placement.planning.spare import fill_spare, pack_even, room_of
 from coterie.types import Placement, Topology
@@ -184,7 +184,7 @@ def test_a_descent_is_never_worse_than_its_start(size: dict[str, Any]) -> None:
     start = np.tile(np.arange(8) % num_ranks, (items.num_layers, 1))
     free = np.full((items.num_layers, num_ranks), np.inf)
     slack = float(num_ranks)  # a rank may take all items: their best ranks are known
-    placed, ranks = descend(items, load, free, [start], trust, slack)
+    placed, ranks = descend_ranks(items, load, free, [start], trust, slack)
     best = np.zeros((items.groups, len(items), num_ranks))
     for rank in range(num_ranks):
         best[:, :, rank] = local_activations(items, start, np.full((items.groups, len(items)), rank))[0]

@@ -19,7 +19,9 @@ class BatchesVerdict(NamedTuple):
     """Command to type next."""
 
 
-def verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None) -> BatchesVerdict:
+def batches_verdict(
+    rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None
+) -> BatchesVerdict:
     """`rows` as in :class:`~coterie.answers.batches.what_if.Simulated`; `trace` is the one replayed, if any."""
     base, again = rows[0]["strategy"], _again(settings, trace)
     if len(rows) < 2:

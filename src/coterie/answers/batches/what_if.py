@@ -35,7 +35,7 @@ from coterie.answers.batches.requests import (
     synthetic,
 )
 from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
-from coterie.answers.batches.verdict import BatchesVerdict, verdict
+from coterie.answers.batches.verdict import BatchesVerdict, batches_verdict
 from coterie.batching import strategies
 from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
@@ -90,7 +90,7 @@ class Simulated:
             "settings": self.settings,
             "rows": self.rows,
             "notes": self.notes,
-            "verdict": self.verdict.sentence,
+            "batches_verdict": self.verdict.sentence,
             "next": self.verdict.then,
         }
 
@@ -150,7 +150,7 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
         "scheduler": json.loads(msgspec.json.encode(server.config)) | {"strategy": names[1:]},
     }
     notes = [*work.notes, *requests.notes, *_notes(settings, server, requests)]
-    return Simulated(settings, rows, notes, verdict(rows, settings, options.trace), runs, arrived)
+    return Simulated(settings, rows, notes, batches_verdict(rows, settings, options.trace), runs, arrived)
 
 
 def write(folder: Path, found: Simulated) -> None:
@@ -171,7 +171,7 @@ def write(folder: Path, found: Simulated) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def read_result(path: Path) -> None:
+def read_batches_result(path: Path) -> None:
     """Refuse a file that :func:`write` did not write."""
     with path.open("rb") as stream:
         start = stream.read(200)

@@ -7,8 +7,8 @@ requests, none of them seen before, are served under one router after another.
 Distinct experts per decode step are counted inside the workers, never estimated here: in the reference worker's log of
 steps, or in the position store of vLLM's plugin. The latter counts every row of a step, so prompts are cut to whole KV
 blocks and a token or two (:func:`whole_blocks`): a decode worker then loads all but those from the prefill worker, and
-nearly every row it computes makes one output token. :func:`serve` holds the workers' row counts against the tokens that
-came out, and refuses to report if they do not agree.
+nearly every row it computes makes one output token. :func:`serve_under` holds the workers' row counts against the
+tokens that came out, and refuses to report if they do not agree.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ async def run_loop(
         learn, test = ([kept[int(i)] for i in part] for part in (order[:split], order[split:]))
         many = settings.in_flight * len(decoders)
         body = _body(model, settings)
-        recorded, recorded_events, known = await record(
+        recorded, recorded_events, known = await record_served(
             prefill, rest, decoders, learn, body, many, settings.tail_tokens, report, key
         )
         started = time.perf_counter()
@@ -137,7 +137,7 @@ async def run_loop(
             async with RoutedFleet(prefill, _urls(decoders), router, fitted.fleet(settings.places), key=key) as proxy:
                 arguments = (proxy, name, rest, decoders, test, body, many, settings.tail_tokens, report)
                 if runs:
-                    runs.append(await serve(*arguments))
+                    runs.append(await serve_under(*arguments))
                 else:
                     run, events = await observe(*arguments)
                     runs.append(run)
@@ -213,7 +213,7 @@ def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int, tail_tokens:
     return [list(prompt) for prompt in out]
 
 
-async def record(
+async def record_served(
     prefill: Sequence[str],
     clients: Sequence[Client],
     decoders: Sequence[DecodeWorker],
@@ -265,12 +265,12 @@ async def observe(
     tail_tokens: int = 1,
     report: Progress | None = None,
 ) -> tuple[RouterRun, list[RequestExperts | None]]:
-    """:func:`serve`, and the expert event of every request with more than one token; one that is missing raises."""
+    """:func:`serve_under`, and the expert event of every request with more than one token; a missing one raises."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(Subscriber(one.events, secret=one.secret)) for one in decoders]
         for client, listener in zip(clients, listeners, strict=True):
             await hear(client, listener, {**body, "max_tokens": 2, "prompt": list(prompts[0][:2])}, EVENTS_S)
-        run = await serve(proxy, name, clients, decoders, prompts, body, in_flight, tail_tokens, report)
+        run = await serve_under(proxy, name, clients, decoders, prompts, body, in_flight, tail_tokens, report)
         several = [one for one in run.served if len(one.tokens) > 1]
         events: dict[str, RequestExperts] = {}
         for worker, listener in enumerate(listeners):
@@ -281,7 +281,7 @@ async def observe(
     return run, [events.get(one.name) for one in run.served]
 
 
-async def serve(
+async def serve_under(
     proxy: RoutedFleet,
     name: str,
     clients: Sequence[Client],
@@ -293,11 +293,11 @@ async def serve(
     report: Progress | None = None,
 ) -> RouterRun:
     """One router's run over the test requests; raises where the workers' counts are not of decode alone."""
-    before = [(await steps_of(*worker)).total for worker in zip(clients, decoders, strict=True)]
+    before = [(await logged_steps(*worker)).total for worker in zip(clients, decoders, strict=True)]
     started = time.perf_counter()
     served = await _serve_all(proxy, name, prompts, body, in_flight, report)
     wall_s = time.perf_counter() - started
-    log = [(await steps_of(*worker)).rows for worker in zip(clients, decoders, before, strict=True)]
+    log = [(await logged_steps(*worker)).rows for worker in zip(clients, decoders, before, strict=True)]
     run = RouterRun(name, log, wall_s, served, proxy.counts)
     # A reference worker counts decode rows, the first of which makes the second token; vLLM's store counts all rows.
     counts_all = [decoders[one.decoder or 0].store is not None for one in served]
@@ -313,7 +313,7 @@ async def serve(
     return run
 
 
-async def steps_of(client: Client, decoder: DecodeWorker, after: int | None = None) -> LoggedSteps:
+async def logged_steps(client: Client, decoder: DecodeWorker, after: int | None = None) -> LoggedSteps:
     """What a decode worker logged of all steps but its first `after`, or all that it keeps."""
     if decoder.store is not None:
         return PositionStore.attach(decoder.store).log.read(after)

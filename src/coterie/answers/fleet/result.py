@@ -17,7 +17,7 @@ from coterie.traces.store import write_json
 RESULT_FILES = ("fleet.json", "fleet.png", "fleet.pdf")
 
 
-def write_result(folder: Path, result: Mapping[str, Any], reports: Sequence[FleetReport]) -> list[Path]:
+def write_fleet_result(folder: Path, result: Mapping[str, Any], reports: Sequence[FleetReport]) -> list[Path]:
     """Write the figure and the numbers; older results of this command are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     height = 1.1 + sum(0.32 * len(report.rows) + 0.5 for report in reports)
@@ -26,8 +26,8 @@ def write_result(folder: Path, result: Mapping[str, Any], reports: Sequence[Flee
     return [folder / RESULT_FILES[0], *drawn]
 
 
-def read_result(path: Path) -> None:
-    """Refuse a file that :func:`write_result` did not write."""
+def read_fleet_result(path: Path) -> None:
+    """Refuse a file that :func:`write_fleet_result` did not write."""
     check_result(path, "fleet", "trace")
 
 

@@ -267,7 +267,7 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
         seed,
         settings.requests,
         model,
-        placement_of(model),
+        decoder_placement(model),
         settings.fitted,
     )
     config = replace(_config(settings), places=settings.places or max(LEAST_PLACES, ROOM * per_decoder))
@@ -286,7 +286,7 @@ def requests_of(trace: Trace) -> RequestTrace:
     return trace.requests if isinstance(trace, ActivationTrace) else trace
 
 
-def placement_of(model: StepModel) -> Placement | None:
+def decoder_placement(model: StepModel) -> Placement | None:
     """Experts in order on the ranks of a decoder; None on one device."""
     ranks, spec = model.topology.num_ranks, model.spec
     return None if ranks == 1 else Placement.linear(spec.num_moe_layers, spec.num_experts, ranks)
@@ -331,7 +331,9 @@ def _mean_load(requests: FleetRequests, model: StepModel, settings: FleetSetting
     config = _config(settings)
     fleet = Fleet([config.places] * config.decode_workers)
     router = known_routers.make(BASE)
-    run = run_fleet(requests, model, router, config, fleet=fleet, placement=placement_of(model), duplicates="postpone")
+    run = run_fleet(
+        requests, model, router, config, fleet=fleet, placement=decoder_placement(model), duplicates="postpone"
+    )
     return max(1, round(float(summarise_fleet(run).worker_in_flight.mean())))
 
 

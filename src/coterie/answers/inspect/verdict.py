@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
     """Command to type next."""
 
 
-def verdict(found: Inspection) -> Verdict:
+def inspect_verdict(found: Inspection) -> Verdict:
     if found.kind == "requests":
         return _of_requests(found)
     parts = []

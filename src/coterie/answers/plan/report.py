@@ -155,7 +155,7 @@ def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, di
     }
 
 
-def verdict(planned: Planned, found: dict[str, Any]) -> str:
+def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
     """Does it pay, at which batch, and how sure is that: one sentence."""
     where = f"{_count(found['ranks'], 'rank')} of {found['preset']} in {found['dtype']}"
     at = f"at {found['batch']:,} tokens a step on {where}"

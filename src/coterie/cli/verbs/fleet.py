@@ -95,7 +95,7 @@ def fleet_command(
     json_output: JsonOption = False,
 ) -> None:
     """Serve a trace on a simulated fleet under every router: experts per step, TPOT, TTFT, and whether routing pays."""
-    from coterie.answers.fleet.result import RESULT_FILES, read_result, write_result
+    from coterie.answers.fleet.result import RESULT_FILES, read_fleet_result, write_fleet_result
     from coterie.answers.fleet.simulation import FleetSettings, simulate_fleet
     from coterie.costs.presets import load_preset, step_model
     from coterie.models import model_of
@@ -112,7 +112,7 @@ def fleet_command(
     device = load_preset(preset)
     if out_folder is not None and out_folder.exists():
         for name in RESULT_FILES:
-            check_output(out_folder / name, "--out", "a result of coterie fleet", read_result, (trace, fitted))
+            check_output(out_folder / name, "--out", "a result of coterie fleet", read_fleet_result, (trace, fitted))
     opened = read_trace(trace, from_, ReadOptions(model=None if spec is None else spec.name, num_experts=num_experts))
     if not isinstance(opened, ActivationTrace):
         raise ConfigError(f"{trace} must be an activation trace; it holds a {type(opened).__name__}")
@@ -147,7 +147,7 @@ def fleet_command(
         "next": _next(trace, reports, fitted),
     }
     if out_folder is not None:
-        result["written"] = [str(path) for path in write_result(out_folder, result, reports)]
+        result["written"] = [str(path) for path in write_fleet_result(out_folder, result, reports)]
     if json_output:
         print_json(result)
         return

@@ -47,7 +47,7 @@ def inspect_command(
     import numpy as np
 
     from coterie.answers.inspect.inspection import inspect_trace
-    from coterie.answers.inspect.verdict import verdict
+    from coterie.answers.inspect.verdict import inspect_verdict
     from coterie.traces.readers import ReadOptions, read_trace
 
     if out_folder is not None:
@@ -70,9 +70,9 @@ def inspect_command(
 
         report = write_report(found, out_folder)
         written = {"report": str(report.page), "figures": [str(path) for path in report.figures]}
-    said = verdict(found)
+    said = inspect_verdict(found)
     if json_output:
-        print_json({**msgspec.to_builtins(found), **written, "verdict": said.sentence, "next": said.then})
+        print_json({**msgspec.to_builtins(found), **written, "inspect_verdict": said.sentence, "next": said.then})
         return
     _print(found)
     if written:

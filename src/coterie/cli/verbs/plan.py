@@ -162,7 +162,7 @@ def plan_command(
 ) -> None:
     """Plan where experts live: what it saves at which batch, what it moves, and whether it fits and pays."""
     from coterie.answers.plan.plans import PlanOptions, make_plan
-    from coterie.answers.plan.report import next_command, summary, verdict
+    from coterie.answers.plan.report import next_command, plan_verdict, summary
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
     from coterie.placement.scenario_files import save_scenarios as write_scenarios
 
@@ -210,7 +210,7 @@ def plan_command(
     if save_scenarios is not None:
         write_scenarios(save_scenarios, planned.pricing.load(planned.options.batch))
         found |= {"scenarios": str(save_scenarios)}
-    found |= {"verdict": verdict(planned, found), "next": next_command(planned, found)}
+    found |= {"plan_verdict": plan_verdict(planned, found), "next": next_command(planned, found)}
     if json_output:
         print_json(found)
         return
@@ -240,7 +240,7 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
     _print_bars(planned)
     _print_prediction(planned, found)
     _print_moves(found)
-    print_verdict(found["verdict"], found["next"])
+    print_verdict(found["plan_verdict"], found["next"])
 
 
 def _memory(planned: Planned) -> list[str]:

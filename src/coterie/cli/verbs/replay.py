@@ -44,7 +44,7 @@ def replay_command(
 
     from coterie.costs.presets import load_preset, step_model
     from coterie.engines.replay.batches import read_batches
-    from coterie.engines.replay.report import check_times, read_measured, replay_json, replay_notes, replay_rows
+    from coterie.engines.replay.report import check_step_times, read_measured, replay_json, replay_notes, replay_rows
     from coterie.engines.replay.run import measure_batches
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
@@ -67,7 +67,7 @@ def replay_command(
                 f"asked for {spec.name} in {dtype or measured.dtype}"
             )
         read.check(spec)
-        check_times(read, measured)
+        check_step_times(read, measured)
     else:
         with reporting("replay") as report:
             measured = measure_batches(read, spec, device, cast(WeightDtype | None, dtype), repeats, report)

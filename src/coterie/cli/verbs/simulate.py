@@ -141,14 +141,14 @@ def simulate_command(
         device=device,
     )
     # Only now what compiles: names and ranges are checked.
-    from coterie.answers.batches.what_if import RESULT_FILES, read_result, simulate, write
+    from coterie.answers.batches.what_if import RESULT_FILES, read_batches_result, simulate, write
 
     if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
         if not out_folder.is_dir():
             raise ConfigError(f"{out_folder} is a file; --out takes a folder")
         inputs = (trace, config, prompts, with_model)
         for name in RESULT_FILES:
-            check_output(out_folder / name, "--out", "a result of coterie simulate", read_result, inputs)
+            check_output(out_folder / name, "--out", "a result of coterie simulate", read_batches_result, inputs)
     with reporting("Reading") as report:
         found = simulate(options, report)
     if out_folder is not None:

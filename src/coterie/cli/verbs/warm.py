@@ -124,7 +124,7 @@ def _route(path: Path) -> None:
     ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, trace.requests, tokens.phase, ids).save(
         "trace-with-tokens"
     )
-    kv_streams.warm_up()
+    kv_streams.compile_directory()
     predicted.warm_up()
     for name in ("joint", None):
         decode_router(name)

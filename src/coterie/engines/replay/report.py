@@ -80,7 +80,7 @@ def _blocks(steps: int, draws: int, rng: Generator) -> NDArray[np.int64]:
 
 def replay_rows(batches: ReplayBatches, measured: Measured, model: StepModel, rng: Generator) -> list[ReplayRow]:
     """One row per group and router."""
-    check_times(batches, measured)
+    check_step_times(batches, measured)
     rows = []
     for group, routers in batches.groups.items():
         runs = [
@@ -126,7 +126,7 @@ def _row(group: str, run: _Run, first: _Run, num_experts: int, rng: Generator) -
     )
 
 
-def check_times(batches: ReplayBatches, measured: Measured) -> None:
+def check_step_times(batches: ReplayBatches, measured: Measured) -> None:
     """Refuse times of other batches."""
     wanted = {g: {r: len(steps) for r, steps in routers.items()} for g, routers in batches.groups.items()}
     found = {g: {r: len(times) for r, times in routers.items()} for g, routers in measured.step_us.items()}

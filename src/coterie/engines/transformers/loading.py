@@ -33,7 +33,7 @@ class LoadedModel(NamedTuple):
 def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load a checkpoint and its tokenizer; what is wrong or missing is said in one line."""
     folder = check_model_folder(path)
-    check_dtype(dtype)
+    check_torch_dtype(dtype)
     torch, library = _libraries()
     where = _device(torch, device)
     options: dict[str, Any] = {"local_files_only": True, "dtype": torch.bfloat16 if dtype == "nf4" else dtype}
@@ -68,7 +68,7 @@ def check_model_folder(path: str | Path) -> Path:
     return folder
 
 
-def check_dtype(dtype: str) -> None:
+def check_torch_dtype(dtype: str) -> None:
     check_one_of(DTYPES, dtype=dtype)
 
 

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 
 from coterie.engines.transformers.capture import ExpertCapture
 from coterie.engines.transformers.generation import Generated, generate_batch
-from coterie.engines.transformers.loading import LoadedModel, check_dtype, check_model_folder, load_model, model_digest
+from coterie.engines.transformers.loading import (
+    LoadedModel,
+    check_model_folder,
+    check_torch_dtype,
+    load_model,
+    model_digest,
+)
 from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
@@ -57,7 +63,7 @@ class RecordingSettings:
         check_at_least(1, max_tokens=self.max_tokens, batch_size=self.batch_size)
         if not 0 <= self.temperature < float("inf") or self.seed < 0:
             raise ConfigError(f"temperature={self.temperature} and seed={self.seed} must not be negative")
-        check_dtype(self.dtype)
+        check_torch_dtype(self.dtype)
 
 
 class Recorded(NamedTuple):

@@ -33,7 +33,7 @@ from coterie.engines.vllm.capture import StepCapture, StepEdits, StoreWriter
 from coterie.engines.vllm.engine import (
     aborted,
     attention_group,
-    bind,
+    bind_capture,
     block_copies,
     captured_layers,
     check_supported,
@@ -185,7 +185,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             tp_size=group.world_size,
             gather=lambda ids: group.all_gather(ids, dim=0),
         )
-        bind(modules, capture, functools.partial(self._failed, "capture"))
+        bind_capture(modules, capture, functools.partial(self._failed, "capture"))
         if group.rank_in_group != 0:
             return  # every rank sees the same experts; the first writes them down
         for path in sweep(store_folder(), PREFIX):

@@ -75,7 +75,7 @@ class _Capturer:
             self._failed(error)
 
 
-def bind(modules: torch.nn.ModuleList, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
+def bind_capture(modules: torch.nn.ModuleList, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
     """Set the hook of every MoE layer, as vLLM's own capturer does (kernels that route inside included)."""
     try:
         bind_routed_experts_capturer(modules, _Capturer(capture, failed))

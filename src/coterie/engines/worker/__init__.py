@@ -12,6 +12,6 @@ the batching, the blocks and their prefix hits, the handoff of KV between worker
 """
 
 from coterie.engines.worker.config import Role, WorkerConfig
-from coterie.engines.worker.launch import serve
+from coterie.engines.worker.launch import serve_worker
 
-__all__ = ["Role", "WorkerConfig", "serve"]
+__all__ = ["Role", "WorkerConfig", "serve_worker"]

@@ -127,7 +127,7 @@ def embedded_fleet(roles: Sequence[Role], folder: Path) -> list[EmbeddedWorker]:
     ]
 
 
-def serve(config: WorkerConfig) -> None:
+def serve_embedded(config: WorkerConfig) -> None:
     """Until SIGTERM or SIGINT."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[])
     asked = parser.parse_args()
     access = FleetAccess.read()
-    serve(
+    serve_embedded(
         WorkerConfig(
             model=tiny_model_path(),
             role=asked.role,

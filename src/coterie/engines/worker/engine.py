@@ -29,7 +29,7 @@ from coterie.engines.worker.grants import FIELD as GRANT
 from coterie.engines.worker.grants import GrantError, Grants, prompt_digest
 from coterie.engines.worker.metrics import WorkerMetrics
 from coterie.engines.worker.model import PackedModel, RequestRows, StepResult
-from coterie.engines.worker.requests import FinishReason, Output, WorkerRequest, draw
+from coterie.engines.worker.requests import FinishReason, Output, WorkerRequest, draw_token
 from coterie.engines.worker.transfer import Prefilled, StagedKV, from_bytes, to_bytes
 from coterie.footprints import block_positions, footprint
 from coterie.footprints.positions import StepLog
@@ -330,7 +330,7 @@ class Engine:
             request.computed = end
             self._store_full(request)
             if rows.sample:
-                token = draw(result.logits[sampled], request.sampling, request.rng)
+                token = draw_token(result.logits[sampled], request.sampling, request.rng)
                 sampled += 1
                 self._deliver(request, request.append(token, self.model.eos))
 

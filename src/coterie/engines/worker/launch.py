@@ -19,13 +19,13 @@ NEEDS = ("torch", "transformers")
 """Packages of the extra `torch`."""
 
 
-def serve(config: WorkerConfig, ready: Callable[[str], None]) -> None:
+def serve_worker(config: WorkerConfig, ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `ready` is called once with the URL. Everything wrong raises before that."""
     check_requirements()
-    from coterie.engines.transformers.loading import check_dtype, check_model_folder
+    from coterie.engines.transformers.loading import check_model_folder, check_torch_dtype
 
     check_model_folder(config.model)
-    check_dtype(config.dtype)
+    check_torch_dtype(config.dtype)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
         streams = open_streams(config, stack)

@@ -133,7 +133,7 @@ def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> 
     return asked
 
 
-def check_length(prompt: Sequence[int], max_tokens: int | None, limit: int, vocab_size: int) -> int:
+def check_max_tokens(prompt: Sequence[int], max_tokens: int | None, limit: int, vocab_size: int) -> int:
     """Tokens that may be generated; raises RequestError if the request cannot fit."""
     if not prompt:
         raise RequestError("the prompt has no tokens; give at least one", "prompt")

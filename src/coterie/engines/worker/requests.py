@@ -168,7 +168,7 @@ class WorkerRequest:
         return None
 
 
-def draw(logits: NDArray[np.float32], sampling: SamplingSettings, rng: np.random.Generator) -> int:
+def draw_token(logits: NDArray[np.float32], sampling: SamplingSettings, rng: np.random.Generator) -> int:
     """The next token of logits [vocabulary]. One number of `rng` a token, so a seed means the same in any batch."""
     if sampling.greedy:
         return int(logits.argmax())

@@ -31,7 +31,7 @@ from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.protocol import (
     AnswerBuilder,
     RequestError,
-    check_length,
+    check_max_tokens,
     error_body,
     parse_body,
     parse_json,
@@ -272,7 +272,7 @@ class Server:
     async def _complete(self, http: HttpRequest, responder: Responder, chat: bool) -> None:
         asked = parse_body(parse_json(http.body), chat, self.engine.served_name, self.config.role)
         prompt = await self.tokenising.tokens(asked)
-        max_tokens = check_length(prompt, asked.max_tokens, self.limit, self.model.vocab_size)
+        max_tokens = check_max_tokens(prompt, asked.max_tokens, self.limit, self.model.vocab_size)
         key = uuid.uuid4().hex
         name = _request_name(http, key)
         outputs: asyncio.Queue[Output] = asyncio.Queue()

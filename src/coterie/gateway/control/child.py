@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from coterie.gateway.control.messages import HEAD_BYTES, FromLoop, ToLoop, check_length, from_loop, pack
+from coterie.gateway.control.messages import HEAD_BYTES, FromLoop, ToLoop, check_length, from_loop, pack_message
 from coterie.net.access import FleetAccess
 from coterie.net.processes import leave_to_cleaner, take_from_cleaner
 
@@ -70,7 +70,7 @@ class Child:
 
     def send(self, message: ToLoop) -> None:
         if not self._writer.is_closing():
-            self._writer.write(pack(message))
+            self._writer.write(pack_message(message))
 
     async def receive(self) -> FromLoop | None:
         """The next message; None when the process has ended. Raises InputError if it sends what is no message."""

@@ -101,7 +101,7 @@ _to_loop: msgspec.msgpack.Decoder[ToLoop] = msgspec.msgpack.Decoder(ToLoop)
 _from_loop: msgspec.msgpack.Decoder[FromLoop] = msgspec.msgpack.Decoder(FromLoop)
 
 
-def pack(message: ToLoop | FromLoop) -> bytes:
+def pack_message(message: ToLoop | FromLoop) -> bytes:
     """A message with its length before it. Raises InputError if it is too long."""
     data = _encoder.encode(message)
     return check_length(len(data)).to_bytes(HEAD_BYTES, "big") + data

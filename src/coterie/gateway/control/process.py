@@ -23,7 +23,7 @@ from coterie.gateway.control.messages import (
     Unable,
     check_length,
     for_loop,
-    pack,
+    pack_message,
 )
 from coterie.gateway.control.streams import ExpertStreams
 from coterie.net.access import SECRET_VARIABLE, read_secret
@@ -57,7 +57,7 @@ class Process:
                     driver.tick(now_s, self._streams.counters)
 
     def send(self, message: FromLoop) -> None:
-        self._gateway.sendall(pack(message))
+        self._gateway.sendall(pack_message(message))
 
     def _obey(self, message: ToLoop) -> None:
         now_s = time.monotonic()

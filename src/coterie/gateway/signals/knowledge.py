@@ -189,7 +189,7 @@ class Knowledge:
         """Compile ahead what the first requests and events would wait for; seconds, once on a machine."""
         predicted.warm_up()
         if any(streams.workers for streams in self._streams.values()):
-            kv_streams.warm_up()
+            kv_streams.compile_directory()
 
     async def close(self) -> None:
         self.tokens.close()

@@ -379,7 +379,7 @@ class KvStreams:
         self._follower = Follower(KVDirectory(self._rows, block_size=block_size))
 
 
-def warm_up() -> None:
+def compile_directory() -> None:
     """Compile the directory's loops ahead, or the first message and the first request wait for them: seconds."""
     follower = Follower(KVDirectory(1, block_size=2))
     store = BlockStored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)

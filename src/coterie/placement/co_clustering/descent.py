@@ -39,7 +39,7 @@ PASSES = 3
 """Most passes over all swaps with the items answering."""
 
 
-def descend(
+def descend_ranks(
     items: Items, load: Array, most: Array, starts: list[Ranks], trust: Array, slack: float = SLACK
 ) -> tuple[Ranks, Ranks]:
     """The best ranks of experts [layer, expert] and items [group, item] that are reached from the starts.

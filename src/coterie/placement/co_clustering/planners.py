@@ -24,7 +24,7 @@ from coterie.errors import check_at_least, check_not_negative
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
 from coterie.placement.co_clustering.base import ITEMS_HINT, CoClusters, Items, Ranks, local_activations
-from coterie.placement.co_clustering.descent import descend
+from coterie.placement.co_clustering.descent import descend_ranks
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.packing import living_ranks, plan_for_living
 from coterie.placement.planning.spare import fill_spare, pack_even
@@ -130,7 +130,7 @@ class CoCluster(_CoClustering):
         rng = default_rng(self.seed)
         starts = [alternate(self.items, experts, ranks, rng, few)[0] for _ in range(self.starts)]
         trust = self.items.frequency / np.maximum(self.items.frequency + self.shrink, 1e-300)
-        found = descend(self.items, tokens, most, [packed, *starts], trust)
+        found = descend_ranks(self.items, tokens, most, [packed, *starts], trust)
         return _numbered(self.items, problem, Clustered(*found))
 
 

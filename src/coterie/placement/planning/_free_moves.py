@@ -32,7 +32,7 @@ from coterie.placement.objective.flows.chains import (
     put,
     relieve,
     relink,
-    swap,
+    swap_slots,
     unlink,
 )
 
@@ -122,7 +122,7 @@ def _take(layer: Layer, split: Split, step: Step) -> None:
     if step.slot2 == NONE:
         put(split, step.slot, step.expert, layer.unit, layer.fixed)
     else:
-        swap(split, step.slot, step.slot2, layer.unit, layer.fixed)
+        swap_slots(split, step.slot, step.slot2, layer.unit, layer.fixed)
 
 
 @helper()

@@ -18,8 +18,8 @@ from coterie._numba import helper, njit
 from coterie.placement.objective._steps import find_edge
 from coterie.placement.objective.flows.chains import REACHED, Array, Indices, relieve
 from coterie.placement.objective.flows.splitting import (
+    SplitScratch,
     Step,
-    StepScratch,
     draw_lines,
     new_step_scratch,
     split_best,
@@ -132,7 +132,7 @@ def stand(case: StepCase, place: StepPlace, row: Indices) -> None:
 
 
 @helper()
-def split_all(case: StepCase, place: StepPlace, scratch: StepScratch, edge: float, most: float) -> float:
+def split_all(case: StepCase, place: StepPlace, scratch: SplitScratch, edge: float, most: float) -> float:
     """Set `trial`; what it counts over the scenarios, infinite as soon as that must be `most` or more."""
     total, steep = 0.0, case.tail / case.tail_share
     for scenario in range(len(place.trial)):
@@ -170,7 +170,7 @@ def moved(case: StepCase, place: StepPlace, rank: int, more: float, other: int, 
 
 
 @helper()
-def look(case: StepCase, place: StepPlace, scratch: StepScratch, edge: float) -> None:
+def look(case: StepCase, place: StepPlace, scratch: SplitScratch, edge: float) -> None:
     """The dual of every scenario's split, and the tables."""
     ranks = len(case.speeds)
     nowhere, steep = np.zeros(ranks, np.bool_), case.tail / case.tail_share
@@ -197,7 +197,7 @@ def look(case: StepCase, place: StepPlace, scratch: StepScratch, edge: float) ->
 
 
 @helper()
-def tabulate(case: StepCase, place: StepPlace, scratch: StepScratch, scenario: int) -> None:
+def tabulate(case: StepCase, place: StepPlace, scratch: SplitScratch, scenario: int) -> None:
     """Add one scenario to the tables."""
     ranks, experts = place.held.shape
     each, dual, second = len(place.row) // ranks, place.dual[scenario], place.second[scenario]
@@ -304,7 +304,7 @@ def fill(case: StepCase, place: StepPlace, slot: int, expert: int) -> None:
 
 
 @helper()
-def improve_once(case: StepCase, place: StepPlace, scratch: StepScratch) -> bool:
+def improve_once(case: StepCase, place: StepPlace, scratch: SplitScratch) -> bool:
     """Take the first of the promising changes that lowers the objective; whether there was one."""
     edge = find_edge(place.times, case.weights, case.tail_share) if case.tail > 0.0 else 0.0
     lean, steep = 1.0 - case.tail, case.tail / case.tail_share

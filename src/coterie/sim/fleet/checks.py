@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests
-from coterie.sim.invariants import TOLERANCE_S, check_tokens, holds
+from coterie.sim.invariants import TOLERANCE_S, check_tokens, require_invariant
 
 
 def check_fleet(
@@ -28,13 +28,13 @@ def check_fleet(
     done = np.isfinite(run.finish_s)
     _check_conservation(run, done)
     left = run.queued + run.running
-    holds(19, not whole or left == 0, f"the run ended and {left} requests are neither done nor dropped")
+    require_invariant(19, not whole or left == 0, f"the run ended and {left} requests are neither done nor dropped")
     _check_times(run, done)
     check_tokens(run.decoded[done], run.output_tokens[done] - both)
     _check_places(run, places, prefill_places, both)
     over = np.flatnonzero(run.kv_most > capacity)
     if over.size:
-        holds(30, False, f"worker {over[0]} held {run.kv_most[over[0]]} of {capacity[over[0]]} KV blocks")
+        require_invariant(30, False, f"worker {over[0]} held {run.kv_most[over[0]]} of {capacity[over[0]]} KV blocks")
     steps = _steps_by_worker(run)
     _check_work(run, steps, done)
     if unique:
@@ -46,7 +46,7 @@ def _check_conservation(run: FleetRun, done: NDArray[np.bool_]) -> None:
     """INV-29: every request that arrived is done, queued, running or dropped."""
     arrived = int((np.isfinite(run.arrival_s) & (run.arrival_s <= run.end_s)).sum())
     finished, dropped = int(done.sum()), int(run.dropped.sum())
-    holds(
+    require_invariant(
         29,
         arrived == finished + run.queued + run.running + dropped,
         f"{arrived} arrived; {finished} done + {run.queued} queued + {run.running} running + {dropped} dropped",
@@ -62,15 +62,19 @@ def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
         if wrong.size:
             row = wrong[0]
             request = int(np.flatnonzero(done)[row])
-            holds(20, False, f"request {request}: {after} at {later[row]} s, {before} at {earlier[row]} s")
+            require_invariant(20, False, f"request {request}: {after} at {later[row]} s, {before} at {earlier[row]} s")
     first = run.first_token_s[done]
     between = (first >= stages[2]) & (first <= stages[-1])
-    holds(20, bool(between.all()), "a first token came before its prompt was computed or after the last token")
+    require_invariant(
+        20, bool(between.all()), "a first token came before its prompt was computed or after the last token"
+    )
 
 
 def _check_places(run: FleetRun, places: int, prefill_places: int, both: bool) -> None:
     """INV-30, by a sweep over the times at which requests join and leave."""
-    holds(30, run.step_decoding.max(initial=0) <= places, f"a step decoded {run.step_decoding.max(initial=0)} tokens")
+    require_invariant(
+        30, run.step_decoding.max(initial=0) <= places, f"a step decoded {run.step_decoding.max(initial=0)} tokens"
+    )
     start, end = (run.prefill_start_s, run.finish_s) if both else (run.decode_start_s, run.finish_s)
     _sweep(run.decoder, start, end, places)
     if run.prefill_workers:
@@ -85,7 +89,7 @@ def _sweep(worker: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[n
         change = np.repeat([1, -1], mine.sum())
         order = np.lexsort((change, times))  # who leaves at a moment leaves before who joins
         most = int(np.cumsum(change[order]).max(initial=0))
-        holds(30, most <= places, f"worker {one} ran {most} requests on {places} places")
+        require_invariant(30, most <= places, f"worker {one} ran {most} requests on {places} places")
 
 
 def _steps_by_worker(run: FleetRun) -> list[NDArray[np.int64]]:
@@ -99,7 +103,7 @@ def _check_work(run: FleetRun, steps: list[NDArray[np.int64]], done: NDArray[np.
     for worker, mine in enumerate(steps):
         start, end = run.step_start_s[mine], run.step_start_s[mine] + run.step_s[mine]
         gaps = start[1:] - end[:-1]
-        holds(21, bool((gaps >= -TOLERANCE_S).all()), f"two steps of worker {worker} overlap")
+        require_invariant(21, bool((gaps >= -TOLERANCE_S).all()), f"two steps of worker {worker} overlap")
         decoder = worker - run.prefill_workers
         if decoder < 0:
             due, until = run.prefill_start_s, run.prefill_end_s
@@ -111,9 +115,13 @@ def _check_work(run: FleetRun, steps: list[NDArray[np.int64]], done: NDArray[np.
         due, until = due[here], until[here]
         for at in np.flatnonzero(gaps > TOLERANCE_S):
             idle = (due <= end[at] + TOLERANCE_S) & (until >= start[at + 1])
-            holds(21, not idle.any(), f"worker {worker} idle from {end[at]} to {start[at + 1]} s while one is due")
+            require_invariant(
+                21, not idle.any(), f"worker {worker} idle from {end[at]} to {start[at + 1]} s while one is due"
+            )
             late = (due > end[at] + TOLERANCE_S) & (due < start[at + 1] - TOLERANCE_S)
-            holds(21, not late.any(), f"worker {worker} idle until {start[at + 1]} s while one is due before")
+            require_invariant(
+                21, not late.any(), f"worker {worker} idle until {start[at + 1]} s while one is due before"
+            )
 
 
 def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[np.int64]]) -> None:
@@ -131,19 +139,21 @@ def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[
             if not np.isfinite(run.finish_s[request]):
                 decoded = min(decoded + 1, len(mine) - first)  # the step under way holds it too
             rows = np.arange(decoded) % recordings.decode_rows[recorded] + recordings.decode_row[recorded]
-            holds(31, first + decoded <= len(mine), f"request {request} decodes past the last step of its worker")
+            require_invariant(
+                31, first + decoded <= len(mine), f"request {request} decodes past the last step of its worker"
+            )
             for at, row in enumerate(rows, first):
                 touched[at, layers, recordings.expert_ids[row]] = True
             tokens[first : first + decoded] += 1
         alone = run.step_prefill[mine] == 0
         counted = touched.sum(axis=(1, 2)) / len(layers)
         wrong = np.flatnonzero(tokens != run.step_decoding[mine])
-        holds(31, not wrong.size, f"decoder {decoder}: a step decodes other requests than are there")
+        require_invariant(31, not wrong.size, f"decoder {decoder}: a step decodes other requests than are there")
         wrong = np.flatnonzero(alone & (counted != run.step_distinct[mine]))
         if wrong.size:
             step = mine[wrong[0]]
             words = f"step {step} touches {counted[wrong[0]]} experts a layer, reported {run.step_distinct[step]}"
-            holds(31, False, words)
+            require_invariant(31, False, words)
 
 
 def _check_unique(run: FleetRun, requests: FleetRequests) -> None:
@@ -157,4 +167,4 @@ def _check_unique(run: FleetRun, requests: FleetRequests) -> None:
     if twice.size:
         row = order[twice[0] + 1]
         words = f"request {row} replays recording {requests.recorded[row]}, in flight at {run.arrival_s[row]} s already"
-        holds(32, False, words)
+        require_invariant(32, False, words)

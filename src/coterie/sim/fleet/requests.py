@@ -181,7 +181,7 @@ def draw_requests(
     return replace(found, block_offsets=offsets, blocks=blocks, block_tokens=arrivals.block_tokens)
 
 
-def check_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | None) -> None:
+def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | None) -> None:
     """The compiled loop trusts these, and would read past an array's end."""
     count, recordings = len(requests), requests.recordings
     if not count:

@@ -34,7 +34,7 @@ from coterie.sim.fleet._tables import WORD, step_tables
 from coterie.sim.fleet.checks import check_fleet
 from coterie.sim.fleet.control import EndedRequests, FinishedRequest, FleetController
 from coterie.sim.fleet.metrics import FleetRun
-from coterie.sim.fleet.requests import FleetRequests, check_requests
+from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
 from coterie.types import Link, Placement, narrowest_uint
 
 PrefillPolicy = Literal["soonest", "least_queued", "round_robin"]
@@ -122,7 +122,7 @@ def run_fleet(
     the default tracks no experts, and routers that need them refuse it. `controller` is told of requests that ended
     before each decision, and may put another router in force, and with it another fleet in place of `fleet`.
     """
-    check_requests(requests, model.spec, in_flight)
+    check_fleet_requests(requests, model.spec, in_flight)
     check_one_of(get_args(Duplicates), duplicates=duplicates)
     if fleet is None:
         speeds = config.speeds

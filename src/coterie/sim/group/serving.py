@@ -24,11 +24,11 @@ from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links
 from coterie.costs.step import ONE_DEVICE, StepModel
 from coterie.errors import ConfigError, check_at_least
 from coterie.sim.fleet._tables import StepTables, step_tables
-from coterie.sim.fleet.requests import FleetRequests, check_requests
+from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
 from coterie.sim.group._serve import ACTIVATIONS, DECODED, EXCHANGE, EXPERTS, PROMPT, REMOTE, REST, RING, START, serve
 from coterie.sim.group.prompts import IN_ORDER, PromptTables, prompt_tables, shuffled_tables
 from coterie.sim.group.step import SlotTables, check_group, slot_tables
-from coterie.sim.invariants import check_times, check_tokens, holds
+from coterie.sim.invariants import check_times, check_tokens, require_invariant
 from coterie.types import ModelSpec, Placement
 
 MOST_RANKS = 64
@@ -192,7 +192,7 @@ class ServingGroup:
         """`token_ranks` [layer, row of the recordings] are predicted ranks, for attention tensor parallel alone."""
         model, settings = prices.model, prices.settings
         check_group(model, placement)
-        check_requests(replace(requests, arrival_s=None), model.spec, 1)
+        check_fleet_requests(replace(requests, arrival_s=None), model.spec, 1)
         if (requests.prompt_tokens != settings.prompt_tokens).any():
             raise ConfigError(f"all prompts must have prompt_tokens={settings.prompt_tokens} tokens")
         self.prices, self.placement, self.requests = prices, placement, requests
@@ -225,7 +225,7 @@ class ServingGroup:
         requests = replace(
             requests, prompt_tokens=requests.prompt_tokens[:count], output_tokens=requests.output_tokens[:count]
         )
-        check_requests(requests, self.prices.model.spec, None)
+        check_fleet_requests(requests, self.prices.model.spec, None)
         lanes = 1 if tensor else self.placement.num_ranks
         lane = _lanes(ranks, count, lanes, tensor)
         scores = np.zeros((len(requests.recordings), lanes)) if affinity is None else np.asarray(affinity, np.float64)
@@ -358,16 +358,18 @@ def check_served(run: GroupServedRun, requests: FleetRequests, prompt_tokens: in
     """INV-19, 20, 21 and 29 of a run: nobody is lost, times are in order, steps neither overlap nor invent tokens."""
     arrived, done = int((run.arrival_s <= run.end_s).sum()), run.done
     words = f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run"
-    holds(29, arrived == done + run.queued + run.running, words)
+    require_invariant(29, arrived == done + run.queued + run.running, words)
     finished = np.isfinite(run.finish_s)
     check_times(run.arrival_s[finished], run.first_s[finished], run.finish_s[finished])
     check_tokens(run.decoded[finished], requests.output_tokens[: len(finished)][finished])
     begun = np.isfinite(run.first_s)
     tokens = int(np.maximum(run.decoded[begun] - 1, 0).sum())
-    holds(19, int(run.steps.decoded.sum()) == tokens, f"steps decoded {run.steps.decoded.sum()} tokens of {tokens}")
+    require_invariant(
+        19, int(run.steps.decoded.sum()) == tokens, f"steps decoded {run.steps.decoded.sum()} tokens of {tokens}"
+    )
     if not run.running:
         counted, wanted = int(run.steps.prompt.sum()), prompt_tokens * done
-        holds(19, counted == wanted, f"steps computed {counted} prompt tokens of {wanted}")
+        require_invariant(19, counted == wanted, f"steps computed {counted} prompt tokens of {wanted}")
     ends = run.steps.start_s + run.steps.seconds
     late = np.flatnonzero(run.steps.start_s[1:] < ends[:-1] - 1e-9 * ends[:-1])
-    holds(21, not len(late), f"{len(late)} steps start before the one before them ended")
+    require_invariant(21, not len(late), f"{len(late)} steps start before the one before them ended")

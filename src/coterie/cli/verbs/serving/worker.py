@@ -64,7 +64,7 @@ def worker_command(
     after finishing running requests.
     """
     from coterie.engines.tiny import TINY, tiny_model_path
-    from coterie.engines.worker import Role, WorkerConfig, serve
+    from coterie.engines.worker import Role, WorkerConfig, serve_worker
     from coterie.net.access import FleetAccess
 
     access = FleetAccess.read(fleet_secret_file, worker_key_file)
@@ -100,4 +100,4 @@ def worker_command(
         else:
             out.print(f"Ready: {escape(url)} serves {escape(name)} (role {role})", highlight=False, soft_wrap=True)
 
-    serve(config, ready)
+    serve_worker(config, ready)

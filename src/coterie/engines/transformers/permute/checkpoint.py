@@ -89,7 +89,7 @@ def permute_checkpoint(
     """
     check_one_of(TIES, ties=ties)
     source, target = _read(Path(checkpoint)), Path(out)
-    check_target(target, source.folder)
+    check_new_checkpoint(target, source.folder)
     groups = routing_groups(source.config)
     placement = keep_groups(asked.placement, groups) if nearest and groups > 1 else asked.placement
     blocks = {block.layer_id: block for block in _main_blocks(source)}
@@ -114,7 +114,7 @@ def permute_checkpoint(
     )
 
 
-def check_target(target: Path, checkpoint: Path) -> None:
+def check_new_checkpoint(target: Path, checkpoint: Path) -> None:
     """Refuse a folder that holds anything, or that is or lies in the checkpoint."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ConfigError(f"{target} must be a new folder; it is a link or a file")
@@ -242,7 +242,7 @@ def _write(
             report("Writing shards", number, len(source.shards))
             _write_shard(shard, beside / shard.path.name, names, moves)
         write_map(beside / RECORD, record)
-        check_target(target, source.folder)  # a rename would replace an empty folder alone, but say so in words
+        check_new_checkpoint(target, source.folder)  # a rename would replace an empty folder alone, but say so in words
         beside.rename(target)
     except OSError as error:
         raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None

@@ -152,7 +152,7 @@ def bequeath(split: Split, slot: int, unit: Array) -> int:
 
 
 @helper()
-def swap(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
+def swap_slots(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
     """Exchange the experts of two slots; shares go along."""
     each = len(split.expert) // len(split.busy)
     here, there = one // each, other // each

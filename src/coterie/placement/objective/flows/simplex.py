@@ -28,7 +28,7 @@ SMALL = 1e-11
 
 
 @helper()
-def solve_exactly(split: Split, unit: Array, fixed: Array) -> float:
+def solve_shares(split: Split, unit: Array, fixed: Array) -> float:
     """Set the best shares; the slowest rank's seconds."""
     ranks, slots = len(split.busy), len(split.share)
     busiest = _gather(split, unit, fixed)

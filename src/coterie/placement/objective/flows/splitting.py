@@ -26,7 +26,7 @@ from coterie.placement.objective.flows.chains import (
     new_split,
     separable,
 )
-from coterie.placement.objective.flows.simplex import solve_exactly
+from coterie.placement.objective.flows.simplex import solve_shares
 
 MOST_FIXED = 0.999
 """Largest fixed part of an expert's seconds: a share of its tokens always costs something."""
@@ -50,7 +50,7 @@ class Step(NamedTuple):
     alive: NDArray[np.bool_]
 
 
-class StepScratch(NamedTuple):
+class SplitScratch(NamedTuple):
     """Working arrays of one split."""
 
     split: Split
@@ -67,8 +67,8 @@ class StepScratch(NamedTuple):
 
 
 @helper()
-def new_step_scratch(slots: int, experts: int, ranks: int) -> StepScratch:
-    return StepScratch(
+def new_step_scratch(slots: int, experts: int, ranks: int) -> SplitScratch:
+    return SplitScratch(
         new_split(slots, experts, ranks),
         np.empty((4, ranks), np.int64),
         np.empty((ranks, experts)),
@@ -90,12 +90,12 @@ def split_best(
         speed += speeds[rank]
     limit = least_limit(split, unit, speeds, work / speed, search)
     if not separable(split, unit, speeds):
-        limit = solve_exactly(split, unit, fixed)
+        limit = solve_shares(split, unit, fixed)
     return limit
 
 
 @helper()
-def split_step(row: Indices, step: Step, scratch: StepScratch) -> float:
+def split_step(row: Indices, step: Step, scratch: SplitScratch) -> float:
     """The best split of one scenario, in `scratch.share` and `scratch.busy`; seconds of the slowest rank."""
     split, streams = scratch.split, _streams(step)
     draw_lines(step, scratch)
@@ -120,7 +120,7 @@ def _streams(step: Step) -> bool:
 
 
 @helper()
-def draw_lines(step: Step, scratch: StepScratch) -> None:
+def draw_lines(step: Step, scratch: SplitScratch) -> None:
     """The price of a share as a straight line: through one replica and each of two."""
     ranks, experts = scratch.unit.shape
     if not _streams(step):
@@ -161,7 +161,7 @@ def _price(step: Step, split: Split) -> None:
 
 
 @helper()
-def _keep(split: Split, scratch: StepScratch, slowest: float) -> float:
+def _keep(split: Split, scratch: SplitScratch, slowest: float) -> float:
     """Remember these shares if they are better than `slowest` seconds; the better of the two."""
     longest = 0.0
     for seconds in split.busy:
@@ -215,7 +215,7 @@ def _gather(step: Step, split: Split) -> None:
 
 
 @helper()
-def _polish(step: Step, split: Split, scratch: StepScratch) -> float:
+def _polish(step: Step, split: Split, scratch: SplitScratch) -> float:
     """Move shares off the slowest rank while that makes it faster; its seconds."""
     share, busy = scratch.share, scratch.busy
     ranks, each = len(busy), len(share) // len(busy)
