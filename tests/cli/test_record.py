@@ -225,7 +225,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     """A real signal, while the fourth batch is under way."""
     from coterie.engines.transformers import recording
 
-    real = recording.generate_batch  # type: ignore[attr-defined]
+    real = recording.generate_batch
     calls: list[Any] = []
 
     def interrupted(*arguments: Any) -> Any:

@@ -289,7 +289,7 @@ def test_demo(coterie: Coterie, tmp_path: Path) -> None:
 def test_orders_the_waiting_requests_of_vllm(installed: Path, tmp_path: Path) -> None:
     """A real server whose scheduler is told the strategy's name."""
     from coterie.engines.transformers import load_model
-    from coterie.engines.transformers.predictor import dry_run_table
+    from coterie.engines.transformers.dry_run import dry_run_table
 
     table, decisions = tmp_path / "table.safetensors", tmp_path / "decisions"
     dry_run_table(load_model(tiny_model_path()).model).save(table)

@@ -35,7 +35,7 @@ CAUSE = "coterie/failed"
 FAILED = "coterie/failed/{}"
 """Key of the store that a rank watches: the cause, again."""
 
-PRELOADED = ["torch.distributed", "coterie.engines.torch_ep.measuring"]
+PRELOADED = ["torch.distributed", "coterie.engines.torch_ep.migration"]
 """Modules that are imported once, for all ranks: each would take seconds over it."""
 
 Report = Callable[[str, int, int], None]

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from coterie.costs.cells import Measurement, expert_tokens
 from coterie.engines.calibration import timing
-from coterie.engines.calibration.calibrate import active_levels, calibrate, moe_grid
+from coterie.engines.calibration.calibrate import active_levels, attention_grid, calibrate, gemm_shapes, moe_grid
 from coterie.engines.calibration.experts import Experts
-from coterie.engines.calibration.measures import attention_grid, gemm_shapes
 from coterie.engines.calibration.timing import CalibrationSettings, Timer
 from coterie.errors import ConfigError, UnavailableError
 from coterie.types import ModelSpec

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.engines.transformers.permute.admissible import keep_groups, routing_groups, rows_by_layer
+from coterie.engines.transformers.permute.tensors import keep_groups, routing_groups, rows_by_layer
 from coterie.errors import ConfigError
 from coterie.types import Placement
 

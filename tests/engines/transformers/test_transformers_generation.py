@@ -13,7 +13,7 @@ import torch  # noqa: E402
 
 import transformers_models as models  # noqa: E402
 from coterie.engines.transformers import ExpertCapture  # noqa: E402
-from coterie.engines.transformers.generation import generate_batch  # noqa: E402
+from coterie.engines.transformers.recording import generate_batch  # noqa: E402
 from transformers_models import same_routes  # noqa: E402
 
 every_family = pytest.mark.parametrize("family", models.FAMILIES)

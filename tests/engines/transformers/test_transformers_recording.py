@@ -154,7 +154,7 @@ def test_what_was_recorded_is_not_run_again(folder: Path, tmp_path: Path, monkey
     interrupted(folder, tmp_path / "t", 3)
     kept = ActivationTrace.open(tmp_path / "t").requests.ids
     ran = []
-    real = recording.generate_batch  # type: ignore[attr-defined]
+    real = recording.generate_batch
     monkeypatch.setattr(recording, "generate_batch", lambda *a: ran.append(len(a[2])) or real(*a))  # type: ignore[func-returns-value]
     record(folder, PROMPTS, tmp_path / "t", SETTINGS, resume=True)
     assert kept is not None
@@ -167,7 +167,7 @@ def test_a_crash_loses_only_what_was_not_flushed(
 ) -> None:
     """As if the process had died in its third batch: no tidying up, only what earlier flushes wrote."""
     monkeypatch.setattr(recording, "FLUSH_S", 0.0)
-    real = recording.generate_batch  # type: ignore[attr-defined]
+    real = recording.generate_batch
     folders: list[Any] = []
 
     def dies(*args: Any) -> Any:
@@ -260,7 +260,7 @@ def test_settings_check_themselves(change: dict[str, Any]) -> None:
 def test_running_out_of_memory_is_one_line_and_keeps_what_there_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = recording.generate_batch  # type: ignore[attr-defined]
+    real = recording.generate_batch
     calls = []
 
     def exhausted(*args: Any) -> Any:

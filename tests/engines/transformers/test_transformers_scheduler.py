@@ -19,7 +19,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E40
 from coterie.batching.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from coterie.engines.tiny import tiny_model_path  # noqa: E402
 from coterie.engines.transformers import load_model  # noqa: E402
-from coterie.engines.transformers.predictor import dry_run_table  # noqa: E402
+from coterie.engines.transformers.dry_run import dry_run_table  # noqa: E402
 from coterie.engines.transformers.scheduler import register_scheduler  # noqa: E402
 from coterie.engines.waiting_settings import OrderingSettings  # noqa: E402
 from coterie.errors import ConfigError, UnknownNameError  # noqa: E402

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from coterie.engines.recording import Sending
-from coterie.engines.vllm import recording, subscriber
+from coterie.engines.vllm import recording
 from coterie.engines.vllm.recording import record_vllm
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.footprints import PositionStore, footprint
@@ -133,8 +133,8 @@ def test_recording_a_server_under_load(
     servers: tuple[Server, Server], truth: Truth, prompts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two recordings at once: of one's own prompts, and of all that the server has meanwhile."""
-    for module, patience in ((recording, "CONNECTED_S"), (recording, "LAST_EVENT_S"), (subscriber, "GREETING_S")):
-        monkeypatch.setattr(module, patience, 120.0)
+    for patience in ("CONNECTED_S", "LAST_EVENT_S", "GREETING_S"):
+        monkeypatch.setattr(recording, patience, 120.0)
     plugin = servers[1]
     wanted = take_in_turn(load_prompts(), 24)
     listening = threading.Event()

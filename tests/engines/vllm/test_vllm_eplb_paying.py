@@ -14,8 +14,8 @@ import pytest
 
 import eplb_paying
 from coterie.engines.vllm.eplb import Agreement, EplbRound, Rounds, count_moves
-from coterie.engines.vllm.eplb.metrics import KINDS, series
 from coterie.engines.vllm.eplb.policy import differences
+from coterie.engines.vllm.eplb.rounds import KINDS, series
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.placement.maps.formats import read_map

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from coterie.engines.vllm.publisher import EventPublisher
-from coterie.engines.vllm.subscriber import Subscriber, events_endpoint
+from coterie.engines.vllm.recording import Subscriber, events_endpoint
 from coterie.errors import InputError, UnavailableError
 from coterie.net.processes import free_port
 from coterie.wire.expert_events import RequestExperts

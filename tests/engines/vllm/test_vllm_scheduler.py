@@ -46,7 +46,7 @@ PLUGIN = {"footprint": "never", "load_interval_s": 0.2, "events_queue": 4096}
 @pytest.fixture(scope="module")
 def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from coterie.engines.transformers import load_model
-    from coterie.engines.transformers.predictor import dry_run_table
+    from coterie.engines.transformers.dry_run import dry_run_table
 
     file = tmp_path_factory.mktemp("table") / "table.safetensors"
     dry_run_table(load_model(tiny_model_path()).model).save(file)

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.engines.tiny import tiny_model_path
-from coterie.engines.worker.embedded import from_bytes, to_bytes
 from coterie.engines.worker.model import RequestRows
 from coterie.engines.worker.numpy_model import BytePairs, NumpyModel
-from coterie.engines.worker.transfer import Prefilled
+from coterie.engines.worker.transfer import Prefilled, numpy_codec
 from coterie.errors import ConfigError, InputError
 from coterie.prompts import load_prompts
 
 PAIRS = BytePairs(tiny_model_path())
+CODEC = numpy_codec()
 MODEL = NumpyModel(tiny_model_path(), num_blocks=64, block_size=16)
 
 
@@ -52,7 +52,7 @@ def test_kv_travels_and_what_does_not_fit_is_refused() -> None:
     prompt = PAIRS.encode(chat("Name three rivers of Europe."))
     ids = MODEL.step([RequestRows(prompt, 0, [30, 31, 32], True)]).expert_ids
     sent = Prefilled(MODEL.identity, np.asarray(prompt, np.int32), ids, MODEL.store.pack([30, 31, 32], len(prompt)))
-    got = from_bytes(to_bytes(sent))
+    got = CODEC.from_bytes(CODEC.to_bytes(sent))
     assert got.identity == sent.identity
     for name in ("keys", "values"):
         np.testing.assert_array_equal(got.tensors[name], sent.tensors[name])
@@ -60,9 +60,9 @@ def test_kv_travels_and_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="this worker keeps"):
         MODEL.store.check(got.tensors, len(prompt) + 1)
     with pytest.raises(InputError, match="no prefilled request"):
-        from_bytes(to_bytes(sent)[:-3])
+        CODEC.from_bytes(CODEC.to_bytes(sent)[:-3])
     with pytest.raises(InputError, match="no prefilled request"):
-        from_bytes(b"")
+        CODEC.from_bytes(b"")
 
 
 @pytest.mark.torch

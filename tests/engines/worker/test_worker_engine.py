@@ -19,12 +19,14 @@ pytestmark = pytest.mark.torch
 
 
 import transformers_models as models  # noqa: E402
-from coterie.engines.worker.transfer import check_prefilled, from_bytes, most_bytes, to_bytes  # noqa: E402
+from coterie.engines.worker.transfer import check_prefilled, most_bytes, torch_codec  # noqa: E402
 from coterie.errors import ConfigError, InputError  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402
 from coterie.wire.footprints import footprint_of  # noqa: E402
 from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored  # noqa: E402
 from worker_driver import FAMILY, Driver, check_experts, prompts  # noqa: E402
+
+CODEC = torch_codec()
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +214,7 @@ def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path) -> No
 
         data = prefill.engine.export(given)
         assert data is not None
-        prefilled = from_bytes(data)
+        prefilled = CODEC.from_bytes(data)
         check_prefilled(prefilled, prompt, decode.engine.model)
         before = decode.count("step_rows_total", "prefill")
         key = decode.submit(prompt, 9, prefilled=prefilled)
@@ -236,7 +238,7 @@ def test_a_handoff_uses_what_the_decode_worker_has_already(folder: Path) -> None
     prefill.run()
     data = prefill.engine.export(given)
     assert data is not None
-    key = decode.submit(prompt, 5, prefilled=from_bytes(data))
+    key = decode.submit(prompt, 5, prefilled=CODEC.from_bytes(data))
     decode.run()
     assert decode.tokens(key) == models.generated(FAMILY, prompt, 5)
     assert decode.count("prompt_tokens_total", "prefix_cache") == 16
@@ -250,7 +252,7 @@ def test_kv_of_another_prompt_or_model_is_refused(folder: Path) -> None:
     driver.run()
     data = driver.engine.export(given)
     assert data is not None
-    good = from_bytes(data)
+    good = CODEC.from_bytes(data)
     check_prefilled(good, [5, 6, 7, 8, 9], driver.engine.model)
     with pytest.raises(ConfigError, match="another prompt"):
         check_prefilled(good, [5, 6, 7, 8, 10], driver.engine.model)
@@ -278,7 +280,7 @@ def test_damaged_kv_is_one_line(folder: Path) -> None:
     driver.run()
     data = driver.engine.export(given)
     assert data is not None
-    again = from_bytes(to_bytes(from_bytes(data)))
+    again = CODEC.from_bytes(CODEC.to_bytes(CODEC.from_bytes(data)))
     assert again.token_ids.tolist() == [5, 6, 7]
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -287,7 +289,7 @@ def test_damaged_kv_is_one_line(folder: Path) -> None:
             if at < len(broken):
                 broken[at] = rng.integers(0, 256)
         with contextlib.suppress(InputError):  # and no other
-            from_bytes(bytes(broken))
+            CODEC.from_bytes(bytes(broken))
 
 
 def test_staged_kv_expires_and_makes_room(folder: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from coterie.engines.worker import launch
+from coterie.engines.worker import server
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.metrics import METRICS, PREFIX, WorkerMetrics
 from coterie.engines.worker.protocol import Remote, RequestError, check_max_tokens, error_body, parse_body, parse_json
@@ -250,6 +250,6 @@ def test_settings_that_cannot_work(wrong: dict[str, Any], words: str, tmp_path: 
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "torch" else object())
+    monkeypatch.setattr(server, "find_spec", lambda name: None if name == "torch" else object())
     with pytest.raises(UnavailableError, match=re.escape("needs torch: pip install 'coterie[torch]'")):
-        launch.check_requirements()
+        server.check_requirements()

@@ -117,7 +117,7 @@ def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.eplb.policy import EPLB_POLICIES
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from coterie.engines.vllm.environment import EPLB_VARIABLE
+    from coterie.engines.vllm import EPLB_VARIABLE
     from coterie.engines.vllm.plugin import NAME, register
 
     stand_in()

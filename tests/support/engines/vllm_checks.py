@@ -13,7 +13,7 @@ import torch
 
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.transformers.capture import ExpertCapture
-from coterie.engines.vllm.subscriber import Subscriber
+from coterie.engines.vllm.recording import Subscriber
 from coterie.footprints import footprint
 from coterie.wire.expert_events import RequestExperts
 from coterie.wire.footprints import WireFootprint, footprint_of

@@ -340,7 +340,7 @@ def route_prompts(
 ) -> ModelRouting:
     """Run the prompts through the model once, for the experts they really use, and its gates alone."""
     from coterie.engines.transformers import ExpertCapture, dry_run, load_model
-    from coterie.engines.transformers.generation import generate_batch
+    from coterie.engines.transformers.recording import generate_batch
 
     report("Loading the model", 0, 1)
     loaded = load_model(folder, dtype, device)

@@ -27,7 +27,7 @@ from coterie.answers.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.answers.load.steps import read_steps
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
-from coterie.engines.vllm.subscriber import Subscriber, hear
+from coterie.engines.vllm.recording import Subscriber, hear
 from coterie.errors import ConfigError, InputError, UnavailableError, check_at_least
 from coterie.footprints import PositionStore, footprint
 from coterie.footprints.positions import ROWS, LoggedSteps

@@ -9,3 +9,6 @@
 `plugin` is vLLM's entry point: it gives vLLM the connector's name, or, where it does not know the version of vLLM, a
 connector of that name which does nothing. See docs/engines/vllm.md.
 """
+
+EPLB_VARIABLE = "COTERIE_EPLB"
+"""Environment variable with the settings of the EPLB policy, as a JSON object; unset, vLLM keeps its own."""

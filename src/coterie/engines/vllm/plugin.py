@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 
-from coterie.engines.vllm.environment import EPLB_VARIABLE
+from coterie.engines.vllm import EPLB_VARIABLE
 
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces were read and run."""

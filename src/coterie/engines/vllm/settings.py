@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from coterie.engines.vllm.environment import EPLB_VARIABLE
+from coterie.engines.vllm import EPLB_VARIABLE
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.footprints.positions import SUFFIX, store_folder
 

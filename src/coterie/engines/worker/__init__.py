@@ -6,12 +6,7 @@ the batching, the blocks and their prefix hits, the handoff of KV between worker
     config    settings                        protocol  bodies in, answers out
     blocks    the block table and its events  requests  one request's state: tokens, text, stop strings, sampling
     model     the forward pass over blocks    engine    the loop: waiting → prefill → decode, in one thread
-    transfer  KV as bytes                     reports   what subscribers are told
-    events    ZMQ                             server    HTTP
-    metrics   Prometheus series               launch    what can go wrong at the start
+    transfer  KV handed to another worker     fetching  KV handed over by one
+    events    what subscribers are told       server    HTTP
+    metrics   Prometheus series               embedded  the worker on NumPy, without torch
 """
-
-from coterie.engines.worker.config import Role, WorkerConfig
-from coterie.engines.worker.launch import serve_worker
-
-__all__ = ["Role", "WorkerConfig", "serve_worker"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,54 +19,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
-
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import Role, WorkerConfig
 from coterie.engines.worker.engine import Engine
-from coterie.engines.worker.launch import open_streams
+from coterie.engines.worker.events import open_streams
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.engines.worker.server import Server
-from coterie.engines.worker.transfer import VERSION, Prefilled
-from coterie.errors import InputError
+from coterie.engines.worker.transfer import numpy_codec
 from coterie.net.access import FleetAccess
 from coterie.net.processes import ServerProcess, bind, free_port
 
 
 class EmbeddedEngine(Engine):
     step_clock = staticmethod(time.thread_time)  # several on few cores wait for each other: the clock would count that
-
-    @staticmethod
-    def to_bytes(prefilled: Prefilled) -> bytes:
-        return to_bytes(prefilled)
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Prefilled:
-        return from_bytes(data)
-
-
-def to_bytes(prefilled: Prefilled) -> bytes:
-    extra = {"token_ids": prefilled.token_ids, "expert_ids": prefilled.expert_ids}
-    arrays = {name: np.ascontiguousarray(array) for name, array in {**prefilled.tensors, **extra}.items()}
-    return bytes(save(arrays, {"version": VERSION, "identity": prefilled.identity}))
-
-
-def from_bytes(data: bytes) -> Prefilled:
-    """Raises InputError in one line, whatever the bytes are."""
-    try:
-        arrays = load(data)
-        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-        token_ids, expert_ids = arrays.pop("token_ids"), arrays.pop("expert_ids")
-    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"is no prefilled request: {error}") from None
-    if about.get("version") != VERSION:
-        raise InputError(f"is a prefilled request of version {about.get('version')!r}, expected {VERSION!r}")
-    if token_ids.ndim != 1 or expert_ids.ndim != 3 or len(expert_ids) != len(token_ids):
-        raise InputError(f"has token_ids {token_ids.shape} and expert_ids {expert_ids.shape}")
-    return Prefilled(about.get("identity", ""), token_ids, expert_ids, arrays)
+    codec = staticmethod(numpy_codec)
 
 
 class EmbeddedWorker(NamedTuple):

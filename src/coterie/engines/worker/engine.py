@@ -25,12 +25,18 @@ from numpy.typing import NDArray
 from coterie.engines.worker.blocks import BlockTable, OutOfBlocksError, block_digests
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream, Reports
-from coterie.engines.worker.grants import FIELD as GRANT
-from coterie.engines.worker.grants import GrantError, Grants, prompt_digest
 from coterie.engines.worker.metrics import WorkerMetrics
 from coterie.engines.worker.model import PackedModel, RequestRows, StepResult
 from coterie.engines.worker.requests import FinishReason, Output, WorkerRequest, draw_token
-from coterie.engines.worker.transfer import Prefilled, StagedKV, from_bytes, to_bytes
+from coterie.engines.worker.transfer import (
+    GRANT_FIELD,
+    GrantError,
+    Grants,
+    Prefilled,
+    StagedKV,
+    prompt_digest,
+    torch_codec,
+)
 from coterie.footprints import block_positions, footprint
 from coterie.footprints.positions import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
@@ -48,6 +54,8 @@ class Engine:
 
     step_clock = staticmethod(time.perf_counter)
     """Clock that times forward passes in the log of steps."""
+    codec = staticmethod(torch_codec)
+    """Makes the codec of handed-over KV, for the arrays of the model."""
 
     def __init__(
         self,
@@ -136,9 +144,6 @@ class Engine:
 
     # ------------------------------------------------------------------------- in the engine's thread, between steps
 
-    to_bytes = staticmethod(to_bytes)
-    from_bytes = staticmethod(from_bytes)
-
     def export(self, key: str) -> bytes | None:
         """Staged KV as bytes; None for an unknown key. It stays staged until it is released."""
         staged = self._staged.get(key)
@@ -146,8 +151,8 @@ class Engine:
             return None
         count = len(staged.prompt)
         tensors = self.model.store.pack(staged.blocks, count)
-        tokens = np.asarray(staged.prompt, np.int32)
-        return self.to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
+        tokens, expert_ids = np.asarray(staged.prompt, np.int32), self._ids_of(staged.blocks, count)
+        return self.codec().to_bytes(Prefilled(self.model.identity, tokens, expert_ids, tensors))
 
     def hand_out(self, key: str, grant: str | None) -> bytes | None:
         """Staged KV as bytes, once: it is released. None for an unknown key; a wrong grant raises GrantError."""
@@ -388,7 +393,7 @@ class Engine:
             "remote_host": request.address[0],
             "remote_port": request.address[1],
             "remote_request_id": request.key,
-            GRANT: self.grants.sign(request.key, digest, time.time() + self.config.kv_ttl_s),
+            GRANT_FIELD: self.grants.sign(request.key, digest, time.time() + self.config.kv_ttl_s),
         }
         capture = self.model.capture
         counts = footprint(self._ids_of(request.blocks, count), capture.num_experts)

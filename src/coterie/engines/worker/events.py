@@ -6,24 +6,29 @@ see `coterie.wire.publishing`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import zmq
 from numpy.typing import NDArray
 
 from coterie.engines.transformers.capture import ExpertCapture
+from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.requests import WorkerRequest
 from coterie.errors import UnavailableError
 from coterie.footprints import accumulate_load
 from coterie.wire.event_security import secure_publisher
+from coterie.wire.expert_events import TOPIC as EXPERT_TOPIC
 from coterie.wire.expert_events import ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
 from coterie.wire.framing import REPLAY_END, to_frames
 from coterie.wire.kv_events import KVEvent, KVEvents, encode_kv_events
 from coterie.wire.publishing import limit_queues, send_to_all
 
+KV_TOPIC = b"kv"
 MAX_ASKED = 4096
 """Largest message of a subscriber: it sends topics and numbers."""
 LINGER_MS = 500
@@ -133,6 +138,26 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str, secret: str | None) -> str:
     except zmq.ZMQError as error:
         raise UnavailableError(f"{endpoint}: cannot publish there: {error.strerror or error}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+class Streams(NamedTuple):
+    """Event streams of a worker; None for one that is not configured."""
+
+    kv: EventStream | None
+    experts: EventStream | None
+
+
+def open_streams(config: WorkerConfig, stack: contextlib.ExitStack) -> Streams:
+    """Bind the configured streams; the stack closes them."""
+    kv = experts = None
+    queue, secret = config.event_queue, config.fleet_secret
+    if config.kv_events is not None:
+        kv = EventStream(config.kv_events, KV_TOPIC, queue, secret, config.kv_replay, config.replay_queue)
+        stack.callback(kv.close)
+    if config.expert_events is not None:
+        experts = EventStream(config.expert_events, EXPERT_TOPIC, queue, secret)
+        stack.callback(experts.close)
+    return Streams(kv, experts)
 
 
 # What the engine tells subscribers: the blocks it holds, the experts of requests that ended, the load in between.

@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.engine import Engine
-from coterie.engines.worker.grants import HEADER, prompt_digest
 from coterie.engines.worker.protocol import Remote
-from coterie.engines.worker.transfer import Prefilled, check_prefilled, most_bytes
+from coterie.engines.worker.transfer import GRANT_HEADER, Prefilled, check_prefilled, most_bytes, prompt_digest
 from coterie.net.access import Address, bearer, is_loopback, parse_address
 from coterie.net.http1 import Headers, Upstream, UpstreamError, UpstreamLimits
 
@@ -42,7 +41,7 @@ class Fetcher:
                 outcome = "missing"
                 if data is not None:
                     outcome = "damaged"
-                    prefilled = await asyncio.to_thread(self._engine.from_bytes, data)
+                    prefilled = await asyncio.to_thread(self._engine.codec().from_bytes, data)
                     outcome = "mismatch"
                     check_prefilled(prefilled, prompt, self._engine.model)
                     outcome = "ok"
@@ -90,7 +89,7 @@ class Fetcher:
             await peer.close()
 
     def _headers(self, remote: Remote) -> Headers:
-        shown = {**bearer(self._config.worker_key), **({} if remote.grant is None else {HEADER: remote.grant})}
+        shown = {**bearer(self._config.worker_key), **({} if remote.grant is None else {GRANT_HEADER: remote.grant})}
         return [(name.lower().encode(), value.encode()) for name, value in shown.items()]
 
     def _drop(self, remote: Remote) -> None:

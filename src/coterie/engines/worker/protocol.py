@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coterie.engines.worker.config import Role
-from coterie.engines.worker.grants import FIELD as GRANT
 from coterie.engines.worker.requests import Output, SamplingSettings
+from coterie.engines.worker.transfer import GRANT_FIELD
 from coterie.errors import CoterieError
 from coterie.net.access import Address
 
@@ -78,7 +78,7 @@ class Asked:
     max_tokens: int | None
     """None takes as many as fit."""
     sampling: SamplingSettings
-    """Sampling settings without max_tokens."""
+    """SamplingSettings settings without max_tokens."""
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -263,7 +263,7 @@ def _transfer(params: Any, role: Role) -> tuple[bool, Remote | None]:
         raise RequestError(
             f"remote_request_id must be as the prefill worker gave it, found {_short(key)}", "kv_transfer_params"
         )
-    grant = params.get(GRANT)
+    grant = params.get(GRANT_FIELD)
     host = host.removeprefix("[").removesuffix("]").lower()
     return False, Remote(Address(host, port), key, grant if isinstance(grant, str) else None)
 

@@ -15,17 +15,17 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
 
+from coterie.engines.transformers.loading import check_model_folder, check_torch_dtype
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.engine import Engine
-from coterie.engines.worker.events import EventStream
+from coterie.engines.worker.events import open_streams
 from coterie.engines.worker.fetching import Fetcher
-from coterie.engines.worker.grants import HEADER as GRANT_HEADER
-from coterie.engines.worker.grants import GrantError
 from coterie.engines.worker.metrics import CONTENT_TYPE
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.protocol import (
@@ -38,11 +38,15 @@ from coterie.engines.worker.protocol import (
 )
 from coterie.engines.worker.requests import Output, Text, WorkerRequest
 from coterie.engines.worker.tokenising import Tokenising
+from coterie.engines.worker.transfer import GRANT_HEADER, GrantError
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.net.access import shows_key
 from coterie.net.http1 import Headers, HttpError, HttpRequest, HttpServer, Limits, Responder
+from coterie.net.processes import bind
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
+NEEDS = ("torch", "transformers")
+"""Packages of the extra `torch`."""
 BODY_BYTES = 65_536
 BODY_BYTES_PER_TOKEN = 64
 """A body may have so many bytes, and so many more for every token of the context."""
@@ -61,17 +65,26 @@ class Route(NamedTuple):
     """Whether the worker's key is needed."""
 
 
-def run_worker(
-    config: WorkerConfig,
-    listener: socket.socket,
-    ready: Callable[[str], None],
-    kv_stream: EventStream | None = None,
-    expert_stream: EventStream | None = None,
-) -> None:
-    """Load, serve, drain."""
-    model = PackedModel(config.model, config.dtype, config.device, config.kv_blocks, config.block_size)
-    engine = Engine(model, config, kv_stream, expert_stream)
-    asyncio.run(Server(engine, config).run(listener, ready))
+def serve_worker(config: WorkerConfig, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; `ready` is called once with the URL.
+
+    Everything wrong raises before that. What can fail is tried in the order of its cost: ports before the model.
+    """
+    check_requirements()
+    check_model_folder(config.model)
+    check_torch_dtype(config.dtype)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(config.host, config.port))
+        streams = open_streams(config, stack)
+        model = PackedModel(config.model, config.dtype, config.device, config.kv_blocks, config.block_size)
+        engine = Engine(model, config, streams.kv, streams.experts)
+        asyncio.run(Server(engine, config).run(listener, ready))
+
+
+def check_requirements() -> None:
+    missing = [module for module in NEEDS if find_spec(module) is None]
+    if missing:
+        raise UnavailableError(f"the worker needs {', '.join(missing)}: pip install 'coterie[torch]'")
 
 
 class Server:

@@ -1,19 +1,77 @@
-"""A prefilled request as bytes: its KV, its tokens and their experts, in one safetensors file."""
+"""Handing KV from one worker to another: the prefilled request as bytes, its staging, and the grant to fetch it.
+
+A prefilled request is one safetensors file: its KV, its tokens and their experts.
+
+A prefill worker puts a grant into the ``kv_transfer_params`` of its answer: an expiry and an HMAC, with the fleet's
+secret, over the request's key, the digest of its prompt and cache salt, and the expiry. The decode worker checks it
+before it opens a connection, so a client cannot make up an address or use another prompt's KV; the prefill worker
+checks it before it sends KV, and sends it once.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import math
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
-from coterie.engines.worker.blocks import BlockTable
+from coterie.engines.worker.blocks import BlockTable, salt_digest
 from coterie.engines.worker.metrics import WorkerMetrics
 from coterie.engines.worker.model import PackedModel
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError, CoterieError, InputError
+
+GRANT_FIELD = "coterie_grant"
+"""Name in ``kv_transfer_params``."""
+GRANT_HEADER = "X-Coterie-Grant"
+_FORM = re.compile(r"1\.([0-9]{1,12})\.([0-9a-f]{64})")
+
+
+class GrantError(CoterieError):
+    """KV was asked for without a grant for it."""
+
+
+def prompt_digest(prompt: Sequence[int], salt: str | None) -> bytes:
+    """Digest of a prompt in its tenant's cache."""
+    return hashlib.sha256(salt_digest(salt) + np.asarray(prompt, "<i4").tobytes()).digest()
+
+
+class Grants:
+    """Signs and checks grants; without a secret there are none, and none is asked for."""
+
+    def __init__(self, secret: str | None) -> None:
+        self._key = None if secret is None else hmac.digest(secret.encode(), b"coterie grants 1", "sha256")
+
+    def sign(self, request: str, digest: bytes, until: float) -> str | None:
+        """Grant for the KV of a request, until a time in seconds since the epoch."""
+        if self._key is None:
+            return None
+        seconds = math.ceil(until)
+        return f"1.{seconds}.{self._signature(self._key, request, digest, seconds)}"
+
+    def valid(self, grant: str | None, request: str, digest: bytes) -> bool:
+        if self._key is None:
+            return True
+        found = _FORM.fullmatch(grant or "")
+        if found is None:
+            return False
+        seconds = int(found[1])
+        right = self._signature(self._key, request, digest, seconds)
+        return hmac.compare_digest(right, found[2]) and time.time() <= seconds
+
+    @staticmethod
+    def _signature(key: bytes, request: str, digest: bytes, seconds: int) -> str:
+        return hmac.new(key, b"%s\0%s%d" % (request.encode(), digest, seconds), "sha256").hexdigest()
+
 
 VERSION = "1"
 HEADER_BYTES = 1 << 18
@@ -33,37 +91,52 @@ class Prefilled(NamedTuple):
     """key.LAYER and value.LAYER: [token, head, width]."""
 
 
-def to_bytes(prefilled: Prefilled) -> bytes:
+class SafetensorsCodec(NamedTuple):
+    """Prefilled requests to bytes and back, with one library's arrays."""
+
+    save: Callable[..., bytes]
+    load: Callable[[bytes], dict[str, Any]]
+    from_numpy: Callable[[NDArray[Any]], Any]
+
+    def to_bytes(self, prefilled: Prefilled) -> bytes:
+        expert_ids: NDArray[Any] = prefilled.expert_ids
+        if expert_ids.dtype.kind == "u":  # older torch knows no unsigned integer past 8 bits
+            expert_ids = expert_ids.astype(np.int32)
+        ids = {"token_ids": prefilled.token_ids, "expert_ids": expert_ids}
+        arrays = {name: self.from_numpy(np.ascontiguousarray(array)) for name, array in ids.items()}
+        return self.save({**prefilled.tensors, **arrays}, {"version": VERSION, "identity": prefilled.identity})
+
+    def from_bytes(self, data: bytes) -> Prefilled:
+        """Raises InputError in one line, whatever the bytes are."""
+        try:
+            tensors = self.load(data)
+            metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+            token_ids, expert_ids = (np.asarray(tensors.pop(name)) for name in ("token_ids", "expert_ids"))
+        except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InputError(f"is no prefilled request: {error}") from None
+        if metadata.get("version") != VERSION:
+            raise InputError(f"is a prefilled request of version {metadata.get('version')!r}, expected {VERSION!r}")
+        if token_ids.ndim != 1 or expert_ids.ndim != 3 or len(expert_ids) != len(token_ids):
+            raise InputError(f"has token_ids {token_ids.shape} and expert_ids {expert_ids.shape}")
+        return Prefilled(metadata.get("identity", ""), token_ids, expert_ids, tensors)
+
+
+def torch_codec() -> SafetensorsCodec:
+    import safetensors.torch
     import torch
-    from safetensors.torch import save
 
-    extra = {
-        "token_ids": torch.from_numpy(np.ascontiguousarray(prefilled.token_ids)),
-        # Signed: older torch knows no unsigned integer past 8 bits.
-        "expert_ids": torch.from_numpy(np.ascontiguousarray(prefilled.expert_ids, np.int32)),
-    }
-    return bytes(save({**prefilled.tensors, **extra}, {"version": VERSION, "identity": prefilled.identity}))
+    return SafetensorsCodec(safetensors.torch.save, safetensors.torch.load, torch.from_numpy)
 
 
-def from_bytes(data: bytes) -> Prefilled:
-    """Raises InputError in one line, whatever the bytes are."""
-    import json
+def numpy_codec() -> SafetensorsCodec:
+    return SafetensorsCodec(_save_numpy, safetensors.numpy.load, np.asarray)
 
-    from safetensors import SafetensorError
-    from safetensors.torch import load
 
-    try:
-        tensors = load(data)
-        size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"is no prefilled request: {error}") from None
-    if metadata.get("version") != VERSION or not {"token_ids", "expert_ids"} <= set(tensors):
-        raise InputError(f"is a prefilled request of version {metadata.get('version')!r}, expected {VERSION!r}")
-    token_ids, expert_ids = tensors.pop("token_ids").numpy(), tensors.pop("expert_ids").numpy()
-    if token_ids.ndim != 1 or expert_ids.ndim != 3 or len(expert_ids) != len(token_ids):
-        raise InputError(f"has token_ids {token_ids.shape} and expert_ids {expert_ids.shape}")
-    return Prefilled(metadata.get("identity", ""), token_ids, expert_ids, tensors)
+def _save_numpy(arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> bytes:
+    # The library writes the bytes of an array as they lie in memory, whatever its strides.
+    return bytes(
+        safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)
+    )
 
 
 def most_bytes(model: PackedModel, tokens: int) -> int:

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from attacked_worker import KEY, SECRET, Attacked, attacked, hostile, model, remote, whole
-from coterie.engines.worker.embedded import to_bytes
 from coterie.engines.worker.metrics import METRICS
 from coterie.engines.worker.model import RequestRows
-from coterie.engines.worker.transfer import Prefilled
+from coterie.engines.worker.transfer import Prefilled, numpy_codec
 
 PROMPT = list(range(40, 58))
 COUNT = 2
@@ -61,7 +60,7 @@ def poisoned() -> bytes:
     sent = prefilled()
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=array.shape).astype(np.float32) for name, array in sent.tensors.items()}
-    return to_bytes(sent._replace(tensors=tensors))
+    return numpy_codec().to_bytes(sent._replace(tensors=tensors))
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["no peer", "a peer's address, not signed"])
@@ -100,7 +99,7 @@ def test_a_bad_host_name_costs_its_request_nothing() -> None:
 
 def test_redirects_are_not_followed() -> None:
     async def run() -> None:
-        async with hostile(whole(to_bytes(prefilled()))) as inside:
+        async with hostile(whole(numpy_codec().to_bytes(prefilled()))) as inside:
             there = f"location: http://127.0.0.1:{inside.port}/latest/meta-data"
             for status in ("302 Found", "308 Permanent Redirect"):
                 async with attacked() as worker, hostile(whole(b"", status, there)) as stranger:
@@ -176,9 +175,9 @@ def test_kv_that_cannot_be_this_prompts_is_refused() -> None:
     async def run() -> None:
         async with attacked() as worker:
             for what, change in WRONG.items():
-                async with hostile(whole(to_bytes(change(prefilled())))) as stranger:
+                async with hostile(whole(numpy_codec().to_bytes(change(prefilled())))) as stranger:
                     assert (what, await outputs_are_right(worker, remote(stranger.port))) == (what, "mismatch")
-            async with hostile(whole(to_bytes(prefilled()))) as friend:
+            async with hostile(whole(numpy_codec().to_bytes(prefilled()))) as friend:
                 assert await outputs_are_right(worker, remote(friend.port)) == "ok", "and right KV is taken"
 
     asyncio.run(run())

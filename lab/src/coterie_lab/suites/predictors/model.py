@@ -39,7 +39,7 @@ class RecordedModel(NamedTuple):
 
 def model_cases(options: SuiteOptions, report: Report, notes: list[str]) -> list[Case]:
     """Shipped prompts that fit the model, recorded; and their second turns."""
-    from coterie.engines.transformers.predictor import dry_run_table
+    from coterie.engines.transformers.dry_run import dry_run_table
 
     loaded, prompts, trace = record_prompts(options, report, notes)
     table = dry_run_table(loaded.model, loaded.name)

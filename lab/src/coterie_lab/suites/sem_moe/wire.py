@@ -110,7 +110,7 @@ def _sample(options: SuiteOptions) -> _Sample | None:
 
 
 def _wire_rows(sample: _Sample, ranks: int) -> list[dict[str, Any]]:
-    from coterie.engines.torch_ep.measuring import measure_wire
+    from coterie_lab.suites.sem_moe.measuring import measure_wire
 
     tokens, layers, _ = sample.experts.shape
     placement = Placement.linear(layers, sample.num_experts, ranks)
@@ -141,7 +141,7 @@ def _wire_rows(sample: _Sample, ranks: int) -> list[dict[str, Any]]:
 
 
 def _shuffle_row(ranks: int) -> dict[str, Any]:
-    from coterie.engines.torch_ep.measuring import measure_shuffle
+    from coterie_lab.suites.sem_moe.measuring import measure_shuffle
 
     found = measure_shuffle(ranks, SHUFFLE_TOKENS, SHUFFLE_HIDDEN)
     return {
@@ -155,6 +155,6 @@ def _shuffle_row(ranks: int) -> dict[str, Any]:
 
 
 def _migration_row(ranks: int) -> dict[str, Any]:
-    from coterie.engines.torch_ep.measuring import measure_migration
+    from coterie_lab.suites.sem_moe.measuring import measure_migration
 
     return {"part": "migration", "ep": ranks, **measure_migration(ranks)._asdict(), "published": None}

@@ -64,7 +64,8 @@ def worker_command(
     after finishing running requests.
     """
     from coterie.engines.tiny import TINY, tiny_model_path
-    from coterie.engines.worker import Role, WorkerConfig, serve_worker
+    from coterie.engines.worker.config import Role, WorkerConfig
+    from coterie.engines.worker.server import serve_worker
     from coterie.net.access import FleetAccess
 
     access = FleetAccess.read(fleet_secret_file, worker_key_file)

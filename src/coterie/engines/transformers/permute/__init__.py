@@ -6,8 +6,8 @@ permuted together, so the model computes the same function with another numberin
 placement, without a patch. See docs/model-scheduling.md for what is bit-equal and what is equal within rounding.
 """
 
-from coterie.engines.transformers.permute.admissible import keep_groups, routing_groups
 from coterie.engines.transformers.permute.checkpoint import RECORD, PermutedCheckpoint, permute_checkpoint
 from coterie.engines.transformers.permute.live import permute_model
+from coterie.engines.transformers.permute.tensors import keep_groups, routing_groups
 
 __all__ = ["RECORD", "PermutedCheckpoint", "keep_groups", "permute_checkpoint", "permute_model", "routing_groups"]

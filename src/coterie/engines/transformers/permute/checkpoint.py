@@ -24,8 +24,18 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
-from coterie.engines.transformers.permute.admissible import Slots, keep_groups, routing_groups, rows_by_layer
-from coterie.engines.transformers.permute.tensors import Block, Shard, Tensor, find_blocks, read_shard, row_bytes
+from coterie.engines.transformers.permute.tensors import (
+    Block,
+    Shard,
+    Slots,
+    Tensor,
+    find_blocks,
+    keep_groups,
+    read_shard,
+    routing_groups,
+    row_bytes,
+    rows_by_layer,
+)
 from coterie.errors import ConfigError, TraceError, UnavailableError, check_one_of
 from coterie.placement.maps.files import PlacementMap
 from coterie.placement.maps.formats import write_map

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coterie.engines.transformers.capture import ExpertLayer, expert_layers, num_experts
-from coterie.engines.transformers.permute.admissible import Slots, routing_groups, rows_by_layer
+from coterie.engines.transformers.permute.tensors import Slots, routing_groups, rows_by_layer
 from coterie.errors import UnavailableError
 from coterie.types import Placement
 

@@ -8,13 +8,11 @@ another expert. So planning is deterministic, and before a map is returned the r
 read a file, or whose planner fails, costs a round and nothing else.
 
     policy.py   what vLLM calls, and vLLM's group of ranks
-    rounds.py   round after round: decide, agree, account
-    paying.py   the Rebalancer that answers "keep, because …" until a change pays
-    prices.py   objective, topology and planner of the settings
+    rounds.py   round after round: decide, agree, account; series in the Prometheus registry of the process
+    paying.py   objective, topology and planner of the settings; single steps to plan for, from a file; the Rebalancer
+                that answers "keep, because …" until a change pays
     files.py    maps on disk: the one to begin from, one made elsewhere, the one to keep
-    steps.py    single steps to plan for, from a file
     base.py     a round, a decision, the group; carrying a map over when ranks come and go
-    metrics.py  series in the Prometheus registry of the process
 
 vLLM spreads a replicated expert's tokens evenly over its replicas, so only plans of equal shares can be carried out.
 Its load has no source ranks.

@@ -14,17 +14,160 @@ interval, when a window longer than that is not full; and the window after ranks
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+import coterie.placement.planning.latency_optimal  # noqa: F401  (the default planner registers itself)
+from coterie.costs.presets import step_model
 from coterie.engines.vllm.eplb.base import EplbRound, MapDecision, Slots, as_slots
-from coterie.engines.vllm.eplb.prices import EplbPrices, checked
-from coterie.engines.vllm.eplb.steps import StepsFile
-from coterie.placement import Load, Rebalancer
-from coterie.types import Placement, Topology
+from coterie.engines.vllm.eplb.files import Stamp, stamp_of
+from coterie.engines.vllm.settings import EplbSettings
+from coterie.errors import ConfigError
+from coterie.models import get_model
+from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Plan, Planner, Rebalancer, planners
+from coterie.placement.scenario_files import load_scenarios
+from coterie.placement.scenarios import at_mean
+from coterie.types import INFINIBAND_400G, NVLINK4, Placement, Topology
+
+EQUAL = "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class EplbPrices:
+    """Objective, topology and planner of the settings."""
+
+    settings: EplbSettings
+
+    def check(self) -> None:
+        """Raise now what is wrong with the settings, not in the first round."""
+        self.make_planner(objective=self.objective(Load(np.ones((1, 1))), Topology(1)))
+
+    def topology(self, asked: EplbRound) -> Topology:
+        return Topology(
+            asked.num_ranks,
+            asked.num_ranks // asked.num_nodes,
+            NVLINK4._replace(name="intra", bytes_per_s=self.settings.intra_gb_s * 1e9),
+            INFINIBAND_400G._replace(name="inter", bytes_per_s=self.settings.inter_gb_s * 1e9),
+        )
+
+    def plan(self, load: Load, asked: EplbRound, current: Placement) -> Plan:
+        """A plan for `horizon` steps."""
+        topology = self.topology(asked)
+        return self.make_planner(objective=self.objective(load, topology)).plan(load, topology, current)
+
+    def make_planner(self, *, objective: Objective) -> Planner:
+        settings = self.settings
+        try:
+            planner = planners.make(settings.planner, {"objective": objective}, **settings.options)
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(f"options={settings.options} of planner {settings.planner!r}: {error}") from None
+        _check_split(settings.planner, getattr(planner, "split", EQUAL))
+        return planner
+
+    def objective(self, load: Load, topology: Topology) -> Objective:
+        settings = self.settings
+        prices = {"horizon": settings.horizon, "target_balance": settings.target_balance}
+        if settings.movement == "stops":
+            prices["exposed"] = settings.exposed
+        spec = None if settings.model is None else get_model(settings.model)
+        if spec is not None:
+            prices["expert_bytes"] = spec.expert_bytes()
+        if settings.expert_bytes is not None:
+            prices["expert_bytes"] = settings.expert_bytes
+        if spec is None or settings.device is None:
+            return replace(DEEPSEEK_V3_PREFILL, **prices)
+        step = load.tokens.sum(axis=1).mean() / load.steps / spec.top_k
+        model = step_model(spec, settings.device, topology=topology)
+        return Objective.of(model, max(1, round(step)), settings.movement, **prices)
+
+
+def checked(planner: str, plan: Plan) -> Plan:
+    """The plan, if vLLM can carry it out."""
+    _check_split(planner, plan.split)
+    return plan
+
+
+def _check_split(planner: str, split: str) -> None:
+    if split != EQUAL:
+        raise ConfigError(f"split={split!r} of planner {planner!r} must be {EQUAL!r}: vLLM spreads tokens evenly")
+
+
+logger = logging.getLogger("vllm.coterie")
+
+
+class StepsFile:
+    """Single steps to plan for, about the mean step that vLLM reports. `failed` is told what could not be read.
+
+    vLLM's interface passes the tokens of a window, so single steps come from a file, written where requests are known
+    (`coterie plan --save-scenarios`). It may be replaced at any time. In every round the ranks compare what they have
+    read: unless all have read the same, the round is planned for the mean step.
+    """
+
+    def __init__(self, path: str | None, failed: Callable[[str], None]) -> None:
+        self._path = None if path is None else Path(path)
+        self._failed = failed
+        self._stamp: Stamp | None = None
+        self._found: Load | None = None
+        self._digest = 0
+        self._use = False
+        self._warned: set[str] = set()
+
+    def offered(self) -> int:
+        """Look for a newer file. 63 bits that are equal on all ranks that have read the same; 0 without a file."""
+        if self._path is None:
+            return 0
+        stamp = stamp_of(self._path)
+        if stamp is None:
+            self._warn(f"{self._path} does not exist; plans are for the mean step")
+        if stamp != self._stamp:
+            self._stamp, self._found = stamp, None if stamp is None else self._read(self._path)
+            self._digest = 0 if self._found is None else _digest(self._found)
+        return self._digest
+
+    def agreed(self, same: bool) -> None:
+        """Whether all ranks were offered the same: only then it is used."""
+        self._use = same
+        if not same:
+            self._warn(f"{self._path} is not the same on all ranks; plans are for the mean step until it is")
+
+    def around(self, load: Load) -> Load:
+        """The load with the file's steps about its mean step, where they are used and fit."""
+        found = self._found
+        if not self._use or found is None or found.scenarios is None:
+            return load
+        if found.tokens.shape != load.tokens.shape:
+            shapes = f"{found.tokens.shape} layers and experts; vLLM asks for {load.tokens.shape}"
+            self._warn(f"{self._path} has {shapes}: planned for the mean step")
+            return load
+        steps = at_mean(found.scenarios, found.weights, load.tokens / load.steps)
+        return replace(load, scenarios=steps, weights=found.weights, whole_steps=found.whole_steps)
+
+    def _read(self, path: Path) -> Load | None:
+        try:
+            return load_scenarios(path)
+        except Exception:
+            self._failed(f"coterie: {path} cannot be used; plans are for the mean step")
+            return None
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("coterie: %s", message)
+
+
+def _digest(load: Load) -> int:
+    assert load.scenarios is not None
+    assert load.weights is not None
+    content = load.scenarios.tobytes() + load.weights.tobytes() + bytes([load.whole_steps])
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+
 
 LEARNING = 0.3
 """Weight of the latest plan in the mean planning time, as in the Rebalancer's other means."""

@@ -1,4 +1,4 @@
-"""Round after round: decide, agree with the other ranks, account for it."""
+"""EplbRound after round: decide, agree with the other ranks, account for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import numpy as np
+from prometheus_client import Counter
 
 from coterie.engines.vllm.eplb.base import (
     Agreement,
@@ -21,21 +23,76 @@ from coterie.engines.vllm.eplb.base import (
     digest_of,
 )
 from coterie.engines.vllm.eplb.files import MapFiles
-from coterie.engines.vllm.eplb.metrics import series
-from coterie.engines.vllm.eplb.paying import Payoff
-from coterie.engines.vllm.eplb.prices import EplbPrices, checked
-from coterie.engines.vllm.eplb.steps import StepsFile
+from coterie.engines.vllm.eplb.paying import EplbPrices, Payoff, StepsFile, checked
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.placement import Load
 from coterie.placement.planning.eplb import rebalance
 from coterie.types import Placement
+
+KINDS = (
+    "not_due",
+    "planning_costs_more",
+    "nothing_found",
+    "does_not_pay",
+    "first_window",
+    "bad_load",
+    "failed",
+    "disagreed",
+    "never",
+)
+"""Reasons to keep a map, for the label of `coterie_eplb_kept_total`."""
+
+
+class EplbSeries:
+    """Series in the Prometheus registry of the process that decides, made once.
+
+    vLLM's policy runs in its worker processes. Their registries reach the server's `/metrics` where prometheus_client
+    works over files, that is with PROMETHEUS_MULTIPROC_DIR in the environment: vLLM sets it itself for several API
+    servers. Values over all processes are added up there, so the first rank alone counts what all ranks decide alike.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = Counter("coterie_eplb_rounds", "Rounds with load that vLLM asked for")
+        self.kept = Counter("coterie_eplb_kept", "Rounds that kept the map, by reason", ["reason"])
+        self.plans = Counter("coterie_eplb_plans", "Plans made, carried out or not")
+        self.moves = Counter("coterie_eplb_moves", "Experts loaded into a rank that did not hold them")
+        self.gain = Counter("coterie_eplb_predicted_gain_seconds", "Predicted saving of the plans carried out")
+        self.movement = Counter("coterie_eplb_predicted_movement_seconds", "Predicted time of their moves")
+        self.planning = Counter("coterie_eplb_planning_seconds", "Time of planning, of the slowest rank")
+        self.asking = Counter("coterie_eplb_asking_seconds", "Time of all rounds in the policy of the first rank")
+        self.maps = Counter("coterie_eplb_maps_loaded", "Maps taken over from a file")
+        self.disagreements = Counter("coterie_eplb_disagreements", "Rounds given up because ranks differed")
+        self.failures = Counter("coterie_eplb_failures", "Failures of planner or files, counted by each rank")
+        for kind in KINDS:  # a counter that never moved reads 0, not nothing
+            self.kept.labels(kind)
+
+    def count(self, decision: MapDecision, moves: int, slowest_s: float, asking_s: float) -> None:
+        """A round, by the rank that counts for all."""
+        self.rounds.inc()
+        self.asking.inc(asking_s)
+        if decision.planning_s:
+            self.plans.inc()
+        self.planning.inc(slowest_s)
+        if not moves:
+            self.kept.labels(decision.kind if decision.kind in KINDS else "nothing_found").inc()
+            return
+        self.moves.inc(moves)
+        self.gain.inc(max(0.0, decision.gain_s))
+        if decision.plan is not None:
+            self.movement.inc(decision.plan.movement_s)
+
+
+@cache
+def series() -> EplbSeries:
+    return EplbSeries()
+
 
 logger = logging.getLogger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
 
 
 @dataclass(slots=True)
 class RoundCounters:
-    """Counters of this rank since the start."""
+    """RoundCounters of this rank since the start."""
 
     rounds: int = 0
     """Rounds with load."""
@@ -52,7 +109,7 @@ class RoundCounters:
 
 
 class Rounds:
-    """Round after round: decide, agree, keep the map."""
+    """EplbRound after round: decide, agree, keep the map."""
 
     def __init__(self, settings: EplbSettings) -> None:
         self.settings = settings

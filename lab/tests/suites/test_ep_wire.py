@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 
 def test_bytes_are_within_two_percent_of_the_prediction() -> None:
     """All of them, with slots, weights and counts; of hidden states alone every byte."""
-    from coterie.engines.torch_ep.measuring import measure_wire
+    from coterie_lab.suites.sem_moe.measuring import measure_wire
 
     experts = np.argsort(np.random.default_rng(0).random((60, 2, 16)), axis=2)[:, :, :4]
     placement = Placement.linear(2, 16, 4)
