@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from coterie.errors import ConfigError, check_at_least, check_input_file, check_positive
+from coterie.errors import ConfigError, check_input_file
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NAME = 128
@@ -110,8 +110,8 @@ class Keys:
             return None
         digest, compare = _digest(header[7:].strip()), hmac.compare_digest
         # All entries are compared; find() is one memchr, whose time does not show beside them.
-        found = bytes([compare(stored, digest) for stored in self._digests]).find(1)
-        return self._callers[found] if found >= 0 else None
+        position = bytes([compare(stored, digest) for stored in self._digests]).find(1)
+        return self._callers[position] if position >= 0 else None
 
 
 def _digest(key: bytes) -> bytes:
@@ -178,81 +178,26 @@ def _check_distinct(where: str, entries: Sequence[Entry]) -> None:
             seen[f"{field} {value}"] = f"entry {number + 1} ({entry.name!r})"
 
 
-class _Bucket:
-    __slots__ = ("burst", "level", "rate", "seen")
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        self.rate, self.burst, self.level, self.seen = rate, burst, burst, now
-
-    def fill(self, now: float) -> None:
-        """Add what has come since; a clock that steps back adds nothing."""
-        if now > self.seen:
-            self.level = min(self.burst, self.level + (now - self.seen) * self.rate)
-            self.seen = now
-
-
 class Rates:
-    """Token buckets by caller. Takes the time as an argument, from any clock that does not jump.
+    """One token bucket per caller; callers are those of the keys file. Takes the time as an argument, from any clock.
 
-    A bucket holds up to `burst` tokens and gains `rate` a second; a request takes its cost, or is told how long to
-    wait. In any T seconds a caller so gets at most burst + rate x T. The number of buckets is bounded. One that has
-    filled up again says nothing and is dropped first. Where all are in use, new callers with the same limit share one
-    bucket: forgetting a bucket that is not full would let its caller start over.
+    A bucket holds up to `burst` tokens and gains `rate` a second; a request takes one, or is told how long to wait. In
+    any T seconds a caller so gets at most burst + rate x T requests.
     """
 
-    def __init__(self, rate: float | None = None, burst: float | None = None, most_callers: int = 10_000) -> None:
-        """`rate` and `burst` are for callers that have none of their own; None: no limit."""
-        check_positive(rate=rate)
-        check_at_least(1, burst=burst, most_callers=most_callers)
-        self.rate, self.burst, self.most_callers = rate, burst, most_callers
-        self._buckets: dict[str, _Bucket] = {}  # least recently used first
-        self._shared: dict[tuple[float, float], _Bucket] = {}  # as many as the configuration has limits
+    def __init__(self) -> None:
+        self._buckets: dict[str, tuple[float, float]] = {}
+        """Caller → tokens in its bucket, and the time when it had them."""
 
-    def take(self, caller: Caller, cost: float = 1.0, *, now: float) -> float:
-        """Take `cost` tokens and return 0; or take nothing and return the seconds until they will be there.
-
-        A cost above the burst passes when the bucket is full and leaves a debt, so that the rate holds.
-        """
-        rate, burst = (self.rate, self.burst) if caller.rate is None else (caller.rate, caller.burst)
+    def take(self, caller: Caller, *, now: float) -> float:
+        """Take a token and return 0; or take nothing and return the seconds until one will be there."""
+        rate = caller.rate
         if rate is None:
             return 0.0
-        if burst is None:
-            burst = max(1.0, rate)
-        bucket = self._buckets.pop(caller.name, None)
-        if bucket is None or bucket.rate != rate or bucket.burst != burst:  # a reload may have changed them
-            bucket = self._new(caller.name, rate, burst, now, bucket)
-        else:
-            self._buckets[caller.name] = bucket  # now the most recently used
-            bucket.fill(now)
-        needed = min(cost, burst)
-        if bucket.level >= needed:
-            bucket.level -= cost
-            return 0.0
-        # At least a microsecond: rounding must not answer 0, which means that the tokens were taken.
-        return max((needed - bucket.level) / rate, 1e-6)
-
-    def __len__(self) -> int:
-        """Callers with a bucket of their own."""
-        return len(self._buckets)
-
-    def _new(self, name: str, rate: float, burst: float, now: float, old: _Bucket | None) -> _Bucket:
-        bucket = _Bucket(rate, burst, now)
-        if old is not None:  # what was used stays used
-            old.fill(now)
-            bucket.level = min(burst, old.level)
-        elif len(self._buckets) >= self.most_callers and not self._drop_full(now):
-            bucket = self._shared.setdefault((rate, burst), bucket)
-            bucket.fill(now)
-            return bucket
-        self._buckets[name] = bucket
-        return bucket
-
-    def _drop_full(self, now: float) -> bool:
-        """Make room by dropping the least recently used bucket if it has filled up again."""
-        name = next(iter(self._buckets))
-        bucket = self._buckets[name]
-        bucket.fill(now)
-        if bucket.level < bucket.burst:
-            return False
-        del self._buckets[name]
-        return True
+        burst = max(1.0, rate) if caller.burst is None else caller.burst
+        tokens, seen = self._buckets.get(caller.name, (burst, now))
+        tokens = min(burst, tokens + max(0.0, now - seen) * rate)  # a clock that steps back adds nothing
+        passes = tokens >= 1.0
+        self._buckets[caller.name] = (tokens - passes, max(seen, now))
+        # At least a microsecond: rounding must not answer 0, which means that a token was taken.
+        return 0.0 if passes else max((1.0 - tokens) / rate, 1e-6)

@@ -176,8 +176,8 @@ def _no_advice(loop: LiveControl | None) -> str:
         return "the control loop is off"
     if loop.section.advise is None:
         return "control.advise names no expert-parallel group"
-    told = None if loop.view is None else loop.view.status.get("no_advice")
-    return told or loop.problem or "too little was seen of the fleet's load"
+    reason = None if loop.view is None else loop.view.status.get("no_advice")
+    return reason or loop.problem or "too little was seen of the fleet's load"
 
 
 def _read(request: HttpRequest, kind: type[T]) -> T:

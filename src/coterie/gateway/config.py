@@ -266,7 +266,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_at_least(1, block_size=self.block_size, decisions=self.decisions)
         check_positive(drain_s=self.drain_s)
         ids = [worker.id for worker in self.workers]
-        twice = next((one for one in ids if ids.count(one) > 1), None)
+        twice = next((worker_id for worker_id in ids if ids.count(worker_id) > 1), None)
         if twice is not None:
             raise ConfigError(f"worker id {twice!r} is there twice")
         for worker in self.workers:
@@ -347,8 +347,8 @@ def _check_repeated(node: Any, path: Path) -> None:
             seen.add(str(key.value))
             _check_repeated(value, path)
     elif isinstance(node, yaml.SequenceNode):
-        for one in node.value:
-            _check_repeated(one, path)
+        for item in node.value:
+            _check_repeated(item, path)
 
 
 def _line(event: Any) -> str:

@@ -162,10 +162,10 @@ class Gateway:
     def _is_local(self, host: bytes) -> bool:
         """Whether a Host header names this machine by a loopback address."""
         name = LOOPBACK_HOST.fullmatch(host)
-        found = name is not None and is_loopback(name[1].decode())
-        if found and len(self._local_hosts) < 64:
+        local = name is not None and is_loopback(name[1].decode())
+        if local and len(self._local_hosts) < 64:
             self._local_hosts.add(host)
-        return found
+        return local
 
     def _rejected(self, reason: str, error: HttpError) -> HttpError:
         self.watcher.metrics.rejected.inc(reason)
@@ -198,7 +198,7 @@ class Gateway:
     async def _complete(self, request: HttpRequest, responder: Responder) -> None:
         started, parts, limits = time.monotonic(), self.parts, self.config.limits
         call = self._call(request)
-        found, placed, waited_s = FAILED, False, 0.0
+        outcome, placed, waited_s = FAILED, False, 0.0
         task = asyncio.current_task()
         assert task is not None
         self._deadlines[task] = started + limits.total_s
@@ -207,24 +207,24 @@ class Gateway:
                 waited_s = await parts.line.take(limits.queue_s)
             placed = True
             if call.path == EMBEDDINGS:
-                found = await parts.plain.serve(call, responder, NOTHING)
+                outcome = await parts.plain.serve(call, responder, NOTHING)
             else:
-                found = await parts.flow.serve(call, responder, await parts.knowledge.describe(call))
+                outcome = await parts.flow.serve(call, responder, await parts.knowledge.describe(call))
         except Refused as refused:
-            found = Outcome(refused.status, problem=str(refused))
+            outcome = Outcome(refused.status, problem=str(refused))
             self.watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
             after: Headers = [(b"retry-after", str(refused.retry_after_s).encode()), (REQUEST_ID, call.id.encode())]
             raise HttpError(refused.status, str(refused), "overloaded", headers=after) from None
         except HttpError as error:
-            found = Outcome(error.status, problem=str(error))
+            outcome = Outcome(error.status, problem=str(error))
             error.headers = [*error.headers, (REQUEST_ID, call.id.encode())]
             raise
         except asyncio.CancelledError:
             if task not in self._late:
-                found = Outcome(CLIENT_GONE)
+                outcome = Outcome(CLIENT_GONE)
                 raise
             task.uncancel()
-            found = Outcome(504, cut=responder.started, problem="timeout")
+            outcome = Outcome(504, cut=responder.started, problem="timeout")
             message = f"no whole answer within {limits.total_s:g} s"
             raise HttpError(504, message, "timeout", headers=[(REQUEST_ID, call.id.encode())]) from None
         finally:
@@ -233,7 +233,7 @@ class Gateway:
             del self._deadlines[task]
             self._late.discard(task)
             self._in_flight.discard(call.name)
-            self.watcher.ended(call, found, time.monotonic() - started, waited_s if placed else None)
+            self.watcher.ended(call, outcome, time.monotonic() - started, waited_s if placed else None)
 
     def sweep(self) -> None:
         """End the requests that took too long. One timer for all: a timer each costs more than all else here."""
@@ -281,7 +281,11 @@ class Gateway:
             return None
         salt = self._salts.get(caller.name)
         if salt is None:
-            stored = next((one.sha256 for one in self.keys.entries if one.name == caller.name), "") if self.keys else ""
+            stored = (
+                next((entry.sha256 for entry in self.keys.entries if entry.name == caller.name), "")
+                if self.keys
+                else ""
+            )
             salt = self._salts[caller.name] = hashlib.sha256(f"cache {stored}".encode()).hexdigest()[:32]
         return salt
 

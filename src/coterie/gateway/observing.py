@@ -60,8 +60,8 @@ class Watcher:
         """Count what was told since the last time."""
         made, self._made = self._made, []
         ends, self._ends = self._ends, []
-        for one in made:
-            self._count_decision(*one)
+        for decision in made:
+            self._count_decision(*decision)
         now_s = time.time() if ends else 0.0
         for end in ends:
             self._count_end(*end, now_s)
@@ -120,51 +120,51 @@ class Watcher:
             touched = (footprint.counts > 0).sum() / len(footprint.counts)
             self.metrics.predicted_experts.observe(float(touched))
 
-    def ended(self, call: Call, found: Outcome, seconds: float, waited_s: float | None = None) -> None:
+    def ended(self, call: Call, result: Outcome, seconds: float, waited_s: float | None = None) -> None:
         """A request ended after `seconds`, of which it waited `waited_s` for its place; None: it got none."""
-        self._ends.append((call.path, found, seconds, waited_s))
+        self._ends.append((call.path, result, seconds, waited_s))
         failures = self._failures.pop(call.key, []) if self._failures else []
         if self.log.requests:
-            self._log(call, found, seconds, failures)
+            self._log(call, result, seconds, failures)
         if call.span.recording:
-            outcome = outcome_of(found.status, found.cut)
-            call.span.note(status=found.status, outcome=outcome, worker=found.worker, retries=len(failures))
+            outcome = outcome_of(result.status, result.cut)
+            call.span.note(status=result.status, outcome=outcome, worker=result.worker, retries=len(failures))
             call.span.end(None if outcome == "ok" else outcome)
         if len(self._ends) >= MOST_WAITING:
             self.catch_up()
 
-    def _count_end(self, path: str, found: Outcome, seconds: float, waited_s: float | None, now_s: float) -> None:
-        metrics, outcome = self.metrics, outcome_of(found.status, found.cut)
+    def _count_end(self, path: str, result: Outcome, seconds: float, waited_s: float | None, now_s: float) -> None:
+        metrics, outcome = self.metrics, outcome_of(result.status, result.cut)
         metrics.requests.inc(path, outcome)
-        self.recent.add(now_s, outcome == "ok", found.ttft_s, found.tpot_s, found.output_tokens)
+        self.recent.add(now_s, outcome == "ok", result.ttft_s, result.tpot_s, result.output_tokens)
         if waited_s is not None:
             metrics.queue_seconds.observe(waited_s)
         metrics.request_seconds.observe(seconds)
-        if found.ttft_s is not None:
-            metrics.ttft_seconds.observe(found.ttft_s)
-        if found.tpot_s is not None:
-            metrics.tpot_seconds.observe(found.tpot_s)
-        if found.tokens:
-            metrics.prompt_tokens.inc(by=found.tokens)
-            metrics.output_tokens.inc(by=found.output_tokens)
-        if found.cached_tokens:
-            metrics.cached_tokens.inc(DECODE, "reported", by=found.cached_tokens)
+        if result.ttft_s is not None:
+            metrics.ttft_seconds.observe(result.ttft_s)
+        if result.tpot_s is not None:
+            metrics.tpot_seconds.observe(result.tpot_s)
+        if result.tokens:
+            metrics.prompt_tokens.inc(by=result.tokens)
+            metrics.output_tokens.inc(by=result.output_tokens)
+        if result.cached_tokens:
+            metrics.cached_tokens.inc(DECODE, "reported", by=result.cached_tokens)
 
-    def _log(self, call: Call, found: Outcome, seconds: float, failures: list[str]) -> None:
+    def _log(self, call: Call, result: Outcome, seconds: float, failures: list[str]) -> None:
         self.log.request(
             call.id,
             call.path,
-            outcome_of(found.status, found.cut),
-            found.status,
+            outcome_of(result.status, result.cut),
+            result.status,
             caller=call.caller or None,
-            worker=found.worker,
-            prefill_worker=found.prefill,
+            worker=result.worker,
+            prefill_worker=result.prefill,
             failures=failures,
-            ttft_s=found.ttft_s,
+            ttft_s=result.ttft_s,
             total_s=seconds,
-            prompt_tokens=found.tokens or None,
-            output_tokens=found.output_tokens or None,
-            cached_tokens=found.cached_tokens,
+            prompt_tokens=result.tokens or None,
+            output_tokens=result.output_tokens or None,
+            cached_tokens=result.cached_tokens,
         )
 
 

@@ -115,7 +115,7 @@ class GatewayParts:
         """Add a worker, or replace one of the same id. Raises ConfigError and changes nothing if it cannot join."""
         check_role(self.config.handshake, entry)
         held = self.knowledge.held(entry)
-        before = next((one for one in self.entries() if one.id == entry.id), None)
+        before = next((other for other in self.entries() if other.id == entry.id), None)
         if before == entry:
             return
         if before is not None:
@@ -156,7 +156,7 @@ class GatewayParts:
 
     @property
     def context_tokens(self) -> int:
-        """Longest context that a worker has told of; 0 if none has."""
+        """Longest context that a worker has counters of; 0 if none has."""
         return max(pool.context_tokens for pool in self.pools.values())
 
     def find(self, worker_id: str) -> WorkerEntry:
@@ -247,7 +247,7 @@ class GatewayParts:
 
     async def _watch_health(self, pool: Pool, member: Member) -> None:
         """Ask a worker in turn whether it is well, for as long as it is in the pool."""
-        told = False
+        context_known = False
         while True:
             well = await self._is_well(member, self.config.health.timeout_s)
             if pool.checked(member, well):
@@ -255,8 +255,8 @@ class GatewayParts:
                 self.log.worker(member.entry.id, pool.name, state)
                 if state == "unhealthy":
                     self.knowledge.restarted(pool.name, pool.keeper.row_of(member.entry.id), member.entry.id)
-            if well and not told:
-                told = await self._learn_context(pool, member)
+            if well and not context_known:
+                context_known = await self._learn_context(pool, member)
             await asyncio.sleep(member.health.next_check_s - pool.clock())
 
     async def _is_well(self, member: Member, timeout_s: float) -> bool:
@@ -273,10 +273,10 @@ class GatewayParts:
         try:
             async with asyncio.timeout(MODELS_S):
                 answer = await member.upstream.send("GET", "/v1/models", member.headers)
-                found = msgspec.json.decode(await answer.read(MODELS_BYTES), type=_Models)
+                models = msgspec.json.decode(await answer.read(MODELS_BYTES), type=_Models)
         except (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError, ValueError):
             return False
-        for card in found.data:
+        for card in models.data:
             if card.max_model_len is not None and 0 < card.max_model_len < 1 << 31:
                 pool.context_tokens = max(pool.context_tokens, card.max_model_len)
         return True
@@ -298,25 +298,25 @@ class GatewayParts:
         metrics.distinct_experts.read = functools.partial(self._each, _distinct)
 
     def _tokenised(self) -> dict[tuple[str, ...], float]:
-        told = self.knowledge.tokens.counters
+        counters = self.knowledge.tokens.counters
         counts = {
-            "cached": told.hits,
-            "exact": told.made,
-            "late": told.late,
-            "busy": told.busy,
-            "too_long": told.too_long,
-            "none": told.refused,
-            "failed": told.failed,
+            "cached": counters.hits,
+            "exact": counters.made,
+            "late": counters.late,
+            "busy": counters.busy,
+            "too_long": counters.too_long,
+            "none": counters.refused,
+            "failed": counters.failed,
         }
         return {(outcome,): float(count) for outcome, count in counts.items()}
 
     def _kv_events(self) -> dict[tuple[str, ...], float]:
-        told = [self.knowledge.streams(name).counters for name in self.pools]
+        counters = [self.knowledge.streams(name).counters for name in self.pools]
         return {
-            ("applied",): float(sum(one.messages for one in told)),
-            ("replayed",): float(sum(one.replayed for one in told)),
-            ("gap",): float(sum(one.gaps for one in told)),
-            ("malformed",): float(sum(one.malformed for one in told)),
+            ("applied",): float(sum(stream.messages for stream in counters)),
+            ("replayed",): float(sum(stream.replayed for stream in counters)),
+            ("gap",): float(sum(stream.gaps for stream in counters)),
+            ("malformed",): float(sum(stream.malformed for stream in counters)),
         }
 
     def _each(self, value: Any) -> dict[tuple[str, ...], float]:

@@ -58,15 +58,15 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def without_worker(self, worker_id: str, listed: bool) -> SavedState:
         """`listed`: whether the config lists it."""
-        removed = [one for one in self.removed if one != worker_id] + [worker_id] * listed
-        return SavedState([one for one in self.workers if one.id != worker_id], self.routers, removed)
+        removed = [removed_id for removed_id in self.removed if removed_id != worker_id] + [worker_id] * listed
+        return SavedState([worker for worker in self.workers if worker.id != worker_id], self.routers, removed)
 
     def with_router(self, pool: str, spec: RouterSpec) -> SavedState:
         return SavedState(self.workers, {**self.routers, pool: spec}, self.removed)
 
     def after_reload(self, before: GatewayConfig, config: GatewayConfig) -> SavedState:
         """What still holds when the config file has changed: its changes are newer than those made before them."""
-        old, new = ({worker.id: worker for worker in one.workers} for one in (before, config))
+        old, new = ({worker.id: worker for worker in version.workers} for version in (before, config))
         touched = {id for id in old.keys() | new.keys() if old.get(id) != new.get(id)}
         specs = {"prefill": before.prefill != config.prefill, "decode": before.decode != config.decode}
         return SavedState(
@@ -159,11 +159,11 @@ def load_state(path: str | Path) -> Loaded:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != FORMAT or head.version != VERSION:
             raise ConfigError(f"it is {head.format!r} version {head.version}; expected {FORMAT!r} version {VERSION}")
-        found = msgspec.json.decode(data, type=_File)
+        saved = msgspec.json.decode(data, type=_File)
     except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
         kept = set_aside(file)
         return Loaded(None, f"{file}: the saved state cannot be used: {error}; it was kept as {kept}")
-    return Loaded(SavedState(found.workers, found.routers, found.removed))
+    return Loaded(SavedState(saved.workers, saved.routers, saved.removed))
 
 
 def set_aside(file: Path) -> Path:

@@ -111,15 +111,15 @@ def _saved(config: GatewayConfig) -> tuple[SavedState, str | None]:
     """What was set at run time before a restart, and what is wrong with it; then it is nothing."""
     if config.state is None:
         return SavedState(), None
-    found, problem = load_state(config.state)
-    if found is None:
+    state, problem = load_state(config.state)
+    if state is None:
         return SavedState(), problem
     try:
-        check_config(found.over(config))
+        check_config(state.over(config))
     except InputError as error:
         kept = set_aside(Path(config.state))
         return SavedState(), f"{config.state}: does not fit the config: {error}; it was kept as {kept}"
-    return found, None
+    return state, None
 
 
 class RunningGateway:

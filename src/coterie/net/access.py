@@ -57,13 +57,13 @@ class Address(NamedTuple):
 def read_secret(variable: str, file: Path | None = None) -> str | None:
     """The secret in a file, or in an environment variable; None if neither is given. White space around it is cut."""
     if file is None:
-        found = os.environ.get(variable, "").strip()
-        return check_secret(found, variable) if found else None
+        secret = os.environ.get(variable, "").strip()
+        return check_secret(secret, variable) if secret else None
     try:
-        found = file.read_text(encoding="utf-8").strip()
+        secret = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{file}: cannot read the secret: {error}") from None
-    return check_secret(found, str(file))
+    return check_secret(secret, str(file))
 
 
 def check_secret(secret: str, where: str) -> str:

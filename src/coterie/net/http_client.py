@@ -149,14 +149,14 @@ class Client:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return HttpResult(number, sent_s, None, _reason(error), True)
         try:
-            found = json.loads(data)
+            parsed = json.loads(data)
         except (ValueError, RecursionError):
-            found = None
+            parsed = None
         if status != 200:
-            return HttpResult(number, sent_s, None, f"HTTP {status}: {error_message(found, data)}", status >= 500)
-        if not isinstance(found, dict):
+            return HttpResult(number, sent_s, None, f"HTTP {status}: {error_message(parsed, data)}", status >= 500)
+        if not isinstance(parsed, dict):
             return HttpResult(number, sent_s, None, "the answer is not a JSON object", True)
-        return HttpResult(number, sent_s, found)
+        return HttpResult(number, sent_s, parsed)
 
     async def send(
         self, path: str, bodies: Iterable[Mapping[str, Any]], concurrency: int, duration_s: float | None = None
@@ -224,10 +224,10 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def error_message(found: Any, data: bytes) -> str:
+def error_message(parsed: Any, data: bytes) -> str:
     """Message of an error answer: OpenAI's ``{"error": {"message": …}}``, ``{"message": …}``, or its text."""
     with suppress(AttributeError):
-        error = found.get("error", found)
+        error = parsed.get("error", parsed)
         message = error if isinstance(error, str) else error.get("message") or error.get("detail")
         if isinstance(message, str):
             return " ".join(message.split())[:200]

@@ -167,10 +167,10 @@ class ServerProcess:
         if process.returncode is not None:
             return process.returncode
         # Look without reaping: until it is reaped no other process can get its number, which names the group too.
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def start(self, timeout_s: float = START_S) -> Self:
         """Start and wait until healthy; a server that ends or does not answer in time is ended, and raises."""

@@ -120,8 +120,8 @@ def check_possible(footprint: WireFootprint, shape: tuple[int, ...] | None = Non
     per_token = counts.sum(axis=1, dtype=np.float64) / tokens
     k = float(top_k or per_token[0])
     if not 1 - SLACK <= k <= counts.shape[1] or np.abs(per_token - k).max() > SLACK * k:
-        found = f"{per_token.min():g} to {per_token.max():g}"
-        raise InputError(f"is a footprint of {found} experts a token, expected {k:g} in every layer")
+        experts = f"{per_token.min():g} to {per_token.max():g}"
+        raise InputError(f"is a footprint of {experts} experts a token, expected {k:g} in every layer")
 
 
 def attach_footprint(params: MutableMapping[str, Any], footprint: WireFootprint) -> None:

@@ -233,14 +233,14 @@ def without_owned(body: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def prompt_of(found: _Fields) -> bytes:
+def prompt_of(fields: _Fields) -> bytes:
     """Tools and messages, or the text, as the client wrote them and in the order of templates.
 
     Without the last byte, which ends them: a conversation begins as the shorter one did.
     """
-    said = found.messages or found.prompt
+    said = fields.messages or fields.prompt
     begin = bytes(said)[:-1] if len(said) <= PROMPT_BYTES else bytes(memoryview(said)[:PROMPT_BYTES])
-    return bytes(memoryview(found.tools)[:PROMPT_BYTES]) + begin if found.tools else begin
+    return bytes(memoryview(fields.tools)[:PROMPT_BYTES]) + begin if fields.tools else begin
 
 
 def with_last(data: bytes, salt: str) -> bytes:
@@ -287,24 +287,24 @@ def make_call(
     """
     if body is not None:
         data = encode_object(body)
-    found = read_fields(data)
-    if _owned_of(found) != _NONE_OWNED or found.vllm_xargs is not UNSET:
+    fields = read_fields(data)
+    if _owned_of(fields) != _NONE_OWNED or fields.vllm_xargs is not UNSET:
         data = encode_object(without_owned(parse_object(data)))
-        found = read_fields(data)
-    stream = found.stream or False
-    own = None if found.cache_salt is UNSET else found.cache_salt
+        fields = read_fields(data)
+    stream = fields.stream or False
+    own = None if fields.cache_salt is UNSET else fields.cache_salt
     if stream is not True and stream is not False:
         raise HttpError(400, "stream must be true or false", param="stream")
     if own is not None and not isinstance(own, str):
         raise HttpError(400, "cache_salt must be a text", param="cache_salt")
-    if found.model is not None and not isinstance(found.model, str):
+    if fields.model is not None and not isinstance(fields.model, str):
         raise HttpError(400, "model must be a text", param="model")
     if salt is not None:
         own = salt if own is None else f"{salt}/{own}"
-        added = found.cache_salt is UNSET and (found.messages or found.prompt)
+        added = fields.cache_salt is UNSET and (fields.messages or fields.prompt)
         data = with_last(data, own) if added else encode_object({**parse_object(data), "cache_salt": own})
     key = new_name()
     known, id = name or request_id or key, request_id or key
-    prompt, length = prompt_of(found), len(found.tools) + len(found.messages or found.prompt)
-    listed = bool(found.prompt) and memoryview(found.prompt)[0] == ord("[")
+    prompt, length = prompt_of(fields), len(fields.tools) + len(fields.messages or fields.prompt)
+    listed = bool(fields.prompt) and memoryview(fields.prompt)[0] == ord("[")
     return Call(key, known, id, path, data, prompt, length, own, listed, stream, headers, caller, domain, span)

@@ -57,18 +57,18 @@ class Member:
 
     def configure(self, config: GatewayConfig) -> None:
         """Take over limits and thresholds."""
-        told, limits = config.health, config.limits
+        health, limits = config.health, config.limits
         self.upstream.limits = UpstreamLimits(
             connect_s=limits.connect_s,
             head_s=limits.first_token_s,
             idle_s=limits.idle_s,
             body_bytes=limits.answer_bytes,
         )
-        longest_s = max(60.0, told.open_s)
+        longest_s = max(60.0, health.open_s)
         self.breaker.settings = BreakerSettings(
-            told.failures, told.window_s, cool_down_s=told.open_s, longest_s=longest_s
+            health.failures, health.window_s, cool_down_s=health.open_s, longest_s=longest_s
         )
-        self.health.settings = told
+        self.health.settings = health
 
     def may_be_well(self, now: float) -> bool:
         """Whether neither its health checks nor its requests speak against it."""
@@ -190,8 +190,8 @@ class Pool:
             may = member.health.healthy and member.breaker.may_send(self.clock())
             self.keeper.set_open(member.entry.id, may)
             if none_open and may:
-                for one in self.members.values():
-                    if one.is_unhealthy:
-                        self.move_on(one)
-        changes = [one.breaker.changes_at for one in self.members.values()]
+                for other in self.members.values():
+                    if other.is_unhealthy:
+                        self.move_on(other)
+        changes = [other.breaker.changes_at for other in self.members.values()]
         self._due = min((at for at in changes if at is not None), default=math.inf)

@@ -80,12 +80,12 @@ async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> R
     A stream that ends without its last event is broken too: a worker, or a proxy before it, may end one properly.
     """
     first = last = 0.0
-    events, told, tail = 0, b"", b""
+    events, usage_piece, tail = 0, b"", b""
     try:
         async for piece in answer:
             last = time.monotonic()
             if USAGE in piece:
-                told = piece
+                usage_piece = piece
             if not sink.started:
                 first = last
                 sink.start(answer.status, head_of(answer, own))
@@ -94,7 +94,7 @@ async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> R
             sink.write(piece)
             await sink.drain()
         if answer.status == 200 and not tail.rstrip().endswith(DONE):
-            raise UpstreamError("incomplete", "the stream ended before its last event", answered=True)
+            raise UpstreamError("incomplete", "the stream ended before its last event")
     except UpstreamError as error:
         if not sink.started:
             raise
@@ -106,7 +106,7 @@ async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> R
         first = last = time.monotonic()
         sink.start(answer.status, head_of(answer, own))
     sink.end()
-    return Relayed(first, last, events, usage_in(told))
+    return Relayed(first, last, events, usage_in(usage_piece))
 
 
 def usage_of(body: bytes) -> Usage | None:

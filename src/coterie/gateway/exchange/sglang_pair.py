@@ -69,9 +69,9 @@ class SglangPairFlow(Flow):
                 prefilled, decoded = True, self.did_its_part(decode, status, relayed.problem)
                 self.knowledge.routed(self.prefill, prefill.choice.row, known)
                 delivered = Delivered(decode, status, relayed)
-                told = outcome(delivered, call, known, started)
-                told.prefill = prefill.member.entry.id
-                return told
+                result = outcome(delivered, call, known, started)
+                result.prefill = prefill.member.entry.id
+                return result
             except _PrefillFailedError as error:
                 pool, tries, sent, cause = self.prefill, prefills, prefill, error.cause
                 prefilled = self._did_its_part(prefill, cause)

@@ -122,42 +122,42 @@ class VllmPairFlow(Flow):
         exact = known.ids is not None and "truncate_prompt_tokens" not in call.body
         check_generation(call.body, self.decode.context_tokens, known.tokens if exact else 1)
         started = time.monotonic()
-        found = await self._prefilled(call, sink, known)
+        handoff = await self._prefilled(call, sink, known)
         prefill_s = time.monotonic() - started
-        if isinstance(found, Outcome):
-            found.prefill_s = prefill_s
-            return found
-        if found is None:  # no prefill worker answered: the decode worker computes the prompt
+        if isinstance(handoff, Outcome):
+            handoff.prefill_s = prefill_s
+            return handoff
+        if handoff is None:  # no prefill worker answered: the decode worker computes the prompt
             delivered = await self.deliver(self.decode, call, known, sink)
-            told = outcome(delivered, call, known, started)
-            told.prefill_s = prefill_s
-            return told
-        if found.tokens:
-            known = replace(known, tokens=found.tokens)
-        if found.footprint is not None:
-            self.knowledge.learn(known, found.footprint)
+            result = outcome(delivered, call, known, started)
+            result.prefill_s = prefill_s
+            return result
+        if handoff.tokens:
+            known = replace(known, tokens=handoff.tokens)
+        if handoff.footprint is not None:
+            self.knowledge.learn(known, handoff.footprint)
         offered = taken = False
 
         def body(seen: bool) -> bytes:
             nonlocal taken
-            taken = bool(found.params) and not seen
-            return encode_object(decode_body(call.body, found.params)) if taken else call.raw
+            taken = bool(handoff.params) and not seen
+            return encode_object(decode_body(call.body, handoff.params)) if taken else call.raw
 
         def written() -> None:
             nonlocal offered
             offered = True
 
         try:
-            delivered = await self.deliver(self.decode, call, known, sink, body, found.footprint, written)
+            delivered = await self.deliver(self.decode, call, known, sink, body, handoff.footprint, written)
         except BaseException:  # the client went away, or no decode worker answered
-            self._let_go(found, call, offered)
+            self._let_go(handoff, call, offered)
             raise
         refused = 400 <= delivered.status < 500 and not may_retry(delivered.status)  # before the KV was fetched
         if not taken or delivered.status >= 400:
-            self._let_go(found, call, offered and not refused)
-        told = outcome(delivered, call, known, started)
-        told.prefill, told.footprint, told.prefill_s = found.member.entry.id, found.footprint, prefill_s
-        return told
+            self._let_go(handoff, call, offered and not refused)
+        result = outcome(delivered, call, known, started)
+        result.prefill, result.footprint, result.prefill_s = handoff.member.entry.id, handoff.footprint, prefill_s
+        return result
 
     async def close(self) -> None:
         if self._drops:
@@ -207,7 +207,7 @@ class VllmPairFlow(Flow):
         try:
             answer = msgspec.json.decode(data, type=_Prefilled)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise UpstreamError("protocol", f"the prefill worker's answer cannot be read: {error}", True) from None
+            raise UpstreamError("protocol", f"the prefill worker's answer cannot be read: {error}") from None
         params = answer.kv_transfer_params or {}
         footprint, problem = None, None
         try:
@@ -222,20 +222,20 @@ class VllmPairFlow(Flow):
 
     # ---------------------------------------------------------------------------------------------------- staged KV
 
-    def _let_go(self, found: Handoff, call: Call, offered: bool) -> None:
+    def _let_go(self, handoff: Handoff, call: Call, offered: bool) -> None:
         """Have the prompt's KV dropped, in the background.
 
         A reference worker drops it when it is told to, fetched or not. Another engine keeps it until a decode worker
         has taken it: if none was reached, one is asked for a single token. Engines give up KV after a while by
         themselves, so what fails here costs memory for that time only.
         """
-        if not found.params or len(self._drops) >= MOST_DROPS:
+        if not handoff.params or len(self._drops) >= MOST_DROPS:
             return
-        key = found.params.get("remote_request_id")
-        if GRANT in found.params and isinstance(key, str):
-            work = self._delete(found.member, key)
+        key = handoff.params.get("remote_request_id")
+        if GRANT in handoff.params and isinstance(key, str):
+            work = self._delete(handoff.member, key)
         elif not offered:
-            work = self._take(found, call)
+            work = self._take(handoff, call)
         else:
             return
         task = asyncio.create_task(work)
@@ -250,9 +250,9 @@ class VllmPairFlow(Flow):
         except (UpstreamError, TimeoutError):
             return
 
-    async def _take(self, found: Handoff, call: Call) -> None:
+    async def _take(self, handoff: Handoff, call: Call) -> None:
         try:
-            body = encode_object({**prefill_body(call.body), "kv_transfer_params": found.params})
+            body = encode_object({**prefill_body(call.body), "kv_transfer_params": handoff.params})
             sent = self.choose(self.decode, call, NOTHING, set())
         except HttpError:
             return

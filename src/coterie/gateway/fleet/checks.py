@@ -108,12 +108,12 @@ def checked_row(decision: Decision, fleet: Fleet) -> int:
 
 def _checked_tokens(tokens: Any) -> int:
     try:
-        found = index(tokens)
+        count = index(tokens)
     except TypeError:
         raise BadRequestError("bad_tokens", f"prompt_tokens is a {type(tokens).__name__}; expected an int") from None
-    if not 0 <= found <= MOST_CONTEXT:
-        raise BadRequestError("bad_tokens", f"prompt_tokens={shown(found)} must be in 0 … {MOST_CONTEXT}")
-    return found
+    if not 0 <= count <= MOST_CONTEXT:
+        raise BadRequestError("bad_tokens", f"prompt_tokens={shown(count)} must be in 0 … {MOST_CONTEXT}")
+    return count
 
 
 def _checked_cached(held: Any, rows: int, tokens: int) -> NDArray[np.int64]:

@@ -77,8 +77,8 @@ class FleetKeeper(FleetRows):
                 asked = self._checks.checked(wanted, fleet)
                 decision = self._made.router.route(asked, fleet)
                 row = checked_row(decision, fleet)
-                for one in hidden:
-                    fleet.alive[one] = True
+                for hidden_row in hidden:
+                    fleet.alive[hidden_row] = True
                 fleet.admit(request_id, row, asked.prompt_tokens, decision.profile)
                 if decision.profile is not None:  # the fleet has its own
                     decision = decision._replace(profile=None)
@@ -107,14 +107,14 @@ class FleetKeeper(FleetRows):
         """Raise AssertionError where ids, rows, requests and the fleet do not agree."""
         fleet = self.fleet
         fleet.check_integrity()
-        rows = {worker_id: one.row for worker_id, one in self._members.items()}
-        found = {worker_id: row for row, worker_id in enumerate(self._ids) if worker_id is not None}
+        rows = {worker_id: worker.row for worker_id, worker in self._members.items()}
+        listed = {worker_id: row for row, worker_id in enumerate(self._ids) if worker_id is not None}
         alive = np.zeros(len(fleet), np.bool_)
-        for one in self._members.values():
-            alive[one.row] = one.open
-        counts = np.bincount([one.row for one in self._running.values()], minlength=len(fleet))
+        for worker in self._members.values():
+            alive[worker.row] = worker.open
+        counts = np.bincount([choice.row for choice in self._running.values()], minlength=len(fleet))
         for right, what in (
-            (rows == found, "rows of workers"),
+            (rows == listed, "rows of workers"),
             (len(self._ids) == len(self._last) == len(fleet), "number of rows"),
             (set(self._left) <= {row for row, there in enumerate(self._ids) if there is None}, "rows that are free"),
             (np.array_equal(alive, fleet.alive), "workers that may be chosen"),
@@ -132,10 +132,10 @@ class FleetKeeper(FleetRows):
         why, rows = next(
             (why, rows)
             for why, rows in (
-                (failure, [one.row for name, one in members if one.open and name not in excluded]),
-                (ALL_CLOSED, [one.row for name, one in members if name not in excluded]),
-                (ALL_EXCLUDED, [one.row for _, one in members if one.open]),
-                (ALL_EXCLUDED, [one.row for _, one in members]),
+                (failure, [worker.row for name, worker in members if worker.open and name not in excluded]),
+                (ALL_CLOSED, [worker.row for name, worker in members if name not in excluded]),
+                (ALL_EXCLUDED, [worker.row for _, worker in members if worker.open]),
+                (ALL_EXCLUDED, [worker.row for _, worker in members]),
             )
             if rows
         )
@@ -143,12 +143,12 @@ class FleetKeeper(FleetRows):
         fleet.alive[:] = False
         fleet.alive[rows] = True
         try:
-            found = self._shortest.route(Request(), fleet)
+            shortest = self._shortest.route(Request(), fleet)
         finally:
             fleet.alive[:] = alive
         self.counters.fallbacks[why.reason] += 1
-        decision = found._replace(told=f"{why.text}; {found.reason}")
-        return Choice(self._ids[found.worker] or "", found.worker, decision, why.reason)
+        decision = shortest._replace(told=f"{why.text}; {shortest.reason}")
+        return Choice(self._ids[shortest.worker] or "", shortest.worker, decision, why.reason)
 
     def _began(self, request_id: str, choice: Choice) -> Choice:
         self._running[request_id] = choice
@@ -161,5 +161,5 @@ class FleetKeeper(FleetRows):
         if request_id in fleet:
             fleet.finish(request_id)
         fleet.alive[:] = False
-        for one in self._members.values():
-            fleet.alive[one.row] = one.open
+        for worker in self._members.values():
+            fleet.alive[worker.row] = worker.open

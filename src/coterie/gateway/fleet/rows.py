@@ -124,9 +124,11 @@ class FleetRows:
         if not 1 <= places <= MOST_PLACES or not 0 < speed < math.inf:
             raise ConfigError(f"places={places} must be in 1 … {MOST_PLACES}, speed={speed} a finite number above 0")
         bits = None if held is None else _bits(held)
-        for other, one in self._members.items():
-            if bits is not None and other != worker_id and one.held is not None and one.held.shape != bits.shape:
-                raise ConfigError(f"held has shape {bits.shape} in words; that of worker {other!r} is {one.held.shape}")
+        for other, worker in self._members.items():
+            if bits is not None and other != worker_id and worker.held is not None and worker.held.shape != bits.shape:
+                raise ConfigError(
+                    f"held has shape {bits.shape} in words; that of worker {other!r} is {worker.held.shape}"
+                )
         before = self._members.get(worker_id)
         at = self._row_for(worker_id, row) if before is None else before.row
         if row is not None and at != row:
@@ -190,7 +192,7 @@ class FleetRows:
     def _hide(self, exclude: Collection[str]) -> list[int]:
         """Close workers for one decision; returns those rows that were open."""
         alive = self._made.fleet.alive
-        rows = {one.row for name in exclude if (one := self._members.get(name)) is not None and one.open}
+        rows = {worker.row for name in exclude if (worker := self._members.get(name)) is not None and worker.open}
         for row in rows:
             alive[row] = False
         return list(rows)
@@ -212,21 +214,25 @@ class FleetRows:
     def _rows_needed(self) -> int:
         """Rows up to the last that has a worker or a request."""
         used = self.fleet.running > 0
-        for one in self._members.values():
-            used[one.row] = True
+        for worker in self._members.values():
+            used[worker.row] = True
         return int(np.flatnonzero(used)[-1]) + 1 if used.any() else 1
 
     def _prepared(self, make: Maker, rows: int, members: Mapping[str, WorkerRow]) -> Made:
         """A router that was tried, and its fleet with the members' places and speeds."""
-        made = make(PoolShape(rows, {worker_id: one.row for worker_id, one in members.items()}))
+        made = make(PoolShape(rows, {worker_id: worker.row for worker_id, worker in members.items()}))
         fleet = made.fleet
         if len(fleet) < rows:
             raise ConfigError(f"the fleet has {len(fleet)} rows; the pool needs {rows}")
         fleet.local = _masks(members, len(fleet))
         try_out(made)
         fleet.alive[:] = False
-        for one in members.values():
-            fleet.places[one.row], fleet.speeds[one.row], fleet.alive[one.row] = one.places, one.speed, one.open
+        for worker in members.values():
+            fleet.places[worker.row], fleet.speeds[worker.row], fleet.alive[worker.row] = (
+                worker.places,
+                worker.speed,
+                worker.open,
+            )
         return made
 
     def _use(self, made: Made, members: Mapping[str, WorkerRow], priors: bool = False) -> None:
@@ -240,10 +246,10 @@ class FleetRows:
         rows = len(self.fleet)
         self._ids = [None] * rows
         self._last = [*self._last[:rows], *[None] * (rows - len(self._last))]
-        for worker_id, one in self._members.items():
-            self._ids[one.row] = self._last[one.row] = worker_id
+        for worker_id, worker in self._members.items():
+            self._ids[worker.row] = self._last[worker.row] = worker_id
         self._left = {row: None for row in self._left if row < rows and self._ids[row] is None}
-        self._open = sum(one.open for one in self._members.values())
+        self._open = sum(worker.open for worker in self._members.values())
 
 
 def check_spec(spec: RouterSpec, context: Mapping[str, Any] | None = None, workers: int = 1) -> None:
@@ -257,7 +263,7 @@ def _maker(spec: RouterSource, context: Mapping[str, Any] | None) -> Maker:
 
 def _masks(members: Mapping[str, WorkerRow], rows: int) -> NDArray[np.uint64] | None:
     """[row, layer, word] experts of each worker; one without a mask holds all. None where all do."""
-    masks = {one.row: one.held for one in members.values() if one.held is not None}
+    masks = {worker.row: worker.held for worker in members.values() if worker.held is not None}
     if not masks:
         return None
     shape = next(iter(masks.values())).shape

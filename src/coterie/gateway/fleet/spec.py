@@ -175,7 +175,9 @@ def _shape(fitted: Any, placement: Any) -> tuple[int, ...] | None:
 
 def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Rows of the workers that are there; a label of which none is has no workers of its own."""
-    rows = {label: tuple(row_of[one] for one in ids if one in row_of) for label, ids in labels.items()}
+    rows = {
+        label: tuple(row_of[worker_id] for worker_id in ids if worker_id in row_of) for label, ids in labels.items()
+    }
     return {label: own for label, own in rows.items() if own}
 
 
@@ -187,5 +189,5 @@ def prices_of(spec: RouterSpec, fitted: RouterFit | None) -> DecodeStepPrices:
 
 
 def _refused(spec: RouterSpec, error: Exception) -> ConfigError:
-    told = str(error) if isinstance(error, CoterieError | OSError) else f"{type(error).__name__}: {error}"
-    return ConfigError(f"router {spec.router!r} cannot be made: {told}")
+    message = str(error) if isinstance(error, CoterieError | OSError) else f"{type(error).__name__}: {error}"
+    return ConfigError(f"router {spec.router!r} cannot be made: {message}")

@@ -204,7 +204,7 @@ class WaitingLine:
         if not waiter.future.done():
             waiter.future.set_result(result)
         if len(self._line) > 2 * self._waiting + SPARE:  # a client that comes and goes must not fill the memory
-            self._line = deque(one for one in self._line if one.queued)
+            self._line = deque(waiter for waiter in self._line if waiter.queued)
 
     def _refused(self, reason: str) -> Refused:
         retry = self.retry_after_s()

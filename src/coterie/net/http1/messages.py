@@ -70,8 +70,6 @@ class Limits:
 class ServerCounters:
     """What a server has seen since it started."""
 
-    connections: int = 0
-    """Open now."""
     accepted: int = 0
     refused: int = 0
     """Connections over a cap."""

@@ -115,7 +115,10 @@ class HttpServer:
         """Close connections once their clients have got what was written, or do not read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while any(one in self.connections and one.transport.get_write_buffer_size() for one in connections):
+                while any(
+                    connection in self.connections and connection.transport.get_write_buffer_size()
+                    for connection in connections
+                ):
                     await asyncio.sleep(FLUSH_S)
         while self.connections or self.lingering:
             for connection in (*self.connections, *self.lingering):
@@ -146,7 +149,6 @@ class HttpServer:
         self.connections.add(connection)
         self.peers[connection.peer] += 1
         self.counters.accepted += 1
-        self.counters.connections += 1
         return None
 
     def _make_room(self, peer: str) -> bool:
@@ -168,7 +170,6 @@ class HttpServer:
         if connection not in self.connections:
             return
         self.connections.remove(connection)
-        self.counters.connections -= 1
         self.peers[connection.peer] -= 1
         if not self.peers[connection.peer]:
             del self.peers[connection.peer]

@@ -13,14 +13,111 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, Self, cast
 from urllib.parse import SplitResult, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
-from coterie.net.http1.answer import Answer, Kind, UpstreamError
+from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
 from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once, size_of
+
+FULL_BYTES = 262_144
+"""Bytes of an answer that wait for their consumer before reading pauses."""
+Kind = Literal["connect", "reset", "timeout", "protocol", "too_large", "incomplete", "unhealthy"]
+
+
+class UpstreamError(CoterieError):
+    """No answer, or no whole one."""
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+
+
+class Answer:
+    """An answer whose head has come. Read it, iterate over it, or close it."""
+
+    __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "begun", "complete", "headers", "status")
+
+    def __init__(self, connection: _Connection, status: int, headers: Headers) -> None:
+        self._connection = connection
+        self._pieces: list[bytes] = []
+        self._buffered = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: UpstreamError | None = None
+        self.status = status
+        self.headers = headers
+        self.complete = False
+        self.begun = False  # a piece of the body has come
+
+    async def read(self, limit: int | None = None) -> bytes:
+        """Return the rest of the body."""
+        most = self._connection.upstream.limits.body_bytes if limit is None else limit
+        if self.complete and len(self._pieces) == 1 and self._buffered <= most:
+            return self._take()
+        taken: list[bytes] = []
+        size = 0
+        async for piece in self:
+            size += len(piece)
+            if size > most:
+                self.close()
+                raise UpstreamError("too_large", f"an answer of more than {most} bytes")
+            taken.append(piece)
+        return b"".join(taken)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Return what has come since the last piece."""
+        while not self._pieces:
+            if self.complete:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._waiter = self._connection.loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.close()
+                raise
+        return self._take()
+
+    def _take(self) -> bytes:
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if self._buffered > FULL_BYTES and not self.complete:
+            self._connection.resume()
+        self._buffered = 0
+        return data
+
+    def close(self) -> None:
+        """Leave the answer: an incomplete one takes its connection with it."""
+        if not self.complete and self._error is None:
+            self._error = UpstreamError("reset", "the answer was closed")
+            self._connection.drop()
+
+    def add(self, piece: bytes) -> bool:
+        """Take a piece of the body; return whether reading must pause."""
+        self.begun = True
+        self._pieces.append(piece)
+        before = self._buffered
+        self._buffered += len(piece)
+        self._wake()
+        return before <= FULL_BYTES < self._buffered
+
+    def finish(self, error: UpstreamError | None = None) -> None:
+        if self.complete or self._error is not None:
+            return
+        self._error = error
+        self.complete = error is None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
 
 __all__ = ["Answer", "Kind", "Upstream", "UpstreamError", "UpstreamLimits"]
 
@@ -185,7 +282,9 @@ class Upstream:
 
     def give_up(self, method: str) -> None:
         """End the requests of a method that still wait for the first byte of a body: the server is not well."""
-        for connection in [one for one in self.connections if one.method == method and one.waits]:
+        for connection in [
+            connection for connection in self.connections if connection.method == method and connection.waits
+        ]:
             connection.fail("unhealthy", "the server was found not to be well")
 
     def retire(self) -> None:
@@ -225,10 +324,6 @@ class _Connection(asyncio.Protocol):
         self.quiet_bytes = 0  # since the last piece of a body: bounds heads and trailers
         self.since = 0.0
         self.deadline = math.inf
-
-    @property
-    def body_bytes(self) -> int:
-        return self.upstream.limits.body_bytes
 
     @property
     def waits(self) -> bool:
@@ -273,7 +368,7 @@ class _Connection(asyncio.Protocol):
 
     def fail(self, kind: Kind, what: str) -> None:
         """End the present request with an error, and the connection with it."""
-        error = UpstreamError(kind, f"{self.upstream.url}: {what}", answered=self.answer is not None)
+        error = UpstreamError(kind, f"{self.upstream.url}: {what}")
         self.deadline = math.inf
         self.reusable = False
         answer, self.answer = self.answer, None
