@@ -24,6 +24,7 @@ def test_no_connection() -> None:
     async def main() -> None:
         error = await fails(f"http://127.0.0.1:{free_port()}")
         assert error.kind == "connect"
+        assert not error.answered
         assert (await fails("http://a..b:80")).kind == "connect"
 
     run_on("asyncio", main())
@@ -196,6 +197,7 @@ def test_late_answers_time_out(loop: str) -> None:
                 with pytest.raises(UpstreamError) as raised:
                     await asked
                 assert raised.value.kind == "timeout"
+                assert not raised.value.answered
                 await until(lambda: not upstream.connections)
 
     run_on(loop, main())
@@ -228,6 +230,7 @@ def test_stalled_bodies_time_out_between_pieces(loop: str) -> None:
             with pytest.raises(UpstreamError) as raised:
                 await late
             assert raised.value.kind == "timeout"
+            assert raised.value.answered
 
     run_on(loop, main())
 

@@ -94,7 +94,7 @@ async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> R
             sink.write(piece)
             await sink.drain()
         if answer.status == 200 and not tail.rstrip().endswith(DONE):
-            raise UpstreamError("incomplete", "the stream ended before its last event")
+            raise UpstreamError("incomplete", "the stream ended before its last event", answered=True)
     except UpstreamError as error:
         if not sink.started:
             raise

@@ -207,7 +207,7 @@ class VllmPairFlow(Flow):
         try:
             answer = msgspec.json.decode(data, type=_Prefilled)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise UpstreamError("protocol", f"the prefill worker's answer cannot be read: {error}") from None
+            raise UpstreamError("protocol", f"the prefill worker's answer cannot be read: {error}", True) from None
         params = answer.kv_transfer_params or {}
         footprint, problem = None, None
         try:

@@ -111,14 +111,11 @@ class HttpServer:
             self._sweeper.cancel()
         return len(cut)
 
-    async def _cut(self, connections: list[Connection]) -> None:
+    async def _cut(self, cut: list[Connection]) -> None:
         """Close connections once their clients have got what was written, or do not read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while any(
-                    connection in self.connections and connection.transport.get_write_buffer_size()
-                    for connection in connections
-                ):
+                while any(waiting.transport.get_write_buffer_size() for waiting in self.connections.intersection(cut)):
                     await asyncio.sleep(FLUSH_S)
         while self.connections or self.lingering:
             for connection in (*self.connections, *self.lingering):

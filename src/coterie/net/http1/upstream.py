@@ -29,9 +29,11 @@ Kind = Literal["connect", "reset", "timeout", "protocol", "too_large", "incomple
 class UpstreamError(CoterieError):
     """No answer, or no whole one."""
 
-    def __init__(self, kind: Kind, message: str) -> None:
+    def __init__(self, kind: Kind, message: str, answered: bool = False) -> None:
         super().__init__(message)
         self.kind: Kind = kind
+        self.answered = answered
+        """Whether the head of an answer had come."""
 
 
 class Answer:
@@ -61,7 +63,7 @@ class Answer:
             size += len(piece)
             if size > most:
                 self.close()
-                raise UpstreamError("too_large", f"an answer of more than {most} bytes")
+                raise UpstreamError("too_large", f"an answer of more than {most} bytes", answered=True)
             taken.append(piece)
         return b"".join(taken)
 
@@ -95,7 +97,7 @@ class Answer:
     def close(self) -> None:
         """Leave the answer: an incomplete one takes its connection with it."""
         if not self.complete and self._error is None:
-            self._error = UpstreamError("reset", "the answer was closed")
+            self._error = UpstreamError("reset", "the answer was closed", answered=True)
             self._connection.drop()
 
     def add(self, piece: bytes) -> bool:
@@ -282,10 +284,9 @@ class Upstream:
 
     def give_up(self, method: str) -> None:
         """End the requests of a method that still wait for the first byte of a body: the server is not well."""
-        for connection in [
-            connection for connection in self.connections if connection.method == method and connection.waits
-        ]:
-            connection.fail("unhealthy", "the server was found not to be well")
+        for connection in list(self.connections):
+            if connection.method == method and connection.waits:
+                connection.fail("unhealthy", "the server was found not to be well")
 
     def retire(self) -> None:
         """Keep no connection unused from now on; answers that come go on to their end."""
@@ -368,7 +369,7 @@ class _Connection(asyncio.Protocol):
 
     def fail(self, kind: Kind, what: str) -> None:
         """End the present request with an error, and the connection with it."""
-        error = UpstreamError(kind, f"{self.upstream.url}: {what}")
+        error = UpstreamError(kind, f"{self.upstream.url}: {what}", answered=self.answer is not None)
         self.deadline = math.inf
         self.reusable = False
         answer, self.answer = self.answer, None
