@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from coterie import kvindex
 from coterie.errors import ConfigError, InputError
-from coterie.kvindex import Held, KVDirectory
-from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents
+from coterie.kvindex import HeldBlocks, KVDirectory
+from coterie.kvindex.directory import MAX_WAITING
+from coterie.wire.kv_events import BlockRemoved, BlockStored
 from kv_reference import SIZE, ReferenceDirectory, check_same, events
 
 
@@ -30,7 +31,7 @@ def directory(num_workers: int = 2, **settings: Any) -> KVDirectory:
 
 
 def test_public_names() -> None:
-    assert sorted(kvindex.__all__) == ["Counters", "Follower", "Held", "KVDirectory", "Replay"]
+    assert sorted(kvindex.__all__) == ["DirectoryCounts", "Follower", "HeldBlocks", "KVDirectory", "Replay"]
 
 
 def test_each_workers_own_run() -> None:
@@ -85,7 +86,7 @@ def test_unknown_parent_is_counted_and_joins_later() -> None:
     blocks = directory()
     blocks.stored(0, stored([12, 13], [5, 6, 7, 8], parent=11))
     assert blocks.counters.unknown_parents == 2
-    assert blocks.held(0) == Held(hits=2, waiting=2, apart={})
+    assert blocks.held(0) == HeldBlocks(hits=2, waiting=2)
     assert blocks.match_tokens([5, 6])[0] == 0
     blocks.stored(0, stored([11], [3, 4], parent=10))
     blocks.stored(0, stored([10], [1, 2]))
@@ -100,7 +101,7 @@ def test_other_media_groups_and_places_are_apart() -> None:
         blocks.stored(0, stored(*first, **fields))
     assert blocks.match([10])[0] == blocks.match_tokens([1, 2])[0] == 0
     assert blocks.held(0).hits == 0
-    assert sum(blocks.held(0).apart.values()) == blocks.counters.apart == 4
+    assert blocks.counters.apart == 4
     blocks.stored(0, stored(*first, group_idx=0))
     for fields in ({"medium": "cpu"}, {"group_idx": 1}, {"locality": "REMOTE"}):
         blocks.removed(0, removed([10], **fields))
@@ -108,7 +109,6 @@ def test_other_media_groups_and_places_are_apart() -> None:
     blocks.stored(0, stored(*first, medium="CPU"))
     blocks.removed(0, removed([10], group_idx=0))
     assert blocks.match_tokens([1, 2])[0] == 0, "removed here"
-    assert blocks.held(0).apart[("CPU", None, "LOCAL")] == 1
 
 
 def test_an_engine_that_names_its_groups_corrects_the_assumption() -> None:
@@ -179,8 +179,8 @@ def test_blocks_of_unknown_content_are_known_by_hash_alone(fields: dict[str, Any
 def test_unknown_removals_are_counted() -> None:
     blocks = directory()
     blocks.removed(0, removed([1, 2]))
-    blocks.removed(0, removed([1], medium="CPU"))
-    assert blocks.counters.unknown_removals == 3
+    blocks.removed(0, removed([1], medium="CPU"))  # what is elsewhere is not kept
+    assert blocks.counters.unknown_removals == 2
 
 
 def test_hashes_of_every_form_stay_apart() -> None:
@@ -231,6 +231,49 @@ def test_grows_and_empties() -> None:
     blocks.check_integrity()
 
 
+def test_a_worker_holds_no_more_blocks_than_it_may() -> None:
+    blocks = directory(2, max_blocks=3)
+    blocks.limits[1] = 1
+    for worker in range(2):
+        blocks.stored(worker, stored([10], [1, 2]))
+        blocks.stored(worker, stored([11, 12], [3, 4, 5, 6], parent=10))
+        blocks.stored(worker, stored([13], [7, 8], parent=12))
+    assert [blocks.held(worker).hits for worker in range(2)] == [3, 1]
+    assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7, 8]).tolist() == [6, 2], "what was there stays"
+    assert blocks.counters.refused == 1 + 3
+    assert "worker 1" in blocks.counters.last_error
+    assert "at most 1" in blocks.counters.last_error
+    blocks.removed(0, removed([12]))
+    blocks.stored(0, stored([13], [7, 8]))
+    assert blocks.held(0).hits == 3, "room again"
+    blocks.check_integrity()
+
+
+def test_marks_of_ambiguous_contents_are_bounded_too() -> None:
+    """Two hashes for one content leave a mark that outlives both blocks."""
+    blocks = directory(1, max_blocks=4)
+    for content in range(1000):
+        blocks.stored(0, stored([1], [content, 0]))
+        blocks.stored(0, stored([2], [content, 0]))
+        blocks.removed(0, removed([1, 2]))
+    assert blocks.nbytes < 20_000
+    blocks.stored(0, stored([1], [-1, -1]))
+    assert blocks.match_tokens([-1, -1])[0] == 2
+
+
+def test_blocks_that_wait_for_a_parent_are_bounded() -> None:
+    blocks = directory(1)
+    names = list(range(100, 100 + MAX_WAITING))
+    blocks.stored(0, stored(names, [0] * 2 * MAX_WAITING, parent=1))
+    assert blocks.held(0) == HeldBlocks(MAX_WAITING, MAX_WAITING)
+    blocks.stored(0, stored([50], [1, 2], parent=2))
+    assert blocks.held(0) == HeldBlocks(MAX_WAITING + 1, MAX_WAITING), "known by its hash alone"
+    assert blocks.counters.refused == 1
+    blocks.stored(0, stored([1], [3, 4]))
+    assert blocks.held(0).waiting == 0
+    blocks.check_integrity()
+
+
 def test_wrong_settings_and_arguments() -> None:
     settings: list[dict[str, Any]] = [{"num_workers": 0}, {"num_workers": 1, "block_size": 0}]
     for wrong in [*settings, {"num_workers": 1, "group": -1}]:
@@ -253,6 +296,6 @@ def test_same_answers_as_dictionaries_and_sets(history: list[tuple[int, Any]], s
     blocks = KVDirectory(66, block_size=SIZE, rng=np.random.default_rng(seed))
     reference = ReferenceDirectory(66, SIZE)
     for worker, event in history:
-        blocks.apply(worker, KVEvents(0.0, [event]))
+        blocks.apply(worker, event)
         reference.apply(worker, event)
     check_same(blocks, reference, [event.block_hashes for _, event in history if isinstance(event, BlockStored)])

@@ -19,7 +19,15 @@ from coterie.errors import InputError, UnavailableError
 from coterie.kvindex import Follower, KVDirectory, Replay
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.framing import REPLAY_END, Frame, from_frames
-from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvent, KVEvents, decode_kv_events, encode_kv_events
+from coterie.wire.kv_events import (
+    MAX_BLOCKS,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEvents,
+    decode_kv_events,
+    encode_kv_events,
+)
 from kv_reference import PROMPTS, SIZE, ReferenceDirectory, check_same, events
 
 
@@ -158,6 +166,41 @@ def test_restart_forgets() -> None:
     stream.drop_worker(0)
     assert held(stream) == []
     assert not stream.missing(0, 0)
+
+
+@pytest.mark.parametrize("forged", [2**64 - 2, 2**63, 5_000_000])
+def test_one_forged_number_does_not_silence_a_worker(forged: int) -> None:
+    stream = follower(lambda _, start: frames(start, 2))
+    stream.apply_payload(0, 0, MESSAGES[0])
+    stream.apply_payload(0, 1, MESSAGES[1])
+    stream.apply_payload(0, forged, payload())
+    assert held(stream) == [], "it may have been a restart"
+    assert stream.missing(0, 2) == range(2), "what is true is asked for again"
+    stream.apply_payload(0, 2, MESSAGES[2])
+    stream.apply_payload(0, 3, MESSAGES[3])
+    counters = stream.directory.counters
+    assert held(stream) == [10, 12]
+    assert (counters.restarts, counters.lost) == (2, 0), "and the counter of lost messages is not spoiled"
+
+
+@given(st.lists(st.integers(0, 2**64 - 2), max_size=8))
+def test_honest_messages_count_whatever_numbers_came_before(forged: list[int]) -> None:
+    stream = follower()
+    for seq in forged:
+        stream.apply_payload(0, seq, payload())
+    for seq, message in enumerate(MESSAGES):
+        stream.apply_payload(0, seq, message)
+    assert held(stream) == [10, 12]
+
+
+def test_more_than_a_model_needs_is_refused_before_it_is_decoded() -> None:
+    stream = follower()
+    stream.apply_payload(0, 0, MESSAGES[0])
+    many = BlockStored(block_hashes=[1] * (MAX_BLOCKS + 1), block_size=SIZE)
+    stream.apply_payload(0, 1, payload(many))
+    assert held(stream) == []
+    assert stream.directory.counters.undecodable == 1
+    assert str(MAX_BLOCKS) in stream.directory.counters.last_error
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}], 0])])
@@ -311,7 +354,7 @@ def test_fuzzed_bytes_are_counted_and_raise_nothing(data: st.DataObject) -> None
         before = stream.directory.counters.undecodable
         stream.apply_payload(0, seq, bytes(raw))
         if stream.directory.counters.undecodable > before:
-            assert stream.directory.held(0) == (0, 0, {})
+            assert stream.directory.held(0) == (0, 0)
     stream.directory.check_integrity()
     for prompt in PROMPTS[:4]:
         stream.directory.match_tokens(prompt)

@@ -28,6 +28,8 @@ class Publisher:
         self.asked: list[int] = []
         """First numbers of the replays that were answered."""
         self.sent = 0
+        self.forged: int | None = None
+        """Number of a last message of each replay that the engine never published."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._replay = self._context.socket(zmq.ROUTER)
@@ -76,5 +78,7 @@ class Publisher:
             first = int.from_bytes(start, "big")
             for seq, message in list(enumerate(self.log))[first:]:
                 self._replay.send_multipart([name, b"", *to_frames(b"kv", seq, message)])
+            if self.forged is not None:
+                self._replay.send_multipart([name, b"", *to_frames(b"kv", self.forged, payload())])
             self._replay.send_multipart([name, b"", b"", REPLAY_END.to_bytes(8, "big"), b""])
             self.asked.append(first)

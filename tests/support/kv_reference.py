@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from coterie.kvindex import Held, KVDirectory
+from coterie.kvindex import HeldBlocks, KVDirectory
 from coterie.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 SIZE = 2
@@ -25,7 +25,6 @@ class ReferenceWorker:
     waiting: dict[BlockHash, tuple[BlockHash | None, Any]] = field(default_factory=dict)
     shown: set[Chain] = field(default_factory=set)
     veiled: set[Chain] = field(default_factory=set)
-    apart: dict[tuple[str, int | None, str], set[BlockHash]] = field(default_factory=dict)
 
     def clear_hits(self) -> None:
         for part in (self.held, self.waiting, self.shown, self.veiled):
@@ -53,7 +52,6 @@ class ReferenceDirectory:
 
     def clear(self, worker: int) -> None:
         self.workers[worker].clear_hits()
-        self.workers[worker].apart.clear()
 
     def drop(self, worker: int) -> None:
         self.workers[worker] = ReferenceWorker(self.group)
@@ -81,7 +79,6 @@ class ReferenceDirectory:
         place = ((event.medium or "GPU").upper(), group, (event.locality or "LOCAL").upper())
         full = kind is None or kind in FULL
         if not (full and place[0] == "GPU" and place[2] == "LOCAL" and group in (None, state.group)):
-            state.apart.setdefault(place, set()).update(event.block_hashes)
             return
         size = self.block_size
         whole = event.block_size == size and len(event.token_ids) == size * len(event.block_hashes)
@@ -128,9 +125,6 @@ class ReferenceDirectory:
     @staticmethod
     def _removed(state: ReferenceWorker, event: BlockRemoved) -> None:
         medium, group, locality = (event.medium or "GPU").upper(), event.group_idx, (event.locality or "LOCAL").upper()
-        for place, blocks in state.apart.items():
-            if (place[0], place[2]) == (medium, locality) and (group is None or place[1] in (None, group)):
-                blocks.difference_update(event.block_hashes)
         if medium == "GPU" and locality == "LOCAL" and group in (None, state.group):
             for name in event.block_hashes:
                 state.shown.discard(state.held.pop(name, None) or ())
@@ -189,5 +183,4 @@ def check_same(blocks: KVDirectory, reference: ReferenceDirectory, chains: list[
     for chain in chains:
         assert blocks.match(chain).tolist() == reference.match(chain)
     for worker, state in enumerate(reference.workers):
-        apart = {place: len(names) for place, names in state.apart.items() if names}
-        assert blocks.held(worker) == Held(len(state.held), len(state.waiting), apart)
+        assert blocks.held(worker) == HeldBlocks(len(state.held), len(state.waiting))

@@ -7,7 +7,7 @@ matched by its tokens without any knowledge of an engine's hash function, and wo
 content share a row. A third table per worker, hash → content, serves removals and children.
 
 There are no false hits; a block that a worker holds may be missed:
-- only blocks in GPU memory and of the full-attention group count; others are kept separately, by medium;
+- only blocks in GPU memory and of the full-attention group are kept;
 - a block whose parent is unknown waits for it, known by its hash alone;
 - blocks are a set: engines repeat a stored block when it is reused, so one removal takes it away;
 - one content under two hashes of a worker differs in something the events do not carry (an adapter loaded again from
@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from coterie.errors import InputError, check_at_least
 from coterie.kvindex import _tables
 from coterie.kvindex.identity import NO_CONTEXTS, contexts, event_contexts, event_tokens, hash_keys, writeable
-from coterie.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvents
+from coterie.wire.kv_events import BlockHash, BlockRemoved, BlockStored, KVEvent
 
 _FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _NO_TOKENS = np.zeros(0, np.uint64)
@@ -36,6 +36,10 @@ _Words = NDArray[np.uint64]
 _Used = NDArray[np.int64]
 _FILL = 0.625
 """Share of a table's entries in use at which it doubles."""
+MAX_BLOCKS = 1 << 18
+"""Most blocks of a worker unless it is told otherwise: 4 million tokens in blocks of 16, about 64 MB of tables."""
+MAX_WAITING = 1 << 12
+"""Most blocks of a worker whose parent is unknown: each is stored by itself, at 20 µs and 1 KB."""
 
 
 @dataclass(slots=True)
@@ -45,9 +49,9 @@ class DirectoryCounts:
     stored: int = 0
     """Stored blocks that were new on their worker; repeats count once."""
     removed: int = 0
-    """Removed by an event, from any medium and group."""
+    """Removed by an event."""
     apart: int = 0
-    """Stored in another medium, group or place: no hit."""
+    """Stored in another medium, group or place: not kept, no hit."""
     unknown_removals: int = 0
     unknown_parents: int = 0
     """Stored under a parent that the worker does not hold: known by hash alone until it does."""
@@ -67,17 +71,18 @@ class DirectoryCounts:
     """Number of times that a worker's sequence fell."""
     undecodable: int = 0
     """Messages that could not be read or hold an unknown event."""
+    refused: int = 0
+    """Blocks past what their worker may hold, or past those that may wait for a parent."""
+    last_error: str = ""
+    """Why the last message or block was refused."""
 
 
-class Held(NamedTuple):
-    """Blocks of one worker."""
+class HeldBlocks(NamedTuple):
+    """Blocks of one worker, on the GPU and of the full-attention group."""
 
     hits: int
-    """Blocks on the GPU, of the full-attention group."""
     waiting: int
     """Blocks among these whose parent is unknown."""
-    apart: dict[tuple[str, int | None, str], int]
-    """(medium, group, locality) → blocks that do not count as hits."""
 
 
 class _Table:
@@ -126,7 +131,6 @@ class _Worker:
     """Whether the engine named the group."""
     held: _Table = field(default_factory=lambda: _Table(2))
     blocks: int = 0
-    apart: dict[tuple[str, int | None, str], set[BlockHash]] = field(default_factory=dict)
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     children: dict[bytes, set[bytes]] = field(default_factory=dict)
     """Unknown parent → blocks that wait for it."""
@@ -135,6 +139,8 @@ class _Worker:
 class KVDirectory:
     """Directory of blocks per worker. `capacity` is the number of distinct blocks to allocate memory for at once.
 
+    `max_blocks` bounds the blocks of a worker, `limits` those of one whose KV cache is known, by its number: what a
+    worker tells of beyond that is refused and counted, never kept.
     `group` is the full-attention KV cache group of a hybrid model, if the engine's events do not name it (vLLM's
     give the kind of a group for offloaded blocks only). A worker is one stream of events: each data-parallel rank of
     an engine is a worker of its own.
@@ -147,13 +153,16 @@ class KVDirectory:
         block_size: int = 16,
         group: int = 0,
         capacity: int = 0,
+        max_blocks: int = MAX_BLOCKS,
         rng: np.random.Generator | None = None,
     ) -> None:
-        check_at_least(1, num_workers=num_workers, block_size=block_size)
+        check_at_least(1, num_workers=num_workers, block_size=block_size, max_blocks=max_blocks)
         check_at_least(0, group=group)
         self.num_workers = num_workers
         self.block_size = block_size
         self.group = group
+        self.max_blocks = max_blocks
+        self.limits: dict[int, int] = {}
         self.counters = DirectoryCounts()
         # Results do not depend on these numbers; secret ones prevent prompts made to collide.
         rng = np.random.default_rng() if rng is None else rng
@@ -172,25 +181,23 @@ class KVDirectory:
         for table in (self._hashes, self._contents):
             table.widen(-(-num_workers // 64))
 
-    def apply(self, worker: int, events: KVEvents) -> None:
-        """Apply the next message of a worker's stream; see :class:`Follower` for gaps."""
-        for event in events.events:
-            if isinstance(event, BlockStored):
-                self.stored(worker, event)
-            elif isinstance(event, BlockRemoved):
-                self.removed(worker, event)
-            elif isinstance(event, AllBlocksCleared):
-                self.cleared(worker)
+    def apply(self, worker: int, event: KVEvent) -> None:
+        """Apply the next event of a worker's stream; see :class:`Follower` for gaps."""
+        if isinstance(event, BlockStored):
+            self.stored(worker, event)
+        elif isinstance(event, BlockRemoved):
+            self.removed(worker, event)
+        else:
+            self.cleared(worker)
 
     def stored(self, worker: int, event: BlockStored) -> None:
         state = self._state(worker)
         self._learn_group(worker, state, event)
-        place = _place(event)
-        if not _is_hit(place, state.group, event.kv_cache_spec_kind):
-            state.apart.setdefault(place, set()).update(event.block_hashes)
+        full = event.kv_cache_spec_kind is None or event.kv_cache_spec_kind in _FULL_ATTENTION
+        if not (full and _is_local(event) and event.group_idx in (None, state.group)):
             self.counters.apart += len(event.block_hashes)
             return
-        if not event.block_hashes:
+        if not event.block_hashes or not self._has_room(worker, state, len(event.block_hashes)):
             return
         above = event.parent_block_hash
         family = event.block_hashes if above is None else [above, *event.block_hashes]
@@ -208,30 +215,24 @@ class KVDirectory:
             self._wait(worker, state, family_keys[:1], keys, tokens, contexts_)
 
     def removed(self, worker: int, event: BlockRemoved) -> None:
-        """Remove blocks from one medium; without a group, from each of its groups."""
+        """Remove blocks; those of another medium, place or group are not kept."""
         state = self._state(worker)
-        medium, group, locality = _place(event)
-        known = 0
-        if medium == "GPU" and locality == "LOCAL" and group in (None, state.group) and event.block_hashes:
-            keys = hash_keys(event.block_hashes, self._seeds)
-            known = _tables.remove(*self._arrays(state), worker, keys)
-            state.blocks -= known
-            self._stop_waiting(state, keys)
-        for place, blocks in state.apart.items():
-            if place[0] == medium and place[2] == locality and (group is None or place[1] in (None, group)):
-                gone = blocks.intersection(event.block_hashes)
-                blocks -= gone
-                known += len(gone)
+        if not (_is_local(event) and event.group_idx in (None, state.group) and event.block_hashes):
+            return
+        keys = hash_keys(event.block_hashes, self._seeds)
+        known = _tables.remove(*self._arrays(state), worker, keys)
+        state.blocks -= known
+        self._stop_waiting(state, keys)
         self.counters.removed += known
-        self.counters.unknown_removals += max(0, len(event.block_hashes) - known)
+        self.counters.unknown_removals += len(event.block_hashes) - known
 
     def cleared(self, worker: int) -> None:
         """Drop all blocks of a worker that emptied its cache."""
-        self.counters.removed += self._empty(worker)
+        self.counters.removed += self._empty(worker, self._state(worker))
 
     def forget(self, worker: int) -> None:
         """Drop all blocks of a worker whose stream cannot be trusted, until new events arrive."""
-        self.counters.forgotten += self._empty(worker)
+        self.counters.forgotten += self._empty(worker, self._state(worker))
 
     def drop_worker(self, worker: int) -> None:
         """Forget the blocks and group of a worker that is gone or restarted."""
@@ -273,10 +274,9 @@ class KVDirectory:
         depth *= self.block_size
         return depth
 
-    def held(self, worker: int) -> Held:
+    def held(self, worker: int) -> HeldBlocks:
         state = self._state(worker)
-        apart = {place: len(blocks) for place, blocks in state.apart.items() if blocks}
-        return Held(state.blocks, len(state.waiting), apart)
+        return HeldBlocks(state.blocks, len(state.waiting))
 
     def __len__(self) -> int:
         """Distinct blocks, by their hashes."""
@@ -284,7 +284,7 @@ class KVDirectory:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all tables, without waiting and separate blocks."""
+        """Memory of all tables, without waiting blocks."""
         tables = [self._hashes, self._contents, *(state.held for state in self._workers)]
         return sum(table.entries.nbytes for table in tables)
 
@@ -304,6 +304,20 @@ class KVDirectory:
             raise InputError(f"worker={worker} must be at least 0 and below num_workers={self.num_workers}")
         return self._workers[worker]
 
+    def _has_room(self, worker: int, state: _Worker, blocks: int) -> bool:
+        """Whether a worker may hold so many blocks more. Marks of ambiguous contents have room of their own."""
+        limit = self.limits.get(worker, self.max_blocks)
+        if state.blocks + blocks > limit:
+            self._refuse(blocks, f"worker {worker} tells of {state.blocks + blocks} blocks, must be at most {limit}")
+            return False
+        if state.held.used.item() > 2 * limit:
+            self.forget(worker)
+        return True
+
+    def _refuse(self, blocks: int, reason: str) -> None:
+        self.counters.refused += blocks
+        self.counters.last_error = reason
+
     def _arrays(self, state: _Worker) -> tuple[_Words, _Used, _Words, _Used, _Words, _Used]:
         held, hashes, contents = state.held, self._hashes, self._contents
         return held.entries, held.used, hashes.entries, hashes.used, contents.entries, contents.used
@@ -317,7 +331,7 @@ class KVDirectory:
         else:
             group = -1 if event.group_idx == state.group else state.group
         if group != state.group:
-            self.counters.forgotten += self._empty_hits(worker, state)
+            self.counters.forgotten += self._empty(worker, state)
             state.group = group
 
     def _store(
@@ -351,6 +365,10 @@ class KVDirectory:
     ) -> None:
         """Blocks under an unknown parent: each waits for the one before it, unless its own content is known."""
         above, size, found = parent_key, self.block_size, np.zeros(2, np.uint64)
+        if len(state.waiting) + len(keys) > MAX_WAITING:
+            self._refuse(len(keys), f"worker {worker}: {len(keys)} blocks more wait for a parent, over {MAX_WAITING}")
+            self._store(worker, state, keys, _NO_TOKENS, NO_CONTEXTS, found)
+            return
         for block in range(len(keys)):
             key = keys[block : block + 1]
             part = tokens[block * size : (block + 1) * size]
@@ -398,7 +416,7 @@ class KVDirectory:
             if not state.children[parent]:
                 del state.children[parent]
 
-    def _empty_hits(self, worker: int, state: _Worker) -> int:
+    def _empty(self, worker: int, state: _Worker) -> int:
         held, hashes, contents = state.held, self._hashes, self._contents
         _tables.release_all(held.entries, hashes.entries, hashes.used, contents.entries, contents.used, worker)
         blocks, state.blocks = state.blocks, 0
@@ -407,18 +425,7 @@ class KVDirectory:
         state.children.clear()
         return blocks
 
-    def _empty(self, worker: int) -> int:
-        state = self._state(worker)
-        blocks = self._empty_hits(worker, state) + sum(map(len, state.apart.values()))
-        state.apart.clear()
-        return blocks
 
-
-def _place(event: BlockStored | BlockRemoved) -> tuple[str, int | None, str]:
-    """(medium, group, locality); without a medium it is the GPU."""
-    return (event.medium or "GPU").upper(), event.group_idx, (event.locality or "LOCAL").upper()
-
-
-def _is_hit(place: tuple[str, int | None, str], group: int, kind: str | None) -> bool:
-    full = kind is None or kind in _FULL_ATTENTION
-    return full and place[0] == "GPU" and place[1] in (None, group) and place[2] == "LOCAL"
+def _is_local(event: BlockStored | BlockRemoved) -> bool:
+    """Whether the event is about the worker's own GPU, which it is about where it names no medium."""
+    return (event.medium or "GPU").upper() == "GPU" and (event.locality or "LOCAL").upper() == "LOCAL"

@@ -66,6 +66,14 @@ class Gaps:
 
 KEEPALIVE_S = 10
 """Silence after which the system asks whether the other end is there, and the time between two such questions."""
+QUEUE_BYTES = 64 << 20
+"""Most bytes of a queue. Beyond that the other end waits, and keeps messages or drops them."""
+MOST_QUEUED = 1000
+
+
+def queue_of(message_bytes: int) -> int:
+    """Messages of a queue that is bounded in bytes: ZMQ itself counts messages only."""
+    return max(2, min(QUEUE_BYTES // message_bytes, MOST_QUEUED))
 
 
 def bound_reader(socket: zmq.Socket[Any], queue: int, message_bytes: int) -> None:

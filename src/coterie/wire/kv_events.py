@@ -9,20 +9,30 @@ integer or bytes, by the engine's hash function. `group_idx` (KV cache group of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from coterie.errors import InputError
 
 BlockHash = int | bytes
+MAX_BLOCKS = 1 << 16
+"""Most blocks of an event: a prompt of a million tokens in blocks of 16. The length is checked before any is decoded."""
+MAX_TOKENS = 1 << 20
+"""Most token ids of an event."""
+MAX_EVENTS = 1 << 12
+"""Most events of a message."""
+OLD_FORM_BYTES = 1 << 20
+"""Longest message in an older form: it is decoded without a schema, to as much as 64 bytes of memory for a byte."""
+
+Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_BLOCKS)]
 
 
 # No omit_defaults: vLLM's own structs have no default for most of these fields, and refuse an event without them.
 class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
-    block_hashes: list[BlockHash]
+    block_hashes: Hashes
     parent_block_hash: BlockHash | None = None
-    token_ids: list[int] = []
+    token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)] = []
     block_size: int = 0
     lora_id: int | None = None
     medium: str | None = None
@@ -39,7 +49,7 @@ class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
-    block_hashes: list[BlockHash]
+    block_hashes: Hashes
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
@@ -61,13 +71,13 @@ class KVEvents(msgspec.Struct, array_like=True):
     """One message of the stream."""
 
     timestamp: float
-    events: list[KVEvent]
+    events: Annotated[list[KVEvent], msgspec.Meta(max_length=MAX_EVENTS)]
     rank: int | None = None
 
 
 class _Raw(msgspec.Struct, array_like=True):
     timestamp: float
-    events: list[dict[str, Any] | list[Any]]
+    events: Annotated[list[dict[str, Any] | list[Any]], msgspec.Meta(max_length=MAX_EVENTS)]
     rank: int | None = None
 
 
@@ -82,15 +92,17 @@ def encode_kv_events(batch: KVEvents) -> bytes:
 
 
 def decode_kv_events(payload: bytes) -> KVEvents:
-    """Decode either form; raises InputError with one line for any malformed bytes."""
+    """Decode either form; raises InputError with one line for malformed bytes, and for more blocks than a model needs."""
     try:
         return _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # the array form, pairs of tokens, or damage: use the slow path
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        # The array form, pairs of tokens, or damage: the slow path tells.
+        if len(payload) > OLD_FORM_BYTES:
+            raise InputError(f"is not a batch of KV events: {error}") from None
     try:
         raw = _RAW_DECODER.decode(payload)
         return KVEvents(raw.timestamp, [_event(event) for event in raw.events], raw.rank)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise InputError(f"is not a batch of KV events: {error}") from None
 
 

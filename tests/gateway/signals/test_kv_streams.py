@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.gateway.signals.kv_streams import KvStreams
-from coterie.wire.framing import to_frames
-from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from coterie.gateway.signals.kv_streams import BURST_S, SHARE, KvStreams, _Stream
+from coterie.kvindex import follower
+from coterie.wire.framing import QUEUE_BYTES, to_frames
+from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_kv_events
 from kv_publisher import Publisher, payload
 from kv_reference import PROMPTS, SIZE, ReferenceDirectory, check_same, events
 
 PROMPT = np.arange(8)
+HUGE = bytes(31 << 20)
 
 
 def stored(name: int, tokens: list[int], parent: int | None = None, **more: Any) -> bytes:
@@ -38,11 +41,11 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def following(*publishers: Publisher, **settings_: Any) -> AsyncIterator[KvStreams]:
-    streams = KvStreams(**{"block_size": SIZE, **settings_})
+async def following(*publishers: Publisher, secure: Any = None, **settings_: Any) -> AsyncIterator[KvStreams]:
+    streams = KvStreams(block_size=SIZE, **settings_)
     try:
         for row, publisher in enumerate(publishers):
-            streams.join(f"w{row}", row, publisher.endpoint, publisher.replay)
+            streams.join(f"w{row}", row, publisher.endpoint, publisher.replay, secure)
             await asyncio.to_thread(publisher.wait_for_subscriber)
             await until(lambda row=row: streams.connected(f"w{row}"))  # type: ignore[misc]
             if publisher.replay is not None:  # what is told from here on is not in the first replay
@@ -53,11 +56,11 @@ async def following(*publishers: Publisher, **settings_: Any) -> AsyncIterator[K
 
 
 async def told(streams: KvStreams, publisher: Publisher, row: int = 0, *others: Publisher) -> None:
-    """All that was sent has arrived, by all others too; a last message shows what was lost."""
+    """All that was sent was applied, by all others too: a message shows what was lost, and one that it was applied."""
     publisher.publish(payload())
-    stream = streams._streams[f"w{row}"]
+    publisher.publish(payload())
     sent = sum(one.sent for one in (publisher, *others))
-    await until(lambda: streams.counters.messages == sent and stream.next == len(publisher.log))
+    await until(lambda: streams.counters.messages == sent and streams._follower._next[row] == len(publisher.log))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -71,15 +74,13 @@ def publisher() -> Any:
     made.close()
 
 
-def test_follows_and_learns_the_block_size(publisher: Publisher) -> None:
+def test_follows(publisher: Publisher) -> None:
     async def test() -> None:
-        async with following(publisher, block_size=None) as streams:
+        async with following(publisher) as streams:
             assert streams.cached(PROMPT, 2).tolist() == [0, 0]
             for message in CHAIN:
                 publisher.publish(message)
             await told(streams, publisher)
-            assert streams.directory is not None
-            assert streams.directory.block_size == SIZE
             assert streams.cached(PROMPT, 2).tolist() == [6, 0]
             assert streams.cached(PROMPT[:6], 1).tolist() == [4], "an engine computes at least one token"
             assert streams.cached(PROMPT, 1, cache_salt="tenant").tolist() == [0]
@@ -95,11 +96,10 @@ def test_a_late_gateway_learns_what_was_told_before(publisher: Publisher) -> Non
         for message in CHAIN:
             publisher.publish(message)
         async with following(publisher) as streams:
-            await until(lambda: streams.counters.replayed == 3)
-            assert streams.cached(PROMPT, 1).tolist() == [6], "before any new message"
+            await until(lambda: streams.cached(PROMPT, 1).tolist() == [6])  # before any new message
             publisher.sent = 0  # to nobody
             await told(streams, publisher)
-            assert streams.counters.gaps == streams.counters.restarts == 0
+            assert streams.directory.counters.gaps == streams.directory.counters.restarts == 0
 
     run(test())
 
@@ -111,7 +111,7 @@ def test_a_gap_is_replayed_or_forgotten() -> None:
             publisher.publish(CHAIN[1], lost=True)
             publisher.publish(CHAIN[2])
             await told(streams, publisher)
-            assert streams.counters.gaps == 1
+            assert streams.directory.counters.gaps == 1
             if publisher.replay:
                 assert streams.cached(PROMPT, 1).tolist() == [6]
                 assert publisher.asked == [0, 1]
@@ -133,7 +133,7 @@ def test_a_restart_drops_the_blocks(publisher: Publisher) -> None:
             publisher.begin_anew()
             publisher.publish(CHAIN[0])
             await told(streams, publisher)
-            assert streams.counters.restarts == 1
+            assert streams.directory.counters.restarts == 1
             assert streams.cached(PROMPT, 1).tolist() == [2]
 
     run(test())
@@ -185,7 +185,6 @@ def test_workers_join_and_leave_and_rows_grow(publisher: Publisher) -> None:
                 streams.join("another", 200, publisher.endpoint)
             with pytest.raises(ConfigError, match="must begin with tcp"):
                 streams.join("wrong", 3, "http://host:5557")
-            assert streams.directory is not None
             streams.directory.check_integrity()
         for other in others:
             other.close()
@@ -193,14 +192,116 @@ def test_workers_join_and_leave_and_rows_grow(publisher: Publisher) -> None:
     run(test())
 
 
-def test_too_many_blocks_are_forgotten(publisher: Publisher) -> None:
+def test_too_many_blocks_are_refused(publisher: Publisher) -> None:
     async def test() -> None:
         async with following(publisher, max_blocks=2) as streams:
             for message in CHAIN:
                 publisher.publish(message)
             await told(streams, publisher)
-            assert streams.counters.overflows == 1
-            assert streams.cached(PROMPT, 1).tolist() == [0]
+            assert streams.directory.counters.refused == 1
+            assert "at most 2" in streams.directory.counters.last_error
+            assert streams.cached(PROMPT, 1).tolist() == [4]
+            other = Publisher()
+            streams.join("w1", 1, other.endpoint, other.replay, kv_blocks=1)
+            await asyncio.to_thread(other.wait_for_subscriber)
+            for message in CHAIN:
+                other.publish(message)
+            await told(streams, other, 1, publisher)
+            assert streams.cached(PROMPT, 2).tolist() == [4, 2], "its KV cache is known"
+        other.close()
+
+    run(test())
+
+
+def test_messages_longer_than_the_model_needs_are_not_read(publisher: Publisher) -> None:
+    async def test() -> None:
+        async with following(publisher) as streams:
+            for seq in range(4):
+                publisher.send(to_frames(b"kv", seq, HUGE))
+            publisher.sent = 0  # to nobody
+            await until(lambda: streams.counters.disconnections == 1)
+            assert streams.counters.messages == 0
+            assert "w0" in streams.counters.last_error
+            assert str(2 << 20) in streams.counters.last_error
+            await asyncio.to_thread(publisher.wait_for_subscriber)  # of which the first message is the end of the old
+            await asyncio.to_thread(publisher.wait_for_subscriber)
+            await until(lambda: len(publisher.asked) == 2)
+            for message in CHAIN:
+                publisher.publish(message)
+            await told(streams, publisher)
+            assert streams.cached(PROMPT, 1).tolist() == [6], "the worker is followed again"
+
+    run(test())
+
+
+@pytest.mark.parametrize(("context", "most"), [(0, 1 << 20), (1 << 18, 2 << 20), (1 << 20, 8 << 20), (1 << 31, 8 << 20)])
+def test_messages_are_bounded_by_the_context_and_queues_in_bytes(context: int, most: int) -> None:
+    async def test() -> None:
+        streams = KvStreams()
+        streams.context_tokens = context
+        socket = streams._socket(zmq.SUB, _Stream("w0", 0, "tcp://127.0.0.1:1", None, None))
+        assert socket.getsockopt(zmq.MAXMSGSIZE) == most
+        assert most * socket.getsockopt(zmq.RCVHWM) <= QUEUE_BYTES
+        socket.close()
+        await streams.close()
+
+    run(test())
+
+
+def test_messages_are_decoded_off_the_event_loop(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def decode(data: bytes) -> Any:
+        threads.add(threading.get_ident())
+        return decode_kv_events(data)
+
+    monkeypatch.setattr(follower, "decode_kv_events", decode)
+
+    async def test() -> None:
+        async with following(publisher) as streams:
+            publisher.publish(CHAIN[0])
+            await told(streams, publisher)
+        assert threads, "it was decoded"
+        assert threading.get_ident() not in threads
+
+    run(test())
+
+
+def test_a_worker_gets_a_share_of_the_thread() -> None:
+    stream = _Stream("w0", 0, "tcp://127.0.0.1:1", None, None)
+    assert stream.spend(BURST_S, 1.0) == 0, "it may catch up at once"
+    assert stream.spend(0.1, 1.0) == pytest.approx(0.1 / SHARE), "then it waits"
+    assert stream.spend(0.1, 1.0 + 0.2 / SHARE) == 0
+    stream.spend(0.0, 1e6)
+    assert stream.credit_s == BURST_S
+
+
+@pytest.mark.parametrize("forged", [2**64 - 2, 1_000_000])
+def test_a_forged_number_in_a_replay_does_not_silence_the_worker(publisher: Publisher, forged: int) -> None:
+    async def test() -> None:
+        publisher.publish(CHAIN[0])
+        publisher.forged = forged
+        async with following(publisher) as streams:
+            await until(lambda: streams._follower._next[0] == forged + 1)
+            publisher.sent = 0  # to nobody
+            for message in CHAIN[1:]:
+                publisher.publish(message)
+            await told(streams, publisher)
+            assert streams.cached(PROMPT, 1).tolist() == [6]
+
+    run(test())
+
+
+def test_a_forged_number_does_not_silence_the_worker(publisher: Publisher) -> None:
+    async def test() -> None:
+        async with following(publisher) as streams:
+            publisher.publish(CHAIN[0])
+            publisher.send(to_frames(b"kv", 2**64 - 2, CHAIN[0]))
+            for message in CHAIN[1:]:
+                publisher.publish(message)
+            await told(streams, publisher)
+            assert streams.cached(PROMPT, 1).tolist() == [6]
+            assert streams.directory.counters.lost == 0
 
     run(test())
 
@@ -285,7 +386,6 @@ def test_lossy_streams_against_the_reference(data: st.DataObject) -> None:
                 healed[worker] = healed[worker] and (fate != "lost" or replays)
             for worker, publisher in enumerate(publishers):
                 await told(streams, publisher, worker, publishers[1 - worker])
-            assert streams.directory is not None
             if all(healed):
                 check_same(streams.directory, truth, named)
             for chain in named:
@@ -304,7 +404,7 @@ def test_lossy_streams_against_the_reference(data: st.DataObject) -> None:
 def test_fuzzed_messages_raise_nothing(rubbish: list[list[bytes]], data: st.DataObject) -> None:
     async def test() -> None:
         publisher = Publisher()
-        async with following(publisher, block_size=None) as streams:
+        async with following(publisher) as streams:
             for frames in rubbish:
                 publisher.send(frames)
             for seq in range(20):
@@ -316,7 +416,7 @@ def test_fuzzed_messages_raise_nothing(rubbish: list[list[bytes]], data: st.Data
                 publisher.publish(message)
             await told(streams, publisher)
             assert streams.counters.failed == 0
-            assert streams.cached(PROMPT, 1)[0] in (0, 6), "0 where garbage named another block size first"
+            assert streams.cached(PROMPT, 1)[0] == 6
         publisher.close()
 
     run(test())

@@ -1,15 +1,22 @@
 """Follow the KV event streams of a pool's workers: how many leading tokens of a prompt each of them holds.
 
-One ZMQ connection a worker, on the event loop. Messages are numbered; what is missing is asked of the engine's replay
-endpoint, and as soon as a connection stands, all that it still has: so a gateway that starts late knows the blocks too.
-A connection that ends may be a restart: the worker's blocks are dropped, and learned anew from the next connection.
-Whatever a worker sends, nothing is raised: it is counted, and its blocks are forgotten where they may be wrong.
+One ZMQ connection a worker, all in a thread of their own: decoding a message never holds up a request. Messages are
+numbered; what is missing is asked of the engine's replay endpoint, and as soon as a connection stands, all that it
+still has: so a gateway that starts late knows the blocks too. A connection that ends may be a restart: the worker's
+blocks are dropped, and learned anew from the next connection.
+
+Whatever a worker sends, nothing is raised: it is counted, and its blocks are forgotten where they may be wrong. Its
+messages are as long as its model's context needs, its queue and its replays have a size in bytes, and it gets a share
+of the thread: one that sends more is read more slowly, until its own queue is full.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,29 +29,32 @@ from zmq.utils.monitor import recv_monitor_message
 
 from coterie.errors import ConfigError, InputError, check_at_least, check_positive
 from coterie.kvindex import Follower, KVDirectory
-from coterie.wire.framing import REPLAY_END, Frame, bound_reader, from_frames
-from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents, decode_kv_events
+from coterie.kvindex.directory import MAX_BLOCKS
+from coterie.wire.framing import REPLAY_END, Frame, bound_reader, from_frames, queue_of
+from coterie.wire.kv_events import BlockRemoved, BlockStored
 
 Secure = Callable[[Any], None]
 """Sets keys on a ZMQ socket before it connects."""
 
-MESSAGE_BYTES = 32 << 20
-"""Longest message: a block of 16 tokens takes about 100 bytes. A longer one ends the connection."""
-REPLAY_BYTES = 512 << 20
-"""Most bytes of a replay; vLLM keeps 10,000 messages."""
-MAX_BLOCK_SIZE = 1 << 16
-"""Largest block size that is believed."""
-AT_ONCE = 16
-"""Messages read or applied before other tasks of the event loop run: awaiting what is there already lets none run."""
+TOKEN_BYTES = 8
+"""Bytes of a message for each token of the context: 5 of its id and 34 of the hash of a block of 16."""
+DEFAULT_CONTEXT = 1 << 18
+"""Context length while no worker has told its own."""
+LEAST_MESSAGE, MOST_MESSAGE = 1 << 20, 8 << 20
+"""Bounds of the longest message, whatever the context. A longer one ends the connection."""
+REPLAY_BYTES, REPLAY_KEPT_BYTES = 256 << 20, 64 << 20
+"""Most bytes of a replay that are read, and that are kept, the newest; vLLM keeps 10,000 messages."""
+REPLAY_QUEUE = 10_000
+"""Messages of a replay that wait to be read: an engine sends all it has at once and drops what does not fit."""
 PAUSES_S = (0.1, 0.5, 2.0, 5.0)
 """Pauses before a connection that ended is made anew, then the last one each time."""
 REPLAY_PAUSE_S = 10.0
 """Pause after a replay endpoint that did not answer."""
-REPLAY_BURST, REPLAY_RATE = 50_000, 1_000
-"""Replayed messages of a worker that are read at once, and per second later on: more is a broken stream, or an attack
-on this loop."""
-REPLAY_COST = 50
-"""A replay counts as so many messages, besides those it brings."""
+SHARE, BURST_S = 0.2, 5.0
+"""Share of a core that a worker's messages may take, and processor time that it has saved up at most: 18,000 messages
+of 8 blocks at once."""
+REPLAY_S, REPLAYED_S = 0.01, 2e-5
+"""Processor time that a replay counts as, and each of its messages, besides applying them."""
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -57,27 +67,22 @@ _monitors = count()
 
 @dataclass(slots=True)
 class StreamCounters:
-    """Counts over all workers of a pool; the directory's own are in `KvStreams.directory`."""
+    """Counts over all workers of a pool; gaps, replays and blocks are counted by the directory."""
 
     messages: int = 0
     malformed: int = 0
     """Messages that are no frames of a KV stream."""
-    gaps: int = 0
-    """Times that messages were missing."""
-    replayed: int = 0
-    """Messages applied from a replay."""
     unanswered: int = 0
     """Replays that did not come, or not whole."""
     connections: int = 0
     disconnections: int = 0
+    """Connections that ended: a restart, or a message that is too long."""
     refused: int = 0
     """Handshakes that failed: wrong keys, or no ZMQ."""
-    restarts: int = 0
-    """Numbers that fell within one connection."""
-    overflows: int = 0
-    """Times that a worker told of more blocks than it may."""
     failed: int = 0
     """Unexpected errors, each of which ended a connection."""
+    last_error: str = ""
+    """The last of all these problems, with its worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,56 +95,43 @@ class _Stream:
     task: asyncio.Task[None] | None = None
     connected: bool = False
     closed: bool = False
-    next: int | None = None
-    """Number expected next; None before the first message."""
     last_live: int = -1
     """Last number that came by itself, not by a replay, in this connection."""
+    replayed: range = range(0)
+    """Numbers that the first replay of this connection brought, until a message with another number comes."""
     replay_after: float = 0.0
     """Time of the event loop before which the replay endpoint is not asked again."""
-    credit: float = REPLAY_BURST
-    """Messages that may be replayed, as of `credit_time`."""
+    credit_s: float = BURST_S
+    """Processor time that the worker has left, as of `credit_time`."""
     credit_time: float = 0.0
     up: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def may_replay(self, now: float) -> bool:
-        self.credit = min(REPLAY_BURST, self.credit + REPLAY_RATE * (now - self.credit_time))
+    def spend(self, seconds: float, now: float) -> float:
+        """Take processor time from the credit; the time to wait until there is some again."""
+        self.credit_s = min(BURST_S, self.credit_s + SHARE * (now - self.credit_time)) - seconds
         self.credit_time = now
-        return now >= self.replay_after and self.credit >= 0
+        return max(0.0, -self.credit_s / SHARE)
 
 
 class KvStreams:
-    """Streams of one pool; belongs to one event loop.
+    """Streams of one pool. Its methods are for one thread; the streams run in another, from the first `join` on.
 
-    `block_size` None learns it from the first event that names one. `max_blocks` bounds a worker's blocks: one that
-    tells of more is forgotten. `topic` is the prefix of the topics to listen to.
+    `max_blocks` bounds the blocks of a worker whose KV cache is not known: it is not believed to hold more.
     """
 
-    def __init__(
-        self,
-        *,
-        block_size: int | None = None,
-        secure: Secure | None = None,
-        topic: bytes = b"",
-        replay_s: float = 10.0,
-        max_blocks: int = 4_000_000,
-        queue: int = 100_000,
-    ) -> None:
-        check_at_least(1, block_size=block_size, max_blocks=max_blocks, queue=queue)
+    def __init__(self, *, block_size: int = 16, replay_s: float = 10.0, max_blocks: int = MAX_BLOCKS) -> None:
         check_positive(replay_s=replay_s)
+        self.directory = KVDirectory(1, block_size=block_size, max_blocks=max_blocks)
         self.counters = StreamCounters()
-        self._secure, self._topic, self._replay_s = secure, topic, replay_s
-        self._max_blocks, self._queue = max_blocks, queue
+        self.context_tokens = DEFAULT_CONTEXT
+        """Longest context of the workers, by which the messages of later connections are bounded."""
+        self._replay_s = replay_s
         self._streams: dict[str, _Stream] = {}
-        self._rows = 1
-        self._follower: Follower | None = None
+        self._follower = Follower(self.directory)
         self._context = zmq.asyncio.Context()
-        if block_size is not None:
-            self._start_directory(block_size)
-
-    @property
-    def directory(self) -> KVDirectory | None:
-        """None until the block size is known."""
-        return None if self._follower is None else self._follower.directory
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = asyncio.Event()
 
     @property
     def workers(self) -> list[str]:
@@ -150,9 +142,18 @@ class KvStreams:
         return stream is not None and stream.connected
 
     def join(
-        self, worker_id: str, row: int, endpoint: str, replay: str | None = None, secure: Secure | None = None
+        self,
+        worker_id: str,
+        row: int,
+        endpoint: str,
+        replay: str | None = None,
+        secure: Secure | None = None,
+        kv_blocks: int | None = None,
     ) -> None:
-        """Follow a worker from now on; `replay` is the endpoint of its engine's replays, if it has one."""
+        """Follow a worker from now on.
+
+        `replay` is the endpoint of its engine's replays, `kv_blocks` the size of its KV cache, if they are known.
+        """
         check_at_least(0, row=row)
         for name, address in (("endpoint", endpoint), ("replay", replay)):
             if address is not None and not address.startswith(("tcp://", "ipc://")):
@@ -160,27 +161,28 @@ class KvStreams:
         for other in self._streams.values():
             if other.worker_id == worker_id or other.row == row:
                 raise ConfigError(f"worker {worker_id!r}, row {row}: {other.worker_id!r} has row {other.row} already")
-        if row >= self._rows:
-            self._rows = max(row + 1, 2 * self._rows)
-            if self._follower is not None:
-                self._follower.grow(self._rows)
-        stream = _Stream(worker_id, row, endpoint, replay, self._secure if secure is None else secure)
-        self._streams[worker_id] = stream
-        stream.task = asyncio.get_running_loop().create_task(self._run(stream), name=f"kv events of {worker_id}")
+        if row >= self.directory.num_workers:
+            self._follower.grow(max(row + 1, 2 * self.directory.num_workers))
+        self.directory.limits[row] = self.directory.max_blocks if kv_blocks is None else kv_blocks
+        stream = self._streams[worker_id] = _Stream(worker_id, row, endpoint, replay, secure)
+        if self._loop is None:
+            self._loop = asyncio.SelectorEventLoop()
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="coterie-kv", daemon=True)
+            self._thread.start()
+        self._loop.call_soon_threadsafe(self._begin, stream)
 
     def leave(self, worker_id: str) -> None:
         """Forget a worker; no harm if it is not there."""
         stream = self._streams.pop(worker_id, None)
-        if stream is not None:
+        if stream is not None and self._loop is not None:
             stream.closed = True
-            self._drop(stream)
-            if stream.task is not None:
-                stream.task.cancel()
+            self._follower.drop_worker(stream.row)
+            self._loop.call_soon_threadsafe(self._begin, stream)
 
     def restarted(self, worker_id: str) -> None:
         """Drop the blocks of a worker that is known to have emptied its cache; its stream goes on."""
         if (stream := self._streams.get(worker_id)) is not None:
-            self._drop(stream)
+            self._follower.drop_worker(stream.row)
 
     def cached(
         self, ids: NDArray[np.int64], rows: int | None = None, cache_salt: str | None = None, lora: str | None = None
@@ -189,27 +191,37 @@ class KvStreams:
 
         Whole blocks, and never the last token: an engine computes at least one.
         """
-        wanted = self._rows if rows is None else rows
-        if self._follower is None or not len(ids):
-            return np.zeros(wanted, np.int64)
-        directory = self._follower.directory
-        salt = cache_salt if isinstance(cache_salt, str) else None
-        found = directory.match_tokens(ids, cache_salt=salt, lora=lora)
-        np.minimum(found, (len(ids) - 1) // directory.block_size * directory.block_size, out=found)
-        if wanted <= len(found):
-            return found[:wanted]
-        longer = np.zeros(wanted, np.int64)
-        longer[: len(found)] = found
-        return longer
+        tokens = np.zeros(self.directory.num_workers if rows is None else rows, np.int64)
+        if len(ids):
+            salt, size = cache_salt if isinstance(cache_salt, str) else None, self.directory.block_size
+            with self._follower.lock:
+                held = self.directory.match_tokens(ids, cache_salt=salt, lora=lora)[: len(tokens)]
+            np.minimum(held, (len(ids) - 1) // size * size, out=tokens[: len(held)])
+        return tokens
 
     async def close(self) -> None:
-        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
         for worker_id in list(self._streams):
             self.leave(worker_id)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._ended.set)
+            await asyncio.to_thread(self._thread.join)
         self._context.destroy(linger=0)
 
-    # ------------------------------------------------------------------------------------------------------ connection
+    # ------------------------------------------------------------------------- connections, from here on in the thread
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which ends the streams that are left
+            runner.run(self._wait())
+
+    async def _wait(self) -> None:
+        await self._ended.wait()
+
+    def _begin(self, stream: _Stream) -> None:
+        """Begin to follow a stream, or end it once it is closed."""
+        if not stream.closed:
+            stream.task = asyncio.get_running_loop().create_task(self._run(stream))
+        elif stream.task is not None:
+            stream.task.cancel()
 
     async def _run(self, stream: _Stream) -> None:
         """Connect, follow, and again, until the worker leaves."""
@@ -217,11 +229,12 @@ class KvStreams:
         while not stream.closed:
             try:
                 await self._session(stream)
-            except Exception:  # a stream never takes the gateway down
+            except Exception as error:  # a stream never takes the gateway down
                 self.counters.failed += 1
+                self._problem(stream, f"{type(error).__name__}: {error}")
             ended = 0 if stream.connected else ended + 1
             stream.connected = False
-            self._drop(stream)
+            self._follower.drop_worker(stream.row)
             await asyncio.sleep(PAUSES_S[min(ended, len(PAUSES_S) - 1)])
 
     async def _session(self, stream: _Stream) -> None:
@@ -232,9 +245,9 @@ class KvStreams:
         try:
             address = f"inproc://coterie-kv-{next(_monitors)}"
             monitor = socket.get_monitor_socket(_MONITORED, address)
-            socket.setsockopt(zmq.SUBSCRIBE, self._topic)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(stream.endpoint)
-            stream.up, stream.last_live = asyncio.Event(), -1
+            stream.up, stream.last_live, stream.replayed = asyncio.Event(), -1, range(0)
             tasks = [asyncio.create_task(self._watch(stream, monitor)), asyncio.create_task(self._read(stream, socket))]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -259,32 +272,32 @@ class KvStreams:
             elif event == zmq.EVENT_DISCONNECTED:
                 if stream.up.is_set():
                     self.counters.disconnections += 1
+                    self._problem(stream, f"the connection ended; messages have at most {self._message_bytes} bytes")
                     return
             else:
                 self.counters.refused += 1
+                self._problem(stream, "the handshake failed: the keys differ, or it is no ZMQ")
 
     async def _read(self, stream: _Stream, socket: zmq.asyncio.Socket) -> None:
         await stream.up.wait()
-        await self._feed(stream, _run_of(await self._replayed(stream, 0), None))
+        run = _last_run(await self._replayed(stream, 0))
+        for frame in run:
+            await self._apply(stream, frame, ())
+        if run:
+            stream.replayed = range(run[0].seq, run[-1].seq + 1)
         while True:
             parts = await socket.recv_multipart()
             self.counters.messages += 1
-            if self.counters.messages % AT_ONCE == 0:
-                await asyncio.sleep(0)
             try:
-                frame = from_frames(parts)
-            except InputError:
-                self.counters.malformed += 1
-                continue
-            if frame.seq >= REPLAY_END:
-                self.counters.malformed += 1
-                continue
-            await self._follow(stream, frame)
+                await self._follow(stream, from_frames(parts))
+            except InputError as error:
+                self._malformed(stream, error)
 
     def _socket(self, kind: int, stream: _Stream) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         try:
-            bound_reader(socket, self._queue, MESSAGE_BYTES)
+            size = self._message_bytes
+            bound_reader(socket, queue_of(size) if kind == zmq.SUB else REPLAY_QUEUE, size)
             if stream.secure is not None:
                 stream.secure(socket)
         except BaseException:
@@ -292,91 +305,69 @@ class KvStreams:
             raise
         return socket
 
+    @property
+    def _message_bytes(self) -> int:
+        return min(max(LEAST_MESSAGE, TOKEN_BYTES * self.context_tokens), MOST_MESSAGE)
+
+    def _problem(self, stream: _Stream, reason: str) -> None:
+        self.counters.last_error = f"{stream.worker_id}: {reason}"
+
+    def _malformed(self, stream: _Stream, error: InputError) -> None:
+        self.counters.malformed += 1
+        self._problem(stream, str(error))
+
     # -------------------------------------------------------------------------------------------------------- messages
 
     async def _follow(self, stream: _Stream, frame: Frame) -> None:
-        """Apply a message, after those that are missing before it."""
-        seq = frame.seq
-        if seq <= stream.last_live:  # the publisher began anew behind this connection
-            self.counters.restarts += 1
-            self._drop(stream)
-        elif stream.next is not None and seq < stream.next:  # a replay brought it already
-            stream.last_live = seq
+        """Apply a message, after those that are missing before it. Raises InputError for a number that cannot be."""
+        missing = self._follower.missing(stream.row, frame.seq)
+        last, stream.last_live = stream.last_live, frame.seq
+        if last < frame.seq and frame.seq in stream.replayed:
             return
-        stream.last_live = seq
-        first = stream.next or 0
-        if seq > first:
-            self.counters.gaps += stream.next is not None
-            await self._feed(stream, _run_of(await self._replayed(stream, first), range(first, seq)))
-        self._apply(stream, frame)
+        stream.replayed = range(0)
+        await self._apply(stream, frame, await self._replayed(stream, missing.start) if missing else ())
 
-    async def _feed(self, stream: _Stream, frames: list[Frame]) -> None:
-        for number, frame in enumerate(frames, 1):
-            self._apply(stream, frame)
-            self.counters.replayed += 1
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
+    async def _apply(self, stream: _Stream, frame: Frame, replayed: Sequence[Frame]) -> None:
+        started = time.thread_time()
+        if not stream.closed:
+            self._follower.apply_payload(stream.row, frame.seq, frame.payload, replayed, lambda: not stream.closed)
+        # Also without a pause to wait for, other streams have their turn: awaiting what is there already lets none run.
+        await asyncio.sleep(stream.spend(time.thread_time() - started, asyncio.get_running_loop().time()))
 
-    async def _replayed(self, stream: _Stream, first: int) -> list[Frame]:
+    async def _replayed(self, stream: _Stream, first: int) -> Sequence[Frame]:
         """Messages from `first` on that the engine still has; none if it does not answer in time."""
-        loop = asyncio.get_running_loop()
-        if stream.replay is None or not stream.may_replay(loop.time()):
-            return []
-        frames: list[Frame] = []
+        now = asyncio.get_running_loop().time()
+        if stream.replay is None or now < stream.replay_after or stream.spend(REPLAY_S, now):
+            return ()
+        frames: deque[Frame] = deque()
         socket = self._socket(zmq.DEALER, stream)
+        kept, read = 0, 0
         try:
             socket.connect(stream.replay)
             async with asyncio.timeout(self._replay_s):
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
-                left = REPLAY_BYTES
-                while left > 0:
+                while read < REPLAY_BYTES:
                     parts = await socket.recv_multipart()
-                    if len(frames) % AT_ONCE == 0:
-                        await asyncio.sleep(0)
-                    left -= sum(map(len, parts)) + 64
+                    read += sum(map(len, parts)) + 64
                     try:  # a REQ socket's reply begins with an empty part
                         frame = from_frames(parts[1:] if len(parts) > 2 and not parts[0] else parts)
-                    except InputError:
-                        self.counters.malformed += 1
+                    except InputError as error:
+                        self._malformed(stream, error)
                         continue
                     if frame.seq == REPLAY_END:
                         return frames
                     frames.append(frame)
-        except (TimeoutError, zmq.ZMQError):
-            stream.replay_after = loop.time() + REPLAY_PAUSE_S
+                    kept += len(frame.payload)
+                    while kept > REPLAY_KEPT_BYTES:
+                        kept -= len(frames.popleft().payload)
+        except (TimeoutError, zmq.ZMQError) as error:
+            stream.replay_after = now + self._replay_s + REPLAY_PAUSE_S
+            self._problem(stream, f"the replay was not answered: {type(error).__name__} {error}")
         finally:
-            stream.credit -= REPLAY_COST + len(frames)
+            stream.spend(REPLAYED_S * len(frames), asyncio.get_running_loop().time())
             socket.close(linger=0)
         self.counters.unanswered += 1
         return frames
-
-    def _apply(self, stream: _Stream, frame: Frame) -> None:
-        if stream.closed:
-            return
-        stream.next = frame.seq + 1
-        if self._follower is None:
-            try:
-                size = _named_block_size(frame.payload)
-            except InputError:
-                self.counters.malformed += 1
-                return
-            if size is None:
-                return  # there are no blocks yet that it could remove
-            self._start_directory(size)
-        assert self._follower is not None
-        self._follower.apply_payload(stream.row, frame.seq, frame.payload, replayed=())
-        held = self._follower.directory.held(stream.row)
-        if held.hits + sum(held.apart.values()) > self._max_blocks:
-            self.counters.overflows += 1
-            self._follower.directory.forget(stream.row)
-
-    def _drop(self, stream: _Stream) -> None:
-        stream.next = None
-        if self._follower is not None:
-            self._follower.drop_worker(stream.row)
-
-    def _start_directory(self, block_size: int) -> None:
-        self._follower = Follower(KVDirectory(self._rows, block_size=block_size))
 
 
 def compile_directory() -> None:
@@ -385,25 +376,17 @@ def compile_directory() -> None:
     store = BlockStored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)
     child = BlockStored(block_hashes=[b"12345678"], parent_block_hash=2, token_ids=[5, 6], block_size=2)
     for event in (store, child, BlockRemoved(block_hashes=[2])):
-        follower.directory.apply(0, KVEvents(0.0, [event]))
+        follower.directory.apply(0, event)
     follower.directory.match_tokens(np.arange(8), cache_salt="salt")
     follower.grow(65)
     follower.drop_worker(0)
 
 
-def _run_of(frames: list[Frame], wanted: range | None) -> list[Frame]:
-    """The unbroken run that ends just before the end of `wanted`; without it, the one that ends with the last."""
-    by_number = {frame.seq: frame for frame in frames if wanted is None or frame.seq in wanted}
-    if not by_number:
-        return []
-    run, seq = [], max(by_number) if wanted is None else wanted.stop - 1
-    while (frame := by_number.get(seq)) is not None:
+def _last_run(frames: Sequence[Frame]) -> list[Frame]:
+    """The unbroken run of numbers that ends with the last message."""
+    run: list[Frame] = []
+    for frame in reversed(frames):
+        if run and frame.seq != run[-1].seq - 1:
+            break
         run.append(frame)
-        seq -= 1
     return run[::-1]
-
-
-def _named_block_size(payload: bytes) -> int | None:
-    events = decode_kv_events(payload).events
-    sizes = (event.block_size for event in events if isinstance(event, BlockStored))
-    return next((size for size in sizes if 0 < size <= MAX_BLOCK_SIZE), None)
