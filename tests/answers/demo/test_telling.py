@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from coterie.answers.demo.telling import telling
 from coterie.answers.demo.traffic import keep_busy
 from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
+from coterie.net.processes import free_port
 from gateway_runs import config_of, gateway, run
 
 WHOLE = b'data: {"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
@@ -70,9 +72,11 @@ def test_a_comparison_that_fails_is_told_as_such() -> None:
 
 
 def test_without_a_gateway_the_comparison_goes_on() -> None:
-    with telling("http://127.0.0.1:9", ("round_robin",), "an H200") as told:
+    with telling(f"http://127.0.0.1:{free_port()}", ("round_robin",), "an H200") as told:
         told.rows([ROW])
         told.done("all the same")
+    assert (told._state["state"], told._state["verdict"]) == ("done", "all the same")
+    assert "coterie-telling" not in {thread.name for thread in threading.enumerate()}, "its thread has ended"
 
 
 def test_requests_go_on_until_there_were_enough_or_the_gateway_is_gone() -> None:
