@@ -218,14 +218,14 @@ def announce_failure(store: Any, processes: int, reason: str) -> None:
 
 def _verdict(ranks: Sequence[_Rank]) -> str:
     """Why there is no result: the dead first, since the others then fail for their lack."""
-    found = [f"rank {rank.number} {_death(rank)} {rank.where}" for rank in ranks if rank.gone]
+    problems = [f"rank {rank.number} {_death(rank)} {rank.where}" for rank in ranks if rank.gone]
     failed = [
         (rank.failure.monotonic_s, rank.number, rank.where, rank.failure.reason) for rank in ranks if rank.failure
     ]
-    found += [f"rank {number} failed {where}: {reason}" for _, number, where, reason in sorted(failed)]
+    problems += [f"rank {number} failed {where}: {reason}" for _, number, where, reason in sorted(failed)]
     silent = [rank for rank in ranks if not (rank.gone or rank.failure or rank.answer)]
-    found += [f"rank {rank.number} gave no answer in time, {rank.where}" for rank in silent]
-    return "; ".join(found)
+    problems += [f"rank {rank.number} gave no answer in time, {rank.where}" for rank in silent]
+    return "; ".join(problems)
 
 
 def _death(rank: _Rank) -> str:

@@ -57,10 +57,10 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check_at_least(1, window_size=self.window_size, batch_size=self.batch_size, max_skips=self.max_skips)
 
     @classmethod
-    def parse(cls, found: object, where: str) -> OrderingSettings:
+    def parse(cls, given: object, where: str) -> OrderingSettings:
         """`where` names the place the user wrote them in."""
         try:
-            settings = msgspec.convert(found, cls)
+            settings = msgspec.convert(given, cls)
         except (msgspec.ValidationError, ConfigError) as error:
             raise ConfigError(f"{where}: {error}; settings: {', '.join(cls.__struct_fields__)}") from None
         return settings

@@ -346,7 +346,7 @@ def test_wrong_settings_stop_the_start(settings: str, problem: str) -> None:
 
 
 class Config(NamedTuple):
-    """Of vLLM's EPLBConfig what matters here."""
+    """The fields of vLLM's EPLBConfig that are compared with the settings."""
 
     window_size: int = 1000
     step_interval: int = 3000

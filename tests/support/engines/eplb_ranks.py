@@ -35,7 +35,7 @@ WINDOW = 4
 """Steps of EplbState's window, and between two rearrangements."""
 
 TIMEOUT_S = 240
-"""Of everything: minutes on busy cores, seconds on idle ones; ranks that wait for each other would wait for ever."""
+"""Timeout of a whole run: minutes on busy cores, seconds on idle ones; ranks that wait for each other would wait for ever."""
 
 
 def drifting_loads(rounds: int = ROUNDS, seed: int = 0) -> np.ndarray:
@@ -256,7 +256,7 @@ class Model:
         return out
 
     def check(self) -> dict[str, Any]:
-        """Of the state a rearrangement left behind."""
+        """Check the state that a rearrangement left behind."""
         import torch
 
         maps = [torch.empty_like(self.map) for _ in range(RANKS)]

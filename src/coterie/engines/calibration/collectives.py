@@ -167,8 +167,8 @@ def check_received(received: Any, expected: Any) -> None:
     wrong = torch.nonzero(received.cpu() != expected)
     if len(wrong):
         at = int(wrong[0])
-        found, right = int(received[at]), int(expected[at])
-        raise UnavailableError(f"{len(wrong):,} bytes arrived wrong: byte {at} is {found}, {right} was sent")
+        value, right = int(received[at]), int(expected[at])
+        raise UnavailableError(f"{len(wrong):,} bytes arrived wrong: byte {at} is {value}, {right} was sent")
 
 
 def _timed(

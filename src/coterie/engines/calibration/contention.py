@@ -244,7 +244,7 @@ def _cell(
 
 class _Timed(NamedTuple):
     us: float
-    """Of a step."""
+    """Time of a step."""
     moved: float = 0.0
     """Share of the copies that were done when the steps were: those that lag behind slowed nothing down."""
 

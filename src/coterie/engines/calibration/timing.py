@@ -162,12 +162,12 @@ def find_device(device: str, purpose: str) -> Any:
 
 def describe_hardware(device: Any) -> dict[str, str | int | float]:
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         return {
-            "device": found.name,
-            "memory_bytes": found.total_memory,
-            "multiprocessors": found.multi_processor_count,
-            "cache_bytes": found.L2_cache_size,
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "cache_bytes": properties.L2_cache_size,
         }
     return {"device": f"CPU {platform.machine()}", "threads": torch.get_num_threads()}
 

@@ -66,8 +66,8 @@ def saving_interval(
     """95% bootstrap interval of the saving in mean step time; `paired` draws the same steps of both."""
     first = _blocks(len(base), draws, rng)
     second = first if paired else _blocks(len(other), draws, rng)
-    found = 1.0 - other[second].mean(axis=1) / base[first].mean(axis=1)
-    low, high = np.percentile(found, [2.5, 97.5])
+    savings = 1.0 - other[second].mean(axis=1) / base[first].mean(axis=1)
+    low, high = np.percentile(savings, [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -129,9 +129,9 @@ def _row(group: str, run: _Run, first: _Run, num_experts: int, rng: Generator) -
 def check_step_times(batches: ReplayBatches, measured: Measured) -> None:
     """Refuse times of other batches."""
     wanted = {g: {r: len(steps) for r, steps in routers.items()} for g, routers in batches.groups.items()}
-    found = {g: {r: len(times) for r, times in routers.items()} for g, routers in measured.step_us.items()}
-    if wanted != found:
-        raise ConfigError(f"times of other batches: they hold {found} steps; the batches hold {wanted}")
+    counts = {g: {r: len(times) for r, times in routers.items()} for g, routers in measured.step_us.items()}
+    if wanted != counts:
+        raise ConfigError(f"times of other batches: they hold {counts} steps; the batches hold {wanted}")
 
 
 def read_measured(path: Path) -> Measured:

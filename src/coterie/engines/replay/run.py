@@ -230,11 +230,11 @@ def measure_batches(
         for group, routers in batches.groups.items():
             samples = _measure_group(layers, routers, repeats, errors, lambda *done, g=group: report(g, *done))
             step_us[group] = {
-                router: [round(statistics.median(times), 3) for times in found]
-                for router, found in zip(routers, samples, strict=True)
+                router: [round(statistics.median(times), 3) for times in per_round]
+                for router, per_round in zip(routers, samples, strict=True)
             }
             spreads += [
-                (max(times) - min(times)) / 2 / statistics.median(times) for found in samples for times in found
+                (max(times) - min(times)) / 2 / statistics.median(times) for per_round in samples for times in per_round
             ]
     return Measured(
         model=spec.name,

@@ -176,11 +176,11 @@ class Group:
     def _lost(self, what: str, error: RuntimeError) -> RankFailedError:
         return self._first_cause(f"rank {self.rank} lost a peer in {what}: {_first_sentence(error)}")
 
-    def _first_cause(self, found: str) -> RankFailedError:
+    def _first_cause(self, problem: str) -> RankFailedError:
         """Tell what this rank found. Another may have told of a cause a moment ago: that one counts, on all ranks."""
-        self.fail(found)
+        self.fail(problem)
         self._watch.join(WATCH_S)
-        return RankFailedError(self._failure or found)
+        return RankFailedError(self._failure or problem)
 
     def _watch_failures(self, store: Any) -> None:
         key = FAILED.format(self.rank)
@@ -206,7 +206,7 @@ def torch_reduce_scatter(out: Any, given: Any, async_op: bool = False) -> Any:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """Of gloo's message, without the line of its source."""
+    """First sentence of gloo's message, without the source line that stands before it."""
     return re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).partition(". ")[0]
 
 

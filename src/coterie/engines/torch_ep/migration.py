@@ -146,8 +146,8 @@ class LiveMigration:
         for place, ended in enumerate(self._mover.ended(limit)):
             mine[place] = torch.from_numpy(_encode(ended))
         gathered = self._layers.group.all_gather(mine, REPORTS).cpu().numpy()
-        found = [_decode(words) for rank in gathered for words in rank if words[0]]
-        return [TransferDone(e.id) if e.error is None else TransferFailed(e.id, e.error) for e in found]
+        news = [_decode(words) for rank in gathered for words in rank if words[0]]
+        return [TransferDone(e.id) if e.error is None else TransferFailed(e.id, e.error) for e in news]
 
     def _handle(self, event: Event) -> None:
         outcome = self._migrator.handle(self._state, event)

@@ -82,13 +82,13 @@ class Mover:
 
     def ended(self, limit: int) -> list[Ended]:
         """Copies to this rank that have ended since the last call, at most `limit` of them."""
-        found: list[Ended] = []
-        while len(found) < limit:
+        ended: list[Ended] = []
+        while len(ended) < limit:
             try:
-                found.append(self._ended.get_nowait())
+                ended.append(self._ended.get_nowait())
             except queue.Empty:
                 break
-        return found
+        return ended
 
     def close(self) -> None:
         """End the thread, after what it was told to copy."""

@@ -108,10 +108,12 @@ class ExpertCapture:
                 f"layer {self.layer_ids[at]} gave {rows[at]} rows to its experts and layer {self.layer_ids[0]} gave "
                 f"{rows[0]}: the pass failed half way, or a fused kernel goes around the experts of one of them"
             )
-        found = _stack(ids)
-        if found.shape[2] != self.top_k:
-            raise UnavailableError(f"the layers chose {found.shape[2]} experts a token; the model says {self.top_k}")
-        return CapturedStep(found, _stack(weights) if self.gate_weights else None)
+        expert_ids = _stack(ids)
+        if expert_ids.shape[2] != self.top_k:
+            raise UnavailableError(
+                f"the layers chose {expert_ids.shape[2]} experts a token; the model says {self.top_k}"
+            )
+        return CapturedStep(expert_ids, _stack(weights) if self.gate_weights else None)
 
 
 def expert_layers(model: Any) -> list[ExpertLayer]:
@@ -119,7 +121,7 @@ def expert_layers(model: Any) -> list[ExpertLayer]:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     layers: list[ExpertLayer] = []
     for path, module in model.named_modules():
-        # Of the class: tools that move weights between devices put a bare wrapper on the instance.
+        # Look at the class, not the instance: tools that move weights between devices put a bare wrapper on the instance.
         if set(_IDS) & set(inspect.signature(type(module).forward).parameters):
             numbers = [int(part) for part in path.split(".") if part.isdigit()]
             layers.append(ExpertLayer(numbers[0] if numbers else len(layers), path, module))
@@ -155,7 +157,7 @@ def router_choice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
 
 def _top_k(model: Any, layers: list[ExpertLayer]) -> int:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    found = []
+    counts = []
     for layer in layers:
         block = model.get_submodule(layer.path.rpartition(".")[0])
         beside = [getattr(module, "top_k", None) for module in (*block.children(), block)]
@@ -163,8 +165,8 @@ def _top_k(model: Any, layers: list[ExpertLayer]) -> int:
         whole = [value for value in beside if isinstance(value, int)]
         if not whole:
             raise UnavailableError(f"{layer.path}: neither its router nor the config says how many experts it chooses")
-        found.append(whole[0])
-    return _one(found, "experts a token", layers)
+        counts.append(whole[0])
+    return _one(counts, "experts a token", layers)
 
 
 def _one(values: list[int], what: str, layers: list[ExpertLayer]) -> int:

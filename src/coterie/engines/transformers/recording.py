@@ -310,12 +310,12 @@ def _plan(items: list[_Item], settings: RecordingSettings) -> list[list[_Item]]:
 
 def _recorded(folder: Path, batches: list[list[_Item]]) -> int:
     """Requests that are there already: they must be the first batches of the plan, whole."""
-    found = list(ActivationTrace.open(folder).requests.ids or [])
+    request_ids = list(ActivationTrace.open(folder).requests.ids or [])
     planned = [item.prompt.id for batch in batches for item in batch]
     ends = np.cumsum([0, *map(len, batches)])
-    if found != planned[: len(found)] or len(found) not in ends:
-        raise ConfigError(f"{folder} holds {len(found)} requests that are not the first of this recording")
-    return len(found)
+    if request_ids != planned[: len(request_ids)] or len(request_ids) not in ends:
+        raise ConfigError(f"{folder} holds {len(request_ids)} requests that are not the first of this recording")
+    return len(request_ids)
 
 
 def _check_lengths(loaded: LoadedModel, batches: list[list[_Item]], settings: RecordingSettings) -> None:
@@ -347,11 +347,11 @@ def _tokens(loaded: LoadedModel, prompt: Prompt, chat: bool) -> list[int]:
 
 
 def _end_ids(loaded: LoadedModel) -> frozenset[int]:
-    found: set[int] = set()
+    end_ids: set[int] = set()
     for holder in (getattr(loaded.model, "generation_config", None), loaded.tokenizer):
         value: Any = getattr(holder, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(found)
+        end_ids.update([value] if isinstance(value, int) else value or [])
+    return frozenset(end_ids)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

@@ -54,8 +54,8 @@ def moe_modules(config: Any) -> torch.nn.ModuleList:
 def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
     """Layers of the target model that route, in order; a draft model's come after its last."""
     last = config.model_config.get_total_num_hidden_layers()
-    found = {int(module.layer_id) for module in modules.modules() if isinstance(module, MoERunner)}
-    layers = sorted(layer for layer in found if layer < last)
+    layer_ids = {int(module.layer_id) for module in modules.modules() if isinstance(module, MoERunner)}
+    layers = sorted(layer for layer in layer_ids if layer < last)
     if not layers:
         raise UnavailableError(f"{config.model_config.model} has no MoE layer that vLLM lets be watched")
     return layers

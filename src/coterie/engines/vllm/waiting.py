@@ -31,8 +31,8 @@ class SchedulerView(RequestView[Any]):
         return float(max(1, request.num_tokens - request.num_computed_tokens)) if self._prefill else 1.0
 
     def running(self) -> Sequence[Any]:
-        found: Sequence[Any] = self._scheduler.running
-        return found
+        running: Sequence[Any] = self._scheduler.running
+        return running
 
     def free_places(self) -> int:
         scheduler = self._scheduler

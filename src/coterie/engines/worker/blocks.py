@@ -76,12 +76,12 @@ class BlockTable:
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """Blocks of the longest prefix that is held."""
-        found = []
+        blocks = []
         for digest in digests:
             if digest not in self._by_digest:
                 break
-            found.append(self._by_digest[digest])
-        return found
+            blocks.append(self._by_digest[digest])
+        return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One more user for each."""

@@ -281,24 +281,24 @@ class Engine:
         tokens = request.tokens(0, request.length)
         request.digests = block_digests(tokens, size, request.digests, request.salt)
         findable = request.digests[: (request.length - 1) // size]  # the last token is computed in any case: its logits
-        found = self.blocks.find(findable)
-        self.blocks.hold(found)
+        cached = self.blocks.find(findable)
+        self.blocks.hold(cached)
         try:
-            taken = self.blocks.take(-(-request.length // size) - len(found))
+            taken = self.blocks.take(-(-request.length // size) - len(cached))
         except OutOfBlocksError:
-            self.blocks.release(found)
+            self.blocks.release(cached)
             raise
-        request.blocks = found + taken
-        request.stored = len(found)
-        hit = request.computed = len(found) * size
+        request.blocks = cached + taken
+        request.stored = len(cached)
+        hit = request.computed = len(cached) * size
         fetched = 0
         if request.prefilled is not None:
             fetched = self._take_over(request, request.prefilled)
             request.prefilled = None  # if it is put back to wait, its blocks may still be found; else it is computed
         if not request.output:
             request.cached_tokens = hit
-            self.metrics.add("prefix_blocks_total", "hit", len(found))
-            self.metrics.add("prefix_blocks_total", "miss", len(findable) - len(found))
+            self.metrics.add("prefix_blocks_total", "hit", len(cached))
+            self.metrics.add("prefix_blocks_total", "miss", len(findable) - len(cached))
             self.metrics.add("prompt_tokens_total", "prefix_cache", hit)
             self.metrics.add("prompt_tokens_total", "transfer", fetched)
             self.metrics.add("prompt_tokens_total", "computed", len(request.prompt) - hit - fetched)

@@ -110,14 +110,14 @@ class WorkerMetrics(Collector):
             labels = [*self._constant, *([metric.label] if metric.label else [])]
             family = _family(name, metric, labels)
             for value in metric.values or ("",):
-                series, found = (
+                series, count = (
                     [*self._constant.values(), *([value] if metric.label else [])],
                     self._values[name, value],
                 )
                 if isinstance(family, SummaryMetricFamily):
-                    family.add_metric(series, count_value=int(self._values[COUNT_OF[name], ""]), sum_value=found)
+                    family.add_metric(series, count_value=int(self._values[COUNT_OF[name], ""]), sum_value=count)
                 else:
-                    family.add_metric(series, found)
+                    family.add_metric(series, count)
             yield family
 
     def render(self) -> bytes:

@@ -102,8 +102,8 @@ class KVStore:
             raise ConfigError(f"KV of {len(tensors)} tensors came; this model has {len(expected)}")
         for name, (dtype, shape) in expected.items():
             if tensors[name].dtype != dtype or tuple(tensors[name].shape) != shape:
-                found = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
-                raise ConfigError(f"{name} is {found}; this worker keeps {dtype} {shape}")
+                received = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
+                raise ConfigError(f"{name} is {received}; this worker keeps {dtype} {shape}")
             if not bool(torch.isfinite(tensors[name]).all()):
                 raise ConfigError(f"{name} holds values that are not finite")
 
@@ -256,9 +256,9 @@ class PackedModel:
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = tokenizer.eos_token_id
-    if found is None:
+    end_ids = getattr(model.generation_config, "eos_token_id", None)
+    if end_ids is None:
+        end_ids = tokenizer.eos_token_id
+    if end_ids is None:
         return frozenset()
-    return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset(end_ids if isinstance(end_ids, list | tuple) else [end_ids])

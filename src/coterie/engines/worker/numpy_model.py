@@ -75,9 +75,9 @@ class NumpyStore:
         """Raise ConfigError unless arrays of another worker fit here."""
         layers, _, heads, width = self.keys.shape
         right = {name: ((layers, length, heads, width), np.dtype(np.float32)) for name in ("keys", "values")}
-        found = {name: (array.shape, array.dtype) for name, array in tensors.items()}
-        if found != right:
-            raise ConfigError(f"KV {found} came; this worker keeps {right}")
+        received = {name: (array.shape, array.dtype) for name, array in tensors.items()}
+        if received != right:
+            raise ConfigError(f"KV {received} came; this worker keeps {right}")
         if not all(np.isfinite(array).all() for array in tensors.values()):
             raise ConfigError("KV holds values that are not finite")
 
@@ -259,8 +259,12 @@ class BytePairs:
 
     def __init__(self, folder: Path) -> None:
         about = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        found = about["pre_tokenizer"]
-        if found.get("pretokenizers") != PRETOKENIZERS or about["model"]["type"] != "BPE" or about["normalizer"]:
+        pre_tokenizer = about["pre_tokenizer"]
+        if (
+            pre_tokenizer.get("pretokenizers") != PRETOKENIZERS
+            or about["model"]["type"] != "BPE"
+            or about["normalizer"]
+        ):
             raise UnavailableError(f"{folder}/tokenizer.json: only byte-level BPE with single digits is read here")
         self._ids: dict[str, int] = about["model"]["vocab"]
         merges = [tuple(pair) for pair in about["model"]["merges"]]
@@ -310,8 +314,8 @@ class BytePairs:
         ids = [self._byte_ids[byte] for byte in word.encode("utf-8", "surrogatepass")]
         size, ranks = len(ids), self._ranks
         before, after = list(range(-1, size - 1)), list(range(1, size + 1))
-        found = (ranks.get(pair) for pair in pairwise(ids))
-        heap = [rank * size + at for at, rank in enumerate(found) if rank is not None]
+        pair_ranks = (ranks.get(pair) for pair in pairwise(ids))
+        heap = [rank * size + at for at, rank in enumerate(pair_ranks) if rank is not None]
         heapify(heap)
         while heap:
             rank, at = divmod(heappop(heap), size)

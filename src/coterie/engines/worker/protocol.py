@@ -196,8 +196,8 @@ def _part(part: Any, where: str) -> str:
 
 def _max_tokens(body: Mapping[str, Any], chat: bool) -> int | None:
     given = [_integer(body, name, 1, 1 << 31) for name in ("max_completion_tokens", "max_tokens")]
-    found = next((value for value in given if value is not None), None)
-    return found if found is not None or chat else DEFAULT_MAX_TOKENS
+    max_tokens = next((value for value in given if value is not None), None)
+    return max_tokens if max_tokens is not None or chat else DEFAULT_MAX_TOKENS
 
 
 def _sampling(body: Mapping[str, Any]) -> SamplingSettings:

@@ -92,9 +92,9 @@ class Text:
     def _extend(self, piece: str) -> None:
         since = max(0, len(self._text) - self._hold)
         self._text += piece
-        found = [(at, word) for word in self._stop if (at := self._text.find(word, since)) >= 0]
-        if found:
-            at, self.stopped = min(found)
+        stops = [(at, word) for word in self._stop if (at := self._text.find(word, since)) >= 0]
+        if stops:
+            at, self.stopped = min(stops)
             self._text = self._text[:at]
 
 

@@ -219,11 +219,11 @@ class Server:
         if after is not None and not (after.isascii() and after.isdigit()):
             raise RequestError(f"after={after[:40]!r} must be a number of steps", "after")
         try:
-            found = self.engine.log.read(None if after is None else int(after))
+            steps = self.engine.log.read(None if after is None else int(after))
         except (InputError, ValueError) as error:  # or more digits than Python takes
             raise RequestError(str(error), "after") from None
         columns = ["ended_s", "rows", "distinct", "seconds"]
-        _send_json(responder, {"total": found.total, "columns": columns, "steps": found.rows.tolist()})
+        _send_json(responder, {"total": steps.total, "columns": columns, "steps": steps.rows.tolist()})
 
     async def models(self, _: HttpRequest, responder: Responder) -> None:
         card = {
@@ -351,8 +351,8 @@ class Server:
 
 
 def _request_name(http: HttpRequest, default: str) -> str:
-    found = http.header(REQUEST_ID_HEADER.lower().encode())
-    name = default if found is None else found.decode("latin-1")
+    header = http.header(REQUEST_ID_HEADER.lower().encode())
+    name = default if header is None else header.decode("latin-1")
     if not (name.isascii() and name.isprintable() and 0 < len(name) <= MAX_NAME):
         raise RequestError(f"{REQUEST_ID_HEADER} must be 1 to {MAX_NAME} printable ASCII characters")
     return name

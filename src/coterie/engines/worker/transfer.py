@@ -61,12 +61,12 @@ class Grants:
     def valid(self, grant: str | None, request: str, digest: bytes) -> bool:
         if self._key is None:
             return True
-        found = _FORM.fullmatch(grant or "")
-        if found is None:
+        match = _FORM.fullmatch(grant or "")
+        if match is None:
             return False
-        seconds = int(found[1])
+        seconds = int(match[1])
         right = self._signature(self._key, request, digest, seconds)
-        return hmac.compare_digest(right, found[2]) and time.time() <= seconds
+        return hmac.compare_digest(right, match[2]) and time.time() <= seconds
 
     @staticmethod
     def _signature(key: bytes, request: str, digest: bytes, seconds: int) -> str:

@@ -169,10 +169,10 @@ def _read(folder: Path) -> _Source:
 
 
 def _weight_map(folder: Path) -> dict[str, Any]:
-    found = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(found, dict):
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise TraceError(folder / _INDEX, "weight_map", "must be an object: tensor → file")
-    return found
+    return weight_map
 
 
 def _main_blocks(source: _Source) -> list[Block]:

@@ -64,10 +64,10 @@ class _Layer:
         self.layer_id, self.path = layer.layer_id, layer.path
         self.experts, self.num_experts = layer.experts, num_experts(layer.experts)
         block = model.get_submodule(layer.path.rpartition(".")[0])
-        found = [child for name, child in block.named_children() if name in _ROUTERS]
-        if len(found) != 1 or not hasattr(found[0], "weight"):
-            self._refuse(f"has {len(found)} modules beside it named {' or '.join(_ROUTERS)}; one router is expected")
-        self.router: Any = found[0]
+        routers = [child for name, child in block.named_children() if name in _ROUTERS]
+        if len(routers) != 1 or not hasattr(routers[0], "weight"):
+            self._refuse(f"has {len(routers)} modules beside it named {' or '.join(_ROUTERS)}; one router is expected")
+        self.router: Any = routers[0]
         self._check(block)
         forward = self.router.__dict__.get("forward")
         self.row: Slots = forward.row if isinstance(forward, _Permuted) else np.arange(self.num_experts)

@@ -124,14 +124,14 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
             block.packed.append(name)
     if not blocks:
         raise ConfigError(f"{folder} has no experts among its {len(tensors)} tensors: it is not a MoE checkpoint")
-    found = sorted(blocks.values(), key=lambda block: block.layer_id)
-    for block in found:
+    ordered = sorted(blocks.values(), key=lambda block: block.layer_id)
+    for block in ordered:
         _count_experts(folder, block, tensors)
         _find_router(folder, block, others)
-    for one, other in pairwise(found):
+    for one, other in pairwise(ordered):
         if one.layer_id == other.layer_id:
             raise TraceError(folder, other.path, f"and {one.path} are both of layer {one.layer_id}")
-    return found
+    return ordered
 
 
 def _count_experts(folder: Path, block: Block, tensors: Mapping[str, Tensor]) -> None:

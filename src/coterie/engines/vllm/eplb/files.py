@@ -80,8 +80,8 @@ class MapFiles:
                 self._found = read_map(path, model=self._settings.model).placement
             except Exception:
                 self._failed(f"coterie: {path} cannot be used")
-        found = self._found
-        return found if found is not None and self._fits(found, asked, str(path)) else None
+        placement = self._found
+        return placement if placement is not None and self._fits(placement, asked, str(path)) else None
 
     def taken(self) -> None:
         """All ranks use what was offered."""
@@ -105,8 +105,8 @@ class MapFiles:
             return None
         return read_map(path, model=self._settings.model).placement
 
-    def _fits(self, found: Placement, asked: EplbRound, path: str) -> bool:
-        wanted, given = ((p.num_layers, p.num_experts, p.num_ranks, p.num_slots) for p in (asked.linear(), found))
+    def _fits(self, placement: Placement, asked: EplbRound, path: str) -> bool:
+        wanted, given = ((p.num_layers, p.num_experts, p.num_ranks, p.num_slots) for p in (asked.linear(), placement))
         if wanted != given and path not in self._warned:
             self._warned.add(path)
             logger.warning("coterie: %s has %s layers, experts, ranks and slots; vLLM asks for %s", path, given, wanted)

@@ -260,13 +260,13 @@ class Payoff:
         objective = self._prices.objective(load, rebalancer.topology)
         rebalancer.objective = replace(objective, planning_s=self.planning_s)
         began = time.perf_counter()
-        found = rebalancer.observe(load)
-        took_s = time.perf_counter() - began if found.planned else 0.0
-        if found.plan is None:
-            return MapDecision(as_slots(current), found.reason, found.kind, planning_s=took_s)
-        plan = checked(settings.planner, found.plan)
+        outcome = rebalancer.observe(load)
+        took_s = time.perf_counter() - began if outcome.planned else 0.0
+        if outcome.plan is None:
+            return MapDecision(as_slots(current), outcome.reason, outcome.kind, planning_s=took_s)
+        plan = checked(settings.planner, outcome.plan)
         state.planned = as_slots(plan.placement)
-        return MapDecision(state.planned, found.reason, "moved", plan, found.gain_s, took_s)
+        return MapDecision(state.planned, outcome.reason, "moved", plan, outcome.gain_s, took_s)
 
     def _state(self, load: Load, asked: EplbRound, current: Placement) -> _State:
         shape, topology = _Shape(*load.tokens.shape), self._prices.topology(asked)

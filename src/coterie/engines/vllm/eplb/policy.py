@@ -45,10 +45,10 @@ def make_policy(own: Any, rounds: Rounds) -> Any:
             old_global_expert_indices: Any = None,
         ) -> Any:
             def vllms() -> Slots:
-                found = own.rebalance_experts(
+                slots = own.rebalance_experts(
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
                 )
-                return np.asarray(found.cpu().numpy(), np.int64)
+                return np.asarray(slots.cpu().numpy(), np.int64)
 
             if not weight.any():
                 _compare(rounds.settings, len(weight))
@@ -72,18 +72,18 @@ def _compare(settings: EplbSettings, layers: int) -> None:
 
 def differences(settings: EplbSettings, config: Any, layers: int) -> list[str]:
     """What of vLLM's EPLBConfig makes the clock or the load of when=pays wrong, in words."""
-    found = []
+    problems = []
     for mine, theirs in (("horizon", "step_interval"), ("window", "window_size")):
         if getattr(settings, mine) != getattr(config, theirs):
             given = getattr(settings, mine)
-            found.append(f"{mine}={given:g} must equal {theirs}={getattr(config, theirs)} of --eplb-config")
+            problems.append(f"{mine}={given:g} must equal {theirs}={getattr(config, theirs)} of --eplb-config")
     if config.use_async and config.window_size + layers > config.step_interval:
-        found.append(
+        problems.append(
             f"with use_async window_size={config.window_size} and {layers} MoE layers must be at most "
             f"step_interval={config.step_interval}: a layer moves in each step, and tokens counted before it did are "
             "taken for those of its new experts"
         )
-    return found
+    return problems
 
 
 class EplbGroup:

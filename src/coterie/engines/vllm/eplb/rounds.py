@@ -190,8 +190,8 @@ class Rounds:
 
     def _from_file(self, asked: EplbRound, group: RearrangingGroup) -> MapDecision | None:
         """The map of `load_map`, if all ranks have read the same new one."""
-        found = self._files.offered(asked)
-        slots = None if found is None else as_slots(found)
+        placement = self._files.offered(asked)
+        slots = None if placement is None else as_slots(placement)
         if not group.agree(0 if slots is None else digest_of(slots)).same:
             if not self._waiting:
                 logger.warning("coterie: %s is not the same on all ranks yet; it waits", self.settings.load_map)
