@@ -35,7 +35,7 @@ WINDOW = 4
 """Steps of EplbState's window, and between two rearrangements."""
 
 TIMEOUT_S = 240
-"""Timeout of a whole run: minutes on busy cores, seconds on idle ones; ranks that wait for each other would wait for ever."""
+"""Timeout of a whole run: minutes on busy cores, seconds on idle ones; ranks that wait for each other wait for ever."""
 
 
 def drifting_loads(rounds: int = ROUNDS, seed: int = 0) -> np.ndarray:

@@ -121,7 +121,7 @@ def expert_layers(model: Any) -> list[ExpertLayer]:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     layers: list[ExpertLayer] = []
     for path, module in model.named_modules():
-        # Look at the class, not the instance: tools that move weights between devices put a bare wrapper on the instance.
+        # The class, not the instance: tools that move weights between devices put a bare wrapper on the instance.
         if set(_IDS) & set(inspect.signature(type(module).forward).parameters):
             numbers = [int(part) for part in path.split(".") if part.isdigit()]
             layers.append(ExpertLayer(numbers[0] if numbers else len(layers), path, module))
