@@ -113,7 +113,7 @@ class Admin:
             for pool in self.parts.pools.values()
             for id, member in pool.members.items()
         ]
-        _send(responder, {"workers": rows})
+        _send(responder, {"workers": rows, "last_errors": self.parts.knowledge.last_errors()})
 
     def _add(self, request: HttpRequest, responder: Responder, _: str) -> None:
         entry = _read(request, WorkerEntry)

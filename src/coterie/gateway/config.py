@@ -151,6 +151,8 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """ZMQ endpoint of its KV events. Without it nothing is known of its cached prefixes."""
     kv_replay: str | None = None
     """ZMQ endpoint that sends lost KV events again."""
+    kv_blocks: int | None = None
+    """Blocks of its KV cache: more are not believed of its KV events. None: 262,144."""
     expert_events: str | None = None
     """ZMQ endpoint of its expert events, which the control loop learns from."""
     secure_events: bool = False
@@ -174,7 +176,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"worker {self.id!r}: bootstrap_port={self.bootstrap_port} must be in 1 … 65535")
         check_positive(speed=self.speed)
         check_at_least(0, data_parallel_rank=self.data_parallel_rank, placement_rank=self.placement_rank)
-        check_at_least(1, bootstrap_port=self.bootstrap_port)
+        check_at_least(1, bootstrap_port=self.bootstrap_port, kv_blocks=self.kv_blocks)
         for name in ("kv_events", "kv_replay", "expert_events"):
             endpoint = getattr(self, name)
             if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from coterie.wire.footprints import WireFootprint
 CLIENT_GONE = 499
 """Status in logs and metrics of a request whose client went away."""
 Cached = NDArray[np.int64] | None
+Beliefs = NDArray[np.float64] | None
 MOST_WAITING = 512
 """Decisions, and ends, that wait to be counted."""
 
@@ -35,15 +37,22 @@ class Watcher:
         self.metrics, self.decisions, self.log = metrics, decisions, log
         self.recent = Recent()
         metrics.before_reading = decisions.before_reading = self.catch_up
+        self.beliefs: Callable[[str], Beliefs] = lambda _: None
+        """Pool → [row] share of the workers' claims to cached tokens that is believed."""
+        self.sent: Callable[[str, str], None] | None = None
+        """Told of each request's name and worker before the worker gets it."""
         # Without the requests themselves: their bodies may be large.
-        self._made: list[tuple[str, str, Choice, list[str | None], Cached, int, float, str, float]] = []
+        self._made: list[tuple[str, str, Choice, list[str | None], Cached, Beliefs, int, float, str, float]] = []
         self._ends: list[tuple[str, Outcome, float, float | None]] = []
         self._failures: dict[str, list[str]] = {}
         """Key of a request that was retried → what failed before; until it ends."""
 
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None:
         cached, tokens = wanted.cached_tokens, wanted.prompt_tokens
-        self._made.append((call.id, pool.name, choice, pool.ids, cached, tokens, seconds, source, time.time()))
+        beliefs = self.beliefs(pool.name)
+        self._made.append((call.id, pool.name, choice, pool.ids, cached, beliefs, tokens, seconds, source, time.time()))
+        if self.sent is not None:
+            self.sent(call.name, choice.worker_id)
         if len(self._made) >= MOST_WAITING:
             self.catch_up()
         if call.span.recording:
@@ -73,6 +82,7 @@ class Watcher:
         choice: Choice,
         ids: list[str | None],
         cached: Cached,
+        beliefs: Beliefs,
         prompt_tokens: int,
         seconds: float,
         source: str,
@@ -95,6 +105,7 @@ class Watcher:
             time_s=time_s,
             fallback=choice.fallback,
             cached=cached,
+            beliefs=beliefs,
             source=source,
             prompt_tokens=prompt_tokens,
             decision_s=seconds,

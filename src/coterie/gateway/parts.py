@@ -22,8 +22,7 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.observing import Watcher
 from coterie.gateway.saved import SavedState, save_state
-from coterie.gateway.signals.knowledge import Knowledge
-from coterie.gateway.signals.masks import Mask
+from coterie.gateway.signals.knowledge import Knowledge, Mask
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
@@ -65,6 +64,7 @@ class GatewayParts:
         if config.handshake != "none":
             self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
         self.knowledge = Knowledge(config, list(self.pools), self.access.secret)
+        self.watcher.beliefs = lambda pool: self.knowledge.claims(pool).beliefs
         self.plain = PlainFlow(self.pools[DECODE], config, self.knowledge, self.watcher)
         self.flow: Flow = self.plain
         if config.handshake != "none":
@@ -192,10 +192,11 @@ class GatewayParts:
             if self.control is None:
                 self.control = LiveControl(section, pool, self.entries, self.access, self.metrics, self.log)
                 self.control.start()
+                self.watcher.sent = self.control.sent
             else:
                 self.control.refresh(section)
         elif self.control is not None:
-            before, self.control = self.control, None
+            before, self.control, self.watcher.sent = self.control, None, None
             if before.as_configured(pool.spec) != pool.spec:  # the loop's own fits end with it
                 pool.keeper.reload(before.as_configured(pool.spec))
             ending = asyncio.create_task(before.close(), name="end of the control loop")
@@ -279,6 +280,7 @@ class GatewayParts:
         for card in models.data:
             if card.max_model_len is not None and 0 < card.max_model_len < 1 << 31:
                 pool.context_tokens = max(pool.context_tokens, card.max_model_len)
+                self.knowledge.bound_messages(pool.name, pool.context_tokens)
         return True
 
     # --------------------------------------------------------------------------------------------------------- gauges
@@ -294,6 +296,7 @@ class GatewayParts:
         metrics.breaker_state.read = functools.partial(self._each, _breaker)
         metrics.tokenised.read = self._tokenised
         metrics.kv_events.read = self._kv_events
+        metrics.kv_claims_believed.read = functools.partial(self._each, self._belief)
         self.knowledge.tokens.observe = metrics.tokenise_seconds.observe
         metrics.distinct_experts.read = functools.partial(self._each, _distinct)
 
@@ -311,13 +314,17 @@ class GatewayParts:
         return {(outcome,): float(count) for outcome, count in counts.items()}
 
     def _kv_events(self) -> dict[tuple[str, ...], float]:
-        counters = [self.knowledge.streams(name).counters for name in self.pools]
+        streams = [self.knowledge.streams(name) for name in self.pools]
         return {
-            ("applied",): float(sum(stream.messages for stream in counters)),
-            ("replayed",): float(sum(stream.replayed for stream in counters)),
-            ("gap",): float(sum(stream.gaps for stream in counters)),
-            ("malformed",): float(sum(stream.malformed for stream in counters)),
+            ("applied",): float(sum(stream.counters.messages for stream in streams)),
+            ("replayed",): float(sum(stream.directory.counters.replayed for stream in streams)),
+            ("gap",): float(sum(stream.directory.counters.gaps for stream in streams)),
+            ("malformed",): float(sum(stream.counters.malformed + stream.directory.counters.undecodable for stream in streams)),
+            ("refused",): float(sum(stream.directory.counters.refused for stream in streams)),
         }
+
+    def _belief(self, pool: Pool, member: Member) -> float:
+        return self.knowledge.claims(pool.name).belief(pool.keeper.row_of(member.entry.id))
 
     def _each(self, value: Any) -> dict[tuple[str, ...], float]:
         return {(id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()}

@@ -261,8 +261,8 @@ class _Expected(Informer):
             source = "none" if counts is None else "predictor"
         return Request(call.id, known.tokens, counts, call.domain), source
 
-    def routed(self, pool: Pool, row: int, known: KnownPrompt) -> None:
-        del pool, row, known  # prefixes are not followed
+    def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
+        del pool, row, known, cached_tokens  # prefixes are not followed
 
     def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
         self._seen.learn(known.ids, footprint)  # the shape that all others must have

@@ -8,7 +8,7 @@ message has no events, and every event carries its own shape.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,6 +22,12 @@ DEFAULT_PORT = 5602
 MAX_EXPERTS = 1 << 16
 """Most experts of a layer: far above any model, and small enough that a wrong number cannot overflow a shape."""
 
+MAX_LAYERS = 1 << 10
+MAX_EVENTS = 1 << 12
+"""Most layers of an event and events of a message, checked before any is decoded."""
+
+Layers = Annotated[list[int], msgspec.Meta(max_length=MAX_LAYERS)]
+
 
 class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """A request that ended: the experts of each of its tokens but the last, which was never fed back."""
@@ -29,7 +35,7 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
     request_id: str
     model: str
     num_experts: int
-    layer_ids: list[int]
+    layer_ids: Layers
     """Index of each recorded layer in the model, dense layers counted."""
     top_k: int
     prompt_tokens: int
@@ -108,7 +114,7 @@ class ExpertLoad(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Tokens per expert since the last such event, all requests together."""
 
     model: str
-    layer_ids: list[int]
+    layer_ids: Layers
     num_experts: int
     seconds: float
     """Seconds over which the tokens were counted."""
@@ -130,7 +136,7 @@ class ExpertEvents(msgspec.Struct, array_like=True):
 
     timestamp: float
     """Seconds since the epoch."""
-    events: list[RequestExperts | ExpertLoad]
+    events: Annotated[list[RequestExperts | ExpertLoad], msgspec.Meta(max_length=MAX_EVENTS)]
     rank: int = 0
     """Data-parallel rank of the engine."""
 
@@ -147,5 +153,5 @@ def decode_expert_events(payload: bytes) -> ExpertEvents:
     """Decode a message; raises InputError with one line for any malformed bytes."""
     try:
         return _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise InputError(f"is not an expert event: {error}") from None

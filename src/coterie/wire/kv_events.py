@@ -17,7 +17,7 @@ from coterie.errors import InputError
 
 BlockHash = int | bytes
 MAX_BLOCKS = 1 << 16
-"""Most blocks of an event: a prompt of a million tokens in blocks of 16. The length is checked before any is decoded."""
+"""Most blocks of an event: a prompt of a million tokens in blocks of 16. Checked before any is decoded."""
 MAX_TOKENS = 1 << 20
 """Most token ids of an event."""
 MAX_EVENTS = 1 << 12
@@ -92,7 +92,7 @@ def encode_kv_events(batch: KVEvents) -> bytes:
 
 
 def decode_kv_events(payload: bytes) -> KVEvents:
-    """Decode either form; raises InputError with one line for malformed bytes, and for more blocks than a model needs."""
+    """Decode either form; raises InputError with one line for malformed bytes and for more than a model needs."""
     try:
         return _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from control_cases import EXPERTS, LAYERS, load_event, saved_fit
 from coterie.gateway.config import AdviseSection, ControlSection
 from coterie.gateway.control.driver import Driver
 from coterie.gateway.control.messages import FromLoop, SetUp, Told
+from coterie.gateway.control.streams import ExpertStreams
 from coterie.gateway.control.views import ControlView
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.placement.maps.formats import read_map
@@ -26,12 +26,13 @@ def advised(folder: Path, section: ControlSection, seconds: int = 6) -> list[Con
     sent: list[FromLoop] = []
     spec = RouterSpec("latency_aware", fit=saved_fit("low", folder))
     setup = SetUp(generation=1, spec=spec, rows=2, section=section, folder=str(folder), streams=[])
-    driver, rng = Driver(setup, sent.append, 0.0), np.random.default_rng(0)
+    driver, streams, rng = Driver(setup, sent.append, 0.0), ExpertStreams(None), np.random.default_rng(0)
     for second in range(1, seconds + 1):
         for worker in ("a", "b"):
             driver.take(worker, msgspec.structs.replace(load_event("low", rng, tokens=512), seconds=0.9), second - 0.5)
-        driver.tick(float(second), Counter())
+        driver.tick(float(second), streams)
     driver.close()
+    streams.close()
     told = [one.view for one in sent if isinstance(one, Told) and one.view]
     return [msgspec.msgpack.decode(view, type=ControlView) for view in told]
 

@@ -64,10 +64,18 @@ class Fleet:
     def __init__(self, workers: Sequence[Canned], publishers: Sequence[Publisher]) -> None:
         self.workers, self.publishers, self.traffic = workers, publishers, "low"
         self.rng = np.random.default_rng(1)
+        self.announced = False
 
-    def work(self) -> None:
+    def work(self, run: Run) -> None:
+        """Serve the requests that the gateway has announced a turn before, and announce the next ones."""
+        control = control_now(run)
         for publisher in self.publishers:
-            publisher.serve(self.traffic, 4, self.rng)
+            if self.announced:
+                publisher.serve(self.traffic, 4, self.rng)
+            for number in range(publisher.sent + 1, publisher.sent + 5):
+                if control is not None:
+                    control.sent(f"{publisher.name}.{number}", publisher.name)
+        self.announced = True
 
 
 @asynccontextmanager
@@ -121,19 +129,23 @@ async def drifting(tmp_path: Path) -> None:
     async with fleet_of() as fleet:
         async with gateway(config_of(fleet.workers, fleet.publishers, fit)) as run:
             control, stop = control_of(run), asyncio.Event()
+
+            def work() -> None:
+                fleet.work(run)
+
             asking = asyncio.create_task(ask(run, stop))
-            await until(lambda: control.view is not None and control.view.loads, fleet.work)
+            await until(lambda: control.view is not None and control.view.loads, work)
             assert fit_in_force(run) == fit, "this traffic is what the router was fitted to"
 
             fleet.traffic = "odd"
-            await until(lambda: fit_in_force(run) != fit, fleet.work)
-            await until(lambda: any(event["kind"] == "refit_taken" for event in control.events), fleet.work)
+            await until(lambda: fit_in_force(run) != fit, work)
+            await until(lambda: any(event["kind"] == "refit_taken" for event in control.events), work)
             await check_shown(run, control, fit)
 
             pid = control.pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: control.pid not in (None, pid), fleet.work)
+            await until(lambda: control.pid not in (None, pid), work)
             assert run.metrics["coterie_gateway_control_restarts_total"] == 1
             serving = fit_in_force(run)
             assert serving != fit, "the new fit outlives the process that made it"

@@ -15,7 +15,7 @@ from control_cases import EXPERTS, LAYERS, SHAPE, load_event, request_event
 from coterie.control import LoadSeen, RequestSeen
 from coterie.footprints import footprint
 from coterie.gateway.control import matching
-from coterie.gateway.control.matching import PATIENCE_S, Matcher, request_name
+from coterie.gateway.control.matching import PATIENCE_S, Matcher, SentRequests, request_name
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
 
 PROMPT, OUTPUT = 12, 9
@@ -40,6 +40,61 @@ def halves(name: str, rng: Generator, suffixes: tuple[str, str] = ("", "")) -> t
         ids, tokens, ~BEFORE, EXPERTS, request_id=name + suffixes[1], output_tokens=OUTPUT, **fields
     )
     return first, second
+
+
+def test_only_requests_that_were_sent_to_the_worker_count_and_each_once(rng: Generator) -> None:
+    """Five forged events for each real one: of requests never sent, under true names, and again."""
+    sent, seen = SentRequests(), []
+    matcher = Matcher(SHAPE, sent)
+    for number in range(20):
+        sent.add(f"r{number}", "decode-0")
+        forged = [request_event(f"forged-{number}", "odd", 0, rng), request_event(f"cmpl-{number}", "odd", 0, rng)]
+        seen += [matcher.take("decode-0", event, 1.0) for event in forged]
+        seen.append(matcher.take("decode-1", request_event(f"r{number}", "odd", 0, rng), 1.0))
+        seen.append(matcher.take("decode-0", request_event(f"r{number}", "low", 0, rng), 1.0))
+        seen += [matcher.take("decode-0", request_event(f"r{number}", "odd", kind, rng), 1.0) for kind in (0, 1)]
+    counted = [one for one in seen if one is not None]
+    assert [one.request_id for one in counted if isinstance(one, RequestSeen)] == [f"r{number}" for number in range(20)]
+    assert not any(one.decode[:, EXPERTS // 2 :].any() for one in counted if isinstance(one, RequestSeen)), (
+        "all are low"
+    )
+    assert matcher.counters["not_sent"] == 100
+
+
+@pytest.mark.parametrize(
+    "engine_id",
+    ["x", "cmpl-x", "chatcmpl-x", "cmpl-x-0", "cmpl-x-0-0a1b2c3d", "chatcmpl-x-0a1b2c3d", "1_chatcmpl-x-0a1b2c3d"],
+)
+@pytest.mark.parametrize("name", ["x", "x-7", "x-0a1b2c3d", "cmpl-x"])
+def test_names_are_found_in_the_ids_of_engines(engine_id: str, name: str) -> None:
+    sent = SentRequests()
+    sent.add(name, "w")
+    engine_id = engine_id.replace("x", name)
+    assert sent.name_of(engine_id, "w") == name
+    assert sent.name_of(engine_id, "v") is None
+    assert sent.name_of("cmpl-y", "w") is None
+    sent.count(name)
+    assert sent.name_of(engine_id, "w") is None
+
+
+def test_halves_of_a_sent_request_meet_and_count_once(rng: Generator) -> None:
+    sent = SentRequests()
+    matcher = Matcher(SHAPE, sent)
+    first, second = halves("cmpl-x", rng, ("-0a1b2c3d", "-deadbeef"))
+    sent.add("x", "prefill-0")
+    assert matcher.take("prefill-0", first, 1.0) is None
+    sent.add("x", "decode-1")
+    assert isinstance(matcher.take("decode-1", second, 2.0), RequestSeen)
+    assert matcher.take("decode-1", second, 3.0) is None
+    assert matcher.counters["not_sent"] == 1
+
+
+def test_requests_that_were_sent_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "MOST_SENT", 3)
+    sent = SentRequests()
+    for number in range(5):
+        sent.add(str(number), "w")
+    assert [sent.name_of(str(number), "w") for number in range(5)] == [None, None, "2", "3", "4"]
 
 
 def test_an_event_that_knows_its_prompt_is_whole(rng: Generator) -> None:

@@ -216,8 +216,7 @@ def test_too_many_blocks_are_refused(publisher: Publisher) -> None:
 def test_messages_longer_than_the_model_needs_are_not_read(publisher: Publisher) -> None:
     async def test() -> None:
         async with following(publisher) as streams:
-            for seq in range(4):
-                publisher.send(to_frames(b"kv", seq, HUGE))
+            publisher.send(to_frames(b"kv", 0, HUGE))
             publisher.sent = 0  # to nobody
             await until(lambda: streams.counters.disconnections == 1)
             assert streams.counters.messages == 0
@@ -234,14 +233,16 @@ def test_messages_longer_than_the_model_needs_are_not_read(publisher: Publisher)
     run(test())
 
 
-@pytest.mark.parametrize(("context", "most"), [(0, 1 << 20), (1 << 18, 2 << 20), (1 << 20, 8 << 20), (1 << 31, 8 << 20)])
+@pytest.mark.parametrize(
+    ("context", "most"), [(0, 1 << 20), (1 << 18, 2 << 20), (1 << 20, 8 << 20), (1 << 31, 8 << 20)]
+)
 def test_messages_are_bounded_by_the_context_and_queues_in_bytes(context: int, most: int) -> None:
     async def test() -> None:
         streams = KvStreams()
         streams.context_tokens = context
         socket = streams._socket(zmq.SUB, _Stream("w0", 0, "tcp://127.0.0.1:1", None, None))
         assert socket.getsockopt(zmq.MAXMSGSIZE) == most
-        assert most * socket.getsockopt(zmq.RCVHWM) <= QUEUE_BYTES
+        assert most * int(socket.getsockopt(zmq.RCVHWM)) <= QUEUE_BYTES
         socket.close()
         await streams.close()
 

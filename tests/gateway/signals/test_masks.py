@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.gateway.signals.masks import local_masks, mask_of, read_placement
-from coterie.placement import PlacementMap, write_map
+from coterie.gateway.signals.knowledge import mask_of
 from coterie.routing import Fleet, Request, routers
 from coterie.types import Placement
 
@@ -27,24 +24,20 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @given(placements())
 def test_bits_are_what_ranks_hold(placement: Placement) -> None:
-    ranks = [None, *range(placement.num_ranks)]
-    masks = local_masks(placement, ranks)
-    assert masks.dtype == np.uint64
-    assert masks.shape == (len(ranks), placement.num_layers, -(-placement.num_experts // 64))
-    held = placement.held
-    for worker, rank in enumerate(ranks):
+    for rank in range(placement.num_ranks):
+        mask = mask_of(placement, rank)
+        assert mask.dtype == np.uint64
+        assert mask.shape == (placement.num_layers, -(-placement.num_experts // 64))
         for layer in range(placement.num_layers):
-            for expert in range(64 * masks.shape[2]):
-                bit = bool(int(masks[worker, layer, expert // 64]) >> (expert % 64) & 1)
-                right = expert < placement.num_experts and (rank is None or held[rank, layer, expert])
-                assert bit == right
+            for expert in range(64 * mask.shape[1]):
+                bit = bool(int(mask[layer, expert // 64]) >> (expert % 64) & 1)
+                assert bit == (expert < placement.num_experts and placement.held[rank, layer, expert])
 
 
-def test_joint_prefers_the_rank_that_holds_the_experts(tmp_path: Path) -> None:
-    write_map(tmp_path / "map.json", PlacementMap(Placement.linear(2, 8, 4)))
-    placement = read_placement(tmp_path / "map.json")
+def test_joint_prefers_the_rank_that_holds_the_experts() -> None:
+    placement = Placement.linear(2, 8, 4)
     fleet = Fleet([4] * 4)
-    fleet.local = local_masks(placement, range(4))
+    fleet.local = np.stack([mask_of(placement, rank) for rank in range(4)])
     counts = np.zeros((2, 8), np.int64)
     counts[:, 4:6] = 10
     assert routers.make("joint").route(Request(prompt_tokens=10, footprint=counts), fleet).worker == 2

@@ -152,6 +152,7 @@ def test_a_predictor_that_fails_is_counted(wrong: Any) -> None:
     known = Footprints(predictor=Fixed(wrong), popularity=np.full((LAYERS, EXPERTS), K / EXPERTS))
     assert known.footprint(prompt(5), 5).source == "popularity"
     assert known.counters.failed == 1
+    assert ("a bug" if isinstance(wrong, KeyError) else str(wrong.shape)) in known.counters.last_error
 
 
 def test_wrong_settings() -> None:

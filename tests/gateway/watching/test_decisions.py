@@ -29,6 +29,7 @@ def test_a_decision_is_shown_with_its_scores_and_reason() -> None:
         time_s=1_700_000_000.25,
         fallback=None,
         cached=np.array([0, 0, 64]),
+        beliefs=np.array([1.0, 1.0, 0.25]),
         source="prefix",
         prompt_tokens=100,
         decision_s=37.25e-6,
@@ -48,6 +49,7 @@ def test_a_decision_is_shown_with_its_scores_and_reason() -> None:
                 "prompt_tokens": 100,
                 "cached_tokens": 64,
                 "cached_tokens_by_worker": {"w1": 0, "w2": 64},
+                "claims_believed": {"w1": 1.0, "w2": 0.25},
                 "footprint": "prefix",
                 "decision_us": 37.2,
             }

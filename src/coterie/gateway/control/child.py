@@ -21,6 +21,8 @@ from coterie.net.processes import leave_to_cleaner, take_from_cleaner
 MODULE = "coterie.gateway.control.process"
 END_S = 5.0
 """Time that the process has to end when it is told to; then it is killed."""
+MOST_UNREAD = 4 << 20
+"""Bytes of messages that may wait for the process to read them."""
 LAST_WORDS = 400
 """Characters of its standard error that are told."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
@@ -67,6 +69,11 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the process reads so slowly that only what it must know should be sent."""
+        return self._writer.transport.get_write_buffer_size() > MOST_UNREAD
 
     def send(self, message: ToLoop) -> None:
         if not self._writer.is_closing():

@@ -26,8 +26,9 @@ from coterie.control.replay import InputLog
 from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.control.advising import Applier, advisor_of
 from coterie.gateway.control.loads import RecentLoads
-from coterie.gateway.control.matching import Matcher
+from coterie.gateway.control.matching import Matcher, SentRequests
 from coterie.gateway.control.messages import FleetChanged, FromLoop, SetUp, SwapFailed, Swapped, Told, UseFit
+from coterie.gateway.control.streams import ExpertStreams, message_bytes
 from coterie.gateway.control.views import ControlView
 from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
 from coterie.routing import Router, RouterFit
@@ -46,8 +47,10 @@ VIEW_S = 1.0
 class Driver:
     """One loop, for one router. Belongs to one thread."""
 
-    def __init__(self, asked: SetUp, send: Callable[[FromLoop], None], now_s: float) -> None:
-        """Raises CoterieError if no loop can be made of what is asked."""
+    def __init__(
+        self, asked: SetUp, send: Callable[[FromLoop], None], now_s: float, sent: SentRequests | None = None
+    ) -> None:
+        """`sent` are the requests that count; None: all. Raises CoterieError if the loop cannot be made."""
         self.generation = asked.generation
         self._send, self._spec, self._section, self._rows = send, asked.spec, asked.section, asked.rows
         self._folder = Path(asked.folder)
@@ -69,7 +72,9 @@ class Driver:
             now_s=now_s,
         )
         self._applier = Applier(asked.section)
-        self.matcher = Matcher(shape)
+        self.matcher = Matcher(shape, sent)
+        self.most_bytes = message_bytes(shape)
+        """Longest message of a worker's stream."""
         self.loads = RecentLoads()
         self._fits = 0
         self._files: list[Path] = []
@@ -108,8 +113,8 @@ class Driver:
             self._rows = fleet.rows
             self.loop.resize(fleet.rows)
 
-    def tick(self, now_s: float, streams: Counter[str]) -> None:
-        """Decide, and tell the gateway. `streams` counts what the streams brought in all."""
+    def tick(self, now_s: float, streams: ExpertStreams) -> None:
+        """Decide, and tell the gateway, also what the streams have counted."""
         with contextlib.suppress(Empty):
             found = self._fitted.get_nowait()
             if isinstance(found, str):
@@ -173,8 +178,8 @@ class Driver:
 
     # -------------------------------------------------------------------------------------------------------- telling
 
-    def _tell(self, now_s: float, streams: Counter[str]) -> None:
-        counted = Counter({f"streams.{kind}": count for kind, count in streams.items()})
+    def _tell(self, now_s: float, streams: ExpertStreams) -> None:
+        counted = Counter({f"streams.{kind}": count for kind, count in streams.counters.items()})
         counted.update({f"ignored.{reason}": count for reason, count in self.matcher.counters.items()})
         inside = sum(count for name, count in self.loop.counters.items() if name.startswith("ignored_"))
         counted["ignored.loop"] = inside
@@ -186,9 +191,11 @@ class Driver:
         events, self._events = [self._event(one) for one in self._events], []
         self._send(Told(generation=self.generation, events=events, counters=dict(news), fit_s=self._fit_s, view=view))
 
-    def _view(self, streams: Counter[str]) -> ControlView:
+    def _view(self, streams: ExpertStreams) -> ControlView:
         status = self.loop.status()
-        status |= {"streams": dict(streams), "ignored": dict(self.matcher.counters), "fit_s": self._fit_s}
+        status |= {"streams": dict(streams.counters), "ignored": dict(self.matcher.counters), "fit_s": self._fit_s}
+        if streams.last_error:
+            status["last_error"] = streams.last_error
         if self._no_advice is not None:
             status["no_advice"] = self._no_advice
         return ControlView(

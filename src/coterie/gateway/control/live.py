@@ -25,6 +25,7 @@ from coterie.gateway.control.child import Child
 from coterie.gateway.control.messages import (
     FleetChanged,
     FromLoop,
+    SentNames,
     SetUp,
     StreamEntry,
     SwapFailed,
@@ -103,6 +104,7 @@ class LiveControl:
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._swaps: set[asyncio.Task[None]] = set()
+        self._sent: list[tuple[str, str]] = []
 
     @property
     def view(self) -> ControlView | None:
@@ -156,6 +158,17 @@ class LiveControl:
         setup.generation = self._generation
         self._setup = setup
         self._send(setup)
+
+    def sent(self, name: str, worker: str) -> None:
+        """A request is about to go to a worker: the loop counts what workers tell of such requests only."""
+        if not self._sent:
+            asyncio.get_running_loop().call_soon(self._tell_sent)  # once for all of this turn of the event loop
+        self._sent.append((name, worker))
+
+    def _tell_sent(self) -> None:
+        requests, self._sent = self._sent, []
+        if self._child is not None and not self._child.is_behind:
+            self._child.send(SentNames(requests))
 
     def _wanted(self, spec: RouterSpec) -> SetUp:
         ids = self._pool.keeper.ids

@@ -2,7 +2,8 @@
 
 A decode worker may not have seen the experts of a prompt: its KV came from a prefill worker, whose own event has them.
 The two halves of a request are put together by its id. Whatever an event holds, nothing is raised: one of another
-shape, with bytes that do not add up or with experts that no model chooses is counted and left out.
+shape, with bytes that do not add up or with experts that no model chooses is counted and left out. Only requests that
+the gateway sent to the worker count, and each once: a worker that makes up events changes no decision.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ MOST_REMEMBERED = 16_384
 """Events remembered to know those that come again under another number."""
 MOST_LOAD_S = 3600.0
 """Longest time that one load is believed to cover."""
-REASONS = ("other_shape", "malformed", "nonsense", "doubled", "no_decode", "unmatched")
-"""Why an event was left out: shape of another model; bytes that do not add up; experts that a model cannot choose;
-again; an answer of one token; its other half never came."""
+MOST_SENT = 65_536
+"""Requests remembered that were sent and not counted yet."""
+REASONS = ("other_shape", "malformed", "nonsense", "not_sent", "doubled", "no_decode", "unmatched")
+"""Why an event was left out: shape of another model; bytes that do not add up; experts that a model cannot choose; a
+request that the gateway did not send to this worker, or that was counted; again; an answer of one token; its other half
+never came."""
 
 Counts = NDArray[np.uint32]
 _SUFFIX = re.compile(r"^((?:chat)?cmpl-.+)-[0-9a-f]{8}$")
+_ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:chat)?cmpl-(.+)")
+"""vLLM's id of a request, and of one of several answers to it; in it, the gateway's."""
 
 
 class _LeftOut(Exception):
@@ -50,10 +56,40 @@ class _Half(NamedTuple):
     decode: Counts | None
 
 
+class SentRequests:
+    """Requests that the gateway sent, by name, with the workers that got them; until they are counted."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, set[str]] = {}
+
+    def add(self, name: str, worker: str) -> None:
+        self._workers.setdefault(name, set()).add(worker)
+        if len(self._workers) > MOST_SENT:
+            del self._workers[next(iter(self._workers))]
+
+    def name_of(self, request_id: str, worker: str) -> str | None:
+        """Name of the request that a worker gives this id; None if it was not sent to the worker."""
+        inner = _ENGINE_ID.fullmatch(request_id)
+        names = [request_id] if inner is None else [request_id, inner[1], *_shortened(inner[1])]
+        return next((name for name in names if worker in self._workers.get(name, ())), None)
+
+    def count(self, name: str) -> None:
+        """The request was counted: nothing more that is told of it counts."""
+        self._workers.pop(name, None)
+
+
+def _shortened(name: str) -> list[str]:
+    """The name without what vLLM may have put behind it: random digits, the number of a prompt, both."""
+    without_digits = re.sub(r"-[0-9a-f]{8}$", "", name)
+    return [without_digits, re.sub(r"-[0-9]+$", "", without_digits), re.sub(r"-[0-9]+$", "", name)]
+
+
 class Matcher:
     """Makes inputs of the loop; holds no clock and no socket."""
 
-    def __init__(self, shape: LoopShape) -> None:
+    def __init__(self, shape: LoopShape, sent: SentRequests | None = None) -> None:
+        """`sent` are the requests that count; None: all."""
+        self._sent = sent
         self.counters: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self._shape = (shape.num_layers, shape.num_experts)
         self._top_k = shape.top_k
@@ -93,6 +129,17 @@ class Matcher:
         return LoadSeen(at_s, worker, load, event.steps, event.seconds)
 
     def _part(self, worker: str, event: RequestExperts, at_s: float) -> RequestSeen | None:
+        if self._sent is None:
+            return self._half(worker, event, at_s)
+        name = self._sent.name_of(event.request_id, worker)
+        if name is None:
+            raise _LeftOut("not_sent")
+        seen = self._half(worker, event, at_s)
+        if seen is not None:
+            self._sent.count(name)
+        return seen
+
+    def _half(self, worker: str, event: RequestExperts, at_s: float) -> RequestSeen | None:
         if event.top_k != self._top_k:
             raise _LeftOut("other_shape")
         ids, known = event.ids(), event.seen()

@@ -63,6 +63,13 @@ class SwapFailed(msgspec.Struct, tag=True):
     problem: str
 
 
+class SentNames(msgspec.Struct, tag=True):
+    """Requests that the gateway has sent: what workers tell of others does not count."""
+
+    requests: list[tuple[str, str]]
+    """(name, worker)"""
+
+
 class Told(msgspec.Struct, tag=True, kw_only=True):
     """What happened since the last one."""
 
@@ -93,7 +100,7 @@ class Unable(msgspec.Struct, tag=True):
 
 
 T = TypeVar("T")
-ToLoop = SetUp | FleetChanged | Swapped | SwapFailed
+ToLoop = SetUp | FleetChanged | Swapped | SwapFailed | SentNames
 FromLoop = Told | UseFit | Unable
 
 _encoder = msgspec.msgpack.Encoder()

@@ -14,10 +14,12 @@ import time
 
 from coterie.errors import CoterieError
 from coterie.gateway.control.driver import Driver
+from coterie.gateway.control.matching import SentRequests
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
     FleetChanged,
     FromLoop,
+    SentNames,
     SetUp,
     ToLoop,
     Unable,
@@ -39,43 +41,53 @@ class Process:
         self._streams = ExpertStreams(secret)
         self._streams.watch(gateway.fileno())
         self._driver: Driver | None = None
+        self._sent = SentRequests()
         self._tick_s = 1.0
 
     def run(self) -> None:
         """Until the gateway hangs up."""
         next_s = time.monotonic()
         while True:
-            if self._gateway.fileno() in self._streams.wait_for(next_s - time.monotonic()):
-                self._obey(self._receive())
-            driver, now_s = self._driver, time.monotonic()
+            self._streams.wait_for(next_s - time.monotonic())
+            self._listen()
+            now_s = time.monotonic()
             for received in self._streams.read():
-                if driver is not None:
-                    driver.take(received.worker, received.event, now_s)
+                self._listen()  # a request is told of before its worker gets it: so also before this event was read
+                if self._driver is not None:
+                    self._driver.take(received.worker, received.event, now_s)
             if now_s >= next_s:
                 next_s = now_s + self._tick_s
-                if driver is not None:
-                    driver.tick(now_s, self._streams.counters)
+                if self._driver is not None:
+                    self._driver.tick(now_s, self._streams)
 
     def send(self, message: FromLoop) -> None:
         self._gateway.sendall(pack_message(message))
 
+    def _listen(self) -> None:
+        """Take what the gateway has told so far."""
+        while select.select([self._gateway], [], [], 0.0)[0]:
+            self._obey(self._receive())
+
     def _obey(self, message: ToLoop) -> None:
         now_s = time.monotonic()
-        if isinstance(message, SetUp):
+        if isinstance(message, SentNames):
+            for name, worker in message.requests:
+                self._sent.add(name, worker)
+        elif isinstance(message, SetUp):
             self._tick_s = message.section.tick_s
             if self._driver is not None:
                 self._driver.close()
             try:
-                self._driver = Driver(message, self.send, now_s)
-                self._driver.tick(time.monotonic(), self._streams.counters)  # it may have compiled for a minute
+                self._driver = Driver(message, self.send, now_s, self._sent)
+                self._driver.tick(time.monotonic(), self._streams)  # it may have compiled for a minute
+                self._streams.follow(message.streams, self._driver.most_bytes)  # not before: they would send meanwhile
             except CoterieError as error:
                 self._driver = None
                 self.send(Unable(message.generation, str(error)))
-            self._streams.follow(message.streams)  # not before: what they send meanwhile would be late
         elif self._driver is None or message.generation != self._driver.generation:
             return
         elif isinstance(message, FleetChanged):
-            self._streams.follow(message.streams)
+            self._streams.follow(message.streams, self._driver.most_bytes)
             self._driver.resize(message)
         else:
             self._driver.answer(message, now_s)

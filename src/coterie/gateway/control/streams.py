@@ -1,39 +1,49 @@
 """Follow the expert-event streams of a fleet's workers, in the process of the control loop.
 
-One ZMQ socket a worker; ZMQ connects again by itself. Whatever a worker sends, nothing is raised: messages that cannot
-be read, that come twice or too late are counted and left out, and so is what the numbers show to be lost.
+One ZMQ socket a worker, made anew when its connection ends. Whatever a worker sends, nothing is raised: messages that
+cannot be read or come twice are counted and left out, and so is what the numbers show to be lost. A connection never
+reorders messages, so a number that falls is a publisher that began anew: one wrong number silences nobody. Publishers'
+clocks are not asked. Messages are as long as the model needs for its longest prompt, queues are bounded in bytes.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import zmq
 
-from coterie.errors import InputError
+from coterie.control import LoopShape
+from coterie.errors import ConfigError, InputError
 from coterie.gateway.control.messages import StreamEntry
+from coterie.types import narrowest_uint
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import TOPIC, ExpertLoad, RequestExperts, decode_expert_events
-from coterie.wire.framing import bound_reader, from_frames
+from coterie.wire.framing import bound_reader, from_frames, queue_of
 
-MESSAGE_BYTES = 64 << 20
-"""Longest message: 128k tokens of 58 layers with 8 experts of 256 take 61 MB. A longer one ends the connection."""
-QUEUE = 1000
-"""Messages of a worker that wait to be read; more are lost, and counted."""
+MOST_CONTEXT = 1 << 17
+"""Longest prompt whose experts are taken."""
+MOST_MESSAGE = 64 << 20
+"""Longest message where the model is not known: 128k tokens of 58 layers with 8 experts of 256 take 61 MB."""
+SPARE_BYTES = 1 << 20
+"""What a message may hold besides one longest prompt: loads, names, other short requests."""
 AT_ONCE = 64
 """Messages of a worker that are read in a row, before the next worker's."""
-AHEAD_S = 3600.0
-"""Seconds that a worker's clock may be ahead of this one."""
-KINDS = ("messages", "malformed", "lost", "doubled", "late", "restarts", "unreachable")
-"""What is counted: messages that came, of them those that could not be read, came twice or out of turn; messages that
-never came; publishers that began anew; endpoints that cannot be used."""
+KINDS = ("messages", "malformed", "lost", "doubled", "restarts", "unreachable")
+"""What is counted: messages that came, of them those that could not be read or came twice; messages that never came;
+publishers that began anew; endpoints that cannot be used."""
 MOST_LOST = 1 << 20
 """Most messages that one gap counts for: a wrong number must not spoil the counter for good."""
+
+
+def message_bytes(shape: LoopShape) -> int:
+    """Longest message for a model. A longer one ends the connection."""
+    ids = shape.num_layers * shape.top_k * narrowest_uint(shape.num_experts - 1).itemsize
+    loads = 4 * shape.num_layers * shape.num_experts
+    return SPARE_BYTES + loads + MOST_CONTEXT * (ids + 5)  # a token's own id, and the bit that says whether it is known
 
 
 class Received(NamedTuple):
@@ -44,32 +54,38 @@ class Received(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Stream:
     entry: StreamEntry
+    most_bytes: int
     socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    """Readable once the connection has ended: ZMQ makes none anew after a message that is too long."""
     seq: int = -1
     """Number of the last message."""
-    stamp: float = -math.inf
-    """Its publisher's time."""
 
 
 class ExpertStreams:
     """Streams of several workers; belongs to one thread."""
 
-    def __init__(self, secret: str | None, clock: Callable[[], float] = time.time) -> None:
-        """`secret` is the fleet's; `clock` gives seconds since the epoch."""
+    def __init__(self, secret: str | None) -> None:
+        """`secret` is the fleet's."""
         self.counters: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-        self._secret, self._clock = secret, clock
+        self.last_error = ""
+        """Why the last message or endpoint was left out."""
+        self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._streams: dict[StreamEntry, _Stream] = {}
 
-    def follow(self, entries: Iterable[StreamEntry]) -> None:
-        """Follow these and no others. One whose endpoint cannot be used is counted and left out."""
+    def follow(self, entries: Iterable[StreamEntry], most_bytes: int = MOST_MESSAGE) -> None:
+        """Follow these and no others. One whose endpoint cannot be used is counted and left out.
+
+        `most_bytes` is the longest message of those that were not followed before.
+        """
         wanted = dict.fromkeys(entries)
-        for entry in [one for one in self._streams if one not in wanted]:
+        for entry in [entry for entry in self._streams if entry not in wanted]:
             self._leave(entry)
         for entry in wanted:
             if entry not in self._streams:
-                self._join(entry)
+                self._join(entry, most_bytes)
 
     def watch(self, file: int) -> None:
         """Let :meth:`wait_for` end when this file is readable too."""
@@ -87,9 +103,14 @@ class ExpertStreams:
         """What has come, at most `AT_ONCE` messages a worker."""
         for stream in list(self._streams.values()):
             for _ in range(AT_ONCE):
+                if stream.socket.closed:  # whoever reads may leave a worker in between
+                    break
                 try:
                     frames = stream.socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
+                    if stream.monitor.poll(0):
+                        self._leave(stream.entry)
+                        self._join(stream.entry, stream.most_bytes, stream.seq)
                     break
                 for event in self.events(stream, frames):
                     yield Received(stream.entry.worker, event)
@@ -100,42 +121,50 @@ class ExpertStreams:
         try:
             frame = from_frames(frames)
             batch = decode_expert_events(frame.payload)
-        except InputError:
-            self.counters["malformed"] += 1
+        except InputError as error:
+            self._count("malformed", stream.entry, error)
             return []
-        if not 0 <= batch.timestamp <= self._clock() + AHEAD_S:
-            self.counters["malformed"] += 1
+        if frame.seq == stream.seq:
+            self.counters["doubled"] += 1
             return []
-        if frame.seq <= stream.seq and batch.timestamp <= stream.stamp:
-            self.counters["doubled" if frame.seq == stream.seq else "late"] += 1
-            return []
-        if frame.seq <= stream.seq:  # newer, with a lower number: the publisher began anew
+        if frame.seq < stream.seq:
             self.counters["restarts"] += 1
         elif stream.seq >= 0:
             self.counters["lost"] += min(frame.seq - stream.seq - 1, MOST_LOST)
-        stream.seq, stream.stamp = frame.seq, batch.timestamp
+        stream.seq = frame.seq
         return batch.events
 
     def close(self) -> None:
         self.follow(())
         self._context.destroy(linger=0)
 
-    def _join(self, entry: StreamEntry) -> None:
+    def _count(self, kind: str, entry: StreamEntry, error: Exception) -> None:
+        self.counters[kind] += 1
+        self.last_error = f"{entry.worker}: {error}"
+
+    def _join(self, entry: StreamEntry, most_bytes: int, seq: int = -1) -> None:
         socket = self._context.socket(zmq.SUB)
         try:
-            bound_reader(socket, QUEUE, MESSAGE_BYTES)
-            if entry.secure and self._secret is not None:
+            bound_reader(socket, queue_of(most_bytes), most_bytes)
+            if entry.secure:
+                if self._secret is None:
+                    raise ConfigError("its events are secure, and there is no fleet secret")
                 secure_subscriber(socket, self._secret)
             socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
             socket.connect(entry.endpoint)
-        except zmq.ZMQError:
-            self.counters["unreachable"] += 1
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except (zmq.ZMQError, ConfigError) as error:
+            self._count("unreachable", entry, error)
             socket.close(linger=0)
             return
-        self._streams[entry] = _Stream(entry, socket)
+        self._streams[entry] = _Stream(entry, most_bytes, socket, monitor, seq)
         self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
 
     def _leave(self, entry: StreamEntry) -> None:
         stream = self._streams.pop(entry)
         self._poller.unregister(stream.socket)
+        self._poller.unregister(stream.monitor)
+        stream.socket.disable_monitor()
+        stream.monitor.close(linger=0)
         stream.socket.close(linger=0)

@@ -140,8 +140,8 @@ class Informer(Protocol):
         """What the router is told, and where its footprint came from."""
         ...
 
-    def routed(self, pool: Pool, row: int, known: KnownPrompt) -> None:
-        """A worker has computed this prompt."""
+    def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
+        """A worker has computed this prompt; `cached_tokens` of it were in its cache, if it says so."""
         ...
 
     def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None: ...
@@ -339,5 +339,6 @@ class PlainFlow(Flow):
         started = time.monotonic()
         delivered = await self.deliver(self.pool, call, known, sink)
         if delivered.status == 200:
-            self.knowledge.routed(self.pool, delivered.sent.choice.row, known)
+            usage = delivered.relayed.usage or NO_USAGE
+            self.knowledge.routed(self.pool, delivered.sent.choice.row, known, usage.cached_tokens)
         return outcome(delivered, call, known, started)

@@ -107,6 +107,8 @@ class Handoff(NamedTuple):
     params: dict[str, Any]
     footprint: WireFootprint | None
     tokens: int
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in the worker's cache, if it says so."""
 
 
 class VllmPairFlow(Flow):
@@ -188,7 +190,7 @@ class VllmPairFlow(Flow):
                 if status == 200:
                     handoff = self._read(sent.member, data)
                     ok = True
-                    self.knowledge.routed(self.prefill, sent.choice.row, known)
+                    self.knowledge.routed(self.prefill, sent.choice.row, known, handoff.cached_tokens)
                     return handoff
                 ok, failure = self.did_its_part(sent, status), str(status)
             except UpstreamError as error:
@@ -218,7 +220,7 @@ class VllmPairFlow(Flow):
             footprint, problem = None, str(error)
         usage = answer.usage or NO_USAGE
         self.observer.handed_over(footprint, problem, usage.cached_tokens)
-        return Handoff(member, without_footprint(params), footprint, usage.prompt_tokens)
+        return Handoff(member, without_footprint(params), footprint, usage.prompt_tokens, usage.cached_tokens)
 
     # ---------------------------------------------------------------------------------------------------- staged KV
 

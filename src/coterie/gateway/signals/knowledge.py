@@ -16,19 +16,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import CoterieError
+from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.signals import kv_streams, predicted
+from coterie.gateway.signals.claims import Claims
 from coterie.gateway.signals.kv_streams import KvStreams
-from coterie.gateway.signals.masks import Mask, mask_of, read_placement
 from coterie.gateway.signals.model_tokenizers import load_tokenizer
 from coterie.gateway.signals.predicted import Footprints, open_predictor, popularity_of
 from coterie.gateway.signals.routed_prefixes import PromptKeys, RoutedPrefixes, keys_of_ids, keys_of_text
 from coterie.gateway.signals.tokens import TokenService
+from coterie.net.access import SECRET_VARIABLE
+from coterie.placement import read_map
 from coterie.routing.base import Request
 from coterie.routing.fitted import RouterFit
+from coterie.types import Placement
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.footprints import WireFootprint, check_possible
+
+Mask = NDArray[np.uint64]
+"""[layer, word] bits of the experts that a worker holds: bit e of a layer is set if it has a slot of expert e. A row of
+``Fleet.local``, by which `joint` prefers local experts."""
 
 
 class KnownPrompt(msgspec.Struct, frozen=True):
@@ -40,6 +47,8 @@ class KnownPrompt(msgspec.Struct, frozen=True):
     salt: str | None = None
     text: PromptKeys | None = None
     """Blocks of its prompt, where cached prefixes are guessed."""
+    claims: dict[str, NDArray[np.int64]] = {}
+    """Pool → [row] leading tokens that each worker claims to hold, by its KV events, as of the last decision."""
 
 
 NOTHING = KnownPrompt()
@@ -87,9 +96,10 @@ class Knowledge:
         """What an operator should know; empty if all is there."""
         self.tokens = TokenService(tokenizer, reason, deadline_s=config.limits.tokenise_s)
         self.footprints = _footprints(config)
-        self._placement = None if config.placement is None else read_placement(config.placement)
+        self._placement = None if config.placement is None else read_map(config.placement).placement
         self._secret = secret
         self._streams = {name: KvStreams(block_size=config.block_size) for name in pools}
+        self._claims = {name: Claims() for name in pools}
         self._routed = {name: RoutedPrefixes() for name in pools}
         self._guessed: dict[str, set[int]] = {name: set() for name in pools}
         """Rows of workers that send no KV events."""
@@ -97,7 +107,12 @@ class Knowledge:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def held(self, entry: WorkerEntry) -> Mask | None:
-        """Experts that a worker holds; None: all. Raises ConfigError for a rank that the placement lacks."""
+        """Experts that a worker holds; None: all.
+
+        Raises ConfigError for a rank that the placement lacks, and for events that are to be secure without a secret.
+        """
+        if entry.secure_events and self._secret is None:
+            raise ConfigError(f"worker {entry.id!r}: secure_events=true needs the fleet's secret in {SECRET_VARIABLE}")
         if self._placement is None or entry.placement_rank is None:
             return None
         return mask_of(self._placement, entry.placement_rank)
@@ -106,15 +121,14 @@ class Knowledge:
         if entry.kv_events is None:
             self._guessed[pool].add(row)
             return
-        secure = None
-        if entry.secure_events and self._secret is not None:
-            secure = partial(secure_subscriber, secret=self._secret)
-        self._streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure)
+        secure = partial(secure_subscriber, secret=self._secret) if entry.secure_events and self._secret else None
+        self._streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure, entry.kv_blocks)
 
     def leave(self, pool: str, row: int, worker_id: str) -> None:
         self._streams[pool].leave(worker_id)
         self._forget(pool, row)
         self._guessed[pool].discard(row)
+        self._claims[pool].forget(row)
 
     def restarted(self, pool: str, row: int, worker_id: str) -> None:
         """Forget the cached prefixes of a worker that may have lost them."""
@@ -126,6 +140,20 @@ class Knowledge:
 
     def streams(self, pool: str) -> KvStreams:
         return self._streams[pool]
+
+    def claims(self, pool: str) -> Claims:
+        return self._claims[pool]
+
+    def bound_messages(self, pool: str, context_tokens: int) -> None:
+        """Take over the longest context of a pool's workers: it bounds the messages of their KV events."""
+        self._streams[pool].context_tokens = context_tokens
+
+    def last_errors(self) -> dict[str, str]:
+        """Source → why it last left something out; sources without a problem are left out."""
+        errors = {f"kv_events of {name}": streams.counters.last_error for name, streams in self._streams.items()}
+        errors |= {f"kv_directory of {name}": one.directory.counters.last_error for name, one in self._streams.items()}
+        errors["predictor"] = self.footprints.counters.last_error
+        return {source: error for source, error in errors.items() if error}
 
     def _forget(self, pool: str, row: int) -> None:
         if row in self._guessed[pool]:
@@ -156,8 +184,14 @@ class Knowledge:
             counts, source = self.footprints.footprint(known.ids, known.tokens, call.domain)
         return Request("", known.tokens, counts, call.domain, self._cached(pool, known)), source
 
-    def routed(self, pool: PoolRows, row: int, known: KnownPrompt) -> None:
-        """A worker has computed this prompt: guess that it keeps its prefix, if it does not tell."""
+    def routed(self, pool: PoolRows, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
+        """A worker has computed this prompt, of which it found `cached_tokens` in its cache, if it says so.
+
+        Guess that it keeps the prefix, if it does not tell; hold what it told against the answer.
+        """
+        claims = known.claims.get(pool.name)
+        if cached_tokens is not None and claims is not None and row < len(claims):
+            self._claims[pool.name].answered(row, claims.item(row), cached_tokens)
         if known.text is not None and (known.ids is None or row in self._guessed[pool.name]):
             self._routed[pool.name].routed(known.text, row, time.monotonic())
 
@@ -173,7 +207,8 @@ class Knowledge:
         rows, guessed, streams = len(pool.ids), self._guessed[pool.name], self._streams[pool.name]
         told = None
         if known.ids is not None and streams.workers:
-            told = streams.cached(known.ids, rows, known.salt)
+            known.claims[pool.name] = streams.cached(known.ids, rows, known.salt)
+            told = self._claims[pool.name].discounted(known.claims[pool.name])
             if not guessed:
                 return told
         if known.text is None:
@@ -195,6 +230,15 @@ class Knowledge:
         self.tokens.close()
         for streams in self._streams.values():
             await streams.close()
+
+
+def mask_of(placement: Placement, rank: int) -> Mask:
+    """Experts that a rank of a placement holds. Raises ConfigError for a rank that it lacks."""
+    if not 0 <= rank < placement.num_ranks:
+        raise ConfigError(f"rank={rank} must be at least 0 and below num_ranks={placement.num_ranks}")
+    held = np.zeros((placement.num_layers, -(-placement.num_experts // 64) * 64), np.bool_)
+    held[:, : placement.num_experts] = placement.held[rank]
+    return np.packbits(held, axis=1, bitorder="little").view("<u8").astype(np.uint64)
 
 
 def _footprints(config: GatewayConfig) -> Footprints:

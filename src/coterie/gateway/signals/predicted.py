@@ -52,6 +52,8 @@ class FootprintCounters:
     learned: int = 0
     failed: int = 0
     """Predictions that raised or are no loads."""
+    last_error: str = ""
+    """Why the last prediction failed."""
     prefix: int = 0
     predictor: int = 0
     popularity: int = 0
@@ -182,9 +184,11 @@ class Footprints:
             found = np.asarray(load, np.float32)
             if found.shape == self.shape and np.isfinite(found.sum()) and found.min() >= 0:
                 return found
-        except Exception:  # a plugin's bug is no reason to lose a request
-            pass
+            problem = f"{found.shape} from {found.min():g} to {found.max():g}, expected finite loads {self.shape}"
+        except Exception as error:  # a plugin's bug is no reason to lose a request
+            problem = f"{type(error).__name__}: {error}"
         self.counters.failed += 1
+        self.counters.last_error = problem
         return None
 
     def _keep(self, ids: NDArray[np.int64], profile: Profile) -> None:

@@ -63,6 +63,8 @@ class TokenCounters:
     refused: int = 0
     """Bodies whose ids cannot be known: images, a template of their own, several prompts."""
     failed: int = 0
+    last_error: str = ""
+    """The tokenizer's last error; it may hold text of a prompt."""
     """Unexpected errors of a tokenizer."""
 
 
@@ -184,6 +186,7 @@ class TokenService:
             return found
         except Exception as error:  # a tokenizer's bug is no reason to lose a request
             self.counters.failed += 1
+            self.counters.last_error = f"{type(error).__name__}: {error}"
             return Tokens(None, False, f"the tokenizer failed: {type(error).__name__}")
         finally:
             self._end(asked.key, job)

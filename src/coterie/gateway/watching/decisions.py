@@ -33,6 +33,7 @@ class _Record(NamedTuple):
     decision: Decision
     fallback: str | None
     cached: NDArray[np.int64] | None
+    beliefs: NDArray[np.float64] | None
     source: str | None
     prompt_tokens: int
     decision_s: float | None
@@ -61,6 +62,7 @@ class Decisions:
         time_s: float,
         fallback: str | None = None,
         cached: NDArray[np.int64] | None = None,
+        beliefs: NDArray[np.float64] | None = None,
         source: str | None = None,
         prompt_tokens: int = 0,
         decision_s: float | None = None,
@@ -68,7 +70,8 @@ class Decisions:
         """Record a decision made at `time_s`, in seconds since 1970.
 
         `ids` are the worker ids by row, None for an empty row: pass a sequence that is replaced when the fleet changes,
-        not changed in place. `cached` is the request's [row] cached tokens, `source` where its footprint came from.
+        not changed in place. `cached` is the request's [row] cached tokens, `beliefs` the [row] share of what workers
+        claimed of them that is believed, `source` where the request's footprint came from.
         """
         self.recorded += 1
         self._ring.append(
@@ -81,6 +84,7 @@ class Decisions:
                 decision if decision.profile is None else decision._replace(profile=None),
                 fallback,
                 cached,
+                beliefs,
                 source,
                 prompt_tokens,
                 decision_s,
@@ -135,6 +139,9 @@ def _plain(record: _Record) -> dict[str, Any]:
         "cached_tokens_by_worker": None
         if cached is None
         else {id: cached[row] for row, id in named if row < len(cached)},
+        "claims_believed": None
+        if record.beliefs is None
+        else {id: round(float(record.beliefs[row]), 3) for row, id in named if row < len(record.beliefs)},
         "footprint": record.source,
         "decision_us": None if record.decision_s is None else round(record.decision_s * 1e6, 1),
     }

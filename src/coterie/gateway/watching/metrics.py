@@ -48,12 +48,12 @@ FOOTPRINTS = ("answer", "prefix", "predictor", "popularity", "none", "damaged", 
 TOKENISED = ("exact", "cached", "approximate", "none", "late", "busy", "too_long", "failed", OTHER)
 CACHED = ("expected", "reported")
 POOLS = ("prefill", "decode", OTHER)
-EVENTS = ("applied", "replayed", "gap", "malformed", OTHER)
+EVENTS = ("applied", "replayed", "gap", "malformed", "refused", OTHER)
 RELOADS = ("ok", "rejected")
 CONTROL_EVENTS = (*KINDS, OTHER)
 REFITS = ("taken", "kept", "failed")
-IGNORED = ("other_shape", "malformed", "nonsense", "doubled", "no_decode", "unmatched", "loop", OTHER)
-STREAM = ("messages", "malformed", "lost", "doubled", "late", "restarts", "unreachable", OTHER)
+IGNORED = ("other_shape", "malformed", "nonsense", "not_sent", "doubled", "no_decode", "unmatched", "loop", OTHER)
+STREAM = ("messages", "malformed", "lost", "doubled", "restarts", "unreachable", OTHER)
 BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 DECISION_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
@@ -128,7 +128,12 @@ class Metrics(Collector):
             "tokenise_seconds", "Time to tokenise a prompt, cached ones left out", TOKENISE_BOUNDS
         )
         self.tokenised = counter("tokenised_total", "Prompts by how their token ids were found", outcome=TOKENISED)
-        self.kv_events = counter("kv_events_total", "Batches of KV events from workers", outcome=EVENTS)
+        self.kv_events = counter(
+            "kv_events_total", "Batches of KV events from workers; blocks that were refused", outcome=EVENTS
+        )
+        self.kv_claims_believed = gauge(
+            "kv_claims_believed", "Share of the worker's cached tokens, by its KV events, that is believed", worker=None
+        )
 
         self.control_events = counter("control_events_total", "Decisions of the control loop", kind=CONTROL_EVENTS)
         self.control_refits = counter("control_refits_total", "Fits that the control loop made", outcome=REFITS)
@@ -153,7 +158,7 @@ class Metrics(Collector):
         self.malformed = counter("malformed_total", "Requests that are not valid HTTP")
         self.disconnects = counter("disconnects_total", "Clients that left before their answer's end")
         self.errors = counter("errors_total", "Unexpected exceptions, by class; each is a fault to report", kind=None)
-        self.tasks = gauge("tasks", "Tasks of the event loop: requests, health checks, streams of KV events")
+        self.tasks = gauge("tasks", "Tasks of the event loop: requests, health checks")
         self.reloads = counter("reloads_total", "Reloads of the configuration", outcome=RELOADS)
         self.build = gauge("build_info", "1, with the version of Coterie", version=None)
         self.build.set(1.0, version)
