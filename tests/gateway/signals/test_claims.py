@@ -17,7 +17,7 @@ from control_cases import saved_fit
 from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.serve import Running
+from coterie.gateway.serve import RunningGateway
 from coterie.gateway.signals.claims import Claims
 from coterie.net.access import FleetAccess
 from coterie.wire.kv_events import BlockStored
@@ -141,14 +141,14 @@ def test_secure_events_without_a_secret_are_refused() -> None:
     config = GatewayConfig(workers=[entry], listen="127.0.0.1:0", health=FAST)
 
     async def test() -> None:
-        running = Running(config, access=FleetAccess())
+        running = RunningGateway(config, access=FleetAccess())
         with pytest.raises(ConfigError, match=r"w7.*secure_events.*COTERIE_FLEET_SECRET"):
             await running.parts.start()
         assert not running.parts.entries(), "nothing was joined"
         with pytest.raises(ConfigError, match=r"w7.*COTERIE_FLEET_SECRET"):
             running.parts.reconfigure(config, running.parts.changes)
         await running.parts.close()
-        trusted = Running(config, access=FleetAccess("s" * 32))
+        trusted = RunningGateway(config, access=FleetAccess("s" * 32))
         await trusted.parts.start()
         assert [one.id for one in trusted.parts.entries()] == ["w7"]
         await trusted.parts.close()
