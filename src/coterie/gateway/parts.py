@@ -319,7 +319,9 @@ class GatewayParts:
             ("applied",): float(sum(stream.counters.messages for stream in streams)),
             ("replayed",): float(sum(stream.directory.counters.replayed for stream in streams)),
             ("gap",): float(sum(stream.directory.counters.gaps for stream in streams)),
-            ("malformed",): float(sum(stream.counters.malformed + stream.directory.counters.undecodable for stream in streams)),
+            ("malformed",): float(
+                sum(stream.counters.malformed + stream.directory.counters.undecodable for stream in streams)
+            ),
             ("refused",): float(sum(stream.directory.counters.refused for stream in streams)),
         }
 
