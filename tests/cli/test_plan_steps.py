@@ -13,7 +13,7 @@ import pytest
 import coterie
 from command_line import Run, refused
 from coterie.placement.maps import formats as maps
-from coterie.placement.scenario_files import load_scenarios
+from coterie.placement.scenarios import load_scenarios
 from coterie.traces import ActivationWriter, LoadTable, TraceMeta
 from coterie.types import DECODE, PREFILL, Placement, Topology
 from planning_commands import EXPERTS, LAYERS, MODEL, save_load

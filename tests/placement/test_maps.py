@@ -201,7 +201,7 @@ def test_a_map_for_something_else_is_refused(tmp_path: Path) -> None:
             read_map(tmp_path / format, model=MODEL, num_ranks=5)
         with pytest.raises(InputError, match="expert"):
             read_map(tmp_path / format, num_ranks=RANKS, num_experts=65)
-    with pytest.raises(TraceError, match="num_ranks: is not in the file"):
+    with pytest.raises(TraceError, match="num_ranks"):
         read_map(tmp_path / "sglang", model=MODEL)
     with pytest.raises(TraceError, match="does not exist"):
         read_map(tmp_path / "none")

@@ -60,9 +60,9 @@ def test_best_is_the_best_of_all_and_only_unused_memory_is_free(
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ConfigError, match="replica_bytes=0 must be above 0"):
+    with pytest.raises(ConfigError, match="replica_bytes=0"):
         MemoryBudget(1.0, 0, 1.0)
-    with pytest.raises(ConfigError, match="replicas=-1 must be at least 0"):
+    with pytest.raises(ConfigError, match="replicas=-1"):
         PUBLISHED_BUDGET.kv_bytes(-1)
     with pytest.raises(ConfigError, match="counts must name"):
         PUBLISHED_BUDGET.best(published_step_s, [])

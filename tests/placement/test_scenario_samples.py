@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, TraceError
 from coterie.placement import Load
-from coterie.placement.scenario_files import load_scenarios, save_scenarios
-from coterie.placement.scenarios import LEAST_CONCENTRATION, MOST_RATIO, at_mean, concentration_of, mixes_of, mixtures
-from coterie.placement.triggers.recent import RecentSteps
+from coterie.placement.scenarios import (
+    LEAST_CONCENTRATION,
+    MOST_RATIO,
+    RecentSteps,
+    at_mean,
+    concentration_of,
+    load_scenarios,
+    mixes_of,
+    mixtures,
+    save_scenarios,
+)
 from coterie.traces.store import write_described
 
 
@@ -47,7 +55,7 @@ def test_an_expert_that_the_sample_hardly_knows_is_hot_in_every_step() -> None:
 
 
 def test_another_shape_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\(2, 8\) layers and experts; the mean step has \(1, 8\)"):
+    with pytest.raises(ConfigError, match=r"\(2, 8\).*\(1, 8\)"):
         at_mean(np.ones((3, 2, 8)), None, np.ones((1, 8)))
 
 
@@ -123,7 +131,7 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, arrays: dict[str, np.nd
 def test_other_files_are_no_samples(tmp_path: Path) -> None:
     path = tmp_path / "steps.safetensors"
     write_described(path, {"steps": np.ones((2, 1, 4))}, {"format": "router", "version": 1})
-    with pytest.raises(TraceError, match="expected 'scenarios' version 1"):
+    with pytest.raises(TraceError, match="'scenarios' version 1"):
         load_scenarios(path)
     with pytest.raises(TraceError, match="does not exist"):
         load_scenarios(tmp_path / "missing")

@@ -24,11 +24,10 @@ from coterie.control.steps import MOST_REQUESTS, SCENARIOS, with_steps
 from coterie.control.traffic import Kept
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
-from coterie.placement.holdings import held_by
+from coterie.placement.holdings import DemandTracker, held_by
 from coterie.placement.maps.formats import replace_map
 from coterie.placement.objective import Problem
 from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
-from coterie.placement.triggers.demand import DemandTracker
 from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingSettings
 from coterie.types import Placement, Topology
 

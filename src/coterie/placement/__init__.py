@@ -3,6 +3,7 @@
 from coterie.placement.base import HOST, Load, Moves, Plan, Planner, planners
 from coterie.placement.co_clustering.base import CoClusters, Items
 from coterie.placement.co_clustering.planners import CoCluster, SemMoe
+from coterie.placement.holdings import DemandTracker
 from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
 from coterie.placement.migration.memory import MemoryBudget
 from coterie.placement.migration.migrator import Migrator
@@ -14,7 +15,6 @@ from coterie.placement.planning.flashlb import FlashLb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.placement.planning.moetuner import MoeTuner
-from coterie.placement.triggers.demand import DemandTracker, WindowTracker, mismatch
 from coterie.placement.triggers.drift import DriftEstimator
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.registry import import_modules
@@ -50,9 +50,7 @@ __all__ = [
     "RoundRobin",
     "Score",
     "SemMoe",
-    "WindowTracker",
     "map_formats",
-    "mismatch",
     "planners",
     "read_map",
     "schedule_moves",

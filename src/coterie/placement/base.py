@@ -112,12 +112,6 @@ class Load:
         """The same window without scenarios."""
         return self if self.scenarios is None else replace(self, scenarios=None, weights=None, whole_steps=False)
 
-    def some(self, scenarios: NDArray[np.integer]) -> Load:
-        """The load of some of its scenarios, by their indices."""
-        if self.scenarios is None or self.weights is None:
-            raise ConfigError("the load has no scenarios to choose from")
-        return Load.of_scenarios(self.scenarios[scenarios], self.weights[scenarios], whole_steps=self.whole_steps)
-
     @property
     def num_layers(self) -> int:
         return int(self.tokens.shape[0])
@@ -216,13 +210,13 @@ class Unseen(NamedTuple):
     """Balancedness on scenarios that were held out, of plans made from the others, over some layers."""
 
     before: float
-    """Of the placement in force."""
+    """With the placement in force."""
     mean: float
-    """Of a plan for the mean step of the others."""
+    """With a plan for the mean step of the other scenarios."""
     after: float
-    """Of the plan for the others, made in the way that was chosen."""
+    """With the plan for the other scenarios, made in the way that was chosen."""
     fitted: float
-    """Of that plan on the scenarios it was made for: what is above `after` is chance."""
+    """With that plan on the scenarios it was made for: what is above `after` is chance."""
     shrinkage: float
     """Share of the mean that was mixed into every scenario; chosen by `after`."""
     scenarios: int

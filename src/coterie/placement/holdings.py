@@ -1,11 +1,11 @@
-"""Experts that ranks hold, without slots, and the way back to slots."""
+"""Experts that ranks hold, without slots, the way back to slots, and what ranks ask for."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_positive_share
 from coterie.placement.objective import settle
 from coterie.types import Placement
 
@@ -29,7 +29,7 @@ def bit_words(held: Held) -> NDArray[np.uint64]:
     return words
 
 
-def placement_of(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
+def placement_from_held(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
     """Slots for what ranks hold; what stays on a rank keeps its slot of `current`.
 
     Slots left over repeat an expert that the rank has already, which moves nothing over a link.
@@ -57,3 +57,35 @@ def remote_share(demand: Demand, held: Held) -> float:
     """Share of all activations whose expert is not on the rank that asks; 0 without demand."""
     total = float(demand.sum())
     return float(demand[~held].sum()) / total if total else 0.0
+
+
+class DemandTracker:
+    """Exponentially decayed demand of workers: with every record of a worker, its earlier ones count `decay` times.
+
+    Wrong for idle workers: without records nothing decays, so a worker that fell silent keeps asking for what it did.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, num_workers: int, *, decay: float = 0.99) -> None:
+        check_at_least(1, num_layers=num_layers, num_experts=num_experts, num_workers=num_workers)
+        check_positive_share(decay=decay)
+        self.decay = decay
+        self._demand: Demand = np.zeros((num_workers, num_layers, num_experts))
+
+    def record(self, worker: int, counts: NDArray[np.integer] | NDArray[np.floating]) -> None:
+        """Activations [layer, expert] of a step on this worker."""
+        demand = self._of(worker)
+        if counts.shape != demand.shape:
+            raise ConfigError(f"counts has shape {counts.shape}; expected [layer, expert] = {demand.shape}")
+        if not (np.isfinite(counts).all() and (counts >= 0).all()):
+            raise ConfigError("counts must be finite and not negative")
+        demand *= self.decay
+        demand += counts
+
+    def worker(self, worker: int) -> Demand:
+        """[layer, expert]"""
+        return self._of(worker).copy()
+
+    def _of(self, worker: int) -> Demand:
+        if not 0 <= worker < len(self._demand):
+            raise ConfigError(f"worker={worker} must be in 0 … {len(self._demand) - 1}")
+        return np.asarray(self._demand[worker])

@@ -1,4 +1,4 @@
-"""Samples of steps to plan for: from recorded requests, from windows, from domains.
+"""Samples of steps to plan for: from recorded requests, from windows, from domains, and on disk.
 
 A step holds a few requests, each of one subject. Its load is theirs: all tokens of their prompts in prefill, one token
 of each in decode. :func:`steps_of_requests` and :func:`steps_of_trace` draw such steps; windows and domains are
@@ -11,6 +11,8 @@ Wrong where the service batches otherwise than `requests` and `bursts` say: meas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,10 +20,11 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from coterie.errors import ConfigError, check_at_least, check_share
+from coterie.errors import ConfigError, TraceError, check_at_least, check_share
 from coterie.footprints.counting import accumulate_load
-from coterie.placement.base import HELD_OUT
+from coterie.placement.base import HELD_OUT, Load
 from coterie.traces.activations import ActivationTrace
+from coterie.traces.store import ArrayFile, write_described
 from coterie.types import DECODE, PREFILL
 
 Counts = NDArray[np.integer] | NDArray[np.floating]
@@ -134,9 +137,9 @@ def mixtures(
 def mixes_of(windows: NDArray[np.floating] | NDArray[np.integer], domains: NDArray[np.floating]) -> NDArray[np.float64]:
     """[window, domain] shares of the domains [domain, layer, expert] that fit windows [window, layer, expert] best."""
     known = _shapes(domains)[0].reshape(len(domains), -1).T
-    found = np.array([nnls(known, one.ravel())[0] for one in _shapes(windows)[0]])
-    total = found.sum(axis=1, keepdims=True)
-    return np.where(total > 0, found / np.where(total > 0, total, 1.0), 1.0 / len(domains))
+    shares = np.array([nnls(known, window.ravel())[0] for window in _shapes(windows)[0]])
+    total = shares.sum(axis=1, keepdims=True)
+    return np.where(total > 0, shares / np.where(total > 0, total, 1.0), 1.0 / len(domains))
 
 
 def concentration_of(mixes: NDArray[np.floating]) -> float:
@@ -209,3 +212,74 @@ def _draw(
             pool = pool[one[pool]]
         groups.append(rng.choice(pool, requests, replace=len(pool) < requests))
     return groups
+
+
+MOST_RECENT = 64
+"""Scenarios of the newest windows that are kept: plans over more take longer and gain little."""
+
+
+class RecentSteps:
+    """Scenarios of the newest windows, in bounded memory; windows without scenarios change nothing."""
+
+    def __init__(self, most: int = MOST_RECENT) -> None:
+        check_at_least(1, most=most)
+        self.most = most
+        self._steps: Steps | None = None
+        self._weights = np.zeros(0)
+        self._whole = True
+
+    def update(self, load: Load, weight: float) -> None:
+        """The next window, and the weight that the forecast gave it."""
+        if load.scenarios is None or load.weights is None:
+            return
+        count = load.num_scenarios
+        some = np.linspace(0, count - 1, min(count, self.most)).round().astype(np.int64)
+        new, new_weights = load.scenarios[some], load.weights[some]
+        new_weights = weight * new_weights / max(float(new_weights.sum()), 1e-300)
+        if self._steps is not None:
+            room = self.most - len(new)
+            keep = slice(max(0, len(self._steps) - room), None)
+            new = np.concatenate([self._steps[keep], new])
+            new_weights = np.concatenate([(1.0 - weight) * self._weights[keep], new_weights])
+        self._steps, self._weights, self._whole = new, new_weights, self._whole and load.whole_steps
+
+    def around(self, expected: Load) -> Load:
+        """A load with these scenarios, brought to its mean step; without any, the load itself."""
+        if self._steps is None:
+            return expected
+        steps = at_mean(self._steps, self._weights, expected.tokens / expected.steps)
+        return replace(expected, scenarios=steps, weights=self._weights, whole_steps=self._whole)
+
+
+# Files: written where requests are known, read where only their mean is, such as in vLLM.
+
+FORMAT, VERSION = "scenarios", 1
+
+
+def save_scenarios(path: str | Path, load: Load) -> None:
+    """Write the scenarios of a load; an older file is replaced at once or not at all."""
+    if load.scenarios is None or load.weights is None:
+        raise ConfigError("the load has no scenarios to write")
+    arrays: dict[str, NDArray[np.floating]] = {"steps": load.scenarios.astype(np.float32), "weights": load.weights}
+    about = {"format": FORMAT, "version": VERSION, "whole_steps": load.whole_steps}
+    try:
+        write_described(Path(path), arrays, about)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def load_scenarios(path: str | Path) -> Load:
+    """The load of the steps in a file; its window is their mean step."""
+    path = Path(path)
+    file = ArrayFile(path)
+    about = file.about(FORMAT, VERSION)
+    steps, weights = file["steps"], file["weights"]
+    if steps.dtype.kind != "f" or weights.dtype.kind != "f":
+        raise TraceError(path, "steps", f"are {steps.dtype} with weights {weights.dtype}; both must be floats")
+    if steps.ndim != 3 or not len(steps):
+        raise TraceError(path, "steps", f"have shape {steps.shape}; they must be [scenario, layer, expert], none 0")
+    try:
+        mean = np.average(steps, axis=0, weights=weights)
+        return Load(mean, scenarios=steps, weights=weights, whole_steps=about.get("whole_steps") is True)
+    except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise TraceError(path, "steps", str(error)) from None

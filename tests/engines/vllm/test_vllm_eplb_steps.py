@@ -15,7 +15,7 @@ from coterie.engines.vllm.eplb import Agreement, Rounds
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.placement import Load
-from coterie.placement.scenario_files import save_scenarios
+from coterie.placement.scenarios import save_scenarios
 from coterie.types import Placement
 from eplb_cases import LINEAR, Alone, ask, asked, duplicates
 from eplb_ranks import EXPERTS, LAYERS, RANKS, run_ranks

@@ -18,7 +18,7 @@ from coterie.placement.co_clustering import cost, local_activations, median_imba
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
 from coterie.placement.co_clustering.descent import descend_ranks
 from coterie.placement.co_clustering.exact import solve_exactly
-from coterie.placement.planning.spare import fill_spare, pack_even, room_of
+from coterie.placement.planning.packing import fill_spare, pack_even, room_of
 from coterie.types import Placement, Topology
 from v3_prices import v3_prices
 
@@ -223,14 +223,14 @@ def test_a_rank_keeps_to_its_load() -> None:
 
 def test_planners_refuse_what_they_cannot_learn_from() -> None:
     for name in ("sem_moe", "co_cluster"):
-        with pytest.raises(ConfigError, match="needs items: the experts that tokens or requests activate"):
+        with pytest.raises(ConfigError, match="items"):
             planners.make(name, {"objective": v3_prices()})
-    with pytest.raises(ConfigError, match="needs transitions: tokens that go from expert to expert"):
+    with pytest.raises(ConfigError, match="transitions"):
         planners.make("moetuner", {"objective": v3_prices()})
     items = some_items(default_rng(8), 5, 8)
-    with pytest.raises(ConfigError, match="items have 1 layers and experts up to"):
+    with pytest.raises(ConfigError, match=r"items .*1 layers"):
         SemMoe(objective=v3_prices(), items=items).plan(Load(np.ones((2, 8))), Topology(2), Placement.linear(2, 8, 2))
-    with pytest.raises(ConfigError, match=r"transitions has shape \(1, 8, 8\); it must be \(2, 8, 8\)"):
+    with pytest.raises(ConfigError, match=r"transitions .*\(1, 8, 8\).*\(2, 8, 8\)"):
         planners.make("moetuner", {"objective": v3_prices(), "transitions": np.ones((1, 8, 8))}).plan(
             Load(np.ones((3, 8))), Topology(2), Placement.linear(3, 8, 2)
         )

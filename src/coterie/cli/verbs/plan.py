@@ -164,7 +164,7 @@ def plan_command(
     from coterie.answers.plan.plans import PlanOptions, make_plan
     from coterie.answers.plan.report import next_command, plan_verdict, summary
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
-    from coterie.placement.scenario_files import save_scenarios as write_scenarios
+    from coterie.placement.scenarios import save_scenarios as write_scenarios
 
     if out_file is None:
         map_formats[to]  # fail on a wrong name before the work

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit, side_by_side
 from coterie.errors import check_at_least, check_not_negative, check_share
 from coterie.placement.co_clustering.base import Items, Ranks, cost
-from coterie.placement.planning.spare import room_of
+from coterie.placement.planning.packing import room_of
 
 
 @dataclass(frozen=True, slots=True)

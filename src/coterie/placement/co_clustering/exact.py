@@ -16,9 +16,9 @@ import numpy as np
 from coterie.errors import check_share
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
 from coterie.placement.co_clustering.base import Array, Items, Ranks, cost
-from coterie.placement.planning.milp.program import INF, Index, Rows
-from coterie.placement.planning.milp.running import Search, minimise
-from coterie.placement.planning.spare import room_of
+from coterie.placement.planning.milp.program import INF, ConstraintRows, Index
+from coterie.placement.planning.milp.solving import Search, minimise
+from coterie.placement.planning.packing import room_of
 
 
 class Exact(NamedTuple):
@@ -81,7 +81,7 @@ class _Program:
         self.cost[self.first_excess :] = theta * layers
         self.upper = np.ones(columns)
         self.upper[self.first_excess :] = INF
-        self.rows = Rows()
+        self.rows = ConstraintRows()
         self._add_places(num_experts)
         self._add_pairs()
         self._add_balance()

@@ -26,8 +26,7 @@ from coterie.placement.co_clustering.alternating import AlternatingSettings, alt
 from coterie.placement.co_clustering.base import ITEMS_HINT, CoClusters, Items, Ranks, local_activations
 from coterie.placement.co_clustering.descent import descend_ranks
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning.packing import living_ranks, plan_for_living
-from coterie.placement.planning.spare import fill_spare, pack_even
+from coterie.placement.planning.packing import fill_spare, living_ranks, pack_even, plan_for_living
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 

@@ -16,7 +16,7 @@ Two settings trade balance for moves: a layer within `target_balance` of even ga
 not like those of the next: score plans on the next one.
 """
 
+from coterie.placement.moves import settle
 from coterie.placement.objective.problem import DEEPSEEK_V3_PREFILL, PRICES_HINT, Objective, Problem, Score
-from coterie.placement.objective.settling import settle
 
 __all__ = ["DEEPSEEK_V3_PREFILL", "PRICES_HINT", "Objective", "Problem", "Score", "settle"]

@@ -17,9 +17,8 @@ from coterie.costs.replicas import equal_shares
 from coterie.costs.step import StepModel
 from coterie.errors import check_not_negative, check_one_of, check_positive_share, check_share
 from coterie.placement.base import Load, Moves, Plan
-from coterie.placement.moves import moves_between
+from coterie.placement.moves import living_shares, moves_between, settle
 from coterie.placement.objective._arrays import assess, even_share, fill, fill_sources
-from coterie.placement.objective.settling import living_shares, settle
 from coterie.placement.objective.steps import Steps, over_scenarios
 from coterie.types import Placement, Topology, layer_balance
 
@@ -197,7 +196,7 @@ class _Assessment(NamedTuple):
     """Times of a placement; arrays are [layer, rank]."""
 
     busy_s: Array
-    """Of the mean step."""
+    """Seconds of the mean step."""
     arrivals_s: Array
     loads: NDArray[np.int64]
     steps_s: Array | None
@@ -258,10 +257,6 @@ class Problem:
         """
         return self._assess(slot_experts, shares).busy_s
 
-    def arrivals_s(self, slot_experts: NDArray[np.integer]) -> Array:
-        """[layer, rank] seconds of loading experts that the rank does not hold."""
-        return self._assess(slot_experts, None).arrivals_s
-
     def slowest_s(
         self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False
     ) -> Array:
@@ -295,23 +290,23 @@ class Problem:
             steps = self.steps.rank_s(slots, None if shares is None else given, self.alive)
         return _Assessment(busy, arrivals, loads, steps)
 
-    def _slowest_s(self, found: _Assessment) -> Array:
-        if self.steps is None or found.steps_s is None:
-            return np.asarray(found.busy_s.max(axis=1))
-        return self.objective.over_scenarios(found.steps_s.max(axis=2), self.steps.weights)
+    def _slowest_s(self, assessment: _Assessment) -> Array:
+        if self.steps is None or assessment.steps_s is None:
+            return np.asarray(assessment.busy_s.max(axis=1))
+        return self.objective.over_scenarios(assessment.steps_s.max(axis=2), self.steps.weights)
 
-    def _balance(self, found: _Assessment) -> float:
-        if self.steps is None or found.steps_s is None:
-            return self.balance(found.busy_s)
-        return self.steps.balance(found.steps_s, self.alive)
+    def _balance(self, assessment: _Assessment) -> float:
+        if self.steps is None or assessment.steps_s is None:
+            return self.balance(assessment.busy_s)
+        return self.steps.balance(assessment.steps_s, self.alive)
 
-    def _score(self, found: _Assessment) -> Score:
+    def _score(self, assessment: _Assessment) -> Score:
         objective = self.objective
-        processing = self._slowest_s(found)
-        movement = objective.exposed * found.arrivals_s.max(axis=1)
-        priced = movement + objective.exposed * objective.move_price * found.arrivals_s.sum(axis=1)
+        processing = self._slowest_s(assessment)
+        movement = objective.exposed * assessment.arrivals_s.max(axis=1)
+        priced = movement + objective.exposed * objective.move_price * assessment.arrivals_s.sum(axis=1)
         total = objective.horizon * np.maximum(processing, self.floor) + priced
-        return Score(processing, movement, total, found.loads.sum(axis=1))
+        return Score(processing, movement, total, assessment.loads.sum(axis=1))
 
     def plan(
         self,

@@ -1,10 +1,13 @@
-"""The search behind free_split: one layer's moves, one at a time, each the one that takes most off a bottleneck.
+"""The search for engines that share tokens freely: one layer's moves, each the one that takes most off a bottleneck.
 
 With a limit on every rank's seconds and tokens shared as well as replicas allow, what is left over sits in a
 bottleneck that no replica leads out of. So a move can help only by giving one of its experts a replica outside, and it
 helps by the lesser of what that expert can drain and what the receiving rank (and those it can push to) can take. One
 search over experts and one over slots therefore finds the best pair. A slot may be overwritten if its expert is
 elsewhere too. Where no such slot helps, two experts change places, one of them inside.
+
+A layer has one or more scenarios, each with its own shares, limit and bottleneck; a move counts by the seconds that it
+saves over all of them. The mean step is one scenario.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
+from coterie.placement.objective._steps import find_edge
 from coterie.placement.objective.flows.chains import (
     NONE,
     REACHED,
@@ -24,23 +28,27 @@ from coterie.placement.objective.flows.chains import (
     Split,
     bequeath,
     copy_shares,
-    copy_split,
-    holds,
     least_limit,
     link,
+    link_in,
     new_split,
-    put,
+    rank_holds,
     relieve,
     relink,
-    swap_slots,
+    swap_shares,
     unlink,
 )
+from coterie.placement.objective.flows.splitting import Step, draw_lines
 
 DRAINS = 8
 """Experts of a bottleneck, heaviest first, of which it is computed how much they would drain."""
 
 PAIRS = 16
 """Double moves tried, the most promising by a rough estimate."""
+
+ROOMIEST, SLOTS_TRIED = 4, 3
+"""Ranks tried for a new replica, those with the most room first, and slots of each, those with the least work first,
+where a layer has several scenarios. Trying all takes ten times as long on 32 ranks."""
 
 CLOSE = 1e-5
 """Share of the limit: work above it by less than this is ignored."""
@@ -58,18 +66,64 @@ class Layer(NamedTuple):
     alive: NDArray[np.bool_]
     speeds: Array
     unit: Array
-    """[rank, expert] seconds of all its tokens"""
+    """[scenario, rank, expert] seconds of all its tokens"""
     fixed: Array
-    """[expert] of that, what a slot takes besides, however few it gets"""
+    """[scenario, expert] of that, what a slot takes besides, however few it gets"""
+    weights: Array
+    """[scenario] they add up to 1."""
+    floor: Array
+    """[scenario] seconds below which nothing is gained."""
     load_in: Array
     """[rank, expert]"""
-    floor: float
     horizon: float
     exposed: float
     move_price: float
+    tail: float
+    tail_share: float
+    least: float
+    """Seconds that a move must save, before its own cost."""
 
 
-class Step(NamedTuple):
+class Shares(NamedTuple):
+    """Slots of a layer, and what each computes in every scenario."""
+
+    links: Split
+    """Which slots hold an expert: the same in all scenarios. Its own shares are of no use."""
+    share: Array
+    """[scenario, slot] of its expert's tokens"""
+    busy: Array
+    """[scenario, rank] seconds"""
+
+
+class Tables(NamedTuple):
+    """Working arrays of a search."""
+
+    search: Indices
+    """[scenario, 4, rank] how each scenario's bottleneck was reached."""
+    other: Indices
+    """[4, rank] the same of a trial."""
+    inside: NDArray[np.bool_]
+    """[scenario, rank] whether a rank is in the bottleneck."""
+    outside: NDArray[np.bool_]
+    nowhere: NDArray[np.bool_]
+    """[rank] False."""
+    target: Array
+    """[scenario] limit on every rank's seconds."""
+    over: Array
+    """[scenario] work above it."""
+    times: Array
+    """[scenario] seconds of the slowest rank."""
+    worth: Array
+    """[scenario] seconds of the horizon for each second of work that finds a place."""
+    drains: Array
+    """[scenario, expert] work that would leave the bottleneck with an expert."""
+    room: Array
+    """[scenario, rank] bound on the work that a rank outside could take."""
+    arrivals: Array
+    """[rank] seconds of loading."""
+
+
+class Move(NamedTuple):
     """One move, or two experts that change places (where `slot2` is not NONE); `slot` is outside the bottleneck."""
 
     slot: int
@@ -77,52 +131,125 @@ class Step(NamedTuple):
     slot2: int
     expert2: int
     gain: float
-    """Work that finds a place."""
+    """Seconds saved over the horizon, movement not counted."""
     score: float
     """Seconds saved."""
 
 
 @helper()
-def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, experts: Indices, totals: Array) -> int:
+def _at(shares: Shares, scenario: int) -> Split:
+    """The split of one scenario."""
+    links = shares.links
+    return Split(links.expert, links.after, links.first, links.copies, shares.share[scenario], shares.busy[scenario])
+
+
+@helper()
+def _new_shares(scenarios: int, slots: int, experts: int, ranks: int) -> Shares:
+    return Shares(new_split(slots, experts, ranks), np.empty((scenarios, slots)), np.empty((scenarios, ranks)))
+
+
+@helper()
+def search_layer(row: Indices, layer: Layer, looser: float, slots: Indices, experts: Indices, totals: Array) -> int:
     """Write moves in order (slot, expert) and the objective after each; how many. totals[0] is before any move.
 
     The objective is infinite where a map cannot stay: between two moves that belong together, or while an expert is
     on no living rank.
     """
-    ranks, num_experts = layer.unit.shape
-    split, whole = new_split(len(row), num_experts, ranks), new_split(len(row), num_experts, ranks)
-    trial = Split(split.expert, split.after, split.first, split.copies, np.empty(len(row)), np.empty(ranks))
-    search, other = np.empty((4, ranks), np.int64), np.empty((4, ranks), np.int64)
-    nowhere, arrivals = np.zeros(ranks, np.bool_), np.zeros(ranks)
-    link(row, layer.alive, layer.unit, layer.fixed, split)
-    steps = _rescue(layer, split, arrivals, slots, experts, totals)
+    scenarios, ranks, num_experts = layer.unit.shape
+    now = _new_shares(scenarios, len(row), num_experts, ranks)
+    whole = _new_shares(scenarios, len(row), num_experts, ranks)
+    trial = Shares(now.links, np.empty((scenarios, len(row))), np.empty((scenarios, ranks)))
+    tables = Tables(
+        search=np.zeros((scenarios, 4, ranks), np.int64),
+        other=np.zeros((4, ranks), np.int64),
+        inside=np.zeros((scenarios, ranks), np.bool_),
+        outside=np.zeros((scenarios, ranks), np.bool_),
+        nowhere=np.zeros(ranks, np.bool_),
+        target=layer.floor * (1.0 + looser),
+        over=np.zeros(scenarios),
+        times=np.zeros(scenarios),
+        worth=np.zeros(scenarios),
+        drains=np.zeros((scenarios, num_experts)),
+        room=np.zeros((scenarios, ranks)),
+        arrivals=np.zeros(ranks),
+    )
+    each = len(row) // ranks
+    for slot in range(len(row)):
+        if layer.alive[slot // each]:
+            tables.arrivals[slot // each] += layer.load_in[slot // each, row[slot]]
+    for scenario in range(scenarios):
+        link(row, layer.alive, layer.unit[scenario], layer.fixed[scenario], _at(now, scenario))
+    steps = _rescue(layer, now, tables, slots, experts, totals)
     while True:
-        over = relieve(split, layer.unit, layer.speeds, target, search, nowhere)
-        copy_shares(split, trial)
-        slowest = least_limit(trial, layer.unit, layer.speeds, target if over > 0.0 else layer.floor, other)
-        totals[steps] = layer.horizon * slowest + _movement(layer, arrivals)
-        if over <= CLOSE * target or steps + 2 > len(slots):
+        left = _relieve_all(layer, now, trial, tables)
+        totals[steps] = layer.horizon * _expected(layer, tables) + _movement(layer, tables.arrivals)
+        if not left or steps + 2 > len(slots):
             return steps
-        step = _best_step(layer, split, trial, whole, search, other, arrivals, target, over)
-        if step.slot == NONE:
+        move = _best_move(layer, now, trial, whole, tables)
+        if move.slot == NONE:
             return steps
-        if step.slot2 != NONE:
-            _arrive(split, step.slot2, step.expert2, layer.load_in, arrivals)
-            slots[steps], experts[steps] = step.slot2, step.expert2
+        if move.slot2 != NONE:
+            _arrive(now.links, move.slot2, move.expert2, layer.load_in, tables.arrivals)
+            slots[steps], experts[steps] = move.slot2, move.expert2
             steps += 1
             totals[steps] = np.inf
-        _arrive(split, step.slot, step.expert, layer.load_in, arrivals)
-        _take(layer, split, step)
-        slots[steps], experts[steps] = step.slot, step.expert
+        _arrive(now.links, move.slot, move.expert, layer.load_in, tables.arrivals)
+        _take(layer, now, move)
+        slots[steps], experts[steps] = move.slot, move.expert
         steps += 1
 
 
 @helper()
-def _take(layer: Layer, split: Split, step: Step) -> None:
-    if step.slot2 == NONE:
-        put(split, step.slot, step.expert, layer.unit, layer.fixed)
-    else:
-        swap_slots(split, step.slot, step.slot2, layer.unit, layer.fixed)
+def _relieve_all(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> bool:
+    """Share tokens below the targets as far as possible; whether some work is left over."""
+    left = False
+    for scenario in range(len(tables.over)):
+        split, tried, target = _at(now, scenario), _at(trial, scenario), tables.target[scenario]
+        unit, search = layer.unit[scenario], tables.search[scenario]
+        over = relieve(split, unit, layer.speeds, target, search, tables.nowhere)
+        copy_shares(split, tried)
+        start = target if over > 0.0 else layer.floor[scenario]
+        tables.times[scenario] = least_limit(tried, unit, layer.speeds, start, tables.other)
+        tables.over[scenario] = over
+        left = left or over > CLOSE * target
+    return left
+
+
+@helper()
+def _expected(layer: Layer, tables: Tables) -> float:
+    """Seconds of the slowest ranks over the scenarios, tail included; sets `worth` to what a second of each counts."""
+    lean, steep, edge = 1.0 - layer.tail, 0.0, 0.0
+    if layer.tail > 0.0:
+        edge, steep = find_edge(tables.times, layer.weights, layer.tail_share), layer.tail / layer.tail_share
+    total = layer.tail * edge
+    for scenario in range(len(tables.times)):
+        seconds, weight = tables.times[scenario], layer.weights[scenario]
+        total += weight * (lean * seconds + steep * max(0.0, seconds - edge))
+        tables.worth[scenario] = layer.horizon * weight * (lean + (steep if seconds >= edge else 0.0))
+    return total
+
+
+@helper()
+def _take(layer: Layer, shares: Shares, move: Move) -> None:
+    links, slot = _at(shares, 0), move.slot
+    if move.slot2 != NONE:
+        for scenario in range(len(shares.busy)):
+            swap_shares(_at(shares, scenario), slot, move.slot2, layer.unit[scenario], layer.fixed[scenario])
+        unlink(links, slot)
+        unlink(links, move.slot2)
+        link_in(links, slot, move.expert)
+        link_in(links, move.slot2, move.expert2)
+        return
+    rank, was, linked = slot // (len(links.expert) // len(links.busy)), links.expert[slot], links.after[slot] != TWIN
+    if linked:
+        unlink(links, slot)
+    for scenario in range(len(shares.busy)):
+        unit, fixed = layer.unit[scenario], layer.fixed[scenario]
+        if linked:
+            bequeath(_at(shares, scenario), slot, unit)
+            shares.busy[scenario, rank] -= unit[rank, was] * fixed[was]
+        shares.busy[scenario, rank] += unit[rank, move.expert] * fixed[move.expert]
+    link_in(links, slot, move.expert)
 
 
 @helper()
@@ -137,7 +264,7 @@ def _movement(layer: Layer, arrivals: Array) -> float:
 
 @helper()
 def _arrive(split: Split, slot: int, expert: int, load_in: Array, arrivals: Array) -> None:
-    rank = slot // (len(split.share) // len(arrivals))
+    rank = slot // (len(split.expert) // len(arrivals))
     arrivals[rank] += load_in[rank, expert]
     if split.after[slot] != TWIN:
         arrivals[rank] -= load_in[rank, split.expert[slot]]
@@ -156,220 +283,247 @@ def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
 @helper()
 def _spare(split: Split, slot: int, alive: NDArray[np.bool_]) -> bool:
     """Whether the slot may be overwritten."""
-    rank = slot // (len(split.share) // len(alive))
+    rank = slot // (len(split.expert) // len(alive))
     return bool(alive[rank] and (split.after[slot] == TWIN or split.copies[split.expert[slot]] > 1))
 
 
 @helper()
-def _rescue(layer: Layer, split: Split, arrivals: Array, slots: Indices, experts: Indices, totals: Array) -> int:
+def _rescue(layer: Layer, now: Shares, tables: Tables, slots: Indices, experts: Indices, totals: Array) -> int:
     """Load experts that no living rank holds into the spare slots of the least busy ranks; how many."""
-    each = len(split.share) // len(arrivals)
-    steps = 0
-    for expert in range(len(split.first)):
-        if split.first[expert] != NONE:
+    links, busy = now.links, np.empty(len(layer.alive))
+    each, steps = len(links.expert) // len(busy), 0
+    for expert in range(len(links.first)):
+        if links.first[expert] != NONE:
             continue
+        for rank in range(len(busy)):
+            busy[rank] = 0.0
+            for scenario in range(len(layer.weights)):
+                busy[rank] += layer.weights[scenario] * now.busy[scenario, rank]
         best = NONE
-        for slot in range(len(split.share)):
-            if _spare(split, slot, layer.alive) and (
-                best == NONE or split.busy[slot // each] < split.busy[best // each]
-            ):
+        for slot in range(len(links.expert)):
+            if _spare(links, slot, layer.alive) and (best == NONE or busy[slot // each] < busy[best // each]):
                 best = slot
-        _arrive(split, best, expert, layer.load_in, arrivals)
-        put(split, best, expert, layer.unit, layer.fixed)
-        split.share[best] = 1.0
-        split.busy[best // each] += layer.unit[best // each, expert]
+        _arrive(links, best, expert, layer.load_in, tables.arrivals)
+        _take(layer, now, Move(best, expert, NONE, NONE, 0.0, 0.0))
+        for scenario in range(len(layer.weights)):
+            now.share[scenario, best] = 1.0
+            now.busy[scenario, best // each] += layer.unit[scenario, best // each, expert]
         slots[steps], experts[steps], totals[steps] = best, expert, np.inf
         steps += 1
     return steps
 
 
 @helper()
-def _best_step(
-    layer: Layer,
-    split: Split,
-    trial: Split,
-    whole: Split,
-    search: Indices,
-    other: Indices,
-    arrivals: Array,
-    target: float,
-    over: float,
-) -> Step:
+def _best_move(layer: Layer, now: Shares, trial: Shares, whole: Shares, tables: Tables) -> Move:
     """What saves most seconds, by how much less work is over the limit."""
-    each = len(split.share) // len(arrivals)
-    inside, outside = np.zeros(len(arrivals), np.bool_), np.zeros(len(arrivals), np.bool_)
-    width = 0.0
-    for rank in range(len(arrivals)):
-        inside[rank] = search[REACHED, rank] > 0
-        outside[rank] = not inside[rank]
-        if inside[rank]:
-            width += layer.speeds[rank]
-    worth = layer.horizon / width  # seconds of the horizon for each second of work that finds a place
-    drains = np.zeros(len(split.first))
-    expert = _drain(layer, split, trial, inside, outside, other, target, over, drains)
-    room = _room(layer, split, outside, target)
-    best = Step(NONE, NONE, NONE, NONE, 0.0, 0.0)
-    while True:
+    links, (scenarios, ranks) = now.links, now.busy.shape
+    each, needed = len(links.expert) // ranks, 0.0
+    for scenario in range(scenarios):
+        width, over = 0.0, tables.over[scenario] > 0.0
+        for rank in range(ranks):
+            inside = over and tables.search[scenario, REACHED, rank] > 0
+            tables.inside[scenario, rank], tables.outside[scenario, rank] = inside, not inside
+            width += layer.speeds[rank] if inside or not over else 0.0
+        tables.worth[scenario] /= width
+        needed += tables.worth[scenario] * tables.over[scenario]
+    needed = max(SAME * needed, layer.least)
+    expert = _fill_drains(layer, now, trial, tables)
+    work = np.zeros(len(links.expert))
+    _fill_room(layer, now, tables, work)
+    gain = np.zeros(len(links.first))
+    room, bound = np.zeros(ranks), np.zeros(ranks)
+    for scenario in range(scenarios):
+        worth, drains = tables.worth[scenario], tables.drains[scenario]
+        for other in range(len(gain)):
+            gain[other] += worth * drains[other]
+        for rank in range(ranks):
+            room[rank] += worth * tables.room[scenario, rank]
+            bound[rank] += worth * min(tables.room[scenario, rank], drains[expert])
+    best = Move(NONE, NONE, NONE, NONE, 0.0, 0.0)
+    few = scenarios > 1
+    for _ in range(min(ranks, ROOMIEST) if few else ranks):
         rank = int(np.argmax(room))
-        most = min(room[rank], drains[expert])
-        if most <= 0.0 or (best.slot != NONE and worth * most <= best.score):
-            break
-        room[rank] = 0.0
-        price = _price(layer, arrivals, rank, expert)
-        for slot in range(rank * each, rank * each + each):
-            if _spare(split, slot, layer.alive):
-                gain = _takes(layer, split, trial, inside, other, target, slot, expert, drains[expert])
-                if gain > SAME * over and (best.slot == NONE or worth * gain - price > best.score):
-                    best = Step(slot, expert, NONE, NONE, gain, worth * gain - price)
+        room[rank] = -1.0
+        if bound[rank] <= 0.0 or (best.slot != NONE and bound[rank] <= best.score):
+            continue
+        price = _price(layer, tables.arrivals, rank, expert)
+        for index in range(min(each, SLOTS_TRIED) if few else each):
+            slot = rank * each + (int(np.argmin(work[rank * each : rank * each + each])) if few else index)
+            work[slot] = np.inf
+            if _spare(links, slot, layer.alive):
+                saved = _takes(layer, now, trial, tables, slot, expert)
+                if saved > needed and (best.slot == NONE or saved - price > best.score):
+                    best = Move(slot, expert, NONE, NONE, saved, saved - price)
     if best.slot == NONE:
-        return _best_pair(layer, split, whole, inside, other, arrivals, target, over, worth)
-    for nearer in range(len(drains)):  # as good for this slot, and cheaper to load
-        if drains[nearer] >= best.gain * (1.0 - SAME):
-            score = worth * best.gain - _price(layer, arrivals, best.slot // each, nearer)
+        return _best_pair(layer, now, whole, tables, needed)
+    for nearer in range(len(gain)):  # as good for this slot, and cheaper to load
+        if gain[nearer] >= best.gain * (1.0 - SAME) and not rank_holds(links, nearer, best.slot // each, each):
+            score = best.gain - _price(layer, tables.arrivals, best.slot // each, nearer)
             if score > best.score:
-                best = Step(best.slot, nearer, NONE, NONE, best.gain, score)
+                best = Move(best.slot, nearer, NONE, NONE, best.gain, score)
     return best
 
 
 @helper()
-def _room(layer: Layer, split: Split, outside: NDArray[np.bool_], target: float) -> Array:
-    """[rank] bound on the work that a rank outside could take: what is free and what it shares with other ranks."""
-    each = len(split.share) // len(outside)
-    room = np.zeros(len(outside))
-    for slot in range(len(split.share)):
-        rank = slot // each
-        if outside[rank] and split.copies[split.expert[slot]] > 1:
-            part = split.share[slot] + layer.fixed[split.expert[slot]]
-            room[rank] += part * layer.unit[rank, split.expert[slot]] * layer.speeds[rank]
-    for rank in range(len(room)):
-        if outside[rank]:
-            room[rank] += max(0.0, target - split.busy[rank]) * layer.speeds[rank]
-    return room
+def _fill_room(layer: Layer, now: Shares, tables: Tables, work: Array) -> None:
+    """`room`: what is free on a rank outside and what it shares with other ranks; `work` [slot], infinite where the
+    slot may not be overwritten."""
+    links, (scenarios, ranks) = now.links, now.busy.shape
+    each = len(links.expert) // ranks
+    for scenario in range(scenarios):
+        room, outside = tables.room[scenario], tables.outside[scenario]
+        for rank in range(ranks):
+            room[rank] = 0.0
+        for slot in range(len(links.expert)):
+            rank, expert = slot // each, links.expert[slot]
+            if outside[rank] and links.copies[expert] > 1:
+                part = now.share[scenario, slot] + layer.fixed[scenario, expert]
+                room[rank] += part * layer.unit[scenario, rank, expert] * layer.speeds[rank]
+            if _spare(links, slot, layer.alive):
+                part = now.share[scenario, slot]
+                work[slot] += tables.worth[scenario] * part * layer.unit[scenario, rank, expert] * layer.speeds[rank]
+            else:
+                work[slot] = np.inf
+        for rank in range(ranks):
+            if outside[rank]:
+                room[rank] += max(0.0, tables.target[scenario] - now.busy[scenario, rank]) * layer.speeds[rank]
 
 
 @helper()
-def _drain(
-    layer: Layer,
-    split: Split,
-    trial: Split,
-    inside: NDArray[np.bool_],
-    outside: NDArray[np.bool_],
-    other: Indices,
-    target: float,
-    over: float,
-    drains: Array,
-) -> int:
-    """The expert that would take most with it if it left the bottleneck; sets `drains` of those it looked at."""
-    each = len(split.share) // len(inside)
-    work = np.zeros(len(split.first))
-    for slot in range(len(split.share)):
-        # An expert with tokens inside has no slot outside, or they would have gone there.
-        if split.share[slot] > 0.0 and inside[slot // each]:
-            expert = split.expert[slot]
-            work[expert] = layer.unit[slot // each, expert] * layer.speeds[slot // each]
-    best = 0
+def _fill_drains(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> int:
+    """The expert that would take most with it if it left the bottlenecks; sets `drains` of those it looked at."""
+    links, (scenarios, ranks) = now.links, now.busy.shape
+    each = len(links.expert) // ranks
+    heavy, work = np.zeros(len(links.first)), np.zeros(len(links.first))
+    for scenario in range(scenarios):
+        for expert in range(len(work)):
+            work[expert] = tables.drains[scenario, expert] = 0.0
+        for slot in range(len(links.expert)):
+            # An expert with tokens inside has no slot outside, or they would have gone there.
+            rank, expert = slot // each, links.expert[slot]
+            if now.share[scenario, slot] > 0.0 and tables.inside[scenario, rank]:
+                work[expert] = layer.unit[scenario, rank, expert] * layer.speeds[rank]
+        for expert in range(len(work)):
+            heavy[expert] += tables.worth[scenario] * work[expert]
+    best, most = 0, 0.0
     for _ in range(DRAINS):
-        expert = int(np.argmax(work))
-        if work[expert] <= drains[best]:
+        expert = int(np.argmax(heavy))
+        if heavy[expert] <= most:
             break
-        work[expert] = 0.0
-        copy_shares(split, trial)
-        slot = split.first[expert]
-        while slot >= 0:
-            trial.busy[slot // each] -= layer.unit[slot // each, expert] * trial.share[slot]
-            trial.share[slot] = 0.0
-            slot = split.after[slot]
-        drains[expert] = over - relieve(trial, layer.unit, layer.speeds, target, other, outside)
-        if drains[expert] > drains[best]:
-            best = expert
+        heavy[expert] = 0.0
+        total = 0.0
+        for scenario in range(scenarios):
+            if tables.over[scenario] <= 0.0:
+                continue
+            split, tried = _at(now, scenario), _at(trial, scenario)
+            unit, search = layer.unit[scenario], tables.other
+            copy_shares(split, tried)
+            slot = links.first[expert]
+            while slot >= 0:
+                tried.busy[slot // each] -= unit[slot // each, expert] * tried.share[slot]
+                tried.share[slot] = 0.0
+                slot = links.after[slot]
+            left = relieve(tried, unit, layer.speeds, tables.target[scenario], search, tables.outside[scenario])
+            tables.drains[scenario, expert] = tables.over[scenario] - left
+            total += tables.worth[scenario] * (tables.over[scenario] - left)
+        if total > most:
+            best, most = expert, total
     return best
 
 
 @helper()
-def _takes(
-    layer: Layer,
-    split: Split,
-    trial: Split,
-    inside: NDArray[np.bool_],
-    other: Indices,
-    target: float,
-    slot: int,
-    expert: int,
-    work: float,
-) -> float:
-    """How much of `work` from the bottleneck finds a place if it comes with its expert to this slot, overwriting what
-    is there."""
-    rank, was = slot // (len(split.share) // len(inside)), split.expert[slot]
-    lost, before, linked = 0.0, NONE, split.after[slot] != TWIN
-    copy_shares(split, trial)
+def _takes(layer: Layer, now: Shares, trial: Shares, tables: Tables, slot: int, expert: int) -> float:
+    """Seconds saved if what drains from the bottlenecks comes with its expert to this slot, overwriting what is
+    there."""
+    links, ranks = now.links, len(layer.speeds)
+    rank, was = slot // (len(links.expert) // ranks), links.expert[slot]
+    before, linked, saved = NONE, links.after[slot] != TWIN, 0.0
     if linked:
-        before = unlink(split, slot)
-        heir = bequeath(trial, slot, layer.unit)
-        if heir != NONE and inside[heir]:
-            lost = (trial.busy[heir] - split.busy[heir]) * layer.speeds[heir]
-        trial.busy[rank] -= layer.unit[rank, was] * layer.fixed[was]
-    trial.busy[rank] += work / layer.speeds[rank] + layer.unit[rank, expert] * layer.fixed[expert]
-    left = relieve(trial, layer.unit, layer.speeds, target, other, inside)
+        before = unlink(links, slot)
+    for scenario in range(len(tables.over)):
+        split, tried, unit = _at(now, scenario), _at(trial, scenario), layer.unit[scenario]
+        fixed, inside, work, lost = layer.fixed[scenario], tables.inside[scenario], tables.drains[scenario, expert], 0.0
+        copy_shares(split, tried)
+        if linked:
+            heir = bequeath(tried, slot, unit)
+            if heir != NONE and inside[heir]:
+                lost = (tried.busy[heir] - split.busy[heir]) * layer.speeds[heir]
+            tried.busy[rank] -= unit[rank, was] * fixed[was]
+        tried.busy[rank] += work / layer.speeds[rank] + unit[rank, expert] * fixed[expert]
+        left = relieve(tried, unit, layer.speeds, tables.target[scenario], tables.other, inside)
+        saved += tables.worth[scenario] * (work - left - lost)
     if linked:
-        relink(split, slot, before)
-    return work - left - lost
+        relink(links, slot, before)
+    return saved
 
 
 @helper()
-def _best_pair(
-    layer: Layer,
-    split: Split,
-    whole: Split,
-    inside: NDArray[np.bool_],
-    other: Indices,
-    arrivals: Array,
-    target: float,
-    over: float,
-    worth: float,
-) -> Step:
+def _best_pair(layer: Layer, now: Shares, whole: Shares, tables: Tables, needed: float) -> Move:
     """The best of the most promising double moves."""
-    each = len(split.share) // len(inside)
-    guess, nowhere = np.zeros(PAIRS), np.zeros(len(inside), np.bool_)
+    links, ranks = now.links, len(layer.speeds)
+    each = len(links.expert) // ranks
+    guess = np.zeros(PAIRS)
     pairs = np.full((PAIRS, 2), NONE, np.int64)  # slot outside, slot inside
-    _promising(layer, split, inside, target, over, guess, pairs)
-    best = Step(NONE, NONE, NONE, NONE, 0.0, 0.0)
-    for i in range(PAIRS):
-        outer, inner = pairs[i, 0], pairs[i, 1]
+    _promising(layer, now, tables, guess, pairs)
+    best = Move(NONE, NONE, NONE, NONE, 0.0, 0.0)
+    for index in range(PAIRS):
+        outer, inner = pairs[index, 0], pairs[index, 1]
         if outer == NONE:
             continue
-        step = Step(outer, split.expert[inner], inner, split.expert[outer], 0.0, 0.0)
-        copy_split(split, whole)
-        _take(layer, whole, step)
-        gain = over - relieve(whole, layer.unit, layer.speeds, target, other, nowhere)
-        score = worth * gain - _price(layer, arrivals, outer // each, step.expert)
-        score -= _price(layer, arrivals, inner // each, step.expert2)
-        if gain > SAME * over and (best.slot == NONE or score > best.score):
-            best = Step(outer, step.expert, inner, step.expert2, gain, score)
+        move = Move(outer, links.expert[inner], inner, links.expert[outer], 0.0, 0.0)
+        _copy_links(links, whole.links)
+        for scenario in range(len(tables.over)):
+            copy_shares(_at(now, scenario), _at(whole, scenario))
+        _take(layer, whole, move)
+        gain = 0.0
+        for scenario in range(len(tables.over)):
+            split, target = _at(whole, scenario), tables.target[scenario]
+            left = relieve(split, layer.unit[scenario], layer.speeds, target, tables.other, tables.nowhere)
+            gain += tables.worth[scenario] * (tables.over[scenario] - left)
+        score = gain - _price(layer, tables.arrivals, outer // each, move.expert)
+        score -= _price(layer, tables.arrivals, inner // each, move.expert2)
+        if gain > needed and (best.slot == NONE or score > best.score):
+            best = Move(outer, move.expert, inner, move.expert2, gain, score)
     return best
 
 
 @helper()
-def _promising(
-    layer: Layer, split: Split, inside: NDArray[np.bool_], target: float, over: float, guess: Array, pairs: Indices
-) -> None:
-    """Swaps that move about as much work out of the bottleneck as there is too much, and no more than fits."""
-    each = len(split.share) // len(inside)
-    worst = 0
-    for outer in range(len(split.share)):
-        there = outer // each
-        if inside[there] or split.after[outer] == TWIN:
+def _copy_links(links: Split, to: Split) -> None:
+    for slot in range(len(links.expert)):
+        to.expert[slot] = links.expert[slot]
+        to.after[slot] = links.after[slot]
+    for expert in range(len(links.first)):
+        to.first[expert] = links.first[expert]
+        to.copies[expert] = links.copies[expert]
+
+
+@helper()
+def _promising(layer: Layer, now: Shares, tables: Tables, guess: Array, pairs: Indices) -> None:
+    """Swaps that move about as much work out of bottlenecks as there is too much, and no more than fits."""
+    links, (scenarios, ranks) = now.links, now.busy.shape
+    slots = len(links.expert)
+    each, worst = slots // ranks, 0
+    taken = np.zeros((slots, scenarios))  # work of a slot
+    for slot in range(slots):
+        rank, expert = slot // each, links.expert[slot]
+        for scenario in range(scenarios):
+            part = now.share[scenario, slot] + layer.fixed[scenario, expert]
+            taken[slot, scenario] = layer.unit[scenario, rank, expert] * part * layer.speeds[rank]
+    for outer in range(slots):
+        there, goes = outer // each, links.expert[outer]
+        if links.after[outer] == TWIN:
             continue
-        goes = split.expert[outer]
-        back = layer.unit[there, goes] * (split.share[outer] + layer.fixed[goes]) * layer.speeds[there]
-        free = (target - split.busy[there]) * layer.speeds[there]
-        for inner in range(len(split.share)):
-            here = inner // each
-            if not inside[here] or split.after[inner] == TWIN:
+        for inner in range(slots):
+            here, comes = inner // each, links.expert[inner]
+            if here == there or links.after[inner] == TWIN:
                 continue
-            comes = split.expert[inner]
-            sent = layer.unit[here, comes] * (split.share[inner] + layer.fixed[comes]) * layer.speeds[here]
-            gain = min(sent - back, over) - max(0.0, sent - back - free)
-            if gain <= guess[worst] or holds(split, goes, here, each) or holds(split, comes, there, each):
+            gain = 0.0
+            for scenario in range(scenarios):
+                if tables.inside[scenario, here] and not tables.inside[scenario, there]:
+                    free = (tables.target[scenario] - now.busy[scenario, there]) * layer.speeds[there]
+                    sent = taken[inner, scenario] - taken[outer, scenario]
+                    gain += tables.worth[scenario] * (min(sent, tables.over[scenario]) - max(0.0, sent - free))
+            if gain <= guess[worst] or rank_holds(links, goes, here, each) or rank_holds(links, comes, there, each):
                 continue
             guess[worst] = gain
             pairs[worst, 0], pairs[worst, 1] = outer, inner
@@ -380,10 +534,15 @@ def _promising(
 def search_layers(
     chosen: Indices,
     rows: Indices,
-    alive: NDArray[np.bool_],
-    speeds: Array,
     unit: Array,
     fixed: Array,
+    tokens: Array,
+    weights: Array,
+    touch: Array,
+    per_token: Array,
+    whole: bool,
+    alive: NDArray[np.bool_],
+    speeds: Array,
     load_in: Array,
     floor: Array,
     prices: Array,
@@ -394,21 +553,46 @@ def search_layers(
 ) -> None:
     """:func:`search_layer` of the layers `chosen`; the rest of the arrays begins with [layer].
 
-    The first target is the floor. Where what is left to pay is so much that a looser one may be better, some are
-    tried too.
+    `unit` [layer, scenario, rank, expert] and `fixed` [layer, scenario, expert] are as in :class:`Layer`. Where they
+    are empty, they are drawn layer by layer, which takes less memory, from `tokens` [layer, scenario, expert], `touch`
+    [rank] and `per_token` [layer, rank, expert]. `floor` is [layer, scenario]. `prices` are horizon, exposed,
+    move_price, the tail's weight and share, and the share of the objective that a move must save.
+
+    The first targets are the floors. Where what is left to pay is so much that a looser one may be better, some are
+    tried too; not with several scenarios, which nearly always leave so much.
     """
-    most = slots.shape[1]
+    scenarios, (ranks, num_experts), most = len(weights), load_in.shape[1:], slots.shape[1]
     other_slots, other_experts = np.empty(most, np.int64), np.empty(most, np.int64)
     other_totals = np.empty(most + 1)
-    horizon, exposed, move_price = prices
+    lines, still = np.empty((scenarios, ranks, num_experts)), np.empty((scenarios, num_experts))
+    horizon, exposed, move_price, tail, tail_share, gain = prices
     for at in chosen:
-        layer = Layer(alive, speeds, unit[at], fixed[at], load_in[at], floor[at], horizon, exposed, move_price)
-        best = np.inf
-        for looser in LOOSER:
-            if best - horizon * layer.floor <= horizon * layer.floor * looser:
+        least, best = 0.0, np.inf
+        for scenario in range(scenarios):
+            least += horizon * weights[scenario] * floor[at, scenario]
+            if not len(unit):
+                step = Step(tokens[at, scenario], per_token[at], touch, whole, speeds, alive)
+                draw_lines(step, lines[scenario], still[scenario])
+        layer = Layer(
+            alive,
+            speeds,
+            unit[at] if len(unit) else lines,
+            fixed[at] if len(unit) else still,
+            weights,
+            floor[at],
+            load_in[at],
+            horizon,
+            exposed,
+            move_price,
+            tail,
+            tail_share,
+            gain * least,
+        )
+        for index in range(len(LOOSER) if scenarios == 1 else 1):
+            looser = LOOSER[index]
+            if best - least <= least * looser:
                 break
-            target = layer.floor * (1.0 + looser)
-            count = search_layer(rows[at], layer, target, other_slots, other_experts, other_totals)
+            count = search_layer(rows[at], layer, looser, other_slots, other_experts, other_totals)
             total = np.inf
             for made in range(count + 1):
                 total = min(total, other_totals[made])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective
-from coterie.placement.planning.packing import Slots, living_ranks, pack, plan_for_living
+from coterie.placement.planning.packing import Slots, living_ranks, pack_slots, plan_for_living
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
@@ -59,7 +59,7 @@ class Popularity:
         kind = _replicated(load.tokens, slots)
         replicas = 1 + (kind[:, :, None] == kind[:, None, load.num_experts :]).sum(axis=2)
         weight = np.take_along_axis(load.tokens, kind, axis=1) / replicas
-        packed = pack(weight, kind, topology.rank_speeds[problem.alive], load.num_experts)
+        packed = pack_slots(weight, kind, topology.rank_speeds[problem.alive], load.num_experts)
         return plan_for_living(problem, packed, started, "the load asks for no other")
 
 

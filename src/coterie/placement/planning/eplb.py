@@ -21,7 +21,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError, check_at_least
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective
-from coterie.placement.planning.packing import Slots, living_ranks, pack, plan_for_living
+from coterie.placement.planning.packing import Slots, living_ranks, pack_slots, plan_for_living
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
@@ -74,7 +74,7 @@ def rebalance(
     layers, experts = tokens.shape
     groups = np.tile(np.arange(num_groups), (layers, 1))
     heat = tokens.reshape(layers, num_groups, -1).sum(axis=2)
-    held = pack(heat, groups, np.ones(num_nodes), num_groups).reshape(layers * num_nodes, -1)
+    held = pack_slots(heat, groups, np.ones(num_nodes), num_groups).reshape(layers * num_nodes, -1)
     size = experts // num_groups
     # From here on a row is one node of one layer.
     members = (np.sort(held, axis=1)[:, :, None] * size + np.arange(size)).reshape(len(held), -1)
@@ -83,7 +83,7 @@ def rebalance(
     kind, count = np.empty((len(held), slots), np.int64), np.empty(members.shape, np.int64)
     replicate(weight, ranks, kind, count)
     each = np.take_along_axis(weight / count, kind, axis=1)
-    placed = pack(each, kind, np.ones(ranks), members.shape[1])
+    placed = pack_slots(each, kind, np.ones(ranks), members.shape[1])
     return np.take_along_axis(members, placed, axis=1).reshape(layers, num_slots).astype(np.int32)
 
 

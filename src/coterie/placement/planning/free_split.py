@@ -1,4 +1,4 @@
-"""The fewest moves that pay where replicas may share tokens freely.
+"""The fewest moves that pay where replicas may share tokens freely: fixed weights, or a split anew in every step.
 
 With the best split, a map seldom needs new replicas where the load is: it needs a chain of replicas that leads there.
 So a stale map is first re-split, which moves nothing, and then given one link after the other out of its bottleneck:
@@ -9,10 +9,16 @@ by layer, against what is in force: a layer that gains nothing keeps its shares 
 time, and the best beginning of the sequence is kept: not always the fewest moves there are. Where an expert's seconds
 differ between ranks by more than their speed, what a move gives is estimated as if they did not; the result is still
 never worse than the re-split alone. Wrong for engines that only split equally.
+
+Over scenarios (:func:`plan_per_step`) tokens are split anew in each of them. The search starts, in each layer, at the
+best of the current placement, the plan for equal shares over the scenarios and the plan for the best split of the mean
+step, and is never worse than that on the scenarios it is given. Whether it also helps on others is seen on some that
+are held out; if not, the start is the plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +26,19 @@ from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
 from coterie.errors import check_at_least
+from coterie.placement.base import Unseen
 from coterie.placement.objective import Problem
+from coterie.placement.objective.steps import Steps
+from coterie.placement.planning import over_scenarios
 from coterie.placement.planning._free_moves import search_layers
 from coterie.placement.splits.shares import affine, optimal_shares
 
 Array = NDArray[np.float64]
+Slots = NDArray[np.int32]
+
+ROUNDS, LEAST = 2, 1e-4
+"""Most searches of a layer over scenarios, each from where the one before ended, and the share of its objective that a
+move must save there."""
 
 SAME = 1e-9
 """Relative slack for rounding errors."""
@@ -33,7 +47,7 @@ SAME = 1e-9
 class FreeSplit(NamedTuple):
     """A map, how its replicas share tokens, and why."""
 
-    slot_experts: NDArray[np.int32]
+    slot_experts: Slots
     """[layer, slot]"""
     shares: Array
     """[layer, slot]"""
@@ -42,7 +56,7 @@ class FreeSplit(NamedTuple):
 
 
 class _Map(NamedTuple):
-    slot_experts: NDArray[np.int32]
+    slot_experts: Slots
     """[layer, slot]"""
     shares: Array
     """[layer, slot]"""
@@ -61,13 +75,13 @@ class _Path(NamedTuple):
     """[layer]"""
 
 
-def improve(problem: Problem, max_moves: int | None = None) -> FreeSplit:
+def improve_split(problem: Problem, max_moves: int | None = None) -> FreeSplit:
     """Re-split the current map, and move what pays for itself; at most `max_moves`, where they save most.
 
     Experts that no living rank holds are loaded in any case, past `max_moves` if need be.
     """
     check_at_least(0, max_moves=max_moves)
-    path = _search(problem)
+    path = _search(problem, problem.current.slot_experts)
     moved, shares = _once(problem, path, max_moves)
     current, lost = problem.current.slot_experts, np.isinf(path.totals[:, 0])
     went = (moved != current).any(axis=1)
@@ -79,7 +93,7 @@ def improve(problem: Problem, max_moves: int | None = None) -> FreeSplit:
             break
         rest = problem.onward(left, moved[left], shares[left])
         spare = None if max_moves is None else max(0, max_moves - int(score.moves.sum()))
-        further, split = _once(rest, _search(rest), spare)
+        further, split = _once(rest, _search(rest, rest.current.slot_experts), spare)
         went[:] = False
         went[left] = (further != moved[left]).any(axis=1)
         moved[left], shares[left] = further, split
@@ -94,11 +108,7 @@ def _in_force(problem: Problem) -> Array:
 def _once(problem: Problem, path: _Path, max_moves: int | None) -> _Map:
     """One search's moves, or the re-split alone, or what is in force: the best of them in each layer."""
     current, in_force = problem.current.slot_experts, _in_force(problem)
-    lengths = _lengths(path, max_moves)
-    moved = np.array(current, np.int32)
-    for layer, length in enumerate(lengths):
-        for slot, expert in zip(path.slots[layer, :length], path.experts[layer, :length], strict=True):
-            moved[layer, slot] = expert  # one at a time: a slot may be written twice
+    moved = _follow(current, path, _lengths(path, max_moves))
     still, shares = optimal_shares(problem, current), optimal_shares(problem, moved)
     whole = np.isfinite(path.totals[:, 0])  # every expert is on a living rank as things are
     back = whole & (problem.score(moved, shares).total_s >= problem.score(current, still).total_s)
@@ -109,21 +119,38 @@ def _once(problem: Problem, path: _Path, max_moves: int | None) -> _Map:
     return _Map(moved, shares)
 
 
-def _search(problem: Problem) -> _Path:
-    rows = problem.current.slot_experts.astype(np.int64)
+def _search(problem: Problem, start: NDArray[np.integer], steps: Steps | None = None) -> _Path:
+    """Moves from `start` [layer, slot], for the scenarios `steps`; without them for the mean step."""
+    rows, objective = np.array(start, np.int64), problem.objective
     layers, most = rows.shape
-    objective = problem.objective
     path = _Path(
         np.zeros((layers, most), np.int64),
         np.zeros((layers, most), np.int64),
         np.full((layers, most + 1), np.inf),
         np.zeros(layers, np.int64),
     )
-    prices = np.array([objective.horizon, objective.exposed, objective.move_price])
-    speeds, (unit, fixed) = problem.topology.rank_speeds, affine(problem)
-    arguments = rows, problem.alive, speeds, unit, fixed, problem.load_in, problem.floor, prices, *path
-    side_by_side(search_layers, layers, *arguments)
+    none, tail = np.empty((0, 0, 0)), (0.0, 1.0, 0.0)
+    if steps is None:
+        unit, fixed = affine(problem)
+        lines, floor = (unit[:, None], fixed[:, None]), problem.floor[:, None]
+        scenarios = none, np.ones(1), np.empty(0), none, False
+    else:
+        lines, floor = (np.empty((0, 0, 0, 0)), none), np.ascontiguousarray(steps.reach) / objective.target_balance
+        scenarios = steps.tokens, steps.weights, steps.touch, steps.per_token, steps.whole
+        tail = objective.tail, objective.tail_share, LEAST
+    prices = np.array([objective.horizon, objective.exposed, objective.move_price, *tail])
+    ranks = problem.alive, problem.topology.rank_speeds, problem.load_in
+    side_by_side(search_layers, layers, rows, *lines, *scenarios, *ranks, floor, prices, *path)
     return path
+
+
+def _follow(start: NDArray[np.integer], path: _Path, lengths: NDArray[np.int64]) -> Slots:
+    """[layer, slot] after so many moves of each layer's path."""
+    moved = np.array(start, np.int32)
+    for layer, length in enumerate(lengths):
+        for slot, expert in zip(path.slots[layer, :length], path.experts[layer, :length], strict=True):
+            moved[layer, slot] = expert  # one at a time: a slot may be written twice
+    return moved
 
 
 def _lengths(path: _Path, max_moves: int | None) -> NDArray[np.int64]:
@@ -151,12 +178,7 @@ def _lengths(path: _Path, max_moves: int | None) -> NDArray[np.int64]:
 
 
 def _reasons(
-    problem: Problem,
-    moved: NDArray[np.int32],
-    shares: Array,
-    path: _Path,
-    kept: NDArray[np.bool_],
-    max_moves: int | None,
+    problem: Problem, moved: Slots, shares: Array, path: _Path, kept: NDArray[np.bool_], max_moves: int | None
 ) -> tuple[str, ...]:
     before = problem.layer_balance(problem.rank_s(problem.current.slot_experts, problem.shares))
     busy = problem.rank_s(moved, shares)
@@ -180,3 +202,72 @@ def _reasons(
         else:
             reasons.append(f"re-split alone, no move pays: {change}")
     return tuple(reasons)
+
+
+# Tokens split anew in every scenario.
+
+
+class Starts(NamedTuple):
+    """Placements [layer, slot] to start from."""
+
+    current: Slots
+    """The one in force, repaired where it must not stay."""
+    mean: Slots
+    """For the best split of the mean step."""
+    equal: Slots
+    """For equal shares over the scenarios."""
+
+
+class PerStep(NamedTuple):
+    """A placement, and what such plans do on scenarios they were not made for."""
+
+    slot_experts: Slots
+    """[layer, slot]"""
+    unseen: Unseen | None
+
+
+def plan_per_step(problem: Problem, starts: Starts, equal: Unseen | None) -> PerStep:
+    """The placement for a split in every step; `equal` is what the plan for equal shares saw on held-out scenarios."""
+    start = best_per_layer(problem, starts)
+    if equal is None:
+        return PerStep(improve_steps(problem, start), None)
+    searched, unseen = _held_out(problem, starts, equal)
+    return PerStep(improve_steps(problem, start, equal.shrinkage) if searched else start, unseen)
+
+
+def best_per_layer(problem: Problem, rows: Sequence[Slots]) -> Slots:
+    """[layer, slot] whichever is best in each layer, the first of equals."""
+    totals = np.array([problem.score(placement, per_step=True).total_s for placement in rows])
+    return np.asarray(np.stack(rows)[totals.argmin(axis=0), np.arange(totals.shape[1])], np.int32)
+
+
+def improve_steps(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slots:
+    """[layer, slot] from a start in which every expert is on a living rank and none twice on one; never worse."""
+    most = max(over_scenarios.SHRINKAGES)  # 1 would leave the mean alone
+    steps = over_scenarios.shrunk(over_scenarios.scenarios_of(problem), min(shrinkage, most))
+    best = start
+    for _ in range(ROUNDS):
+        path = _search(problem, best, steps)
+        before, best = best, best_per_layer(problem, (best, _follow(best, path, _lengths(path, None))))
+        if np.array_equal(before, best):
+            break
+    return best
+
+
+def _held_out(problem: Problem, starts: Starts, equal: Unseen) -> tuple[bool, Unseen]:
+    """Whether the search helps on scenarios that it does not see, and the balancedness there."""
+    layers, fitted, unseen = over_scenarios.hold_out(problem)
+    mean, current = starts.mean[layers], starts.current[layers]
+    rows = mean if equal.shrinkage == 1.0 else over_scenarios.improve_equal(fitted, current, equal.shrinkage)
+    start = best_per_layer(fitted, (current, mean, rows))
+    further = improve_steps(fitted, start, equal.shrinkage)
+    seconds = [float(unseen.slowest_s(placement, per_step=True).sum()) for placement in (start, further)]
+    searched = seconds[1] < seconds[0]
+    chosen = further if searched else start
+    seen = equal._replace(
+        before=unseen.balanced(unseen.current.slot_experts, per_step=problem.shares is not None),
+        mean=unseen.balanced(mean, per_step=True),
+        after=unseen.balanced(chosen, per_step=True),
+        fitted=fitted.balanced(chosen, per_step=True),
+    )
+    return searched, seen

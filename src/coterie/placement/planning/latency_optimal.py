@@ -28,7 +28,7 @@ from coterie.placement.base import Load, Plan, Unseen, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning import flashlb
 from coterie.placement.planning.eplb import Eplb
-from coterie.placement.planning.over_scenarios import choose, improve, moves_are_free
+from coterie.placement.planning.over_scenarios import choose, improve_equal, moves_are_free
 from coterie.placement.planning.packing import living_ranks, on_living
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.placement.planning.search.steps.descent import is_small
@@ -54,7 +54,9 @@ class _Start(NamedTuple):
     moves: int
 
 
-class _Found(NamedTuple):
+class _Layers(NamedTuple):
+    """A placement, and what came of each layer."""
+
     slot_experts: NDArray[np.int32]
     """[layer, slot]"""
     saved_s: NDArray[np.float64]
@@ -91,12 +93,14 @@ class LatencyOptimal:
         living_ranks(problem)  # more slots than experts are refused
         if self.split != "equal":
             return self._plan_split(problem, load, started)
-        found, unseen = self._found(problem, load)
-        reasons = tuple(_reason(*layer) for layer in zip(found.outcomes.tolist(), found.saved_s.tolist(), strict=True))
-        skip = self._skip_reason(found)
+        layers, unseen = self._equal_plan(problem, load)
+        reasons = tuple(
+            _reason(*layer) for layer in zip(layers.outcomes.tolist(), layers.saved_s.tolist(), strict=True)
+        )
+        skip = self._skip_reason(layers)
         took = perf_counter() - started
         if skip is None:
-            plan = problem.plan(found.slot_experts, planning_s=took, layer_reasons=reasons)
+            plan = problem.plan(layers.slot_experts, planning_s=took, layer_reasons=reasons)
             return replace(plan, unseen=unseen)
         gain = 0.0 if shares is None else _gain_s(problem, current.slot_experts, None)
         if gain <= self.objective.planning_s:
@@ -104,7 +108,7 @@ class LatencyOptimal:
         reason = f"equal shares alone save {shown_s(gain)} over the horizon, no move pays"
         return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
 
-    def _found(self, problem: Problem, load: Load) -> tuple[_Found, Unseen | None]:
+    def _equal_plan(self, problem: Problem, load: Load) -> tuple[_Layers, Unseen | None]:
         """The placement with equal shares, over the scenarios where the load has some."""
         if problem.steps is None:
             return self._other_start(problem, load, self._search(problem)), None
@@ -112,16 +116,16 @@ class LatencyOptimal:
         mean = self._other_start(average, load.mean, self._search(average))
         if self.max_moves is None:
             return self._over_scenarios(problem, load, mean)
-        found, unseen = replace(self, max_moves=None)._found(problem, load)
-        return self._within_budget(problem, self.max_moves, mean, found), unseen
+        steps, unseen = replace(self, max_moves=None)._equal_plan(problem, load)
+        return self._within_budget(problem, self.max_moves, mean, steps), unseen
 
     @staticmethod
-    def _within_budget(problem: Problem, budget: int, mean: _Found, found: _Found) -> _Found:
+    def _within_budget(problem: Problem, budget: int, mean: _Layers, steps: _Layers) -> _Layers:
         """For each layer what there is, its plan for the mean step, or its plan over the scenarios."""
         current = problem.current
         sound = not current.duplicates and not _lost(problem)
         first = current.slot_experts if sound else mean.slot_experts  # what must be repaired is
-        rows = np.stack([first, mean.slot_experts, found.slot_experts])  # [option, layer, slot]
+        rows = np.stack([first, mean.slot_experts, steps.slot_experts])  # [option, layer, slot]
         scores = [problem.score(option) for option in rows]
         totals = np.stack([score.total_s for score in scores], axis=1)
         seconds = np.stack([score.movement_s for score in scores], axis=1)
@@ -132,9 +136,9 @@ class LatencyOptimal:
         outcomes = np.where((taken == current.slot_experts).all(axis=1), KEPT, CHANGED)
         outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
         before = problem.score(current.slot_experts, problem.shares).total_s
-        return _Found(taken, before - totals[layers, chosen], outcomes)
+        return _Layers(taken, before - totals[layers, chosen], outcomes)
 
-    def _over_scenarios(self, problem: Problem, load: Load, mean: _Found) -> tuple[_Found, Unseen | None]:
+    def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers) -> tuple[_Layers, Unseen | None]:
         """From the placement as it is and from the plan for the mean step, whichever comes out better."""
         current = problem.current
         sound = not current.duplicates and not _lost(problem)
@@ -145,13 +149,13 @@ class LatencyOptimal:
         shrinkage, unseen = choose(problem, start, mean.slot_experts)
         rows = mean.slot_experts
         if shrinkage < 1.0:
-            rows = improve(problem, start, shrinkage)
+            rows = improve_equal(problem, start, shrinkage)
             other = mean.slot_experts
             if spare and not free:
                 other = self._or_greedy(problem, load, other)
             worse = problem.score(rows).total_s > problem.score(other).total_s * (1.0 if free else CLEARLY)
             if worse.any():
-                again = improve(problem, other, shrinkage, worse)
+                again = improve_equal(problem, other, shrinkage, worse)
                 rows = np.where(worse[:, None], again, rows)
         before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
         saved = before.total_s - after.total_s
@@ -160,7 +164,7 @@ class LatencyOptimal:
         outcomes = np.where((rows == current.slot_experts).all(axis=1), KEPT, CHANGED)
         outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
         outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
-        return _Found(rows, np.where(keep, 0.0, saved), outcomes), unseen
+        return _Layers(rows, np.where(keep, 0.0, saved), outcomes), unseen
 
     def _or_greedy(self, problem: Problem, load: Load, start: NDArray[np.int32]) -> NDArray[np.int32]:
         """[layer, slot] the greedy's placement where that is better, movement paid.
@@ -174,19 +178,19 @@ class LatencyOptimal:
         return np.where(better[:, None], fresh, start).astype(np.int32)
 
     def _plan_split(self, problem: Problem, load: Load, started: float) -> Plan:
-        from coterie.placement.planning.free_split import improve  # its solver is not needed for equal shares
+        from coterie.placement.planning.free_split import improve_split  # its solver is not needed for equal shares
 
         if problem.steps is not None:
             return self._plan_per_step(problem, load, started)
         start, spent = self._repaired(problem, load)
-        found = improve(start, None if self.max_moves is None else max(0, self.max_moves - spent))
-        gain, planning = _gain_s(problem, found.slot_experts, found.shares), self.objective.planning_s
+        split = improve_split(start, None if self.max_moves is None else max(0, self.max_moves - spent))
+        gain, planning = _gain_s(problem, split.slot_experts, split.shares), self.objective.planning_s
         took = perf_counter() - started
         if gain <= planning and not spent and not _lost(problem):
             reason = f"re-splitting and moves save {shown_s(gain)} over the horizon, planning takes {shown_s(planning)}"
-            return problem.keep(reason, took, found.reasons)
+            return problem.keep(reason, took, split.reasons)
         plan = problem.plan(
-            found.slot_experts, found.shares, split=self.split, planning_s=took, layer_reasons=found.reasons
+            split.slot_experts, split.shares, split=self.split, planning_s=took, layer_reasons=split.reasons
         )
         if len(plan.moves):
             return plan
@@ -194,23 +198,24 @@ class LatencyOptimal:
 
     def _plan_per_step(self, problem: Problem, load: Load, started: float) -> Plan:
         """With scenarios the split is solved anew in each of them."""
-        from coterie.placement.planning.per_step import Starts, plan_per_step
+        from coterie.placement.planning.free_split import Starts, plan_per_step
         from coterie.placement.splits.shares import optimal_shares
 
         current, shares, planning = problem.current, problem.shares, self.objective.planning_s
         mean = replace(self, objective=replace(self.objective, planning_s=0.0)).plan(
             load.mean, problem.topology, current, shares
         )
-        equal, seen = self._found(problem, load)
+        equal, seen = self._equal_plan(problem, load)
         sound = not current.duplicates and not _lost(problem)
         there = np.ascontiguousarray(current.slot_experts, np.int32) if sound else equal.slot_experts
-        found = plan_per_step(problem, Starts(there, mean.placement.slot_experts, equal.slot_experts), seen)
-        rows = found.slot_experts
+        per_step = plan_per_step(problem, Starts(there, mean.placement.slot_experts, equal.slot_experts), seen)
+        rows = per_step.slot_experts
         before = problem.score(current.slot_experts, shares, per_step=shares is not None)
         saved = before.total_s - problem.score(rows, per_step=True).total_s
         gain, moved = float(saved.sum()), (rows != current.slot_experts).any(axis=1)
         reasons = tuple(
-            _reason(CHANGED if went else KEPT, one) for went, one in zip(moved.tolist(), saved.tolist(), strict=True)
+            _reason(CHANGED if went else KEPT, saving)
+            for went, saving in zip(moved.tolist(), saved.tolist(), strict=True)
         )
         took = perf_counter() - started
         if gain <= planning and sound:
@@ -232,7 +237,7 @@ class LatencyOptimal:
             if not len(plan.moves):
                 reason = f"a split in every step alone saves {shown_s(gain)} over the horizon, no move pays"
                 plan = replace(plan, skip_reason=reason)
-        return replace(plan, unseen=found.unseen)
+        return replace(plan, unseen=per_step.unseen)
 
     def _repaired(self, problem: Problem, load: Load) -> _Start:
         """The problem with no expert twice on a rank, and the moves that took."""
@@ -243,26 +248,26 @@ class LatencyOptimal:
         repaired = Placement(rows, problem.current.num_ranks, problem.current.num_experts)
         return _Start(self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum()))
 
-    def _other_start(self, problem: Problem, load: Load, found: _Found) -> _Found:
+    def _other_start(self, problem: Problem, load: Load, searched: _Layers) -> _Layers:
         """Layers that stayed far from the best get EPLB's placement where that is better, its movement paid.
 
         Swaps and gifts from a placement whose spare slots all lie on one rank may not lead far.
         """
         spare = living_ranks(problem) * problem.current.slots_per_rank - problem.current.num_experts
-        ours = problem.score(found.slot_experts)
+        ours = problem.score(searched.slot_experts)
         far = ours.processing_s > problem.floor * FAR
         if self.max_moves is not None or not spare or not far.any():
-            return found
+            return searched
         fresh = Eplb(objective=self.objective).plan(load, problem.topology, problem.current).placement.slot_experts
         theirs = problem.score(fresh)
         better = far & (theirs.total_s < ours.total_s)
-        return _Found(
-            np.where(better[:, None], fresh, found.slot_experts).astype(np.int32),
-            found.saved_s + np.where(better, ours.total_s - theirs.total_s, 0.0),
-            np.where(better & (found.outcomes != REPAIRED), CHANGED, found.outcomes),
+        return _Layers(
+            np.where(better[:, None], fresh, searched.slot_experts).astype(np.int32),
+            searched.saved_s + np.where(better, ours.total_s - theirs.total_s, 0.0),
+            np.where(better & (searched.outcomes != REPAIRED), CHANGED, searched.outcomes),
         )
 
-    def _search(self, problem: Problem) -> _Found:
+    def _search(self, problem: Problem) -> _Layers:
         objective, current = self.objective, problem.current
         layers, trail = current.num_layers, self.max_moves is not None
         steps = LONGEST_TRAIL if trail else 1
@@ -294,19 +299,19 @@ class LatencyOptimal:
         most = None if self.max_moves is None else min(self.max_moves, rows.size)  # a slot takes one move at most
         chosen = kept - 1 if most is None else spend(kept, totals, seconds, moves, most)
         each = np.arange(layers)
-        found = trails[each, chosen].astype(np.int32)
+        slots = trails[each, chosen].astype(np.int32)
         saved = problem.score(current.slot_experts, problem.shares).total_s - totals[each, chosen]
-        outcomes[(outcomes == CHANGED) & (found == rows).all(axis=1)] = KEPT
-        return _Found(found, saved, outcomes)
+        outcomes[(outcomes == CHANGED) & (slots == rows).all(axis=1)] = KEPT
+        return _Layers(slots, saved, outcomes)
 
-    def _skip_reason(self, found: _Found) -> str | None:
+    def _skip_reason(self, layers: _Layers) -> str | None:
         """Why the whole round does not pay, in words."""
-        outcomes, planning = found.outcomes, self.objective.planning_s
+        outcomes, planning = layers.outcomes, self.objective.planning_s
         if (outcomes == REPAIRED).any():
             return None
         if (outcomes == AT_TARGET).all():
             return f"every layer has at least {self.objective.target_balance:.1%} of the best balance there is"
-        gain = float(found.saved_s.sum())
+        gain = float(layers.saved_s.sum())
         if not (outcomes == CHANGED).any():
             return f"no move pays for itself within {self.objective.horizon:g} steps"
         if gain <= planning:

@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_at_least, check_not_negative
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning.milp.program import Array, Found, Layer, LayerSteps, Mask
-from coterie.placement.planning.milp.running import Search
-from coterie.placement.planning.milp.solving import best_shares, solve
+from coterie.placement.planning.milp.program import Array, LayerSolution, LayerSteps, Mask, ProgramLayer
+from coterie.placement.planning.milp.solving import Search, best_shares, solve
 from coterie.placement.planning.packing import living_ranks
 from coterie.registry import needs
 from coterie.types import Placement, Topology
@@ -104,7 +103,7 @@ class LatencyOptimalIlp:
 
 
 class _Planning:
-    """One run: the layers, what was found of each at any price, and the clock."""
+    """One run: the layers, the placements found of each at any price, and the clock."""
 
     def __init__(
         self, ilp: LatencyOptimalIlp, problem: Problem, starts: Sequence[NDArray[np.integer]], progress: Progress | None
@@ -120,7 +119,7 @@ class _Planning:
 
     def solution(self) -> Plan:
         free = self._at(0)
-        bounds = np.array([found.bound for found in free])
+        bounds = np.array([candidate.bound for candidate in free])
         total_bound = float(bounds.sum())
         budget = self.ilp.max_moves
         chosen = free
@@ -129,14 +128,14 @@ class _Planning:
             chosen = self._cheapest(budget)
         return self._report(chosen, bounds, total_bound)
 
-    def _layer(self, index: int, price: float) -> Layer:
+    def _layer(self, index: int, price: float) -> ProgramLayer:
         problem, objective, living = self.problem, self.problem.objective, self.living
         unit, share, steps = problem.unit[index, living], problem.share[index].T, None
         if problem.steps is not None:
             seconds = problem.steps.replica_s(index, problem.share.shape[1])[living]
             steps = LayerSteps(seconds, problem.steps.weights, objective.tail, objective.tail_share)
             unit, share = _expected(seconds @ steps.weights)
-        return Layer(
+        return ProgramLayer(
             unit,
             share,
             problem.load_in[index, living],
@@ -150,10 +149,10 @@ class _Planning:
             steps,
         )
 
-    def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[Found]:
+    def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[LayerSolution]:
         """Valid placements of the layer that are known, the current one repaired where it is not."""
         layer = self.layers[index]
-        found = []
+        candidates = []
         for number, slots in enumerate(maps):
             holds, doubled = self._holds(slots[index])
             if doubled or not holds.any(axis=0).all():
@@ -161,8 +160,8 @@ class _Planning:
                     continue
                 holds = _repaired(layer, holds)
             shares = best_shares(layer, holds) if self.ilp.split == "optimal" else None
-            found.append(Found(holds, shares, layer.excess(holds, shares), 0.0))
-        return found
+            candidates.append(LayerSolution(holds, shares, layer.excess(holds, shares), 0.0))
+        return candidates
 
     def _holds(self, slots: NDArray[np.integer]) -> tuple[Mask, bool]:
         """[living rank, expert], and whether a rank holds one twice."""
@@ -171,18 +170,21 @@ class _Planning:
         np.put_along_axis(holds, np.asarray(by_rank, np.int64), True, axis=1)
         return holds, bool(holds.sum() < by_rank.size)
 
-    def _moves(self, index: int, found: Found) -> int:
-        return int((found.holds & ~self.layers[index].held).sum())
+    def _moves(self, index: int, candidate: LayerSolution) -> int:
+        return int((candidate.holds & ~self.layers[index].held).sum())
 
-    def _at(self, turn: int, price: float = 0.0) -> list[Found]:
+    def _at(self, turn: int, price: float = 0.0) -> list[LayerSolution]:
         """What is best at a price of `price` seconds a move, layer by layer, with bounds; points are kept."""
         return [self._solve(turn, index, price) for index in range(len(self.layers))]
 
-    def _solve(self, turn: int, index: int, price: float) -> Found:
+    def _solve(self, turn: int, index: int, price: float) -> LayerSolution:
         layer, plain = self._layer(index, price), self.layers[index]
         start = min(
-            (found._replace(excess=layer.excess(found.holds, found.shares), bound=0.0) for found in self.points[index]),
-            key=lambda found: found.excess,
+            (
+                candidate._replace(excess=layer.excess(candidate.holds, candidate.shares), bound=0.0)
+                for candidate in self.points[index]
+            ),
+            key=lambda candidate: candidate.excess,
         )
         base = layer.horizon * layer.floor
         search = Search(self._gap_s(index, base + start.excess), self.ilp.time_limit_s, self.ilp.threads)
@@ -194,13 +196,13 @@ class _Planning:
             return not self.stopped
 
         began = perf_counter()
-        found = start
+        candidate = start
         if start.excess > 0 and tell(start.excess, 0.0):
-            found = solve(layer, self.ilp.split, start, search, tell)
+            candidate = solve(layer, self.ilp.split, start, search, tell)
         self.seconds[index] += perf_counter() - began
-        if found is not start:
-            self.points[index].append(found._replace(excess=plain.excess(found.holds, found.shares)))
-        return found
+        if candidate is not start:
+            self.points[index].append(candidate._replace(excess=plain.excess(candidate.holds, candidate.shares)))
+        return candidate
 
     def _gap_s(self, index: int, objective: float) -> float:
         layer = self.layers[index]
@@ -210,56 +212,58 @@ class _Planning:
 
     def _priced_bound(self, budget: int) -> float:
         """Bisect the price of a move; every price gives a bound on all plans that keep to the budget."""
-        low, high = 0.0, max(found.excess for points in self.points for found in points) + 1e-12
+        low, high = 0.0, max(candidate.excess for points in self.points for candidate in points) + 1e-12
         best = 0.0
         for turn in range(1, PRICES + 1):
             price = (low * high) ** 0.5 if low else high / 8
-            found = self._at(turn, price)
-            best = max(best, sum(one.bound for one in found) - price * budget)
-            moves = sum(map(self._moves, range(len(found)), found))
+            candidates = self._at(turn, price)
+            best = max(best, sum(candidate.bound for candidate in candidates) - price * budget)
+            moves = sum(map(self._moves, range(len(candidates)), candidates))
             if self.stopped or moves == budget:
                 break
             low, high = (price, high) if moves > budget else (low, price)
         return best
 
-    def _cheapest(self, budget: int) -> list[Found]:
+    def _cheapest(self, budget: int) -> list[LayerSolution]:
         """One point a layer, the sum least, with at most `budget` moves: dynamic programming over the moves spent."""
         spent = np.zeros(budget + 1)
         picks = []
         for index, points in enumerate(self.points):
             options = np.full((len(points), budget + 1), np.inf)
-            for at, found in enumerate(points):
-                moves = self._moves(index, found)
+            for at, candidate in enumerate(points):
+                moves = self._moves(index, candidate)
                 if moves <= budget:
-                    options[at, moves:] = spent[: budget + 1 - moves] + found.excess
+                    options[at, moves:] = spent[: budget + 1 - moves] + candidate.excess
             picks.append(options.argmin(axis=0))
             spent = options.min(axis=0)
         if not np.isfinite(spent[budget]):
-            least = sum(min(self._moves(index, one) for one in points) for index, points in enumerate(self.points))
+            least = sum(
+                min(self._moves(index, candidate) for candidate in points) for index, points in enumerate(self.points)
+            )
             raise ConfigError(
                 f"max_moves={budget} must be at least {least}: so many bring every expert to a living rank, once each"
             )
         chosen, left = [], budget
         for index in range(len(self.points) - 1, -1, -1):
-            found = self.points[index][picks[index][left]]
-            left -= self._moves(index, found)
-            chosen.append(found)
+            candidate = self.points[index][picks[index][left]]
+            left -= self._moves(index, candidate)
+            chosen.append(candidate)
         return chosen[::-1]
 
-    def _report(self, chosen: list[Found], bounds: Array, total_bound: float) -> Plan:
+    def _report(self, chosen: list[LayerSolution], bounds: Array, total_bound: float) -> Plan:
         problem, living = self.problem, self.living
         slots = np.array(problem.current.slot_experts)
         shares = np.zeros(slots.shape)
-        for index, found in enumerate(chosen):
+        for index, candidate in enumerate(chosen):
             by_rank = slots[index].reshape(problem.current.num_ranks, -1)
-            by_rank[living] = np.nonzero(found.holds)[1].reshape(len(living), -1)
-            if found.shares is not None:
+            by_rank[living] = np.nonzero(candidate.holds)[1].reshape(len(living), -1)
+            if candidate.shares is not None:
                 split = np.zeros(by_rank.shape)
-                split[living] = found.shares[found.holds].reshape(len(living), -1)
+                split[living] = candidate.shares[candidate.holds].reshape(len(living), -1)
                 shares[index] = split.ravel()
         base = problem.objective.horizon * problem.floor
-        excess = np.array([found.excess for found in chosen])
-        wanted = np.array([self._gap_s(index, one) for index, one in enumerate(base + excess)])
+        excess = np.array([candidate.excess for candidate in chosen])
+        wanted = np.array([self._gap_s(index, total) for index, total in enumerate(base + excess)])
         proof = Proof(
             base + excess,
             base + np.minimum(bounds, excess),
@@ -267,7 +271,7 @@ class _Planning:
             self.seconds,
             float(base.sum()) + min(total_bound, float(excess.sum())),
         )
-        moved = [self._moves(index, found) for index, found in enumerate(chosen)]
+        moved = [self._moves(index, candidate) for index, candidate in enumerate(chosen)]
         reasons = tuple(
             f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(moved, proof.gap, strict=True)
         )
@@ -308,7 +312,7 @@ def _expected(seconds: Array) -> tuple[Array, Array]:
     return unit, parts.max(axis=0)
 
 
-def _repaired(layer: Layer, holds: Mask) -> Mask:
+def _repaired(layer: ProgramLayer, holds: Mask) -> Mask:
     """A valid placement near one that lost ranks or holds experts twice."""
     holds = holds.copy()
     seconds = layer.work / np.maximum(holds.sum(axis=0), 1)

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective
-from coterie.placement.planning.milp.program import INF, Array, Index, Rows
-from coterie.placement.planning.milp.running import Search, minimise
-from coterie.placement.planning.packing import living_ranks, plan_for_living
-from coterie.placement.planning.spare import fill_spare, pack_even, room_of
+from coterie.placement.planning.milp.program import INF, Array, ConstraintRows, Index
+from coterie.placement.planning.milp.solving import Search, minimise
+from coterie.placement.planning.packing import fill_spare, living_ranks, pack_even, plan_for_living, room_of
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
@@ -87,7 +86,7 @@ class MoeTuner:
         experts, ranks = near.shape
         column = np.arange(experts * ranks)
         expert, rank = column // ranks, column % ranks
-        rows = Rows()
+        rows = ConstraintRows()
         rows.add(expert, column, np.ones(1), 1.0, 1.0, experts)
         room = room_of(experts, ranks).astype(float)
         rows.add(rank, column, np.ones(1), room, room, ranks)
@@ -99,5 +98,5 @@ class MoeTuner:
         values = np.zeros(len(column))
         values[np.arange(experts) * ranks + start] = 1.0
         search = Search(GAP, self.time_limit_s, 1)
-        found = minimise(rows, -near.ravel() / scale, np.ones(len(column)), column, search, values)
-        return np.asarray(found.values.reshape(experts, ranks).argmax(axis=1), np.int64)
+        solution = minimise(rows, -near.ravel() / scale, np.ones(len(column)), column, search, values)
+        return np.asarray(solution.values.reshape(experts, ranks).argmax(axis=1), np.int64)

@@ -45,14 +45,14 @@ LAYERS_TRIED = 6
 """Layers on which the shrinkage is chosen."""
 
 
-class Chosen(NamedTuple):
+class ChosenShrinkage(NamedTuple):
     """The shrinkage to plan with, and what was seen on the scenarios held out."""
 
     shrinkage: float
     unseen: Unseen | None
 
 
-class HeldOut(NamedTuple):
+class HoldOut(NamedTuple):
     """Some layers, and the problems of the scenarios to plan for and of those held out."""
 
     layers: NDArray[np.int64]
@@ -60,12 +60,14 @@ class HeldOut(NamedTuple):
     unseen: Problem
 
 
-def improve(problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDArray[np.bool_] | None = None) -> Slots:
+def improve_equal(
+    problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDArray[np.bool_] | None = None
+) -> Slots:
     """[layer, slot] from a start in which every expert is on a living rank and none twice on one.
 
     Only `wanted` layers are improved, all unless given.
     """
-    steps = shrunk(steps_of(problem), shrinkage)
+    steps = shrunk(scenarios_of(problem), shrinkage)
     objective = problem.objective
     rows = np.array(start, np.int32)
     numbers = numbers_of(problem)
@@ -101,39 +103,39 @@ def numbers_of(problem: Problem) -> NDArray[np.float64]:
     )
 
 
-def choose(problem: Problem, start: Slots, mean: Slots) -> Chosen:
+def choose(problem: Problem, start: Slots, mean: Slots) -> ChosenShrinkage:
     """The shrinkage whose plans do best on held-out scenarios; `mean` [layer, slot] is the plan for the mean step.
 
     Plans for the shares are made one from another, so all but the first take few actions.
     """
-    if len(steps_of(problem).weights) < FEWEST:
-        return Chosen(0.0, None)
+    if len(scenarios_of(problem).weights) < FEWEST:
+        return ChosenShrinkage(0.0, None)
     layers, fitted, unseen = hold_out(problem)
     tried, rows = {1.0: mean[layers]}, start[layers]
     for share in SHRINKAGES:
-        tried[share] = rows = improve(fitted, rows, share)
+        tried[share] = rows = improve_equal(fitted, rows, share)
     seconds = {share: float(unseen.slowest_s(rows).sum()) for share, rows in tried.items()}
     best = min(tried, key=lambda share: (seconds[share], share))
     if seconds[best] > (1.0 - MARGIN) * seconds[1.0]:
         best = 1.0
-    told = Unseen(
+    unseen_balance = Unseen(
         before=unseen.balanced(unseen.current.slot_experts),
         mean=unseen.balanced(tried[1.0]),
         after=unseen.balanced(tried[best]),
         fitted=fitted.balanced(tried[best]),
         shrinkage=best,
-        scenarios=len(steps_of(unseen).weights),
+        scenarios=len(scenarios_of(unseen).weights),
     )
-    return Chosen(best, told)
+    return ChosenShrinkage(best, unseen_balance)
 
 
-def hold_out(problem: Problem) -> HeldOut:
+def hold_out(problem: Problem) -> HoldOut:
     """Some layers of a problem, a part of its scenarios held out."""
     count = problem.current.num_layers
     layers = np.unique(np.linspace(0, count - 1, min(LAYERS_TRIED, count)).round().astype(np.int64))
-    out = np.arange(len(steps_of(problem).weights)) % HELD_OUT == HELD_OUT - 1
+    out = np.arange(len(scenarios_of(problem).weights)) % HELD_OUT == HELD_OUT - 1
     some = problem.onward(layers, problem.current.slot_experts[layers], None)
-    return HeldOut(layers, _part(some, ~out), _part(some, out))
+    return HoldOut(layers, _part(some, ~out), _part(some, out))
 
 
 def shrunk(steps: Steps, share: float) -> Steps:
@@ -146,7 +148,7 @@ def shrunk(steps: Steps, share: float) -> Steps:
 
 def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
     """The problem of some scenarios."""
-    steps = steps_of(problem)
+    steps = scenarios_of(problem)
     weights = steps.weights[chosen]
     kept = replace(
         steps,
@@ -159,6 +161,6 @@ def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
     return replace(problem, steps=kept, even=even, reach=reach)
 
 
-def steps_of(problem: Problem) -> Steps:
+def scenarios_of(problem: Problem) -> Steps:
     assert problem.steps is not None, "the problem has scenarios"
     return problem.steps

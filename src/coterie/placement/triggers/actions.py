@@ -33,8 +33,7 @@ from coterie._numba import njit
 from coterie.costs.exchange import row_trips_s
 from coterie.costs.movement import link_between, transfer_s
 from coterie.errors import ConfigError, check_at_least, check_share
-from coterie.placement.holdings import Demand, Held
-from coterie.placement.triggers.demand import mismatch
+from coterie.placement.holdings import Demand, Held, remote_share
 from coterie.types import Topology
 
 
@@ -155,7 +154,7 @@ class ActionManager:
         events: list[ActionEvent] = []
         candidates: list[_Candidate] = []
         for rank in range(self.topology.num_ranks):
-            score = mismatch(demand[rank], held[rank]).score
+            score = remote_share(demand[rank], held[rank])
             if score < self.settings.min_mismatch:
                 words = f"rank {rank} lacks {score:.3f} of its demand, less than {self.settings.min_mismatch}"
                 events.append(ActionEvent("skip", words, at_s, target=rank))

@@ -45,8 +45,8 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_not_negative, check_positive_share
 from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.objective import Objective, Problem
+from coterie.placement.scenarios import RecentSteps
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
-from coterie.placement.triggers.recent import RecentSteps, held_share, no_saving
 from coterie.types import Placement, Topology
 from coterie.units import shown_s
 
@@ -117,7 +117,7 @@ class RebalancingDecision(NamedTuple):
 
 
 @dataclass(slots=True)
-class Round:
+class RebalancingRound:
     """A round that was carried out, and its effect."""
 
     step: float
@@ -173,7 +173,7 @@ class Rebalancer:
         self.settings = settings
         self.interval = settings.first_interval
         self.trust = 1.0
-        self.rounds: list[Round] = []
+        self.rounds: list[RebalancingRound] = []
         self.step = 0.0
         self.pending = 0
         """Moves of the last round that have not landed."""
@@ -270,13 +270,13 @@ class Rebalancer:
         in_force = () if self._now.shares is None else (self._now.shares,)
         plan = planner.plan(expected, self.topology, self.placement, *in_force)
         cost_s = plan.movement_s + self.objective.planning_s
-        saving_s = plan.saving_s * held_share(plan)
+        saving_s = plan.saving_s * _held_share(plan)
         gain_s = saving_s * weight
         moves = len(plan.moves)
         self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
         self._excess_then_s = _excess_s(self._now, problem)  # what was looked at and left is not urgent again
         if saving_s <= 0 and not must:
-            return self._in_vain("nothing_found", no_saving(plan), 0.0, cost_s)
+            return self._in_vain("nothing_found", _no_saving(plan), 0.0, cost_s)
         # Planning is paid for by now: only the movement can still be saved.
         if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
             why += (
@@ -293,7 +293,7 @@ class Rebalancer:
         if problem.steps is not None:
             self._left_share = self._excess_then_s / max(float(problem.even.sum()), 1e-300)
         self.landed(0)  # a plan that only shares tokens anew is in force at once
-        self.rounds.append(Round(self.step, self.interval, moves, cost_s))
+        self.rounds.append(RebalancingRound(self.step, self.interval, moves, cost_s))
         why += f"{moves} moves gain {shown_s(gain_s)} in {weight:.3g} steps and cost {shown_s(cost_s)}; "
         why += self._known.reason
         return RebalancingDecision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
@@ -433,3 +433,21 @@ class Rebalancer:
 def _excess_s(one: _Map, problem: Problem) -> float:
     """What a step would save at most, were the load even."""
     return float((one.busy_s(problem) - problem.even).clip(0.0).sum())
+
+
+def _held_share(plan: Plan) -> float:
+    """Share of the predicted saving that holds on scenarios the plan was not made for."""
+    unseen = plan.unseen
+    if unseen is None:
+        return 1.0
+    fitted = unseen.fitted - unseen.before
+    return float(np.clip((unseen.after - unseen.before) / fitted, 0.0, 1.0)) if fitted > 0 else 0.0
+
+
+def _no_saving(plan: Plan) -> str:
+    """Why a plan saves nothing."""
+    unseen = plan.unseen
+    if plan.skip_reason is not None or unseen is None or unseen.after > unseen.before:
+        return plan.skip_reason or "the planner finds nothing"
+    would, now = f"{unseen.after:.3f}", f"{unseen.before:.3f}"
+    return f"on {unseen.scenarios} steps held out balancedness would be {would}; the map that serves has {now}"

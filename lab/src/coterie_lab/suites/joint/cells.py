@@ -30,7 +30,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
 from coterie.models import get_model
-from coterie.placement.holdings import Demand, held_by, placement_of
+from coterie.placement.holdings import Demand, held_by, placement_from_held
 from coterie.placement.planning.eplb import rebalance
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.routing import Router, RouterFit, routers
@@ -292,7 +292,7 @@ def replicated(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
         extra_slots=extra, swap_top=0, replicate_top=4 * extra, max_actions=spec.num_experts, min_saving_s=0.0
     )
     held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
-    return placement_of(manager_of(spec, settings).cycle(asked, held).held, spec.num_experts // RANKS + extra)
+    return placement_from_held(manager_of(spec, settings).cycle(asked, held).held, spec.num_experts // RANKS + extra)
 
 
 def evened(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
@@ -306,7 +306,7 @@ def by_cluster(spec: ModelSpec, fitted: RouterFit) -> Placement:
     asked = fitted.profiles.reshape(RANKS, spec.num_moe_layers, spec.num_experts).astype(np.float64)
     settings = ActionSettings(extra_slots=0, min_saving_s=0.0)
     held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
-    return placement_of(manager_of(spec, settings).rebalance(asked, held).held, spec.num_experts // RANKS)
+    return placement_from_held(manager_of(spec, settings).rebalance(asked, held).held, spec.num_experts // RANKS)
 
 
 def slots_that_fit(spec: ModelSpec, dtype: WeightDtype, kv_tokens: int) -> int:

@@ -27,7 +27,7 @@ from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResul
 from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us
 from coterie.errors import UnknownNameError
 from coterie.models import get_model
-from coterie.placement.holdings import Held, held_by, placement_of, remote_share
+from coterie.placement.holdings import Held, held_by, placement_from_held, remote_share
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
@@ -215,8 +215,8 @@ def _replica_rows(domains: Domains, bench: Bench, popular: Held, batch: int) -> 
 
 def _execution_rows(domains: Domains, bench: Bench, target: Held, spec: ModelSpec | None) -> list[dict[str, Any]]:
     """The largest migration there is here, from the static to the popularity-aware placement, by staging."""
-    current = placement_of(bench.static, bench.experts_per_rank)
-    wanted = placement_of(target, bench.experts_per_rank, current)
+    current = placement_from_held(bench.static, bench.experts_per_rank)
+    wanted = placement_from_held(target, bench.experts_per_rank, current)
     expert_bytes = spec.expert_bytes() if spec else 44e6
     rows = []
     for staging in sorted({min(staging or bench.experts_per_rank, bench.experts_per_rank) for staging in STAGING}):

@@ -32,8 +32,7 @@ from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Plan, Planner, Rebalancer, planners
-from coterie.placement.scenario_files import load_scenarios
-from coterie.placement.scenarios import at_mean
+from coterie.placement.scenarios import at_mean, load_scenarios
 from coterie.types import INFINIBAND_400G, NVLINK4, Placement, Topology
 
 EQUAL = "equal"

@@ -80,7 +80,7 @@ def link(row: Indices, alive: NDArray[np.bool_], unit: Array, fixed: Array, spli
         expert = row[slot]
         split.expert[slot] = expert
         split.after[slot] = TWIN
-        if alive[slot // each] and not holds(split, expert, slot // each, each):
+        if alive[slot // each] and not rank_holds(split, expert, slot // each, each):
             split.after[slot] = split.first[expert]
             split.first[expert] = slot
             split.copies[expert] += 1
@@ -92,7 +92,7 @@ def link(row: Indices, alive: NDArray[np.bool_], unit: Array, fixed: Array, spli
 
 
 @helper()
-def holds(split: Split, expert: int, rank: int, each: int) -> bool:
+def rank_holds(split: Split, expert: int, rank: int, each: int) -> bool:
     slot = split.first[expert]
     while slot >= 0:
         if slot // each == rank:
@@ -102,34 +102,11 @@ def holds(split: Split, expert: int, rank: int, each: int) -> bool:
 
 
 @helper()
-def copy_split(split: Split, to: Split) -> None:
-    for slot in range(len(split.share)):
-        to.expert[slot] = split.expert[slot]
-        to.after[slot] = split.after[slot]
-    for expert in range(len(split.first)):
-        to.first[expert] = split.first[expert]
-        to.copies[expert] = split.copies[expert]
-    copy_shares(split, to)
-
-
-@helper()
 def copy_shares(split: Split, to: Split) -> None:
     for slot in range(len(split.share)):
         to.share[slot] = split.share[slot]
     for rank in range(len(split.busy)):
         to.busy[rank] = split.busy[rank]
-
-
-@helper()
-def put(split: Split, slot: int, expert: int, unit: Array, fixed: Array) -> None:
-    """Overwrite a slot, whose expert must have another; its share goes to the least busy of those."""
-    rank = slot // (len(split.expert) // len(split.busy))
-    if split.after[slot] != TWIN:
-        unlink(split, slot)
-        bequeath(split, slot, unit)
-        split.busy[rank] -= unit[rank, split.expert[slot]] * fixed[split.expert[slot]]
-    link_in(split, slot, expert)
-    split.busy[rank] += unit[rank, expert] * fixed[expert]
 
 
 @helper()
@@ -152,15 +129,11 @@ def bequeath(split: Split, slot: int, unit: Array) -> int:
 
 
 @helper()
-def swap_slots(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
-    """Exchange the experts of two slots; shares go along."""
+def swap_shares(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
+    """The shares and seconds after two slots exchange their experts; shares go along."""
     each = len(split.expert) // len(split.busy)
     here, there = one // each, other // each
     leaves, comes = split.expert[one], split.expert[other]
-    unlink(split, one)
-    unlink(split, other)
-    link_in(split, one, comes)
-    link_in(split, other, leaves)
     goes, arrives = split.share[one] + fixed[leaves], split.share[other] + fixed[comes]
     split.busy[here] += unit[here, comes] * arrives - unit[here, leaves] * goes
     split.busy[there] += unit[there, leaves] * goes - unit[there, comes] * arrives

@@ -98,7 +98,7 @@ def split_best(
 def split_step(row: Indices, step: Step, scratch: SplitScratch) -> float:
     """The best split of one scenario, in `scratch.share` and `scratch.busy`; seconds of the slowest rank."""
     split, streams = scratch.split, _streams(step)
-    draw_lines(step, scratch)
+    draw_lines(step, scratch.unit, scratch.fixed)
     split_best(row, step.alive, step.speeds, scratch.unit, scratch.fixed, split, scratch.search)
     if streams:
         _price(step, split)
@@ -120,14 +120,14 @@ def _streams(step: Step) -> bool:
 
 
 @helper()
-def draw_lines(step: Step, scratch: SplitScratch) -> None:
+def draw_lines(step: Step, unit: Array, fixed: Array) -> None:
     """The price of a share as a straight line: through one replica and each of two."""
-    ranks, experts = scratch.unit.shape
+    ranks, experts = unit.shape
     if not _streams(step):
         for rank in range(ranks):
             for expert in range(experts):
-                scratch.unit[rank, expert] = step.per_token[rank, expert] * step.tokens[expert]
-        scratch.fixed[:] = 0.0
+                unit[rank, expert] = step.per_token[rank, expert] * step.tokens[expert]
+        fixed[:] = 0.0
         return
     for expert in range(experts):
         alone = halved = still = 0.0
@@ -137,9 +137,9 @@ def draw_lines(step: Step, scratch: SplitScratch) -> None:
                 halved += _slot_s(step, rank, expert, 0.5)
         if alone > 0.0:
             still = min(max(2.0 * halved / alone - 1.0, 0.0), MOST_FIXED)
-        scratch.fixed[expert] = still / (1.0 - still)
+        fixed[expert] = still / (1.0 - still)
         for rank in range(ranks):
-            scratch.unit[rank, expert] = _slot_s(step, rank, expert, 1.0) * (1.0 - still)
+            unit[rank, expert] = _slot_s(step, rank, expert, 1.0) * (1.0 - still)
 
 
 @helper()

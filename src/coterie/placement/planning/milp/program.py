@@ -57,7 +57,7 @@ class LayerSteps:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class ProgramLayer:
     """One layer's arrays, living ranks only, in seconds; expected ones where there are scenarios."""
 
     unit: Array
@@ -115,7 +115,7 @@ class Layer:
         return float((self.unit * parts).sum(axis=1).max())
 
 
-class Found(NamedTuple):
+class LayerSolution(NamedTuple):
     """What the search of one layer ended with; seconds are above horizon x floor."""
 
     holds: Mask
@@ -146,7 +146,7 @@ class _Places(NamedTuple):
 class Program:
     """The mixed-integer program of one layer."""
 
-    def __init__(self, layer: Layer, split: str, known: float, apart: Mask) -> None:
+    def __init__(self, layer: ProgramLayer, split: str, known: float, apart: Mask) -> None:
         """`known`: excess of some placement; none that is worse need be found. `apart`: experts that get no last level
         for several numbers of replicas."""
         self.layer, self.split, self.apart = layer, split, apart
@@ -158,7 +158,7 @@ class Program:
         self.worth = float(per_move) or layer.horizon * self.scale or 1.0  # what the solver calls 1
         slack = known / layer.horizon if layer.horizon else np.inf
         self.slowest = layer.floor + slack * (1 + 1e-9) + 1e-9 * self.scale
-        self._rows = Rows()
+        self._rows = ConstraintRows()
         self._place()
         places, ranks = len(self.places.expert), len(layer.unit)
         self.first_share = places
@@ -379,7 +379,7 @@ class Program:
 INF = highspy.kHighsInf
 
 
-class Rows:
+class ConstraintRows:
     """Rows of the program as they are collected."""
 
     def __init__(self) -> None:

@@ -11,10 +11,10 @@ from coterie.placement.planning.search.state import (
     TINY,
     Action,
     Best,
-    Layer,
-    Prices,
+    MeanLayer,
+    MeanPrices,
+    MeanState,
     Scratch,
-    State,
     apply,
     fee_of,
     part_of,
@@ -23,7 +23,7 @@ from coterie.placement.planning.search.state import (
 
 
 @helper()
-def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
+def repair(layer: MeanLayer, state: MeanState, target: float, fastest: float) -> bool:
     """Bring experts that no living rank has to one, and fill EMPTY slots; whether there was anything to do."""
     slots, ranks = len(state.row), len(state.busy)
     per_rank = slots // ranks
@@ -59,8 +59,8 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
 
 
 @helper()
-def descend(
-    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, spare: float
+def reach_target(
+    layer: MeanLayer, state: MeanState, scratch: Scratch, best: Best, prices: MeanPrices, target: float, spare: float
 ) -> bool:
     """Until no rank is above the target, or nothing helps; whether none is."""
     stuck, fastest, given_up = scratch.stuck, prices.fastest, 0
@@ -75,8 +75,8 @@ def descend(
         if rank < 0:
             return given_up == 0
         action = Action(TINY * target, NONE, NONE, NONE)
-        action = look_at_swaps(layer, state, scratch, rank, target, fastest, action, spare)
-        action = look_at_gifts(layer, state, scratch, rank, target, fastest, action, spare)
+        action = find_swap(layer, state, scratch, rank, target, fastest, action, spare)
+        action = find_gift(layer, state, scratch, rank, target, fastest, action, spare)
         if action.second < 0:
             stuck[rank] = True
             given_up += 1
@@ -90,7 +90,7 @@ def descend(
 
 
 @helper()
-def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
+def note(layer: MeanLayer, state: MeanState, best: Best, prices: MeanPrices) -> None:
     """Keep what is better by the objective than all before, or the first; of equals, the one with fewer moves."""
     per_rank = len(state.row) // len(state.busy)
     slot, moves, latest, seconds = 0, 0, 0.0, 0.0
@@ -128,8 +128,8 @@ DEPTH = 0.03
 """Weight of squared room below the target: the search fills the emptiest ranks first, which few moves then close."""
 
 ROOMIEST = 4
-"""Of more than eight ranks, those with the most room on which a swap is looked for: of 32, all take half as long again
-for a twentieth fewer moves."""
+"""Ranks that are tried for a swap, those with the most room first, where there are more than eight. On 32 ranks, trying
+all takes half as long again for a twentieth fewer moves."""
 
 
 @helper()
@@ -139,7 +139,7 @@ def excess(busy: float, target: float, steep: float) -> float:
 
 
 @helper()
-def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float) -> float:
+def give_gain(layer: MeanLayer, state: MeanState, slot: int, expert: int, target: float) -> float:
     """Excess that goes away when the slot is given to the expert, which its rank does not have."""
     rank, was, steep = slot // (len(state.row) // len(state.busy)), state.row[slot], DEPTH / target
     less = part_of(layer.share, expert, state.copies[expert] + 1)
@@ -163,8 +163,15 @@ def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float)
 
 
 @helper(division_raises=False)
-def look_at_swaps(
-    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, best: Action, spare: float
+def find_swap(
+    layer: MeanLayer,
+    state: MeanState,
+    scratch: Scratch,
+    rank: int,
+    target: float,
+    fastest: float,
+    best: Action,
+    spare: float,
 ) -> Action:
     """The best swap of one of the rank's slots with a slot elsewhere, if better than `best`.
 
@@ -244,8 +251,15 @@ def look_at_swaps(
 
 
 @helper()
-def look_at_gifts(
-    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, best: Action, spare: float
+def find_gift(
+    layer: MeanLayer,
+    state: MeanState,
+    scratch: Scratch,
+    rank: int,
+    target: float,
+    fastest: float,
+    best: Action,
+    spare: float,
 ) -> Action:
     """The best slot to give away, in favour of an expert of the rank or on the rank itself, if better than `best`.
 
@@ -302,16 +316,16 @@ def look_at_gifts(
                 moves = fee_of(load_in, home, other, expert, fastest) - fee[slot]
                 divisor = max(moves + spare, spare / 2)
                 if gain > score * divisor:
-                    found = give_gain(layer, state, slot, expert, target) / divisor
-                    if found > score:
-                        score, slot_best, expert_best = found, slot, expert
+                    per_move = give_gain(layer, state, slot, expert, target) / divisor
+                    if per_move > score:
+                        score, slot_best, expert_best = per_move, slot, expert
     if slot_best < 0:
         return best
     return Action(score, NONE, slot_best, expert_best)
 
 
 @helper()
-def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, target: float) -> bool:
+def weigh_replicas(layer: MeanLayer, state: MeanState, scratch: Scratch, rank: int, target: float) -> bool:
     """Fill `relief` and `burden`, as far as a look at the rank needs them; False where no expert has replicas."""
     unit, share, row, held, count, part, busy = (
         layer.unit,

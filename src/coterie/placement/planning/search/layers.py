@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.placement.planning.search.descent import descend, note, repair
+from coterie.placement.planning.search.descent import note, reach_target, repair
 from coterie.placement.planning.search.state import (
     TINY,
     Array,
     Best,
     Ints,
-    Layer,
-    Prices,
+    MeanLayer,
+    MeanPrices,
+    MeanState,
     Scratch,
-    State,
     restore,
     save,
     slowest,
@@ -82,7 +82,7 @@ def search(
     The first step of a trail is the layer as it is, repaired where it must be.
     """
     slots, ranks, experts = rows.shape[1], unit.shape[1], unit.shape[2]
-    state = State(
+    state = MeanState(
         row=np.zeros(slots, np.int64),
         held=np.zeros((ranks, experts), np.int16),
         home=np.zeros((ranks, experts), np.bool_),
@@ -103,8 +103,8 @@ def search(
     )
     base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
-        layer = Layer(unit[at], share[at], load_in[at], alive, uniform_ranks)
-        prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
+        layer = MeanLayer(unit[at], share[at], load_in[at], alive, uniform_ranks)
+        prices = MeanPrices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
         best = Best(
             rows=trails[at],
             totals=totals[at],
@@ -132,7 +132,7 @@ def search(
                 break  # even reaching it in one move would not be better
             if step > 0.0:
                 restore(layer, state, base, fastest)
-            descend(layer, state, scratch, best, prices, target, SPARE)
+            reach_target(layer, state, scratch, best, prices, target, SPARE)
             high = min(high, slowest(state.busy))
         if high > low * (1.0 + CLOSE) and slots * ranks <= THOROUGH:
             # The floor is out of reach and `high` is not: targets between them.
@@ -141,7 +141,7 @@ def search(
                 if high <= low * (1.0 + CLOSE) or prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
                     break
                 restore(layer, state, base, fastest)
-                if not descend(layer, state, scratch, best, prices, target, SPARE):
+                if not reach_target(layer, state, scratch, best, prices, target, SPARE):
                     low = target
                 high = min(high, slowest(state.busy))
             low = prices.floor
@@ -149,14 +149,14 @@ def search(
                 if prices.horizon * low + cheapest >= totals[at, kept[at] - 1]:
                     break
                 restore(layer, state, base, fastest)
-                descend(layer, state, scratch, best, prices, low, spare)
+                reach_target(layer, state, scratch, best, prices, low, spare)
                 less = SQUEEZE
                 while less > CLOSE:
                     save(state, old)
                     peak = slowest(state.busy)
                     if peak <= low * (1.0 + CLOSE):
                         break
-                    descend(layer, state, scratch, best, prices, max(low, peak * (1.0 - less)), spare)
+                    reach_target(layer, state, scratch, best, prices, max(low, peak * (1.0 - less)), spare)
                     if slowest(state.busy) > peak * (1.0 - CLOSE / 10.0):
                         restore(layer, state, old, fastest)
                         less /= 2.0

@@ -24,7 +24,7 @@ TINY = 1e-9
 """Share of the target: excess below this is ignored."""
 
 
-class Layer(NamedTuple):
+class MeanLayer(NamedTuple):
     """What the search of a layer is given."""
 
     unit: Array
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
     """Whether every expert takes the same time on all living ranks."""
 
 
-class State(NamedTuple):
+class MeanState(NamedTuple):
     """Where the search of a layer stands."""
 
     row: NDArray[np.int64]
@@ -88,7 +88,7 @@ class Action(NamedTuple):
     expert: int
 
 
-class Prices(NamedTuple):
+class MeanPrices(NamedTuple):
     """Prices of the objective for one layer."""
 
     floor: float
@@ -135,7 +135,7 @@ def fee_of(load_in: Array, home: NDArray[np.bool_], rank: int, expert: int, fast
 
 
 @helper()
-def start(layer: Layer, state: State, base: NDArray[np.int64], row: Ints) -> None:
+def start(layer: MeanLayer, state: MeanState, base: NDArray[np.int64], row: Ints) -> None:
     """Homes as they are, and a `base` in which second copies on a rank are EMPTY slots."""
     ranks, experts = layer.unit.shape
     per_rank = len(row) // ranks
@@ -152,7 +152,7 @@ def start(layer: Layer, state: State, base: NDArray[np.int64], row: Ints) -> Non
 
 
 @helper()
-def refresh(layer: Layer, state: State, rank: int, fastest: float) -> None:
+def refresh(layer: MeanLayer, state: MeanState, rank: int, fastest: float) -> None:
     """Recompute a rank's times and fees from its slots: rounding errors do not add up."""
     unit, load_in, row, home, part, own, fee = (
         layer.unit,
@@ -176,7 +176,7 @@ def refresh(layer: Layer, state: State, rank: int, fastest: float) -> None:
 
 
 @helper()
-def apply(layer: Layer, state: State, first: int, second: int, expert: int, fastest: float) -> None:
+def apply(layer: MeanLayer, state: MeanState, first: int, second: int, expert: int, fastest: float) -> None:
     per_rank = len(state.row) // len(state.busy)
     rank, was = second // per_rank, state.row[second]
     if first >= 0:
@@ -203,7 +203,7 @@ def apply(layer: Layer, state: State, first: int, second: int, expert: int, fast
 
 
 @helper()
-def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) -> None:
+def restore(layer: MeanLayer, state: MeanState, row: NDArray[np.int64], fastest: float) -> None:
     """To a given state of the slots."""
     ranks, experts = layer.unit.shape
     per_rank = len(row) // ranks
@@ -226,6 +226,6 @@ def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) 
 
 
 @helper()
-def save(state: State, row: NDArray[np.int64]) -> None:
+def save(state: MeanState, row: NDArray[np.int64]) -> None:
     for slot in range(len(row)):
         row[slot] = state.row[slot]

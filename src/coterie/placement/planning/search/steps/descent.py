@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement.planning.search.steps.gifts import look_at_gifts
+from coterie.placement.planning.search.steps.actions import best_swap, look_at_gifts, swap
 from coterie.placement.planning.search.steps.state import (
     UNITS,
     Array,
@@ -31,7 +31,6 @@ from coterie.placement.planning.search.steps.state import (
     set_edge,
     take,
 )
-from coterie.placement.planning.search.steps.swaps import best_swap, swap
 
 PASSES = 32
 """Most passes over a layer."""
@@ -62,7 +61,7 @@ def is_small(slots: int, ranks: int) -> bool:
 
 
 @helper()
-def descend(
+def descend_steps(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, share: float, least: float
 ) -> None:
     """Take what gains, until a pass finds next to nothing. `least`: share of the objective that an action must gain."""
@@ -178,11 +177,11 @@ def search_steps(
             if trial:
                 seed = kick(alive, start, seed)
             take(layer, state, start)
-            descend(layer, state, scratch, prices, share, numbers[5])
+            descend_steps(layer, state, scratch, prices, share, numbers[5])
             set_edge(layer, state, prices, share)
-            found = objective_now(layer, state, prices) + prices.horizon * tail * state.edge[0]
-            if not trial or found < least * (1.0 - numbers[5]):
-                least = found
+            total = objective_now(layer, state, prices) + prices.horizon * tail * state.edge[0]
+            if not trial or total < least * (1.0 - numbers[5]):
+                least = total
                 for slot in range(slots):
                     base[slot] = state.row[slot]
         for slot in range(slots):

@@ -20,7 +20,7 @@ Units = NDArray[np.int32]
 """Times, weighted."""
 
 UNITS = 2.0**30
-"""Of all experts on one rank, expected over the scenarios."""
+"""Units of a rank that had all experts, expected over the scenarios."""
 
 TRIED = 3
 """Experts that are tried for a slot to give away: those whose further replica relieves the slowest ranks most."""
@@ -102,9 +102,9 @@ class StepScratch(NamedTuple):
     one."""
     back: Units
     pull: Array
-    """[slot of a rank] what is expected falls by at most this if the slot is given away, and"""
+    """[slot of a rank] upper bound on how far the expected time falls if the slot is given away."""
     push: Array
-    """rises by at least this for what is taken."""
+    """[slot of a rank] lower bound on how far it rises for the expert that is taken instead."""
     freed: Units
     """[rank, scenario] times without the slot that is given away."""
     peak: Units
@@ -190,7 +190,7 @@ def summed(times: Units) -> int:
 
 @helper()
 def summed_past(times: Units, edges: Units) -> int:
-    """Of what is past the edge."""
+    """Sum of the scenario times beyond the edge of the tail."""
     total = np.int32(0)
     for scenario in range(len(times)):
         past = np.int32(times[scenario] - edges[scenario])
@@ -200,7 +200,7 @@ def summed_past(times: Units, edges: Units) -> int:
 
 @helper()
 def take(layer: StepLayer, state: StepState, row: Ints) -> None:
-    """Stand at a placement."""
+    """Fill the state from a placement [slot]."""
     ranks = len(layer.alive)
     per_rank = len(row) // ranks
     for expert in range(len(state.copies)):
@@ -251,14 +251,14 @@ def rank_slowest(busy: Units, first: Units, second: Units, third: Units) -> None
 
 @helper()
 def mark_stale(stale: NDArray[np.bool_], rank: int) -> None:
-    """A rank changed: look at its pairs."""
+    """Mark all pairs of a rank that changed, so that they are looked at again."""
     for other in range(len(stale)):
         stale[rank, other] = stale[other, rank] = True
 
 
 @helper()
 def expected(layer: StepLayer, state: StepState, prices: StepPrices, peak: Units) -> float:
-    """What the times of the slowest ranks [scenario] count, in seconds."""
+    """Seconds that the objective counts for the times of the slowest ranks, `peak` [scenario]."""
     if prices.steep == 0.0:
         return summed(peak) / layer.scale
     return (prices.lean * summed(peak) + prices.steep * summed_past(peak, state.edges)) / layer.scale
@@ -280,7 +280,7 @@ def objective(seconds: float, moved: float, prices: StepPrices, edge: float) -> 
 
 @helper()
 def objective_now(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
-    """The objective, less what the edge itself counts."""
+    """The objective without the part of the tail that is the edge itself, the same for all candidates."""
     seconds = expected(layer, state, prices, state.first)
     return float(objective(seconds, moving(state, prices), prices, state.edge[0]))
 
