@@ -29,9 +29,8 @@ def predicted(preset: str, spec: ModelSpec, dtype: str, tokens: int, active: int
     params = load_preset(preset).fits[spec.name].moe[dtype].params
     counts = np.zeros(spec.num_experts)
     counts[:active] = expert_tokens(tokens, spec.top_k, active)
-    return layer_us(
-        params.array(), counts, float(tokens), spec.expert_bytes(cast(Any, dtype)), 2.0 * spec.expert_params, warm
-    )
+    prices = params.array(spec.expert_bytes(cast(Any, dtype)), 2.0 * spec.expert_params, warm)
+    return layer_us(prices, counts, float(tokens))
 
 
 def active_experts(preset: str, model: str, dtype: str, batches: tuple[int, ...], title: str) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.fleet.simulation import FleetReport, FleetSettings, requests_of, simulate_fleet
-from coterie.costs.contention import Movement
+from coterie.costs.movement import Movement
 from coterie.costs.presets import Preset
 from coterie.costs.presets import step_model as preset_model
 from coterie.costs.step import StepModel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coterie.costs.cells import ContentionCell
-from coterie.costs.contention import fit_contention, staged_exposed
+from coterie.costs.movement import fit_contention, staged_exposed
 from coterie.costs.presets import Preset, load_preset, save_preset, step_model, with_contention
 from coterie.errors import ConfigError, TraceError
 from coterie.models import get_model

@@ -35,7 +35,7 @@ def params(**changes: Any) -> MoeParams:
 
 
 def time_of(p: MoeParams, counts: Any, tokens: int = 64, nbytes: Any = NBYTES, resident: bool = False) -> float:
-    return layer_us(p.array(), np.asarray(counts, float), float(tokens), nbytes, FLOPS, resident)
+    return layer_us(p.array(nbytes, FLOPS, resident), np.asarray(counts, float), float(tokens))
 
 
 def spread(tokens: int, active: int, experts: int = 128, k: int = 8) -> np.ndarray:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from coterie.costs.cells import CollectiveCell
-from coterie.costs.experts import layer_us
 from coterie.costs.presets import (
     fit_table,
     load_preset,
@@ -175,10 +174,7 @@ def test_cells_of_another_harness_on_an_h200_follow_the_model(data_dir: Path) ->
         for active in (16, 128):
             counts = np.zeros(128)
             counts[:active] = batch * 8 / active
-            spec = model.spec
-            ours[active] = layer_us(
-                model.moe.array(), counts, batch, spec.expert_bytes("bf16"), 2.0 * spec.expert_params, False
-            )
+            ours[active] = model.experts_us(counts, batch)
         slope = theirs[batch, 128] - theirs[batch, 16]
         assert ours[128] - ours[16] == pytest.approx(slope, rel=0.08)
 

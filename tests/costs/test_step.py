@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from coterie.costs.exchange import ExchangeTraffic
 from coterie.costs.presets import step_model
-from coterie.costs.replicas import slot_tokens
+from coterie.costs.replicas import Slots, slot_tokens
 from coterie.costs.step import Batch, CostOptions
 from coterie.errors import ConfigError
 from coterie.models import get_model
@@ -144,7 +144,7 @@ def test_load_of_another_model_is_refused() -> None:
 @given(hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 1000)), st.permutations([0, 1, 2, 3, 4, 5, 0, 3, 3]))
 def test_replicas_share_every_token_once(load: Any, slots: list[Any]) -> None:
     placement = Placement(np.array([slots, slots[::-1]], np.int32), 3, 6)
-    shared = slot_tokens(load, placement)
+    shared = slot_tokens(load, Slots.of(placement))
     back = np.zeros(load.shape)
     for layer in range(2):
         np.add.at(back[layer], placement.slot_experts[layer], shared[layer])

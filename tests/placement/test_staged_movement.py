@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from coterie.costs.contention import Contention, Movement
+from coterie.costs.movement import Contention, Movement
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.costs.presets import step_model
-from coterie.costs.replicas import slot_tokens
+from coterie.costs.replicas import Slots, slot_tokens
 from coterie.costs.step import Batch, CostOptions, StepModel
 from coterie.errors import ConfigError
 from coterie.models import get_model
@@ -96,17 +96,16 @@ def steps(draw: st.DrawFn) -> tuple[StepModel, Placement | None, np.ndarray, Bat
 
 @given(steps())
 @settings(max_examples=100)
-def test_the_timer_is_the_step_model(step: tuple[StepModel, Placement | None, np.ndarray, Batch]) -> None:
+def test_imbalance_and_distinct_experts_of_a_step(step: tuple[StepModel, Placement | None, np.ndarray, Batch]) -> None:
     model, placement, load, batch = step
     timer = StepTimer(model, placement)
     ran = timer(load, batch)
-    assert ran.seconds == pytest.approx(model.step(load, batch, placement).total_s, rel=1e-12)
     assert timer(load, batch) == ran, "also from what it remembers"
     assert ran.distinct == pytest.approx((load > 0).sum(axis=1).mean())
     if placement is None:
         assert ran.imbalance == 1.0
     else:
-        per_rank = slot_tokens(load, placement).reshape(LAYERS, placement.num_ranks, -1).sum(axis=2)
+        per_rank = slot_tokens(load, Slots.of(placement)).reshape(LAYERS, placement.num_ranks, -1).sum(axis=2)
         mean = per_rank.mean(axis=1)
         expected = np.divide(per_rank.max(axis=1), mean, out=np.ones(LAYERS), where=mean > 0)
         assert ran.imbalance == pytest.approx(expected.mean(), rel=1e-12)
@@ -118,9 +117,9 @@ def test_a_step_of_nothing_takes_no_time() -> None:
 
 
 def test_the_timer_refuses_what_does_not_fit_its_model() -> None:
-    with pytest.raises(ConfigError, match=r"load has shape \(2, 32\); expected \[24, 32\]"):
+    with pytest.raises(ConfigError, match="load has 2 layers; gpt-oss-20b has 24"):
         StepTimer(MODEL)(np.zeros((2, 32), np.int64), Batch(1))
-    with pytest.raises(ConfigError, match=r"placement\.num_ranks=4 must equal 8 of the model"):
+    with pytest.raises(ConfigError, match=r"placement\.num_ranks=4 .*=8"):
         StepTimer(replace(MODEL, topology=Topology(8)), Placement.linear(LAYERS, EXPERTS, 4))
     with pytest.raises(ConfigError, match="placement is for 24 layers of 64 experts; gpt-oss-20b has 24 of 32"):
         StepTimer(MODEL, Placement.linear(LAYERS, 64, 1))

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.costs.composition import step_tables
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet._tables import MOST_DECODING, step_tables
+from coterie.sim.fleet._steps import MOST_DECODING, step_counts
 from coterie.sim.fleet.metrics import FleetRun, LatencyLimits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
@@ -99,13 +100,13 @@ TIMES = {
 
 def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
     """Times as the compiled loop looks them up, of loads that the plain simulator counted."""
-    tables = step_tables(MODEL, max(config.places, config.chunk_tokens))
-    most = min(MOST_DECODING, tables.layer[5])
+    tables = step_tables(MODEL, max(config.places, config.chunk_tokens)), step_counts(MODEL)
+    most = min(MOST_DECODING, *MODEL.moe.tile_rows)
 
     def us(rows: list[int], load: np.ndarray, batch: Batch) -> float:
         if not batch.prefill_tokens and len(rows) <= most:
-            return by_bits(tables, requests.recordings.expert_ids[rows], SPEC.num_experts, batch.decode_context)[0]
-        return counted_us(tables, load.astype(np.uint32), batch)[0]
+            return by_bits(*tables, requests.recordings.expert_ids[rows], SPEC.num_experts, batch.decode_context)[0]
+        return counted_us(*tables, load.astype(np.uint32), batch)[0]
 
     return us
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.costs.composition import step_tables
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, CostOptions
 from coterie.models import get_model
 from coterie.sim.execution import StepTimer
-from coterie.sim.fleet._tables import MOST_DECODING, step_tables
+from coterie.sim.fleet._steps import MOST_DECODING, step_counts
 from coterie.types import Placement, Topology
 from fleet_steps import SPEC, by_bits, counted_us
 
@@ -33,7 +34,7 @@ def test_tables_give_the_times_of_the_step_model(name: str) -> None:
     model = step_model(spec, preset, "bf16", Topology(ranks), options)
     layers, experts = spec.num_moe_layers, spec.num_experts
     placement = Placement.linear(layers, experts, ranks, experts + 8) if ranks > 1 else None
-    tables, timer = step_tables(model, 3000, placement), StepTimer(model, placement)
+    tables, timer = (step_tables(model, 3000), step_counts(model, placement)), StepTimer(model, placement)
     for decoding, prefill, prompts in ((1, 0, 1), (16, 0, 1), (61, 0, 1), (0, 1, 1), (7, 300, 2), (0, 2900, 3)):
         tokens = rng.random((decoding + prefill, layers, experts)).argpartition(spec.top_k, axis=2)[:, :, : spec.top_k]
         load = np.zeros((layers, experts), np.int64)
@@ -45,11 +46,11 @@ def test_tables_give_the_times_of_the_step_model(name: str) -> None:
         )
         expected = timer(load, batch)
         counts = load.astype(np.uint32)
-        us, distinct = counted_us(tables, counts, Batch(decoding, context, prefill, before, prompts))
+        us, distinct = counted_us(*tables, counts, Batch(decoding, context, prefill, before, prompts))
         assert us * 1e-6 == pytest.approx(expected.seconds, rel=1e-7)
         assert distinct == expected.distinct
-        if not prefill and ranks == 1 and decoding <= min(MOST_DECODING, tables.layer[5]):
-            by_words, found = by_bits(tables, tokens, experts, context)
+        if not prefill and ranks == 1 and decoding <= min(MOST_DECODING, *model.moe.tile_rows):
+            by_words, found = by_bits(*tables, tokens, experts, context)
             assert by_words == pytest.approx(us, rel=1e-9)
             assert found == distinct
 
@@ -63,11 +64,12 @@ def test_bits_count_as_plain_counting_does(seed: int, tokens: int, experts: int)
     keys = rng.exponential(size=(tokens, layers, experts)) / popular
     ids = keys.argsort(axis=2)[:, :, :top_k]
     spec = replace(SPEC, num_layers=layers, first_moe_layer=0, num_experts=experts, top_k=top_k)
-    tables = step_tables(step_model(spec, "h200"), 64)
+    model = step_model(spec, "h200")
+    tables = step_tables(model, 64), step_counts(model)
     load = np.zeros((layers, experts), np.uint32)
     for layer in range(layers):
         np.add.at(load[layer], ids[:, layer].ravel(), 1)
-    us, distinct = counted_us(tables, load, Batch(tokens, 100 * tokens, 0, 0, 1))
-    by_words, found = by_bits(tables, ids, experts, 100 * tokens)
+    us, distinct = counted_us(*tables, load, Batch(tokens, 100 * tokens, 0, 0, 1))
+    by_words, found = by_bits(*tables, ids, experts, 100 * tokens)
     assert by_words == pytest.approx(us, rel=1e-9)
     assert found == distinct

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from coterie.costs.composition import StepTables
 from coterie.costs.step import Batch
-from coterie.sim.fleet._bits import decode_us, fill_bits
-from coterie.sim.fleet._steps import step_us
-from coterie.sim.fleet._tables import StepTables
+from coterie.sim.fleet._steps import StepCounts, bit_step_us, counted_step_us, fill_bits
 from coterie.types import ModelSpec
 
 SPEC = ModelSpec(
@@ -25,35 +24,17 @@ SPEC = ModelSpec(
 )
 
 
-def counted_us(t: StepTables, counts: np.ndarray, batch: Batch) -> tuple[float, float]:
+def counted_us(t: StepTables, c: StepCounts, counts: np.ndarray, batch: Batch) -> tuple[float, float]:
     """The step of loads that were counted; counts [layer, expert] tokens."""
-    return step_us(
-        t.shape, t.layer, t.experts, t.dense, t.padded, t.attention, t.slots, t.links, t.blend, counts, *batch
-    )
+    return counted_step_us(*t, c.shape, c.slots, c.links, c.slot_rows, c.rank_tokens, c.parts, counts, *batch)
 
 
-def by_bits(tables: StepTables, tokens: np.ndarray, experts: int, context: int) -> tuple[float, float]:
-    """The step counted 64 cells at a time; tokens [token, layer, k]."""
-    cells = (tokens + np.arange(tokens.shape[1])[None, :, None] * experts).reshape(len(tokens), -1).astype(np.uint16)
-    bits = np.zeros((len(tokens) + 1, len(tables.union)), np.uint64)
-    fill_bits(cells, bits)
+def by_bits(t: StepTables, c: StepCounts, tokens: np.ndarray, experts: int, context: int) -> tuple[float, float]:
+    """The step counted 64 experts at a time; tokens [token, layer, k]."""
+    ids = (tokens + np.arange(tokens.shape[1])[None, :, None] * experts).reshape(len(tokens), -1).astype(np.uint16)
+    bits = np.zeros((len(tokens) + 1, len(c.union)), np.uint64)
+    fill_bits(ids, bits)
     starts = np.full(len(tokens) + 8, len(tokens) * bits.shape[1], np.uint64)
     starts[: len(tokens)] = np.arange(len(tokens)) * bits.shape[1]
-    t = tables
-    return decode_us(
-        t.shape,
-        t.layer,
-        t.experts,
-        t.dense,
-        t.padded,
-        t.attention,
-        t.blend,
-        t.spans,
-        t.union,
-        t.having,
-        bits.ravel(),
-        starts,
-        tokens.shape[2],
-        len(tokens),
-        context,
-    )
+    memory = c.shape, c.spans, c.union, c.having
+    return bit_step_us(*t, *memory, bits.ravel(), starts, tokens.shape[2], len(tokens), context)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.batching.base import Loads
 from coterie.batching.picking import Indices, allowed_skips, drop, due, in_order, not_in
-from coterie.costs.lines import rank_us, rows_past
+from coterie.costs.lines import line_us, rows_past
 
 ALMOST_NEVER = 1e-3
 """Least probability that a request misses an expert: keeps a product of many above 0."""
@@ -110,8 +110,7 @@ def _fill_step(
 ) -> float:
     """Fill the order up from its forced picks; the time of the whole in microseconds."""
     waiting, layers, slots = loads.shape
-    groups, per_rank = layers * ranks, slots // ranks
-    fixed_us, first_us, tile, row_us, arrival_us, by_tokens = parameters
+    groups, per_rank, tile, by_tokens = layers * ranks, slots // ranks, parameters[2], parameters[5] > 0.0
     brings = loads.reshape(waiting, groups, per_rank)
     rows, cold = _together(brings, running, order[:forced])
     if forced == len(order):
@@ -122,34 +121,32 @@ def _fill_step(
     own, totals = np.empty((groups, waiting)), np.zeros(waiting)
     for group in range(groups):
         for request in range(waiting):
-            own[group, request] = _spread_out(brings[request, group], by_group[group, request], chance[group, request])
+            for slot in range(per_rank):
+                by_group[group, request, slot] = brings[request, group, slot]
+                chance[group, request, slot] = min(brings[request, group, slot], 1.0)
+            own[group, request] = _total(brings[request, group])
             totals[request] += own[group, request]
-    warm, past, here = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty(groups)
+    # With each candidate: slots touched, rows past a first tile, and rows.
+    touched, past, arrived = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty((groups, waiting))
     # Without a slot that could fill a tile there are no rows past one, as in decode.
     tiles = _may_fill(by_group, rows, len(order), tile)
     for place in range(forced, len(order)):
         for group in range(groups):
-            _dots(chance[group], left[:count], cold[group], warm[group])
+            _dots(chance[group], left[:count], cold[group], touched[group])
             if tiles:
                 _pasts(by_group[group], left[:count], rows[group], tile, past[group])
-            touched = per_rank - _total(cold[group])
+            warm, present = per_rank - _total(cold[group]), _total(rows[group])
             for i in range(count):
-                warm[group, i] += touched
-            here[group] = _total(rows[group])
+                touched[group, i] += warm
+                arrived[group, i] = present + own[group, left[i]]
         best, least = -1, np.inf
         for i in range(count):
-            request, found = left[i], fixed_us
-            for layer in range(layers):
-                slowest, busiest = 0.0, 0.0
-                for group in range(layer * ranks, (layer + 1) * ranks):
-                    slowest = max(slowest, rank_us(warm[group, i], past[group, i], first_us, row_us))
-                    busiest = max(busiest, here[group] + own[group, request])
-                found += slowest + busiest * arrival_us
-            if by_tokens > 0.0:  # cost of unevenness per token, or short prompts would win
-                both = total + totals[request]
-                found = (found - _even_us(both, loads, parameters, ranks)) / both
-            if found < least:
-                best, least = i, found
+            score = line_us(parameters, ranks, touched, past, arrived, i)
+            if by_tokens:  # cost of unevenness per token, or short prompts would win
+                tokens = total + totals[left[i]]
+                score = (score - _even_us(tokens, loads, parameters, ranks)) / tokens
+            if score < least:
+                best, least = i, score
         order[place] = left[best]
         total += totals[left[best]]
         drop(left, count, best)
@@ -174,18 +171,13 @@ def _together(brings: Loads, running: Loads, order: Indices) -> tuple[Loads, Loa
 
 @helper()
 def _time_us(rows: Loads, cold: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
-    fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
-    per_rank, time = rows.shape[1], fixed_us
-    for layer in range(len(rows) // ranks):
-        slowest, busiest = 0.0, 0.0
-        for group in range(layer * ranks, (layer + 1) * ranks):
-            past = 0.0
-            for slot in range(per_rank):
-                past += rows_past(rows[group, slot], tile)
-            slowest = max(slowest, rank_us(per_rank - _total(cold[group]), past, first_us, row_us))
-            busiest = max(busiest, _total(rows[group]))
-        time += slowest + busiest * arrival_us
-    return float(time)
+    parts = np.zeros((3, len(rows), 1))  # slots touched, rows past a first tile, rows
+    for group in range(len(rows)):
+        parts[0, group, 0] = rows.shape[1] - _total(cold[group])
+        for slot in range(rows.shape[1]):
+            parts[1, group, 0] += rows_past(rows[group, slot], parameters[2])
+        parts[2, group, 0] = _total(rows[group])
+    return line_us(parameters, ranks, parts[0], parts[1], parts[2], 0)
 
 
 @helper()  # not fastmath, unlike `total_of`: requests that tie must go on tying
@@ -194,15 +186,6 @@ def _total(row: Loads) -> float:
     for slot in range(len(row)):
         total += row[slot]
     return total
-
-
-@helper()
-def _spread_out(brings: Loads, row: Loads, chance: Loads) -> float:
-    """Copy a request's tokens by slot, and its probabilities of touching a slot; returns its tokens."""
-    for slot in range(len(brings)):
-        row[slot] = brings[slot]
-        chance[slot] = min(brings[slot], 1.0)
-    return _total(brings)
 
 
 @helper(fastmath=True)
@@ -240,7 +223,7 @@ def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks:
     layers, slots = loads.shape[1], loads.shape[2]
     rows, per_rank = total / (layers * slots), slots // ranks
     touched = 1.0 - np.exp(-rows)
-    layer = per_rank * (rank_us(touched, rows_past(rows, tile), first_us, row_us) + rows * arrival_us)
+    layer = per_rank * (touched * first_us + rows_past(rows, tile) * row_us + rows * arrival_us)
     return float(fixed_us + layers * layer)
 
 

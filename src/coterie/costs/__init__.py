@@ -5,7 +5,7 @@ Each term stands once, as a function that compiled loops call too:
 * :mod:`~coterie.costs.experts`: the experts of one layer on one device, from tokens per expert.
 * :mod:`~coterie.costs.replicas`: how replicas of an expert share its tokens.
 * :mod:`~coterie.costs.exchange`: the all-to-all between ranks.
-* :mod:`~coterie.costs.attention`, :mod:`~coterie.costs.dense`: attention and projections.
+* :mod:`~coterie.costs.attention`, :mod:`~coterie.costs.roofline`: attention and projections.
 * :mod:`~coterie.costs.movement`: weights and caches over links.
 * :mod:`~coterie.costs.step`: the whole step.
 * :mod:`~coterie.costs.lines`: straight-line forms of it for policies.

@@ -7,7 +7,7 @@ at hand, else by expectation for uniform routing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,9 +159,7 @@ class ExchangeTraffic(NamedTuple):
 
 def all_to_all_us(traffic: ExchangeTraffic, topology: Topology) -> float:
     """Dispatch and combine: both directions of one layer. Links of a kind work at once; intra and inter overlap."""
-    intra, inter = topology.intra, topology.inter
-    near, far = traffic.intra_bytes / intra.bytes_per_s, traffic.inter_bytes / inter.bytes_per_s
-    return 1e6 * there_and_back(intra.latency_s, near, inter.latency_s, far)
+    return exchange_us(traffic_links(traffic, topology), 1.0)
 
 
 @helper()
@@ -178,32 +176,29 @@ def exchange_us(links: Array, rows: float) -> float:
     return there_and_back(links[0], rows * links[1], links[2], rows * links[3])
 
 
-@helper()
-def exposed(exchange: Any, overlap: float, experts: Any) -> Any:
-    """Part of an exchange that is not hidden behind a share of the experts' time; both in the same unit."""
-    return np.maximum(0.0, exchange - overlap * experts)
-
-
-def arrival_links(spec: ModelSpec, topology: Topology) -> Array:
-    """[4] microseconds of latency and per row inside a node, then between nodes.
-
-    Rows are token-and-expert pairs computed on a rank, as in :meth:`ExchangeTraffic.arriving`.
-    """
-    one = ExchangeTraffic.arriving(1.0, spec, topology)
+def traffic_links(traffic: ExchangeTraffic, topology: Topology, overlap: float = 0.0) -> Array:
+    """[5] microseconds of latency and per row inside a node, then between nodes, for rows that make this traffic each;
+    then the share of the experts' time behind which the exchange can hide."""
     intra, inter = topology.intra, topology.inter
     return np.array(
         [
             intra.latency_s * 1e6,
-            one.intra_bytes / intra.bytes_per_s * 1e6,
+            traffic.intra_bytes / intra.bytes_per_s * 1e6,
             inter.latency_s * 1e6,
-            one.inter_bytes / inter.bytes_per_s * 1e6,
+            traffic.inter_bytes / inter.bytes_per_s * 1e6,
+            overlap,
         ]
     )
 
 
-def crossing_links(spec: ModelSpec, link: Link) -> Array:
-    """Like :func:`arrival_links`, for rows known to cross a link inside the node."""
-    return np.array([1e6 * link.latency_s, row_us(spec, link), 0.0, 0.0])
+def arrival_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> Array:
+    """:func:`traffic_links` of token-and-expert pairs computed on a rank, as in :meth:`ExchangeTraffic.arriving`."""
+    return traffic_links(ExchangeTraffic.arriving(1.0, spec, topology), topology, overlap)
+
+
+def crossing_links(spec: ModelSpec, link: Link, overlap: float = 0.0) -> Array:
+    """:func:`traffic_links` of rows known to cross a link inside the node."""
+    return np.array([1e6 * link.latency_s, row_us(spec, link), 0.0, 0.0, overlap])
 
 
 def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE) -> float:
@@ -218,3 +213,32 @@ def row_trips_s(topology: Topology, row_bytes: float) -> Array:
     seconds = 2.0 * row_bytes * np.where(near, 1 / topology.intra.bytes_per_s, 1 / topology.inter.bytes_per_s)
     np.fill_diagonal(seconds, 0.0)
     return np.asarray(seconds)
+
+
+# Ring collectives of tensor parallelism: reduce-scatter, all-gather, and the all-reduce that is both. A ring of R ranks
+# passes R - 1 times a part of 1/R of the bytes to the next rank:
+#
+#     reduce-scatter = all-gather = (R - 1) x (latency + bytes / R / bandwidth)        all-reduce = both
+#
+# Wrong for switches that add on the way (NVLS halves an all-reduce) and for trees, which have fewer latencies.
+
+
+class RingTime(NamedTuple):
+    """Time of one pass around a ring: a straight line in the bytes of the whole tensor."""
+
+    fixed_us: float
+    byte_us: float
+
+    def us(self, nbytes: float) -> float:
+        """A reduce-scatter or an all-gather; an all-reduce takes two."""
+        return self.fixed_us + self.byte_us * nbytes
+
+
+def ring_time(topology: Topology) -> RingTime:
+    """A ring over all ranks. Between nodes its slowest link decides."""
+    ranks = topology.num_ranks
+    links = [topology.intra] if topology.num_nodes == 1 else [topology.intra, topology.inter]
+    return RingTime(
+        fixed_us=1e6 * (ranks - 1) * max(link.latency_s for link in links),
+        byte_us=1e6 * (ranks - 1) / ranks / min(link.bytes_per_s for link in links),
+    )

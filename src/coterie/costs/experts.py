@@ -18,6 +18,8 @@ device where other work shares the memory bus.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -55,18 +57,20 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of this size stay in the cache between calls; used only where residency is switched on."""
     cache_bytes_per_us: float = 1.0
 
-    def array(self) -> NDArray[np.float64]:
-        """Values in the order that the loops below take."""
+    def array(self, nbytes: float = 0.0, flops: float = 0.0, resident: bool = False) -> NDArray[np.float64]:
+        """[18] values in the order that the loops below take.
+
+        `nbytes` are one expert's weights, `flops` those of one row through one expert, `resident` whether weights that
+        fit in the cache stay there.
+        """
         return np.array(
             [
                 self.overhead_us,
                 self.token_us,
                 self.stream_bytes_per_us,
                 self.row_us,
-                self.tile_flops_per_us[0],
-                self.tile_flops_per_us[1],
-                self.tile_rows[0],
-                self.tile_rows[1],
+                *self.tile_flops_per_us,
+                *self.tile_rows,
                 self.switch_rows,
                 self.sharpness,
                 self.fill_penalty,
@@ -74,34 +78,37 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
                 self.overlap,
                 self.cache_bytes,
                 self.cache_bytes_per_us,
+                nbytes,
+                flops,
+                float(resident),
             ]
         )
 
 
 OVERHEAD, TOKEN, STREAM, ROW, RATE, TILE, SWITCH = 0, 1, 2, 3, 4, 6, 8
-SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE = 9, 10, 11, 12, 13, 14
-"""Places in :meth:`MoeParams.array`; RATE and TILE are those of the small tile, the large one's stand after them."""
+SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE, NBYTES, FLOPS, RESIDENT = range(9, 18)
+"""Indices in :meth:`MoeParams.array`; RATE and TILE are the small tile's, the large one's follow them."""
 
 CACHE_SHARPNESS = 4.0
 """Past the cache's size the share of hits falls as (cache ÷ weights) to this power: replacement is not perfect."""
 
-
-@helper()
-def cache_hits(p: Array, weight_bytes: float) -> float:
-    """Share of weights of this size in all that a cache still holds when they are used in turn."""
-    return float(min(1.0, (p[CACHE] / weight_bytes) ** CACHE_SHARPNESS))
+BLEND_PARTS = 1 << 13
+"""Straight lines that stand for ``(1 + x ** s) ** (1 / s)`` on 0 … 1: off by less than 1e-7 of a layer's time."""
 
 
 @helper()
-def cached_stream_us(p: Array, nbytes: float, hits: float) -> float:
-    """Time to bring one expert's weights in, a share `hits` of them from the cache."""
-    return float(nbytes * ((1.0 - hits) / p[STREAM] + hits / p[CACHE_RATE]))
+def stream_us(p: Array, active: float) -> float:
+    """Time to bring in one expert's weights; resident weights of `active` experts come from the cache in part."""
+    if p[RESIDENT] == 0.0 or p[CACHE] == 0.0:
+        return float(p[NBYTES] / p[STREAM])
+    hits = min(1.0, (p[CACHE] / (p[NBYTES] * active)) ** CACHE_SHARPNESS)
+    return float(p[NBYTES] * ((1.0 - hits) / p[STREAM] + hits / p[CACHE_RATE]))
 
 
 @helper()
-def tile_us(p: Array, large: int, flops: float) -> float:
+def tile_us(p: Array, large: int) -> float:
     """Compute of one tile, full or not; `large` is 1 for the large tile, else 0."""
-    return float(p[TILE + large] * flops / p[RATE + large])
+    return float(p[TILE + large] * p[FLOPS] / p[RATE + large])
 
 
 @helper()
@@ -138,49 +145,67 @@ def overlapped_us(fixed: float, overlap: float, alone: float, together: float) -
     return fixed + (1.0 - overlap) * alone + overlap * together
 
 
-@njit()
-def layer_us(p: Array, counts: Array, tokens: float, nbytes: float, flops: float, resident: bool) -> float:
-    """One device's time for counts [expert] rows of the experts it holds; 0 without any.
+@helper()
+def blended(a: float, b: float, blend: Array) -> float:
+    """:func:`soft_max` by the table of :func:`blend_table`, since powers would take most of a simulated step."""
+    top, low = max(a, b), min(a, b)
+    at = low / top * BLEND_PARTS
+    part = min(np.uint64(at), np.uint64(BLEND_PARTS - 1))
+    share = at - part
+    return float(top * (blend[part] + share * (blend[part + np.uint64(1)] - blend[part])))
 
-    `tokens` is the size of the batch, `nbytes` one expert's weights, `flops` those of one row through one expert.
+
+def blend_table(sharpness: float) -> Array:
+    """[part + 1] by how much the larger of two times grows by the other, over their ratio."""
+    ratio = np.linspace(0.0, 1.0, BLEND_PARTS + 1)
+    return np.asarray((1.0 + ratio**sharpness) ** (1.0 / sharpness))
+
+
+@njit()
+def expert_table(p: Array, out: Array) -> None:
+    """Fill out [3, tile, rows] with :func:`expert_us`, the small tile and the large; no rows take no time."""
+    stream = stream_us(p, 1.0)
+    for large in range(2):
+        compute = tile_us(p, large)
+        for rows in range(1, out.shape[2]):
+            mine, arrival, busy = expert_us(p, float(rows), large, stream, compute)
+            out[0, large, rows], out[1, large, rows], out[2, large, rows] = mine, arrival, busy
+
+
+@helper()
+def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float) -> float:
+    """One device's experts of one layer, from the rows of its slots; 0 without any. `tokens` is the size of its batch.
+
+    With the tables of :func:`expert_table` and :func:`blend_table` times are looked up; with empty ones, computed.
     """
-    active, total = 0, 0.0
-    for count in counts:
-        if count > 0:
-            active += 1
-            total += count
+    active, total = 0, 0
+    for count in rows:
+        active += count > 0
+        total += count
     if active == 0:
         return 0.0
-    large = 1 if total / len(counts) > p[SWITCH] else 0
-    compute, stream = tile_us(p, large, flops), nbytes / p[STREAM]
-    if resident and p[CACHE] > 0.0:
-        stream = cached_stream_us(p, nbytes, cache_hits(p, nbytes * active))
+    large = 1 if total / len(rows) > p[SWITCH] else 0
     alone, arrive, work = 0.0, 0.0, 0.0
-    for rows in counts:
-        if rows > 0:
-            mine, arrival, busy = expert_us(p, rows, large, stream, compute)
-            alone += mine
-            arrive += arrival
-            work += busy
-    together = soft_max(arrive, work, p[SHARPNESS])
+    if len(blend) > 0:
+        for count in rows:
+            at = np.int64(count)
+            alone += table[0, large, at]
+            arrive += table[1, large, at]
+            work += table[2, large, at]
+        together = blended(arrive, work, blend)
+    else:
+        compute, stream = tile_us(p, large), stream_us(p, float(active))
+        for count in rows:
+            if count > 0:
+                mine, arrival, busy = expert_us(p, float(count), large, stream, compute)
+                alone += mine
+                arrive += arrival
+                work += busy
+        together = soft_max(arrive, work, p[SHARPNESS])
     return float(overlapped_us(fixed_us(p, tokens), p[OVERLAP], alone, together))
 
 
 @njit()
-def slowest_us(p: Array, counts: Array, tokens: Array, nbytes: float, flops: float, resident: bool) -> float:
-    """The slowest rank's experts in one layer; counts [rank, slot of the rank] rows, tokens [rank]."""
-    slowest = 0.0
-    for rank in range(len(counts)):
-        slowest = max(slowest, layer_us(p, counts[rank], tokens[rank], nbytes, flops, resident))
-    return slowest
-
-
-@njit()
-def expert_table(p: Array, nbytes: float, flops: float, out: Array) -> None:
-    """Fill out [3, tile, rows] with :func:`expert_us`, the small tile and the large; no rows take no time."""
-    stream = nbytes / p[STREAM]
-    for large in range(2):
-        compute = tile_us(p, large, flops)
-        for rows in range(1, out.shape[2]):
-            mine, arrival, busy = expert_us(p, float(rows), large, stream, compute)
-            out[0, large, rows], out[1, large, rows], out[2, large, rows] = mine, arrival, busy
+def layer_us(p: Array, rows: Array, tokens: float) -> float:
+    """:func:`rank_us` for Python, computed, of rows that need not be whole."""
+    return rank_us(p, np.empty((3, 2, 0)), np.empty(0), rows, tokens)

@@ -19,15 +19,14 @@ from coterie._numba import njit
 from coterie.costs.cells import MoeCell, expert_tokens
 from coterie.costs.experts import (
     OVERLAP,
+    RESIDENT,
     SHARPNESS,
-    STREAM,
     SWITCH,
     MoeParams,
-    cache_hits,
-    cached_stream_us,
     expert_us,
     fixed_us,
     overlapped_us,
+    stream_us,
     tile_us,
 )
 from coterie.costs.roofline import soft_max
@@ -138,10 +137,9 @@ class _Shape(NamedTuple):
 def _predict(x: NDArray[np.float64], t: _Table, shape: _Shape) -> NDArray[np.float64]:
     """Microseconds per cell."""
     out = np.zeros((3, len(t.us)))
-    p = _numbers(x, shape)
-    _predict_us(
-        p, t.cell, t.rows, t.experts, t.tokens, t.mean_rows, t.active, t.warm, t.nbytes, t.flops, shape.cached, out
-    )
+    cache = x[10:] if shape.cached else (0.0, 1.0)
+    p = np.array([*x[:6], *shape.tiles, shape.switch, *x[6:10], *cache, t.nbytes, t.flops, 0.0])
+    _predict_us(p, t.cell, t.rows, t.experts, t.tokens, t.mean_rows, t.active, t.warm, out)
     return np.asarray(out[0])
 
 
@@ -155,31 +153,20 @@ def _predict_us(
     mean_rows: NDArray[np.float64],
     active: NDArray[np.float64],
     warm: NDArray[np.bool_],
-    nbytes: float,
-    flops: float,
-    cached: bool,
     out: NDArray[np.float64],
 ) -> None:
-    """`layer_us` of all cells, into out [0, cell]; the other rows of `out` are working memory, and all is 0."""
+    """`rank_us` of all cells, into out [0, cell]; the other rows of `out` are working memory, and all is 0."""
     for entry in range(len(cell)):
         at = cell[entry]
         large = 1 if mean_rows[at] > p[SWITCH] else 0
-        stream = nbytes / p[STREAM]
-        if cached:
-            stream = cached_stream_us(p, nbytes, cache_hits(p, nbytes * active[at]) if warm[at] else 0.0)
-        alone, arrival, busy = expert_us(p, rows[entry], large, stream, tile_us(p, large, flops))
+        p[RESIDENT] = warm[at]
+        alone, arrival, busy = expert_us(p, rows[entry], large, stream_us(p, active[at]), tile_us(p, large))
         out[0, at] += experts[entry] * alone
         out[1, at] += experts[entry] * arrival
         out[2, at] += experts[entry] * busy
     for at in range(len(tokens)):
         together = soft_max(out[1, at], out[2, at], p[SHARPNESS])
         out[0, at] = overlapped_us(fixed_us(p, tokens[at]), p[OVERLAP], out[0, at], together)
-
-
-def _numbers(x: NDArray[np.float64], shape: _Shape) -> NDArray[np.float64]:
-    """All parameters, as :meth:`MoeParams.array` lists them."""
-    cache = x[10:] if shape.cached else (0.0, 1.0)
-    return np.array([*x[:6], *shape.tiles, shape.switch, *x[6:10], *cache])
 
 
 class _Solution(NamedTuple):

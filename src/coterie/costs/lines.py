@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.costs.exchange import ExchangeTraffic, all_to_all_us
-from coterie.costs.experts import STREAM, TILE, arrival_us, fixed_us, tile_us
+from coterie.costs.exchange import arrival_links, exchange_us
+from coterie.costs.experts import NBYTES, STREAM, TILE, arrival_us, fixed_us, tile_us
 from coterie.costs.replicas import Slots
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
@@ -61,10 +61,9 @@ class StepCost:
         ranks = 1 if placement is None else placement.num_ranks
         if rows_per_expert is None:
             rows_per_expert = batch.tokens * spec.top_k / spec.num_experts
-        p, large = moe.array(), int(rows_per_expert > moe.switch_rows)
-        tile, compute = float(p[TILE + large]), float(tile_us(p, large, 2.0 * spec.expert_params))
-        stream = spec.expert_bytes(model.dtype) / p[STREAM]
-        weights = float(arrival_us(p, max(rows_per_expert, 1.0), tile, stream))
+        p, large = model.expert_prices(), int(rows_per_expert > moe.switch_rows)
+        tile, compute = float(p[TILE + large]), float(tile_us(p, large))
+        weights = float(arrival_us(p, max(rows_per_expert, 1.0), tile, p[NBYTES] / p[STREAM]))
         row_us = max(compute / tile, moe.row_us)
         # What overlaps between experts is hidden behind the larger of all streaming and all compute.
         behind = max(weights, compute + max(0.0, rows_per_expert / tile - 0.5) * compute)
@@ -75,10 +74,8 @@ class StepCost:
         fixed = rest * 1e6 + layers * (model.routing_us(batch.tokens) + moe.overhead_us + moe.token_us * batch.tokens)
         arrival = 0.0
         if ranks > 1:
-            one, two = (
-                all_to_all_us(ExchangeTraffic.arriving(n, spec, model.topology), model.topology) for n in (1e4, 2e4)
-            )
-            arrival = (two - one) / 1e4
+            links = arrival_links(spec, model.topology)
+            arrival = (exchange_us(links, 2e4) - exchange_us(links, 1e4)) / 1e4
         slots = share = None
         if placement is not None and not _is_linear(placement):
             slots, _, replicas = Slots.of(placement)
@@ -140,9 +137,20 @@ def rows_past(rows: float, tile_rows: float) -> float:
 
 
 @helper()
-def rank_us(touched: float, past: float, first_us: float, row_us: float) -> float:
-    """A rank's experts in one layer by a :class:`StepCost`: how many are touched, and rows past their first tiles."""
-    return touched * first_us + past * row_us
+def line_us(line: Array, ranks: int, touched: Array, past: Array, rows: Array, at: int) -> float:
+    """Batch `at` by a :class:`StepCost`, from [layer x rank, batch] slots touched, rows past first tiles, and rows.
+
+    As :func:`~coterie.costs.composition.layers_us` composes a step: the slowest rank's experts, and the busiest one's
+    exchange. `line` is :meth:`StepCost.numbers`.
+    """
+    time = line[0]
+    for layer in range(len(rows) // ranks):
+        slowest, busiest = 0.0, 0.0
+        for group in range(layer * ranks, (layer + 1) * ranks):
+            slowest = max(slowest, touched[group, at] * line[1] + past[group, at] * line[3])
+            busiest = max(busiest, rows[group, at])
+        time += slowest + busiest * line[4]
+    return float(time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The equal split: how replicas of an expert share its tokens.
 
-Whole tokens where a step is timed (:func:`slot_rows`), shares where a load is an expectation (:func:`equal_shares`).
+Whole tokens where a step is timed (:func:`fill_slots`), shares where a load is an expectation (:func:`equal_shares`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import helper, njit
-from coterie.errors import ConfigError
+from coterie._numba import njit
 from coterie.types import Placement
 
 
@@ -34,21 +33,20 @@ class Slots(NamedTuple):
         return cls(expert, turn, np.take_along_axis(placement.replicas, expert, axis=1))
 
 
-@helper()
-def slot_rows(rows: Any, replicas: Any, turn: Any) -> Any:
-    """Rows of one of an expert's slots: an equal part each, the remainder one by one to the first slots."""
-    return rows // replicas + (turn < rows % replicas)
-
-
-def slot_tokens(load: NDArray[np.integer], placement: Placement) -> NDArray[np.float64]:
+def slot_tokens(load: NDArray[np.int64], slots: Slots) -> NDArray[np.int64]:
     """[layer, slot] tokens, from load [layer, expert] tokens."""
-    if load.shape != (placement.num_layers, placement.num_experts):
-        raise ConfigError(
-            f"load has shape {load.shape}; the placement is for {placement.num_layers} layers of "
-            f"{placement.num_experts} experts"
-        )
-    slots = Slots.of(placement)
-    return np.asarray(slot_rows(np.take_along_axis(load, slots.expert, axis=1), slots.replicas, slots.turn), np.float64)
+    rows = np.empty(slots.expert.shape, np.int64)
+    fill_slots(load, *slots, rows)
+    return rows
+
+
+@njit()
+def fill_slots(load: Any, expert: Any, turn: Any, replicas: Any, rows: NDArray[np.int64]) -> None:
+    """Fill rows [layer, slot]: an equal part of its expert's tokens each, the remainder one by one to the first."""
+    for layer in range(rows.shape[0]):
+        for slot in range(rows.shape[1]):
+            tokens, shared = np.int64(load[layer, expert[layer, slot]]), replicas[layer, slot]
+            rows[layer, slot] = tokens // shared + (turn[layer, slot] < tokens % shared)
 
 
 @njit()

@@ -36,6 +36,12 @@ def roofline_us(law: Column, nbytes: Any, flops: Any) -> Any:
     return law[0] + soft_max(nbytes / law[1] + 1e-9, flops / law[2] + 1e-9, law[3])
 
 
+@helper()
+def gemm_work(tokens: Any, n: Any, k: Any) -> Any:
+    """Bytes and flops of a dense projection [tokens, k] x [k, n] in 16 bits."""
+    return 2.0 * (n * k + tokens * (n + k)), 2.0 * tokens * n * k
+
+
 class Quality(msgspec.Struct, frozen=True):
     """Error on held-out cells, percent of the measured time."""
 

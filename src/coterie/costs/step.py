@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.attention import attention_shape, attention_us
-from coterie.costs.contention import Contention
-from coterie.costs.dense import gemm_work
-from coterie.costs.exchange import ExchangeTraffic, all_to_all_us, exposed
-from coterie.costs.experts import MoeParams, layer_us, slowest_us
-from coterie.costs.movement import transfer_s
-from coterie.costs.replicas import slot_tokens
-from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw
+from coterie.costs.composition import COMPUTED, NO_CROSSING, layers_us
+from coterie.costs.exchange import ExchangeTraffic, arrival_links, traffic_links
+from coterie.costs.experts import MoeParams, layer_us
+from coterie.costs.movement import Contention, transfer_s
+from coterie.costs.replicas import Slots, slot_tokens
+from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, gemm_work
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
@@ -91,6 +90,7 @@ class StepTime(NamedTuple):
         return self.attention_s + self.dense_s + self.routing_s + float(self.moe_s.sum() + self.all_to_all_s.sum())
 
 
+NO_LAYERS = np.zeros(0)
 ONE_DEVICE = Topology(1)
 PLAIN = CostOptions()
 
@@ -117,32 +117,19 @@ class StepModel:
     contention: dict[str, Contention] = field(default_factory=dict)
     """What copies take from the steps beside them, by path; empty where it was not measured."""
 
-    def experts_us(self, counts: NDArray[np.float64], tokens: int) -> float:
-        """One device's experts of one layer; counts [expert] rows."""
+    def expert_prices(self) -> NDArray[np.float64]:
+        """[18] prices of this model's experts, as :func:`~coterie.costs.experts.rank_us` takes them."""
         spec = self.spec
-        return layer_us(
-            self.moe.array(),
-            counts,
-            float(tokens),
-            spec.expert_bytes(self.dtype),
-            2.0 * spec.expert_params,
-            self.options.cache_resident,
-        )
+        return self.moe.array(spec.expert_bytes(self.dtype), 2.0 * spec.expert_params, self.options.cache_resident)
+
+    def experts_us(self, counts: NDArray[np.float64], tokens: int) -> float:
+        """One device's experts of one layer; counts [expert] rows, which need not be whole."""
+        return layer_us(self.expert_prices(), counts, float(tokens))
 
     def moe_s(self, load: NDArray[np.integer], tokens: int, placement: Placement | None = None) -> NDArray[np.float64]:
         """[layer] seconds of the slowest rank's experts; load [layer, expert] tokens of the step."""
-        spec = self.spec
-        if load.ndim != 2 or load.shape[1] != spec.num_experts:
-            raise ConfigError(f"load has shape {load.shape}; expected [layer, {spec.num_experts}]")
-        if load.size and load.min() < 0:
-            raise ConfigError(f"load holds {load.min()}; tokens must not be negative")
-        p, nbytes, flops = self.moe.array(), spec.expert_bytes(self.dtype), 2.0 * spec.expert_params
-        slots = np.asarray(load, np.float64) if placement is None else slot_tokens(load, placement)
-        ranks = 1 if placement is None else placement.num_ranks
-        by_rank = np.ascontiguousarray(slots).reshape(len(slots), ranks, -1)  # [layer, rank, slot of the rank]
-        batch = np.full(ranks, float(tokens))
-        resident = self.options.cache_resident
-        return np.array([slowest_us(p, rows, batch, nbytes, flops, resident) for rows in by_rank]) * 1e-6
+        placed = PlacedStepModel(self, placement)
+        return np.asarray(1e-6 * placed.layers_us(placed.slot_rows(load), np.full(placed.num_ranks, tokens))[0])
 
     def dense_s(self, tokens: int, outputs: int | None = None) -> float:
         """Projections of one step: attention's, shared and dense MLPs, and the head for the `outputs` that need it."""
@@ -156,7 +143,7 @@ class StepModel:
 
     def attention_s(self, batch: Batch) -> float:
         """Attention of one step over all layers."""
-        found = attention_us(
+        us = attention_us(
             attention_shape(self.spec),
             self.decode_attention.as_fitted(),
             self.prefill_attention.as_fitted(),
@@ -166,7 +153,7 @@ class StepModel:
             np.array([batch.prefill_context]),
             batch.prefill_requests,
         )
-        return float(found[0]) * 1e-6
+        return float(us[0]) * 1e-6
 
     def routing_us(self, tokens: int) -> float:
         """Gate, top-k, gather and weighted sum of one MoE layer."""
@@ -183,30 +170,17 @@ class StepModel:
         placement: Placement | None = None,
         traffic: ExchangeTraffic | None = None,
     ) -> StepTime:
-        """The whole step. `load` [MoE layer, expert] tokens of all ranks together; `batch` is one rank's."""
-        if len(load) != self.spec.num_moe_layers:
-            raise ConfigError(f"load has {len(load)} layers; {self.spec.name} has {self.spec.num_moe_layers} MoE ones")
-        if placement is not None and placement.num_ranks != self.topology.num_ranks:
-            raise ConfigError(
-                f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={self.topology.num_ranks}"
-            )
-        if not batch.tokens:
-            return StepTime(0.0, 0.0, 0.0, np.zeros(len(load)), np.zeros(len(load)))
-        tokens = self.running_tokens(batch)
-        moe = self.moe_s(load, tokens, placement)
-        exchange = np.zeros(len(moe))
-        if placement is not None and placement.num_ranks > 1:
-            per_layer = [traffic] * len(moe) if traffic else self._traffic(load, placement)
-            exchange = np.array([all_to_all_us(one, self.topology) for one in per_layer]) * 1e-6
-            exchange = exposed(exchange, self.options.overlap, moe)
-        routing = self.routing_us(tokens) * 1e-6 * len(moe)
-        return StepTime(self.attention_s(batch), self.dense_s(tokens, batch.outputs), routing, moe, exchange)
+        """The whole step. `load` [MoE layer, expert] tokens of all ranks together; `batch` is one rank's.
 
-    def _traffic(self, load: NDArray[np.integer], placement: Placement) -> list[ExchangeTraffic]:
-        """[layer] all-to-all time, from the rows of the busiest rank; replicas share tokens from all ranks."""
-        slots = slot_tokens(load, placement)
-        arriving = slots.reshape(len(slots), placement.num_ranks, -1).sum(axis=2).max(axis=1)
-        return [ExchangeTraffic.arriving(rows, self.spec, self.topology) for rows in arriving]
+        A rank exchanges the tokens that it computes, spread evenly over all ranks, unless `traffic` says what it moves
+        in a layer.
+        """
+        placed = PlacedStepModel(self, placement)
+        if traffic is None:
+            return placed.step(load, batch)
+        crossing = np.ones((2, len(load), placed.num_ranks), np.int64)
+        placed.links = traffic_links(traffic, self.topology, self.options.overlap)
+        return placed.step(load, batch, crossing)
 
     def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:
         """Moving one layer's weights of some experts over a link, or over a path measured on this device."""
@@ -220,3 +194,68 @@ class StepModel:
     def kv_transfer_s(self, tokens: int, link: Link) -> float:
         """Handing the KV cache of `tokens` tokens from a prefill to a decode worker."""
         return transfer_s(link, tokens * self.spec.kv_bytes_per_token)
+
+
+class PlacedStepModel:
+    """A step model on one placement: what does not change from step to step is computed once."""
+
+    def __init__(self, model: StepModel, placement: Placement | None = None) -> None:
+        """All experts are on one rank without a placement, whatever the topology."""
+        if placement is not None:
+            check_placement(model, placement)
+        self.model = model
+        self.num_ranks = 1 if placement is None else placement.num_ranks
+        self.links = arrival_links(model.spec, model.topology, model.options.overlap)
+        self._slots = None if placement is None else Slots.of(placement)
+        self._prices = model.expert_prices()
+        self._dense_s: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def slot_rows(self, load: NDArray[np.integer]) -> NDArray[np.int64]:
+        """[layer, slot] tokens of a step, from load [layer, expert]."""
+        if load.ndim != 2 or load.shape[1] != self.model.spec.num_experts:
+            raise ConfigError(f"load has shape {load.shape}; expected [layer, {self.model.spec.num_experts}]")
+        if load.size and load.min() < 0:
+            raise ConfigError(f"load holds {load.min()}; tokens must not be negative")
+        rows = np.ascontiguousarray(load, np.int64)
+        return rows if self._slots is None else slot_tokens(rows, self._slots)
+
+    def layers_us(
+        self, rows: NDArray[np.int64], tokens: NDArray[np.int64], crossing: NDArray[np.int64] = NO_CROSSING
+    ) -> NDArray[np.float64]:
+        """[2, layer] :func:`~coterie.costs.composition.layers_us` of rows [layer, slot] and tokens [rank]."""
+        out = np.empty((2, len(rows)))
+        layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, out)
+        return out
+
+    def rest(self, batch: Batch) -> StepTime:
+        """The step of one rank's batch without its MoE layers."""
+        if not batch.tokens:
+            return StepTime(0.0, 0.0, 0.0, NO_LAYERS, NO_LAYERS)
+        model, sizes = self.model, (self.model.running_tokens(batch), batch.outputs)
+        if sizes not in self._dense_s:
+            routing_s = model.routing_us(sizes[0]) * 1e-6 * model.spec.num_moe_layers
+            self._dense_s[sizes] = model.dense_s(*sizes), routing_s
+        return StepTime(model.attention_s(batch), *self._dense_s[sizes], NO_LAYERS, NO_LAYERS)
+
+    def step(self, load: NDArray[np.integer], batch: Batch, crossing: NDArray[np.int64] = NO_CROSSING) -> StepTime:
+        """A step in which every rank runs `batch`, and all tokens together activate `load` [layer, expert]."""
+        spec = self.model.spec
+        if len(load) != spec.num_moe_layers:
+            raise ConfigError(f"load has {len(load)} layers; {spec.name} has {spec.num_moe_layers} MoE ones")
+        rows, tokens = self.slot_rows(load), np.full(self.num_ranks, self.model.running_tokens(batch))
+        if not batch.tokens:
+            return StepTime(0.0, 0.0, 0.0, np.zeros(len(load)), np.zeros(len(load)))
+        moe, exchange = 1e-6 * self.layers_us(rows, tokens, crossing)
+        return self.rest(batch)._replace(moe_s=moe, all_to_all_s=exchange)
+
+
+def check_placement(model: StepModel, placement: Placement) -> None:
+    """Raise unless a placement has the model's layers and experts, on one rank or on those of its topology."""
+    spec, ranks = model.spec, model.topology.num_ranks
+    if placement.num_ranks not in (1, ranks):
+        raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}")
+    if (placement.num_layers, placement.num_experts) != (spec.num_moe_layers, spec.num_experts):
+        raise ConfigError(
+            f"placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
+            f"{spec.name} has {spec.num_moe_layers} of {spec.num_experts}"
+        )

@@ -20,7 +20,7 @@ import msgspec
 import yaml
 
 from coterie.control.base import ControlSettings
-from coterie.costs.contention import Movement
+from coterie.costs.movement import Movement
 from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.rows import MOST_PLACES

@@ -57,21 +57,20 @@ def _cache_limit(preset: Preset) -> float:
 
 def _predict(spec: ModelSpec, params: MoeParams, table: MoeTable) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[cell] microseconds by a set of parameters, whatever shape they were fitted to."""
-    p, out = params.array(), np.empty(len(table.cells))
+    out = np.empty(len(table.cells))
     for index, cell in enumerate(table.cells):
         counts = np.zeros(spec.num_experts)
         counts[: cell.active] = expert_tokens(cell.tokens, spec.top_k, cell.active, cell.zipf)
-        nbytes, flops = spec.expert_bytes(table.dtype), 2.0 * spec.expert_params
-        out[index] = layer_us(p, counts, float(cell.tokens), nbytes, flops, cell.warm)
+        p = params.array(spec.expert_bytes(table.dtype), 2.0 * spec.expert_params, cell.warm)
+        out[index] = layer_us(p, counts, float(cell.tokens))
     return out
 
 
 def _predict_us(spec: ModelSpec, params: MoeParams, table: MoeTable) -> float:
     cell = max(table.cells, key=lambda c: c.active)
-    p, counts = params.array(), np.zeros(spec.num_experts)
+    p, counts = params.array(spec.expert_bytes(table.dtype), 2.0 * spec.expert_params), np.zeros(spec.num_experts)
     counts[: cell.active] = expert_tokens(cell.tokens, spec.top_k, cell.active, cell.zipf)
-    nbytes, flops = spec.expert_bytes(table.dtype), 2.0 * spec.expert_params
-    return median_us(lambda: layer_us(p, counts, float(cell.tokens), nbytes, flops, False))
+    return median_us(lambda: layer_us(p, counts, float(cell.tokens)))
 
 
 def _unseen_row(preset: Preset, spec: ModelSpec, table: MoeTable) -> Row:

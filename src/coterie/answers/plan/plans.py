@@ -21,7 +21,7 @@ from coterie.answers.plan.memory import RankMemory
 from coterie.answers.plan.pricing import Placed, Pricing
 from coterie.answers.plan.samples import Brought, Over, Sampling
 from coterie.answers.plan.sources import read_sources
-from coterie.costs.contention import Movement
+from coterie.costs.movement import Movement
 from coterie.costs.presets import load_preset, step_model
 from coterie.errors import ConfigError, check_one_of, check_positive
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.plan.samples import Sample
-from coterie.costs.contention import Movement
+from coterie.costs.movement import Movement
 from coterie.costs.step import StepModel
 from coterie.placement import Load, Objective, Plan, Problem
 from coterie.types import Placement, Topology

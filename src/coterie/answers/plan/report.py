@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
-from coterie.costs.contention import staged_exposed
+from coterie.costs.movement import staged_exposed
 from coterie.costs.shipped import preset_names
 from coterie.models import models
 from coterie.placement import HOST, Plan

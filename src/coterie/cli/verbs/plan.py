@@ -37,7 +37,7 @@ from coterie.units import shown_s
 if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
     from coterie.answers.plan.plans import BatchRow, Planned
     from coterie.answers.plan.samples import Brought, Over
-    from coterie.costs.contention import Movement
+    from coterie.costs.movement import Movement
     from coterie.types import WeightDtype
 
 PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")

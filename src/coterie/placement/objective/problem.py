@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.costs.contention import Movement, staged_exposed
 from coterie.costs.exchange import BYTES_PER_VALUE, row_trips_s
 from coterie.costs.lines import ExpertLine, slot_s
-from coterie.costs.movement import load_s
+from coterie.costs.movement import Movement, load_s, staged_exposed
 from coterie.costs.replicas import equal_shares
 from coterie.costs.step import StepModel
 from coterie.errors import check_not_negative, check_one_of, check_positive_share, check_share

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
+from coterie.costs.experts import TILE
 from coterie.sim.fleet._arrivals import arrivals, next_arrival
-from coterie.sim.fleet._bits import decode_us
 from coterie.sim.fleet._endings import end_decode, end_mixed, make_ready, place
 from coterie.sim.fleet._gathering import count_token, gather
 from coterie.sim.fleet._memory import release
@@ -43,8 +43,7 @@ from coterie.sim.fleet._state import (
     Ints,
     pop,
 )
-from coterie.sim.fleet._steps import step_us
-from coterie.sim.fleet._tables import MOST_DECODING
+from coterie.sim.fleet._steps import MOST_DECODING, bit_step_us, counted_step_us
 
 
 @helper()
@@ -104,30 +103,33 @@ def advance(
     counts: NDArray[np.uint32],
     bits: NDArray[np.uint64],
     rows: NDArray[np.uint64],
-    shape: Ints,
-    layer: Floats,
+    p: Floats,
     experts: Floats,
+    blend: Floats,
     dense: Floats,
     padded: Ints,
     attention: Floats,
+    shape: Ints,
     slots: Ints,
     links: Floats,
-    blend: Floats,
     spans: NDArray[np.uint64],
     union: NDArray[np.uint64],
     having: NDArray[np.uint64],
+    slot_rows: Ints,
+    rank_tokens: Ints,
+    parts: Floats,
     log: Floats,
     answer: int,
 ) -> int:
     """Go on until a decision is needed (answered by the next call: a decoder, else -1), the log is full, or the end.
 
-    Takes a World and StepTables array by array, since a call with tuples of them takes three times as long; log
-    [step, 6]: worker, start, seconds, tokens decoded, prompt tokens, distinct experts.
+    Takes a World, StepTables and StepCounts array by array, since a call with tuples of them takes three times as long.
+    log [step, 6]: worker, start, seconds, tokens decoded, prompt tokens, distinct experts.
     """
     flat = counts.reshape(counts.size)
     all_bits, words, layers = bits.reshape(bits.size), np.uint64(bits.shape[1]), shape[0]
     nobody = np.uint64(bits.shape[0] - 1) * words
-    most = min(float(MOST_DECODING), layer[5]) if shape[2] == 1 else 0.0
+    most = min(float(MOST_DECODING), p[TILE], p[TILE + 1]) if shape[2] == 1 and slots.shape[2] == shape[1] else 0.0
     if answer >= 0:
         request = r[c[DECIDED], DECISION]
         c[DECIDED] += 1
@@ -152,14 +154,14 @@ def advance(
                         rows[at] *= words
                     for at in range(decoding, (decoding + 7) // 8 * 8):
                         rows[at] = nobody
-                    us, distinct = decode_us(
-                        shape,
-                        layer,
+                    us, distinct = bit_step_us(
+                        p,
                         experts,
+                        blend,
                         dense,
                         padded,
                         attention,
-                        blend,
+                        shape,
                         spans,
                         union,
                         having,
@@ -172,16 +174,19 @@ def advance(
                 else:
                     for at in range(decoding):
                         count_token(expert_indices, flat, rows[at], np.uint32(1))
-                    us, distinct = step_us(
-                        shape,
-                        layer,
+                    us, distinct = counted_step_us(
+                        p,
                         experts,
+                        blend,
                         dense,
                         padded,
                         attention,
+                        shape,
                         slots,
                         links,
-                        blend,
+                        slot_rows,
+                        rank_tokens,
+                        parts,
                         counts,
                         decoding,
                         w[CONTEXT, worker],

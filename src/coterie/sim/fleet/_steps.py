@@ -1,30 +1,87 @@
-"""The time of any step of a fleet, from the rows of every expert."""
+"""The time of a step of a fleet's worker, from the exact rows of every expert.
+
+:mod:`coterie.costs.composition` has the parts and adds them up. On one device, where most steps of a fleet run, the
+sum over layers is turned around here: all experts of all layers are looked up in one pass, and where a step only
+decodes, experts are counted in bits, 64 at a time.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.attention import attention_us
-from coterie.costs.exchange import exchange_us, exposed
-from coterie.costs.experts import overlapped_us
-from coterie.costs.replicas import slot_rows
-from coterie.sim.fleet._tables import blended
+from coterie.costs.composition import layers_us, step_us
+from coterie.costs.exchange import arrival_links
+from coterie.costs.experts import OVERLAP, SWITCH, TILE, blended, fixed_us, overlapped_us
+from coterie.costs.replicas import Slots, fill_slots
+from coterie.costs.step import StepModel, check_placement
+from coterie.types import Placement
+
+MOST_DECODING = 63
+"""Tokens of a step whose experts are counted in bits: six binary digits."""
+WORD = 64
+
+
+class StepCounts(NamedTuple):
+    """What the steps of a placement are counted with."""
+
+    shape: NDArray[np.int64]
+    """MoE layers, experts, ranks."""
+    slots: NDArray[np.int64]
+    """[3, layer, slot] expert, turn among its replicas, replicas."""
+    links: NDArray[np.float64]
+    """Links of the exchange, as `exchange_us` takes them."""
+    spans: NDArray[np.uint64]
+    """[layer, 4] first and last word of its experts in a row of bits, and which bits of the two are its."""
+    union: NDArray[np.uint64]
+    """[word] working memory."""
+    having: NDArray[np.uint64]
+    """[count] working memory."""
+    slot_rows: NDArray[np.int64]
+    """[layer, slot] working memory."""
+    rank_tokens: NDArray[np.int64]
+    """[rank] working memory."""
+    parts: NDArray[np.float64]
+    """[2, layer] working memory."""
+
+
+def step_counts(model: StepModel, placement: Placement | None = None) -> StepCounts:
+    """All experts are on one device without a placement."""
+    spec = model.spec
+    layers, experts = spec.num_moe_layers, spec.num_experts
+    placed = placement or Placement.linear(layers, experts, 1)
+    check_placement(model, placed)
+    slots = np.stack(Slots.of(placed))
+    return StepCounts(
+        shape=np.array([layers, experts, placed.num_ranks], np.int64),
+        slots=slots,
+        links=arrival_links(spec, model.topology, model.options.overlap),
+        spans=_spans(layers, experts),
+        union=np.zeros(-(-layers * experts // WORD), np.uint64),
+        having=np.zeros(MOST_DECODING + 1, np.uint64),
+        slot_rows=np.zeros(slots.shape[1:], np.int64),
+        rank_tokens=np.zeros(placed.num_ranks, np.int64),
+        parts=np.zeros((2, layers)),
+    )
+
+
+def _spans(layers: int, experts: int) -> NDArray[np.uint64]:
+    first = np.arange(layers) * experts
+    last = first + experts - 1
+    everything = np.uint64(0xFFFFFFFFFFFFFFFF)
+    from_first = everything << (first % WORD).astype(np.uint64)
+    to_last = everything >> (WORD - 1 - last % WORD).astype(np.uint64)
+    return np.stack([(first // WORD).astype(np.uint64), (last // WORD).astype(np.uint64), from_first, to_last], axis=1)
 
 
 @helper()
-def one_tile_line(experts: NDArray[np.float64], large: int) -> tuple[float, float, float]:
+def _one_tile_line(experts: NDArray[np.float64], large: int) -> tuple[float, float, float]:
     """Time of an expert with at most one tile of rows: arrival of its weights, arrival per row, compute."""
     slope = experts[1, large, 2] - experts[1, large, 1]
     return experts[1, large, 1] - slope, slope, experts[2, large, 1]
-
-
-@helper()
-def all_attention_us(
-    a: NDArray[np.float64], decoding: int, decode_context: int, prefill: int, prefill_context: int, prompts: int
-) -> float:
-    return float(attention_us(a[:7], a[7:11], a[11:15], decoding, decode_context, prefill, prefill_context, prompts))
 
 
 @helper()
@@ -65,9 +122,9 @@ def _together_us(
     compute is a tile's: their sums follow from how many experts a layer touches.
     """
     total, distinct = 0.0, 0
-    first, slope, tile = one_tile_line(experts, large)
-    for number in range(counts.shape[0]):
-        row = counts[number]
+    first, slope, tile = _one_tile_line(experts, large)
+    for layer in range(counts.shape[0]):
+        row = counts[layer]
         touched = _touched(row)
         distinct += touched
         if one_tile:
@@ -81,72 +138,20 @@ def _together_us(
     return total, distinct
 
 
-@helper()
-def rank_us(
-    layer: NDArray[np.float64],
-    experts: NDArray[np.float64],
-    blend: NDArray[np.float64],
-    rows: NDArray[np.int64],
-    tokens: float,
-) -> float:
-    """Experts of one rank in one layer, from the rows of its slots; 0 without rows."""
-    here = 0
-    for mine in rows:
-        here += mine
-    if here == 0:
-        return 0.0
-    large = 1 if here / len(rows) > layer[2] else 0
-    alone, arrive, work = 0.0, 0.0, 0.0
-    for mine in rows:
-        alone += experts[0, large, mine]
-        arrive += experts[1, large, mine]
-        work += experts[2, large, mine]
-    return float(overlapped_us(layer[0] + layer[1] * tokens, layer[3], alone, blended(arrive, work, blend)))
-
-
-@helper()
-def _ranks_us(
-    shape: NDArray[np.int64],
-    layer: NDArray[np.float64],
-    experts: NDArray[np.float64],
-    slots: NDArray[np.int64],
-    links: NDArray[np.float64],
-    blend: NDArray[np.float64],
-    counts: NDArray[np.uint32],
-    number: int,
-    tokens: float,
-) -> float:
-    """The slowest rank of one layer and the all-to-all, replicas sharing an expert's rows."""
-    ranks, per_rank = shape[2], shape[3]
-    slowest, busiest, rows = 0.0, 0, np.empty(per_rank, np.int64)
-    for rank in range(ranks):
-        here = 0
-        for at in range(per_rank):
-            rows[at] = _rows_at(slots, counts, number, rank * per_rank + at)
-            here += rows[at]
-        slowest = max(slowest, rank_us(layer, experts, blend, rows, tokens))
-        busiest = max(busiest, here)
-    return float(slowest + exposed(exchange_us(links, busiest), layer[4], slowest))
-
-
-@helper()
-def _rows_at(slots: NDArray[np.int64], counts: NDArray[np.uint32], number: int, slot: int) -> int:
-    """Rows of a slot in layer `number`."""
-    rows = np.int64(counts[number, slots[0, number, slot]])
-    return int(slot_rows(rows, slots[2, number, slot], slots[1, number, slot]))
-
-
 @njit()
-def step_us(
-    shape: NDArray[np.int64],
-    layer: NDArray[np.float64],
+def counted_step_us(
+    p: NDArray[np.float64],
     experts: NDArray[np.float64],
+    blend: NDArray[np.float64],
     dense: NDArray[np.float64],
     padded: NDArray[np.int64],
     attention: NDArray[np.float64],
+    shape: NDArray[np.int64],
     slots: NDArray[np.int64],
     links: NDArray[np.float64],
-    blend: NDArray[np.float64],
+    slot_rows: NDArray[np.int64],
+    rank_tokens: NDArray[np.int64],
+    parts: NDArray[np.float64],
     counts: NDArray[np.uint32],
     decoding: int,
     decode_context: int,
@@ -155,7 +160,8 @@ def step_us(
     prompts: int,
 ) -> tuple[float, float]:
     """Microseconds of a step, and experts touched in a layer on average; clears counts [layer, expert] rows."""
-    layers, per_rank, ranks = shape[0], shape[1], shape[2]
+    layers, per_layer, ranks = shape[0], shape[1], shape[2]
+    one_tile = decoding + prefill <= min(p[TILE], p[TILE + 1])
     if ranks > 1:
         decoding, decode_context = (decoding + ranks - 1) // ranks, decode_context // ranks
         prefill, prefill_context = (prefill + ranks - 1) // ranks, prefill_context // ranks
@@ -164,23 +170,155 @@ def step_us(
     if prefill == 0:
         tokens = padded[tokens]
     total, distinct = 0.0, 0
-    if ranks > 1:
-        for number in range(layers):
-            distinct += _touched(counts[number])
-            total += _ranks_us(shape, layer, experts, slots, links, blend, counts, number, float(tokens))
+    if slot_rows.shape[1] > per_layer or ranks > 1:
+        fill_slots(counts, slots[0], slots[1], slots[2], slot_rows)
+        for rank in range(ranks):
+            rank_tokens[rank] = tokens
+        layers_us(p, experts, blend, links, slot_rows, np.empty((0, 0, 0), np.int64), rank_tokens, parts)
+        for layer in range(layers):
+            distinct += _touched(counts[layer])
+            total += parts[0, layer] + parts[1, layer]
     else:
         rows = 0
-        for expert in range(per_rank):
+        for expert in range(per_layer):
             rows += int(counts[0, expert])  # the same in every layer: a token activates k experts in each
-        large, hidden = 1 if rows / per_rank > layer[2] else 0, layer[3]
-        one_tile = decoding + prefill <= layer[5]
+        large = 1 if rows / per_layer > p[SWITCH] else 0
         together, distinct = _together_us(experts, blend, counts, large, rows, one_tile)
         alone = _alone_us(experts[0, large], counts.reshape(counts.size))
-        total = overlapped_us(layers * (layer[0] + layer[1] * tokens), hidden, alone, together)
-    for number in range(layers):
-        row = counts[number]
-        for expert in range(per_rank):
+        total = overlapped_us(layers * fixed_us(p, tokens), p[OVERLAP], alone, together)
+    for layer in range(layers):
+        row = counts[layer]
+        for expert in range(per_layer):
             row[expert] = 0
-    outputs = decoding + (prompts if prefill > 0 else 0)
-    total += all_attention_us(attention, decoding, decode_context, prefill, prefill_context, prompts)
-    return total + dense[0, tokens] + dense[1, outputs], distinct / layers
+    total = step_us(dense, attention, total, tokens, decoding, decode_context, prefill, prefill_context, prompts)
+    return total, distinct / layers
+
+
+@njit()
+def fill_bits(expert_indices: NDArray[np.unsignedinteger], bits: NDArray[np.uint64]) -> None:
+    """Set bits [token, word]: bit i where the token activates expert index i."""
+    for token in range(expert_indices.shape[0]):
+        for at in range(expert_indices.shape[1]):
+            index = np.uint64(expert_indices[token, at])
+            bits[token, index >> np.uint64(6)] |= np.uint64(1) << (index & np.uint64(63))
+
+
+@helper()
+def _ones(word: np.uint64) -> np.uint64:
+    """Bits that are set; compilers know this pattern as one instruction."""
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
+
+
+@helper()
+def _count_bits(
+    bits: NDArray[np.uint64],
+    starts: NDArray[np.uint64],
+    tokens: int,
+    union: NDArray[np.uint64],
+    having: NDArray[np.uint64],
+) -> None:
+    """Count activations: having [count] expert indices that exactly `count` tokens activate, union [word] those that
+    any token does.
+
+    64 indices are counted at a time, in binary: digit d of all their counts is one word. Eight tokens are added by full
+    adders (a sum of three bits is their parity and their majority) before they join the digits. `starts` are where
+    tokens begin in `bits`; those past the tokens name an empty one, up to a multiple of eight.
+    """
+    for count in range(len(having)):
+        having[count] = 0
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
+    c1 = c2 = c3 = c4 = c5 = c6 = c7 = np.uint64(0)
+    for index in range(len(union)):
+        word = np.uint64(index)
+        p0 = p1 = p2 = p3 = p4 = p5 = np.uint64(0)
+        for at in range(0, tokens, 8):
+            a, b, c = bits[starts[at] + word], bits[starts[at + 1] + word], bits[starts[at + 2] + word]
+            d, e, f = bits[starts[at + 3] + word], bits[starts[at + 4] + word], bits[starts[at + 5] + word]
+            g, h = bits[starts[at + 6] + word], bits[starts[at + 7] + word]
+            x, y = a ^ b, d ^ e
+            s, t = x ^ c, y ^ f
+            k0, k1 = (a & b) | (x & c), (d & e) | (y & f)
+            x = g ^ h
+            u, k2 = x ^ s, (g & h) | (x & s)
+            ones, k3 = t ^ u, t & u
+            x = k0 ^ k1
+            v, m0 = x ^ k2, (k0 & k1) | (x & k2)
+            twos, m1 = v ^ k3, v & k3
+            fours, eights = m0 ^ m1, m0 & m1
+            carry = p0 & ones
+            p0 ^= ones
+            x = p1 ^ twos
+            carry, p1 = (p1 & twos) | (x & carry), x ^ carry
+            x = p2 ^ fours
+            carry, p2 = (p2 & fours) | (x & carry), x ^ carry
+            x = p3 ^ eights
+            carry, p3 = (p3 & eights) | (x & carry), x ^ carry
+            p5 ^= p4 & carry
+            p4 ^= carry
+        many = p3 | p4 | p5
+        union[word] = p0 | p1 | p2 | many
+        n0, n1 = p0 & ~many, ~p0 & ~many
+        q1, q2, q3 = p1 & ~p2, ~p1 & p2, p1 & p2
+        c1 += _ones(n0 & ~(p1 | p2))
+        c2 += _ones(n1 & q1)
+        c3 += _ones(n0 & q1)
+        c4 += _ones(n1 & q2)
+        c5 += _ones(n0 & q2)
+        c6 += _ones(n1 & q3)
+        c7 += _ones(n0 & q3)
+        while many:  # few experts have eight rows or more
+            bit = _ones(~many & (many - np.uint64(1)))  # the lowest that is set
+            many &= many - np.uint64(1)
+            low = (p0 >> bit & one) | (p1 >> bit & one) << one | (p2 >> bit & one) << two
+            high = (p3 >> bit & one) | (p4 >> bit & one) << one | (p5 >> bit & one) << two
+            having[low | high << three] += one
+    having[1], having[2], having[3], having[4] = c1, c2, c3, c4
+    having[5], having[6], having[7] = c5, c6, c7
+
+
+@njit()
+def bit_step_us(
+    p: NDArray[np.float64],
+    experts: NDArray[np.float64],
+    blend: NDArray[np.float64],
+    dense: NDArray[np.float64],
+    padded: NDArray[np.int64],
+    attention: NDArray[np.float64],
+    shape: NDArray[np.int64],
+    spans: NDArray[np.uint64],
+    union: NDArray[np.uint64],
+    having: NDArray[np.uint64],
+    bits: NDArray[np.uint64],
+    starts: NDArray[np.uint64],
+    top_k: int,
+    decoding: int,
+    context: int,
+) -> tuple[float, float]:
+    """`counted_step_us` of a step that only decodes, on one device, counted 64 experts at a time.
+
+    At most MOST_DECODING tokens, and no expert with more than a tile of them. `starts` as `_count_bits` takes them.
+    """
+    layers, tokens, activations = shape[0], padded[decoding], top_k * decoding
+    large = 1 if activations / shape[1] > p[SWITCH] else 0
+    _count_bits(bits, starts, decoding, union, having)
+    alone = 0.0
+    for count in range(1, decoding + 1):
+        alone += np.float64(having[count]) * experts[0, large, count]
+    first, slope, tile = _one_tile_line(experts, large)
+    together, distinct = 0.0, np.uint64(0)
+    for layer in range(layers):
+        begin, last = spans[layer, 0], spans[layer, 1]
+        word_bits = union[begin] & spans[layer, 2]
+        touched = np.uint64(0)
+        for word in range(begin, last):
+            touched += _ones(word_bits)
+            word_bits = union[np.uint64(word) + np.uint64(1)]
+        touched += _ones(word_bits & spans[layer, 3])
+        distinct += touched
+        together += blended(first * touched + slope * activations, tile * touched, blend)
+    total = overlapped_us(layers * fixed_us(p, tokens), p[OVERLAP], alone, together)
+    total = step_us(dense, attention, total, tokens, decoding, context, 0, 0, 1)
+    return total, np.float64(distinct) / layers

@@ -22,15 +22,15 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.costs.composition import step_tables
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of
 from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
-from coterie.sim.fleet._bits import fill_bits
 from coterie.sim.fleet._loop import advance
 from coterie.sim.fleet._memory import hit_tokens
-from coterie.sim.fleet._tables import WORD, step_tables
+from coterie.sim.fleet._steps import MOST_DECODING, WORD, fill_bits, step_counts
 from coterie.sim.fleet.checks import check_fleet
 from coterie.sim.fleet.control import EndedRequests, FinishedRequest, FleetController
 from coterie.sim.fleet.metrics import FleetRun
@@ -168,7 +168,7 @@ class _Driver:
         self.requests, self.router, self.config, self.progress = requests, router, config, progress
         self.fleet = fleet
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
-        self.tables = step_tables(model, most, placement)
+        self.tables = *step_tables(model, max(most, MOST_DECODING)), *step_counts(model, placement)
         self.world = _world(requests, model, config, in_flight, duplicates, until_s)
         self.log = np.zeros((FIRST_STEPS, 6))
         self.recorded: list[int] = requests.recorded.tolist()

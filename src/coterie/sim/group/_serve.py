@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.exchange import exchange_us, exposed
-from coterie.sim.fleet._steps import all_attention_us, rank_us
+from coterie.costs.composition import layers_us, step_us
 from coterie.sim.group.prompts import deal_layers
 from coterie.sim.group.step import dispatch
 
@@ -20,40 +19,6 @@ START, REST, EXPERTS, EXCHANGE, RING, REMOTE, ACTIVATIONS, DECODED, PROMPT = ran
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-
-@helper()
-def _lane_us(
-    dense: Floats, padded: Ints, attention: Floats, decoding: int, context: int, prompt: Ints
-) -> tuple[float, int]:
-    """Time of a lane without its experts, and the tokens it computes; prompt [3]: tokens, cached before, prompts."""
-    tokens = decoding + prompt[0]
-    if tokens == 0:
-        return 0.0, padded[0]
-    outputs = decoding + (prompt[2] if prompt[0] > 0 else 0)
-    if prompt[0] == 0:
-        tokens = padded[tokens]
-    us = all_attention_us(attention, decoding, context, prompt[0], prompt[1], prompt[2])
-    return us + dense[0, tokens] + dense[1, outputs], tokens
-
-
-@helper()
-def _layers_us(
-    layer: Floats, experts: Floats, blend: Floats, links: Floats, rows: Ints, crossing: Ints, tokens: Ints
-) -> tuple[float, float]:
-    """Experts of the slowest rank and the exchange of the busiest, summed over layers."""
-    layers, ranks = crossing.shape[1], crossing.shape[2]
-    per_rank = rows.shape[1] // ranks
-    computing, exchange = 0.0, 0.0
-    for number in range(layers):
-        slowest, busiest = 0.0, 0
-        for rank in range(ranks):
-            mine = rows[number, rank * per_rank : (rank + 1) * per_rank]
-            slowest = max(slowest, rank_us(layer, experts, blend, mine, float(tokens[rank])))
-            busiest = max(busiest, crossing[0, number, rank], crossing[1, number, rank])
-        computing += slowest
-        exchange += exposed(exchange_us(links, busiest), layer[4], slowest)
-    return computing, exchange
 
 
 @helper()
@@ -144,12 +109,12 @@ def serve(
     sent: NDArray[np.int32],
     got: NDArray[np.int32],
     local: Ints,
-    layer: Floats,
+    p: Floats,
     experts: Floats,
+    blend: Floats,
     dense: Floats,
     padded: Ints,
     attention: Floats,
-    blend: Floats,
     links: Floats,
     routing: Floats,
     ring: Floats,
@@ -183,6 +148,7 @@ def serve(
     home = np.empty((layers if tensor else 1, lanes * places), np.int64)
     prompt, computed = np.empty(3, np.int64), np.empty(ranks, np.int64)
     rows, crossing = np.zeros((layers, holders.shape[1]), np.int64), np.zeros((2, layers, ranks), np.int64)
+    parts = np.empty((2, layers))
     turns, asked = np.zeros((layers, holders.shape[1]), np.int64), np.empty((0, layers, holders.shape[1]))
     log, steps, clock, left = np.empty((1024, 9)), 0, 0.0, len(recorded)
     while left > 0:
@@ -251,12 +217,16 @@ def serve(
                     if done_pieces[request] == pieces:
                         decoded[request] = -1  # gives its first token at the end of this step
                 at += 1
-            mine, lane_tokens = _lane_us(dense, padded, attention, decoding, context, prompt)
-            rest = max(rest, mine)
+            lane_tokens = decoding + prompt[0]
+            tokens += lane_tokens
+            decoding_all += decoding
+            if prompt[0] == 0:
+                lane_tokens = padded[lane_tokens]
+            if decoding + prompt[0] > 0:
+                mine = step_us(dense, attention, 0.0, lane_tokens, decoding, context, prompt[0], prompt[1], prompt[2])
+                rest = max(rest, mine)
             if not tensor:
                 computed[lane] = lane_tokens
-            tokens += decoding + prompt[0]
-            decoding_all += decoding
         if tensor:
             deal_layers(predicted, picked, count, ranks, home)
         remote = dispatch(ids, picked, count, home, own, holders, copies, turns, rows, crossing, asked, deduplicate)
@@ -268,7 +238,11 @@ def serve(
                 computed[rank] = share
             rest += routing[share]
             around = ring[0] + ring[1] * (share * spread)
-        computing, exchange = _layers_us(layer, experts, blend, links, rows, crossing, computed)
+        layers_us(p, experts, blend, links, rows, crossing, computed, parts)
+        computing, exchange = 0.0, 0.0
+        for number in range(layers):
+            computing += parts[0, number]
+            exchange += parts[1, number]
         if steps == len(log):
             log = _longer(log)
         log[steps, START], log[steps, REST], log[steps, EXPERTS] = clock, rest, computing

@@ -19,11 +19,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.collectives import ring_time
-from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links
+from coterie.costs.composition import StepTables, step_tables
+from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links, ring_time
 from coterie.costs.step import ONE_DEVICE, StepModel
 from coterie.errors import ConfigError, check_at_least
-from coterie.sim.fleet._tables import StepTables, step_tables
 from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
 from coterie.sim.group._serve import ACTIVATIONS, DECODED, EXCHANGE, EXPERTS, PROMPT, REMOTE, REST, RING, START, serve
 from coterie.sim.group.prompts import IN_ORDER, PromptTables, prompt_tables, shuffled_tables
@@ -113,7 +112,8 @@ class GroupPrices(NamedTuple):
         spec, ranks = model.spec, model.topology.num_ranks
         if ranks > MOST_RANKS:
             raise ConfigError(f"num_ranks={ranks} must be at most {MOST_RANKS}")
-        most, links = settings.chunk_tokens * ranks, crossing_links(spec, model.topology.intra)
+        most = settings.chunk_tokens * ranks
+        links = crossing_links(spec, model.topology.intra, model.options.overlap)
         if settings.collectives is None:
             tables = step_tables(replace(model, topology=ONE_DEVICE), most)
             return cls(model, settings, tables, links, np.empty(0), np.zeros(2), 1)
@@ -252,12 +252,12 @@ class ServingGroup:
             self.prompts.sent,
             self.prompts.got,
             self.prompts.local,
-            tables.layer,
+            tables.p,
             tables.experts,
+            tables.blend,
             tables.dense,
             tables.padded,
             tables.attention,
-            tables.blend,
             self.prices.links,
             self.prices.routing,
             self.prices.ring,

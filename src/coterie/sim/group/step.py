@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.costs.exchange import crossing_links, exchange_us, exposed
-from coterie.costs.experts import slowest_us
-from coterie.costs.step import Batch, StepModel
+from coterie.costs.exchange import crossing_links
+from coterie.costs.step import Batch, PlacedStepModel, StepModel, check_placement
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand, Held, bit_words, held_by
 from coterie.types import Placement
@@ -53,16 +52,13 @@ class LockstepGroup:
 
     def __init__(self, model: StepModel, placement: Placement, deduplicate: bool = False) -> None:
         check_group(model, placement)
-        spec = model.spec
-        self.model, self.placement, self.ranks = model, placement, placement.num_ranks
+        self.placement, self.ranks = placement, placement.num_ranks
         self.held: Held = held_by(placement)
         self.slots = slot_tables(placement)
         self.deduplicate = deduplicate
-        self._rows = np.zeros(placement.slot_experts.shape)
-        self._crossing = np.zeros((2, placement.num_layers, self.ranks), np.int64)
-        self._turns = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
-        self._links = crossing_links(spec, model.topology.intra)
-        self._dense_s: dict[tuple[int, int], float] = {}
+        self._model = PlacedStepModel(model, placement)
+        self._model.links = crossing_links(model.spec, model.topology.intra, model.options.overlap)
+        self._turns = np.zeros((placement.num_layers, placement.num_experts), np.int64)
         self.asked: Demand = np.zeros(self.held.shape)
 
     @property
@@ -88,10 +84,8 @@ class LockstepGroup:
         counts = np.bincount(home, minlength=self.ranks).tolist()
         if counts != [batch.tokens for batch in batches]:
             raise ConfigError(f"ranks have {counts} tokens; batches have {[batch.tokens for batch in batches]}")
-        rest = max(self._rest_s(batch) for batch in batches)
-        running = np.array([self.model.running_tokens(batch) for batch in batches], np.float64)
-        self._rows.fill(0.0)
-        self._crossing.fill(0)
+        rows = np.zeros(self.placement.slot_experts.shape, np.int64)
+        crossing = np.zeros((2, self.placement.num_layers, self.ranks), np.int64)
         remote = dispatch(
             expert_ids,
             np.arange(len(home)),
@@ -99,44 +93,21 @@ class LockstepGroup:
             home[None],
             *self.slots,
             self._turns,
-            self._rows,
-            self._crossing,
+            rows,
+            crossing,
             self.asked,
             self.deduplicate,
         )
-        spec, options = self.model.spec, self.model.options
-        experts_us, all_to_all_us = _layers_us(
-            self.model.moe.array(),
-            self._rows,
-            self._crossing,
-            running,
-            spec.expert_bytes(self.model.dtype),
-            2.0 * spec.expert_params,
-            options.cache_resident,
-            self._links,
-            options.overlap,
-        )
-        return GroupStep(rest, 1e-6 * experts_us, 1e-6 * all_to_all_us, int(remote), expert_ids.size)
-
-    def _rest_s(self, batch: Batch) -> float:
-        if not batch.tokens:
-            return 0.0
-        sizes = self.model.running_tokens(batch), batch.outputs
-        if sizes not in self._dense_s:
-            routing = self.model.routing_us(sizes[0]) * 1e-6 * self.model.spec.num_moe_layers
-            self._dense_s[sizes] = self.model.dense_s(*sizes) + routing
-        return self.model.attention_s(batch) + self._dense_s[sizes]
+        tokens = np.array([self._model.model.running_tokens(batch) for batch in batches])
+        experts_s, all_to_all_s = 1e-6 * self._model.layers_us(rows, tokens, crossing).sum(axis=1)
+        rest_s = max(self._model.rest(batch).total_s for batch in batches)
+        return GroupStep(rest_s, float(experts_s), float(all_to_all_s), int(remote), expert_ids.size)
 
 
 def check_group(model: StepModel, placement: Placement) -> None:
     """Raise where a placement is not of the model's layers and experts, or not of one node's ranks."""
-    spec, topology = model.spec, model.topology
-    shape = (spec.num_moe_layers, spec.num_experts)
-    if (placement.num_layers, placement.num_experts) != shape:
-        raise ConfigError(
-            f"the placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
-            f"{spec.name} has {shape[0]} of {shape[1]}"
-        )
+    check_placement(model, placement)
+    topology = model.topology
     if placement.num_ranks != topology.num_ranks:
         raise ConfigError(
             f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}"
@@ -178,7 +149,7 @@ def dispatch(
     holders: NDArray[np.int64],
     copies: NDArray[np.int64],
     turns: NDArray[np.int64],
-    rows: NDArray[np.float64] | NDArray[np.int64],
+    rows: NDArray[np.int64],
     crossing: NDArray[np.int64],
     asked: NDArray[np.float64],
     deduplicate: bool,
@@ -218,28 +189,3 @@ def dispatch(
                 rows[layer, slot] += 1
             crossing[0, layer, rank] += away
     return remote
-
-
-@njit()
-def _layers_us(
-    p: NDArray[np.float64],
-    rows: NDArray[np.float64],
-    crossing: NDArray[np.int64],
-    tokens: NDArray[np.float64],
-    nbytes: float,
-    flops: float,
-    resident: bool,
-    links: NDArray[np.float64],
-    overlap: float,
-) -> tuple[float, float]:
-    """Experts of the slowest rank and the exchange of the busiest link, summed over layers."""
-    layers, ranks = crossing.shape[1], crossing.shape[2]
-    by_rank = rows.reshape(layers, ranks, rows.shape[1] // ranks)
-    experts, exchange = 0.0, 0.0
-    for layer in range(layers):
-        slowest, busiest = slowest_us(p, by_rank[layer], tokens, nbytes, flops, resident), 0
-        for rank in range(ranks):
-            busiest = max(busiest, crossing[0, layer, rank], crossing[1, layer, rank])
-        experts += slowest
-        exchange += exposed(exchange_us(links, busiest), overlap, slowest)
-    return experts, exchange
