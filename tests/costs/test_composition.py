@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.costs.composition import step_tables
 from coterie.costs.exchange import ExchangeTraffic, all_to_all_us
 from coterie.costs.presets import step_model
 from coterie.costs.replicas import Slots, slot_tokens
@@ -83,7 +82,7 @@ def test_model_timer_and_fleet_compose_alike(
     assert model.step(load, batch, placement).total_s == pytest.approx(expected, rel=1e-12)
     assert StepTimer(model, placement)(load, batch).seconds == pytest.approx(expected, rel=1e-12)
     whole = Batch(*(ranks * size for size in batch[:4]), batch.prefill_requests * ranks)
-    tables = step_tables(model, 2000), step_counts(model, placement)
+    tables = model.tables(2000), step_counts(model, placement)
     assert counted_us(*tables, load.astype(np.uint32), whole)[0] * 1e-6 == pytest.approx(expected, rel=1e-7)
     alone = ranks == 1 and placement.num_slots == EXPERTS
     if alone and not batch.prefill_tokens and batch.tokens <= min(MOST_DECODING, *model.moe.tile_rows):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.costs.composition import step_tables
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
@@ -100,7 +99,7 @@ TIMES = {
 
 def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
     """Times as the compiled loop looks them up, of loads that the plain simulator counted."""
-    tables = step_tables(MODEL, max(config.places, config.chunk_tokens)), step_counts(MODEL)
+    tables = MODEL.tables(max(config.places, config.chunk_tokens)), step_counts(MODEL)
     most = min(MOST_DECODING, *MODEL.moe.tile_rows)
 
     def us(rows: list[int], load: np.ndarray, batch: Batch) -> float:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.costs.composition import step_tables
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, CostOptions
 from coterie.models import get_model
@@ -34,7 +33,7 @@ def test_tables_give_the_times_of_the_step_model(name: str) -> None:
     model = step_model(spec, preset, "bf16", Topology(ranks), options)
     layers, experts = spec.num_moe_layers, spec.num_experts
     placement = Placement.linear(layers, experts, ranks, experts + 8) if ranks > 1 else None
-    tables, timer = (step_tables(model, 3000), step_counts(model, placement)), StepTimer(model, placement)
+    tables, timer = (model.tables(3000), step_counts(model, placement)), StepTimer(model, placement)
     for decoding, prefill, prompts in ((1, 0, 1), (16, 0, 1), (61, 0, 1), (0, 1, 1), (7, 300, 2), (0, 2900, 3)):
         tokens = rng.random((decoding + prefill, layers, experts)).argpartition(spec.top_k, axis=2)[:, :, : spec.top_k]
         load = np.zeros((layers, experts), np.int64)
@@ -65,7 +64,7 @@ def test_bits_count_as_plain_counting_does(seed: int, tokens: int, experts: int)
     ids = keys.argsort(axis=2)[:, :, :top_k]
     spec = replace(SPEC, num_layers=layers, first_moe_layer=0, num_experts=experts, top_k=top_k)
     model = step_model(spec, "h200")
-    tables = step_tables(model, 64), step_counts(model)
+    tables = model.tables(64), step_counts(model)
     load = np.zeros((layers, experts), np.uint32)
     for layer in range(layers):
         np.add.at(load[layer], ids[:, layer].ravel(), 1)

@@ -9,21 +9,16 @@ a layer depends on its rows alone once the tile is chosen, so that its time is a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.attention import attention_shape, attention_us
+from coterie.costs.attention import attention_us
 from coterie.costs.exchange import exchange_us
-from coterie.costs.experts import SHARPNESS, blend_table, expert_table, rank_us
+from coterie.costs.experts import rank_us
 from coterie.costs.roofline import gemm_work, roofline_us
-from coterie.costs.shapes import dense_shapes
-from coterie.errors import ConfigError
-
-if TYPE_CHECKING:
-    from coterie.costs.step import StepModel
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -82,7 +77,7 @@ def step_us(
 
 
 class StepTables(NamedTuple):
-    """A step model for steps of up to a number of tokens; times in microseconds."""
+    """:meth:`~coterie.costs.step.StepModel.tables` of steps of up to a number of tokens; times in microseconds."""
 
     p: Floats
     """Prices of the experts: :meth:`~coterie.costs.step.StepModel.expert_prices`."""
@@ -98,33 +93,8 @@ class StepTables(NamedTuple):
     """The model's shape, then the laws of decode and of prefill, as `attention_us` takes them."""
 
 
-def step_tables(model: StepModel, most_tokens: int) -> StepTables:
-    """Tables for steps of up to `most_tokens` tokens, of all ranks together."""
-    spec, options = model.spec, model.options
-    if options.cache_resident:
-        raise ConfigError("cache_resident=True holds for one layer that repeats; a fleet's steps pass through all")
-    most_tokens = max(most_tokens, options.padded(most_tokens))
-    p, experts, dense = model.expert_prices(), np.zeros((3, 2, most_tokens + 1)), np.zeros((2, most_tokens + 1))
-    expert_table(p, experts)
-    rows = [(n, k, layers) for pairs, layers in dense_shapes(spec) for n, k in pairs]
-    law = model.gemm.numbers()
-    _add_projections(law, np.array(rows, np.float64), dense[0])
-    _add_projections(law, np.array([[spec.vocab_size, spec.hidden_size, 1]], np.float64), dense[1])
-    dense[0] += spec.num_moe_layers * np.array([model.routing_us(tokens) for tokens in range(most_tokens + 1)])
-    return StepTables(
-        p=p,
-        experts=experts,
-        blend=blend_table(p[SHARPNESS]),
-        dense=dense,
-        padded=np.array([options.padded(tokens) for tokens in range(most_tokens + 1)], np.int64),
-        attention=np.concatenate(
-            [attention_shape(spec), model.decode_attention.numbers(), model.prefill_attention.numbers()]
-        ),
-    )
-
-
 @njit()
-def _add_projections(law: Floats, shapes: Floats, out: Floats) -> None:
+def add_projections(law: Floats, shapes: Floats, out: Floats) -> None:
     """Add to out [tokens] the time of projections; shapes [projection, 3] are n, k and the layers that have it."""
     for tokens in range(len(out)):
         for at in range(len(shapes)):

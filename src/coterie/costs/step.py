@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.attention import attention_shape, attention_us
-from coterie.costs.composition import COMPUTED, NO_CROSSING, layers_us
+from coterie.costs.composition import COMPUTED, NO_CROSSING, StepTables, add_projections, layers_us
 from coterie.costs.exchange import ExchangeTraffic, arrival_links, traffic_links
-from coterie.costs.experts import MoeParams, layer_us
+from coterie.costs.experts import MoeParams, blend_table, expert_table, layer_us
 from coterie.costs.movement import Contention, transfer_s
 from coterie.costs.replicas import Slots, slot_tokens
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, gemm_work
@@ -181,6 +181,29 @@ class StepModel:
         crossing = np.ones((2, len(load), placed.num_ranks), np.int64)
         placed.links = traffic_links(traffic, self.topology, self.options.overlap)
         return placed.step(load, batch, crossing)
+
+    def tables(self, most_tokens: int) -> StepTables:
+        """The model as tables, for simulating thousands of steps of up to `most_tokens` tokens, of all ranks."""
+        spec, options = self.spec, self.options
+        if options.cache_resident:
+            raise ConfigError("cache_resident=True holds for one layer that repeats; a fleet's steps pass through all")
+        sizes = range(max(most_tokens, options.padded(most_tokens)) + 1)
+        p, experts, dense = self.expert_prices(), np.zeros((3, 2, len(sizes))), np.zeros((2, len(sizes)))
+        expert_table(p, experts)
+        rows = [(n, k, layers) for pairs, layers in dense_shapes(spec) for n, k in pairs]
+        law = self.gemm.numbers()
+        add_projections(law, np.array(rows, np.float64), dense[0])
+        add_projections(law, np.array([[spec.vocab_size, spec.hidden_size, 1]], np.float64), dense[1])
+        dense[0] += spec.num_moe_layers * np.array([self.routing_us(tokens) for tokens in sizes])
+        laws = self.decode_attention.numbers(), self.prefill_attention.numbers()
+        return StepTables(
+            p=p,
+            experts=experts,
+            blend=blend_table(self.moe.sharpness),
+            dense=dense,
+            padded=np.array([options.padded(tokens) for tokens in sizes], np.int64),
+            attention=np.concatenate([attention_shape(spec), *laws]),
+        )
 
     def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:
         """Moving one layer's weights of some experts over a link, or over a path measured on this device."""

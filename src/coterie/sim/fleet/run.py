@@ -22,7 +22,6 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.composition import step_tables
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of
 from coterie.footprints.counting import footprint
@@ -168,7 +167,7 @@ class _Driver:
         self.requests, self.router, self.config, self.progress = requests, router, config, progress
         self.fleet = fleet
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
-        self.tables = *step_tables(model, max(most, MOST_DECODING)), *step_counts(model, placement)
+        self.tables = *model.tables(max(most, MOST_DECODING)), *step_counts(model, placement)
         self.world = _world(requests, model, config, in_flight, duplicates, until_s)
         self.log = np.zeros((FIRST_STEPS, 6))
         self.recorded: list[int] = requests.recorded.tolist()

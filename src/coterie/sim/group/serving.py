@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.composition import StepTables, step_tables
+from coterie.costs.composition import StepTables
 from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links, ring_time
 from coterie.costs.step import ONE_DEVICE, StepModel
 from coterie.errors import ConfigError, check_at_least
@@ -115,7 +115,7 @@ class GroupPrices(NamedTuple):
         most = settings.chunk_tokens * ranks
         links = crossing_links(spec, model.topology.intra, model.options.overlap)
         if settings.collectives is None:
-            tables = step_tables(replace(model, topology=ONE_DEVICE), most)
+            tables = replace(model, topology=ONE_DEVICE).tables(most)
             return cls(model, settings, tables, links, np.empty(0), np.zeros(2), 1)
         lane = replace(model, spec=sharded(spec, ranks), routing=None, topology=ONE_DEVICE)
         spread = 1 if settings.collectives == "replicated" else ranks
@@ -127,7 +127,7 @@ class GroupPrices(NamedTuple):
         return cls(
             model=model,
             settings=settings,
-            tables=step_tables(lane, settings.chunk_tokens),
+            tables=lane.tables(settings.chunk_tokens),
             links=links if spread > 1 else np.zeros_like(links),
             routing=spec.num_moe_layers * routing,
             ring=passes * np.array([around.fixed_us, around.byte_us * row_bytes]),
