@@ -18,7 +18,7 @@ from coterie.answers.batches.requests import arrive, recorded, synthetic
 from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
 from coterie.answers.batches.what_if import MAX_BYTES, simulate, write
 from coterie.batching import LatencyAware, strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model

@@ -12,7 +12,7 @@ import pytest
 from numpy.random import Generator
 
 from coterie.batching import Selection, Strategy, Window, strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.testing import check_strategy
 
 DOCS = Path(__file__).parents[2] / "docs"

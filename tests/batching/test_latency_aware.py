@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import GreedyDotProduct, LatencyAware, Window
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.latency_aware import measure_trust
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.random import Generator
 
 from coterie.batching import Selection, Strategy, Window, strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, Scheduler, SchedulerConfig
 from coterie.errors import ConfigError, UnknownNameError
 

@@ -36,7 +36,7 @@ from coterie.batching import (
     Window,
     strategies,
 )
-from coterie.batching.karmarkar_karp import sides_of
+from coterie.batching.by_weight import sides_of
 from coterie.errors import ConfigError
 
 PUBLISHED = {

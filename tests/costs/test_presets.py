@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coterie.costs.cells import CollectiveCell
+from coterie.costs.cells import CollectiveCell, preset_names
 from coterie.costs.presets import (
     fit_table,
     load_preset,
@@ -22,7 +22,6 @@ from coterie.costs.presets import (
     step_model,
 )
 from coterie.costs.roofline import fit_transfer
-from coterie.costs.shipped import preset_names
 from coterie.engines.tiny import TINY
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model, models

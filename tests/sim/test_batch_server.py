@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.errors import ConfigError
 from coterie.sim import Execution, Run, SpreadExecution, run_batches

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import Selection, Window, strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch

@@ -10,8 +10,7 @@ import numpy as np
 from coterie.costs.presets import step_model
 from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request
-from coterie.sim.fleet.control import FinishedRequest, RouterSwap
-from coterie.sim.fleet.requests import FleetRequests, Recordings
+from coterie.sim.fleet.requests import FinishedRequest, FleetRequests, Recordings, RouterSwap
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from fleet_steps import SPEC
 

@@ -2,10 +2,9 @@
 
 from coterie.batching.base import Selection, Strategy, Window, passed_over, strategies
 from coterie.batching.baselines import Fcfs, RandomSample
+from coterie.batching.by_weight import KarmarkarKarp, Lpt
 from coterie.batching.greedy import BestFit, Differencing, GreedyDotProduct, GreedyVariance, LptBalanced, NormMinimizing
-from coterie.batching.karmarkar_karp import KarmarkarKarp
 from coterie.batching.latency_aware import LatencyAware
-from coterie.batching.lpt import Lpt
 from coterie.batching.power_of_d import PowerOfD, PowerOfDDot
 from coterie.registry import import_modules
 

@@ -9,18 +9,38 @@ that was passed over `max_skips` times, so that none starves.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie.costs.lines import StepCost
+from coterie.errors import check_not_negative
 from coterie.registry import PolicyRegistry
 
 T = TypeVar("T")
 Loads = NDArray[np.float64]
 
 DEFAULT_MAX_SKIPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadCost:
+    """``1 + sensitivity x CV`` of the load over its columns; each request is one unit of work.
+
+    Right across ranks, where the busiest one is waited for; inside one GPU imbalance is nearly free.
+    """
+
+    sensitivity: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(sensitivity=self.sensitivity)
+
+
+BatchCost = SpreadCost | StepCost
+"""How a strategy prices a batch before it runs: CAPS's model of a straggler, or the calibrated step time as a line."""
 
 
 class Window(NamedTuple):
@@ -63,7 +83,7 @@ class Strategy(Protocol):
 
 strategies: PolicyRegistry[Strategy] = PolicyRegistry("strategy", group="coterie.strategies")
 """Holds the built-in ones once :mod:`coterie.batching` is imported. Callers offer `cost` (a
-:data:`~coterie.batching.costs.BatchCost`), `trust` and `max_skips`."""
+:data:`BatchCost`), `trust` and `max_skips`."""
 
 
 def passed_over(window: Sequence[T], taken: Set[int]) -> list[T]:

@@ -22,8 +22,7 @@ from numpy.random import Generator
 
 from coterie._numba import njit
 from coterie.batching._by_step import by_step, step_avoidable, step_us
-from coterie.batching.base import Loads, Selection, Window, strategies
-from coterie.batching.costs import BatchCost
+from coterie.batching.base import BatchCost, Loads, Selection, Window, strategies
 from coterie.batching.greedy import DOT, pick_greedily
 from coterie.batching.picking import NEVER, Indices, Skipping, allowed_skips, check_snapshot, due, in_order, total_of
 from coterie.costs.lines import StepCost

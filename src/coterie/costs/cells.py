@@ -1,18 +1,21 @@
 """Cells, the measurements of a calibration: each is one timing of one kernel at one size.
 
 Plain values, so that they can be measured with torch in ``engines/``, kept in a preset's JSON, and fitted here
-without it.
+without it. The names of the shipped presets are here too, since listing them must not import what reading one does.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, UnknownNameError
 from coterie.types import WeightDtype
 
 
@@ -146,3 +149,16 @@ def expert_tokens(tokens: int, top_k: int, active: int, zipf: float = 0.0) -> ND
             extra[np.flatnonzero(room)[:left]] = 1
         counts += extra
     return counts
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    folder = files("coterie").joinpath("costs/presets")
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+
+def check_preset(name_or_path: str) -> None:
+    """Raise unless it is the name of a shipped preset or the path of a JSON file."""
+    path = Path(name_or_path)
+    if name_or_path not in preset_names() and not (path.suffix == ".json" and path.exists()):
+        raise UnknownNameError("preset", name_or_path, preset_names())

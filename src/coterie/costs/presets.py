@@ -15,12 +15,19 @@ from pathlib import Path
 import msgspec
 
 from coterie.costs.attention import attention_work
-from coterie.costs.cells import AttentionCell, ContentionCell, Measurement, MoeTable, ShapeMeasurement
+from coterie.costs.cells import (
+    AttentionCell,
+    ContentionCell,
+    Measurement,
+    MoeTable,
+    ShapeMeasurement,
+    check_preset,
+    preset_names,
+)
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.movement import Contention, fit_contention
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, fit_curve, fit_roofline, fit_transfer, gemm_work
-from coterie.costs.shipped import check_preset, preset_names
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
 from coterie.errors import ConfigError, InputError, TraceError, check_input_file
 from coterie.models import get_model

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 
 from coterie.batching import Strategy, strategies
-from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, SpreadCost
 from coterie.batching.waiting import Chooser, DecisionFile, RequestView
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 import time
 import weakref
@@ -38,7 +39,6 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError, InputError
-from coterie.footprints._owned_files import locked_new, remove_dead
 from coterie.types import narrowest_uint
 
 MAGIC = 0x53_4C_4F_54_43_4F_54_33  # "SLOTCOT3": stores before held no lock, so none may be taken for dead
@@ -135,7 +135,7 @@ class PositionStore:
         if path is None:
             store = cls(shape, mmap.mmap(-1, shape.nbytes), None)
         else:
-            descriptor = locked_new(path, MAGIC)
+            descriptor = _locked_new(path)
             try:
                 os.posix_fallocate(descriptor, 0, shape.nbytes)  # a full /dev/shm must fail here, not by SIGBUS later
                 store = cls(shape, mmap.mmap(descriptor, shape.nbytes), path)
@@ -277,6 +277,65 @@ class PositionStore:
         self._release()
 
 
+# Files that belong to a living process: locked by it, and taken over once it is dead. The kernel gives up a lock with
+# its process, however that ends. A file's first word is MAGIC once it is whole: nothing else is ever removed.
+
+
+def _locked_new(path: Path) -> int:
+    """Create a file and lock it; the store of a dead process is removed first. Returns the descriptor."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            if not _remove_dead(path):
+                problem = "is the position store of a running engine, or not one of this version"
+                raise ConfigError(f"{path} {problem}: name another, or remove it") from None
+            continue
+        # Another engine that starts just now may have found the file before its lock: then it is gone, or taken.
+        if _lock(descriptor) and _same_file(descriptor, path):
+            return descriptor
+        os.close(descriptor)
+
+
+def _remove_dead(path: Path) -> bool:
+    """Remove a store that nobody has locked; False where its creator lives or it is no store.
+
+    One that is gone already counts as removed, and one whose creator died before it was whole as a store.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False  # of another user
+    try:
+        first_word = int.from_bytes(os.pread(descriptor, 8, 0), sys.byteorder)
+        if first_word not in (0, MAGIC) or not _lock(descriptor):
+            return False
+        if _same_file(descriptor, path):  # else its name is another's by now
+            path.unlink()
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    import fcntl  # Unix alone has it, and nobody else has stores in files
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def block_positions(block_ids: Sequence[int], block_size: int, start: int, stop: int) -> NDArray[np.int64]:
     """Positions of the tokens start … stop - 1 of a request, given its blocks."""
     if not 0 <= start <= stop <= len(block_ids) * block_size:
@@ -299,7 +358,7 @@ def sweep(folder: Path, prefix: str) -> list[Path]:
             PositionStore.attach(path)
         except InputError:
             continue  # not a store, or still being created
-        if remove_dead(path, MAGIC):
+        if _remove_dead(path):
             removed.append(path)
     return removed
 

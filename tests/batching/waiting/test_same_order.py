@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.batching.waiting import WaitingList
 from coterie.sim import DecodeRequests, Execution, run_batches, run_decode

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coterie.batching import strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.waiting.choosing import Chooser, WindowChoice
 from waiting_engine import Engine, Request, waiting_list
 

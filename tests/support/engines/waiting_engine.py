@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from coterie.batching import strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 
 LAYERS, EXPERTS = 2, 8

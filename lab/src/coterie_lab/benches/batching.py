@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.answers.suites import Report
 from coterie.batching import Window, strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.costs.lines import StepCost
 from coterie_lab.benches.timing import Row, median_us
 

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from coterie.answers.suites import Report
-from coterie.costs.cells import MoeTable, expert_tokens
+from coterie.costs.cells import MoeTable, expert_tokens, preset_names
 from coterie.costs.experts import MoeParams, layer_us
 from coterie.costs.fit import fit_error
 from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, shape_spec
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw
-from coterie.costs.shipped import preset_names
 from coterie.types import ModelSpec
 from coterie_lab.benches.timing import Row, median_us
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from coterie.costs.shipped import check_preset
+from coterie.costs.cells import check_preset
 from coterie.errors import UnknownNameError
 from coterie.models import get_model
 

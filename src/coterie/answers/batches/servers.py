@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.answers.batches.requests import Requests
 from coterie.batching import Strategy
-from coterie.batching.base import Loads
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import Loads, SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.lines import StepCost
 from coterie.costs.step import StepModel

@@ -37,7 +37,7 @@ from coterie.answers.batches.requests import (
 from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
 from coterie.answers.batches.verdict import BatchesVerdict, batches_verdict
 from coterie.batching import strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError

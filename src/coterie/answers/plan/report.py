@@ -8,8 +8,8 @@ import shlex
 from typing import Any
 
 from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
+from coterie.costs.cells import preset_names
 from coterie.costs.movement import staged_exposed
-from coterie.costs.shipped import preset_names
 from coterie.models import models
 from coterie.placement import HOST, Plan
 from coterie.placement.base import Proof

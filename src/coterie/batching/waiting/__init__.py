@@ -2,8 +2,15 @@
 
 from coterie.batching.waiting.choosing import Chooser
 from coterie.batching.waiting.queue import ChosenBatch, WaitingList
-from coterie.batching.waiting.report import BatchDecision, DecisionFile, WaitingCounters, WaitingReport
-from coterie.batching.waiting.views import RequestView, RowView, ServerView
+from coterie.batching.waiting.views import (
+    BatchDecision,
+    DecisionFile,
+    RequestView,
+    RowView,
+    ServerView,
+    WaitingCounters,
+    WaitingReport,
+)
 
 __all__ = [
     "BatchDecision",

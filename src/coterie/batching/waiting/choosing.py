@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from coterie.batching.base import Strategy, Window
 from coterie.batching.picking import must_take
-from coterie.batching.waiting.report import BatchDecision, WaitingCounters, WaitingReport
-from coterie.batching.waiting.views import ServerView
+from coterie.batching.waiting.views import BatchDecision, ServerView, WaitingCounters, WaitingReport
 from coterie.errors import ConfigError
 
 T = TypeVar("T", bound=Hashable)

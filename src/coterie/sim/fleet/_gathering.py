@@ -12,7 +12,6 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.sim.fleet._memory import reserve
 from coterie.sim.fleet._state import (
     AHEAD,
     CACHED,
@@ -41,6 +40,7 @@ from coterie.sim.fleet._state import (
     Floats,
     Ints,
     pop,
+    reserve,
 )
 
 CACHE_LINE = 64

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.costs.experts import TILE
-from coterie.sim.fleet._arrivals import arrivals, next_arrival
-from coterie.sim.fleet._endings import end_decode, end_mixed, make_ready, place
+from coterie.sim.fleet._events import arrivals, end_decode, end_mixed, make_ready, next_arrival, place
 from coterie.sim.fleet._gathering import count_token, gather
-from coterie.sim.fleet._memory import release
 from coterie.sim.fleet._state import (
     ASKED,
     CLOCK,
@@ -42,6 +40,7 @@ from coterie.sim.fleet._state import (
     Floats,
     Ints,
     pop,
+    release,
 )
 from coterie.sim.fleet._steps import MOST_DECODING, bit_step_us, counted_step_us
 

@@ -28,12 +28,16 @@ from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
 from coterie.sim.fleet._loop import advance
-from coterie.sim.fleet._memory import hit_tokens
 from coterie.sim.fleet._steps import MOST_DECODING, WORD, fill_bits, step_counts
 from coterie.sim.fleet.checks import check_fleet
-from coterie.sim.fleet.control import EndedRequests, FinishedRequest, FleetController
 from coterie.sim.fleet.metrics import FleetRun
-from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
+from coterie.sim.fleet.requests import (
+    EndedRequests,
+    FinishedRequest,
+    FleetController,
+    FleetRequests,
+    check_fleet_requests,
+)
 from coterie.types import Link, Placement, narrowest_uint
 
 PrefillPolicy = Literal["soonest", "least_queued", "round_robin"]
@@ -262,7 +266,7 @@ class _Driver:
         if not len(blocks):
             return None
         workers = range(self.config.decode_workers)
-        return np.array([hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
+        return np.array([state.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
 
     def refine(self) -> None:
         """Update profiles of requests that decoded `refine_tokens` or more since their last update."""

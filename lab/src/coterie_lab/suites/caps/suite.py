@@ -24,7 +24,7 @@ from coterie.answers.batches.drawn import DRAWN, DrawnWorkload
 from coterie.answers.runs import in_parallel, interval, interval_of, with_half
 from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResult, SuiteTable
 from coterie.batching import Strategy, strategies
-from coterie.batching.costs import SpreadCost
+from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import RunSummary, SpreadExecution, run_batches, summarise_run
 from coterie.sim.workloads import draw_workload

@@ -26,8 +26,8 @@ from coterie.control import ControlEvent, ControlLoop, ControlSettings, LoopShap
 from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import ConfigError
 from coterie.routing import Router, RouterFit, routers
-from coterie.sim.fleet.control import FleetController
 from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim.fleet.requests import FleetController
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie_lab.suites.drift.controlled import FitsAtChanges, LoopController, OneElsewhere
 from coterie_lab.suites.drift.traffic import GLM, GPT_OSS, Turns, read_turns

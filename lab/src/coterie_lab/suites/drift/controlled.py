@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, RequestSeen
 from coterie.routing import Decision, Fleet, Request, Router, RouterFit
-from coterie.sim.fleet.control import FinishedRequest, RouterSwap
+from coterie.sim.fleet.requests import FinishedRequest, RouterSwap
 
 
 class LoopController:
