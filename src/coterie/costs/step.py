@@ -87,7 +87,8 @@ class StepTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        return self.attention_s + self.dense_s + self.routing_s + float(self.moe_s.sum() + self.all_to_all_s.sum())
+        rest_s = self.attention_s + (self.dense_s + self.routing_s)
+        return rest_s + float(self.moe_s.sum() + self.all_to_all_s.sum())
 
 
 NO_LAYERS = np.zeros(0)

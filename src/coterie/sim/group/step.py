@@ -99,7 +99,7 @@ class LockstepGroup:
             self.deduplicate,
         )
         tokens = np.array([self._model.model.running_tokens(batch) for batch in batches])
-        experts_s, all_to_all_s = 1e-6 * self._model.layers_us(rows, tokens, crossing).sum(axis=1)
+        experts_s, all_to_all_s = 1e-6 * self._model.layers_us(rows, tokens, crossing).cumsum(axis=1)[:, -1]
         rest_s = max(self._model.rest(batch).total_s for batch in batches)
         return GroupStep(rest_s, float(experts_s), float(all_to_all_s), int(remote), expert_ids.size)
 
