@@ -81,7 +81,7 @@ def test_model_timer_and_fleet_compose_alike(
     expected = composed_s(model, placement, rows, [batch] * ranks, busiest)
     assert model.step(load, batch, placement).total_s == pytest.approx(expected, rel=1e-12)
     assert StepTimer(model, placement)(load, batch).seconds == pytest.approx(expected, rel=1e-12)
-    whole = Batch(*(ranks * size for size in batch[:4]), batch.prefill_requests * ranks)
+    whole = Batch(*(ranks * size for size in batch))
     tables = model.tables(2000), step_counts(model, placement)
     assert counted_us(*tables, load.astype(np.uint32), whole)[0] * 1e-6 == pytest.approx(expected, rel=1e-7)
     alone = ranks == 1 and placement.num_slots == EXPERTS
