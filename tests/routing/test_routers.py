@@ -13,7 +13,7 @@ from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.models import get_model
 from coterie.routing import Fleet, Request, Router, routers
-from coterie.routing.domain import Domain, share_out
+from coterie.routing.baselines import Domain, share_out
 from coterie.routing.joint import Joint
 from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand

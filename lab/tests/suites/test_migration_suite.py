@@ -11,8 +11,7 @@ import pytest
 from coterie.answers.suites import SuiteOptions
 from coterie.errors import TraceError
 from coterie.models import get_model
-from coterie.traces.activation_writer import ActivationWriter
-from coterie.traces.activations import TraceMeta
+from coterie.traces.activations import ActivationWriter, TraceMeta
 from coterie.traces.load import LoadTable
 from coterie_lab.suites.migration import memory as migration_memory
 from coterie_lab.suites.migration import suite as migration

@@ -1,10 +1,9 @@
 """Predictors: estimates of a request's load before it runs, and their scores. See docs/predictors.md."""
 
 from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest, per_step, predictors
-from coterie.predictors.means import DomainPredictor, PopularityPredictor
+from coterie.predictors.means import DomainPredictor, PopularityPredictor, RecordedLoads
 from coterie.predictors.prefix import Prefix
 from coterie.predictors.recent import RecentPopularity, WorkerPopularity
-from coterie.predictors.recorded import RecordedLoads
 from coterie.predictors.scoring import Measure, PredictorScore, score
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable

@@ -1,4 +1,4 @@
-"""Predict a request as a mean of others: of all requests, the baseline for other predictors, or of its domain's."""
+"""Predict a request as a mean of others (of all requests, the baseline, or of its domain's), or as it was recorded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
+from coterie.footprints import footprint
 from coterie.predictors.base import (
     ActivationRates,
     Calibrated,
@@ -71,3 +72,45 @@ class DomainPredictor(Calibrated):
         self.popularity.check(request)
         known = self.domains_.get(request.domain) if request.domain is not None else None
         return (known or self.popularity).scaled(request)
+
+
+@predictors.register("recorded")
+@dataclass(slots=True, eq=False)
+class RecordedLoads(Calibrated):
+    """The footprint given with a request, else the recorded one of its id, else popularity.
+
+    Exact for a replayed request, so use it in simulations. For a live request, the footprint of its prefill stands for
+    its decode: good as long as a request keeps to its subject.
+    """
+
+    name: ClassVar[str] = "recorded"
+    footprints_: dict[str, NDArray[np.uint32]] = field(default_factory=dict, init=False, repr=False)
+    """Request id → [layer, expert] tokens. Without ids in the trace, the index as text is the id."""
+
+    def fit(
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
+    ) -> RecordedLoads:
+        """Keep the footprints of these requests."""
+        popularity = mean_rates(trace, requests, phase)
+        names = trace.requests.ids
+        found: dict[str, NDArray[np.uint32]] = {}
+        for index, ids in chosen_requests(trace, requests, phase):
+            name = str(index) if names is None else names[index]
+            if name in found:
+                raise ConfigError(f"request id {name!r} is in the trace twice: its footprint is ambiguous")
+            if len(ids):
+                found[name] = footprint(ids, trace.meta.num_experts)
+        self.popularity_, self.footprints_ = popularity, found
+        return self
+
+    def predict(self, request: PredictRequest) -> Load:
+        """Return a request's own footprint, scaled only if num_tokens is given."""
+        popularity = self.popularity
+        popularity.check(request)
+        known = request.footprint if request.footprint is not None else self.footprints_.get(request.id or "")
+        if known is None or not known.any():
+            return popularity.scaled(request)
+        load = np.array(known, np.float64)
+        if request.num_tokens is not None:
+            load *= request.num_tokens * popularity.num_layers * popularity.top_k / load.sum()
+        return load

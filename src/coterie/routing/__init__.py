@@ -2,18 +2,14 @@
 
 from coterie.registry import import_modules
 from coterie.routing.base import BatchRouter, Decision, Request, Router, admit_together, routers
+from coterie.routing.baselines import Domain, JoinShortestQueue, PowerOfTwo, RandomWorker, RoundRobin
 from coterie.routing.calibration import Calibration, calibration
-from coterie.routing.domain import Domain
 from coterie.routing.fitted import RouterFit
 from coterie.routing.fleet import Fleet
-from coterie.routing.join_shortest_queue import JoinShortestQueue
 from coterie.routing.joint import Joint
 from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand
-from coterie.routing.power_of_two import PowerOfTwo
 from coterie.routing.pressure import Pressure
-from coterie.routing.random_worker import RandomWorker
-from coterie.routing.round_robin import RoundRobin
 from coterie.routing.semantic import Semantic
 
 import_modules(__name__)  # every router of this package is registered, without a line here

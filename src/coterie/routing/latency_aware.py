@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.costs.lines import PREFILL, DecodeStepPrices, added_us, decode_us
 from coterie.registry import needs
-from coterie.routing._dots import SCALE, products
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fitted import FIT_HINT, RouterFit
 from coterie.routing.fleet import Fleet
 from coterie.routing.forecast import turn_to_forecast
+from coterie.routing.learned import SCALE, products
 from coterie.routing.picking import chosen, lowest_scored
 
 NOTHING, UNKNOWN = np.empty(0, np.int64), np.empty(0, np.float32)

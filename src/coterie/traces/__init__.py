@@ -1,7 +1,6 @@
 """Activation traces, load tables and request traces: the formats on disk. See docs/traces.md."""
 
-from coterie.traces.activation_writer import ActivationWriter
-from coterie.traces.activations import Activations, ActivationTrace, Chunk, TraceMeta
+from coterie.traces.activations import Activations, ActivationTrace, ActivationWriter, Chunk, TraceMeta
 from coterie.traces.load import LoadTable
 from coterie.traces.requests import RequestTrace
 

@@ -1,14 +1,266 @@
-"""Activation traces: the experts every token of every request activated, exactly.
+"""Activation traces: the experts that every token of every request activated, exactly; and the writer that records one.
 
-coterie.traces.segments describes the files, coterie.traces.activation_writer writes them.
+:mod:`coterie.traces.segments` describes the files, docs/traces.md what they are after each step of a recording.
+A writer locks its folder while it lives, because two that append to one trace would each commit without the other's segments.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from coterie.traces.activation_writer import ActivationWriter
-from coterie.traces.segments import Activations, Chunk, SegmentedTrace, TraceMeta, concat_requests
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.traces.requests import RequestTrace, new_trace_folder, read_meta, write_requests
+from coterie.traces.segments import (
+    FINAL,
+    OPTIONAL,
+    PART,
+    Activations,
+    Chunk,
+    Segment,
+    SegmentedTrace,
+    TraceMeta,
+    check_ids,
+    check_shapes,
+    concat_requests,
+    phase_lengths,
+)
+from coterie.traces.store import ArrayFileWriter, write_json
+from coterie.types import narrowest_uint
+
+
+class ActivationWriter:
+    """Record a trace: append requests, flush now and then, close.
+
+    >>> import tempfile
+    >>> meta = TraceMeta("demo", num_experts=4, num_layers=1, top_k=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with ActivationWriter(f"{folder}/t", meta) as out:
+    ...         out.append(np.array([[[0, 3]], [[1, 2]]]), phase=[0, 1], arrival_s=0.5)
+    ...     SegmentedTrace.open(f"{folder}/t").request(0).expert_ids.shape
+    (2, 1, 2)
+    """
+
+    def __init__(self, path: str | Path, meta: TraceMeta, flush_tokens: int = 1 << 19) -> None:
+        self._start(new_trace_folder(path), meta, flush_tokens)
+        self._commit()
+
+    @classmethod
+    def resume(cls, path: str | Path, meta: TraceMeta, flush_tokens: int = 1 << 19) -> ActivationWriter:
+        """Resume an interrupted recording: flushed requests are kept, and appending adds to them.
+
+        Refused are a trace that was closed, one whose meta is not `meta`, and one that another writer has open.
+        """
+        folder = Path(path)
+        read_meta(folder)  # a missing folder, a file or another format is named as such
+        out = cls.__new__(cls)
+        out._start(folder, meta, flush_tokens)
+        try:
+            out._take_over(SegmentedTrace.open(folder))
+        except BaseException:
+            out._unlock()
+            raise
+        return out
+
+    def _start(self, folder: Path, meta: TraceMeta, flush_tokens: int) -> None:
+        self.meta = meta
+        self.flush_tokens = flush_tokens
+        self.folder = folder
+        self._entries: list[dict[str, Any]] = []
+        self._parts: list[tuple[Activations, NDArray[np.int64], RequestTrace]] = []
+        self._pending_tokens = 0
+        self._columns: frozenset[str] | None = None
+        self._closed = False
+        self._unlock = _lock(self, folder)
+
+    def _take_over(self, found: SegmentedTrace) -> None:
+        entries = check_unfinished(self.folder)
+        check_same_meta(self.folder, found.meta, self.meta)
+        if entries:
+            self._columns = _columns(found.segments[0].tokens, found.requests)
+        self._entries = entries
+        named = {entry[kind] for entry in entries for kind in ("activations", "requests")}
+        for file in self.folder.iterdir():  # from an uncommitted flush: never part of the trace
+            if PART.fullmatch(file.name.removesuffix(".tmp")) and file.name not in named:
+                file.unlink()
+
+    def append(
+        self,
+        expert_ids: NDArray[np.integer],
+        phase: Sequence[int] | NDArray[np.uint8],
+        *,
+        id: str | None = None,
+        arrival_s: float | None = None,
+        domain: str | None = None,
+        token_ids: NDArray[np.int32] | None = None,
+        gate_weights: NDArray[np.float16] | None = None,
+        prefix_blocks: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Append one whole request. Append requests in order of arrival."""
+        phases = np.asarray(phase, np.uint8)
+        offsets = np.array([0, len(phases)], np.int64)
+        prompt, output = phase_lengths(phases, offsets)
+        row = RequestTrace(
+            prompt_tokens=prompt,
+            output_tokens=output,
+            arrival_s=None if arrival_s is None else np.array([arrival_s]),
+            ids=None if id is None else [id],
+            domains=None if domain is None else [domain],
+            prefix_blocks=None if prefix_blocks is None else [prefix_blocks],
+            block_tokens=None if prefix_blocks is None else self.meta.block_tokens,
+        )
+        self.append_many(Activations(np.asarray(expert_ids), phases, token_ids, gate_weights), offsets, row)
+
+    def append_many(self, tokens: Activations, offsets: NDArray[np.int64], requests: RequestTrace) -> None:
+        """Append copies of several requests at once; all are checked before any is kept."""
+        if self._closed:
+            raise ConfigError(f"{self.folder} is closed; nothing can be appended")
+        if not np.issubdtype(tokens.expert_ids.dtype, np.integer):
+            raise ConfigError(f"expert_ids is {tokens.expert_ids.dtype}; expected whole numbers")
+        check_ids(tokens.expert_ids, self.meta, "expert_ids")
+        narrow = Activations(
+            tokens.expert_ids.astype(narrowest_uint(self.meta.num_experts - 1)),
+            tokens.phase.copy(),
+            None if tokens.token_ids is None else tokens.token_ids.copy(),
+            None if tokens.gate_weights is None else tokens.gate_weights.copy(),
+        )
+        columns = _columns(tokens, requests)
+        if self._columns is not None and columns != self._columns:
+            differing = ", ".join(sorted(columns ^ self._columns))
+            raise ConfigError(f"{differing}: given for some requests and not for others; give it for all or for none")
+        check_shapes("the appended requests", self.meta, narrow, offsets)
+        if len(requests) != len(offsets) - 1:
+            raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
+        self._columns = columns
+        self._parts.append((narrow, np.array(offsets), requests))
+        self._pending_tokens += len(tokens.phase)
+        if self._pending_tokens >= self.flush_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Commit the requests appended so far: after this returns, a crash does not lose them."""
+        if not self._parts:
+            return
+        number = len(self._entries) + 1
+        names = (f"activations-{number:05d}.safetensors", f"requests-{number:05d}.parquet")
+        trace = SegmentedTrace(
+            self.meta,
+            [Segment(offsets, tokens, None, None) for tokens, offsets, _ in self._parts],
+            concat_requests([table for _, _, table in self._parts]),
+        )
+        self._write_segment(trace, *names)
+        self._entries.append(_entry(*names, trace))
+        self._commit()
+        self._parts, self._pending_tokens = [], 0
+
+    def _write_segment(self, trace: SegmentedTrace, activations: str, requests: str) -> None:
+        optional = [n for n in OPTIONAL if all(getattr(s.tokens, n) is not None for s in trace.segments)]
+        write_requests(self.folder / requests, trace.requests)
+        specs = self.meta.specs(trace.num_tokens, trace.num_requests, optional)
+        with ArrayFileWriter(self.folder / activations, specs) as out:
+            out.append("offsets", np.concatenate([[0], np.cumsum(trace.lengths)]))
+            for chunk in trace.chunks():
+                for name in ("expert_ids", "phase", *optional):
+                    out.append(name, getattr(chunk.tokens, name))
+
+    def _commit(self) -> None:
+        write_json(self.folder / "meta.json", self.meta.json(self._entries))
+
+    def close(self) -> None:
+        """Flush, and join the segments into the final two files. Closing again does nothing."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        trace = SegmentedTrace.open(self.folder) if self._entries else SegmentedTrace.empty(self.meta)
+        parts = self._entries
+        self._write_segment(trace, *FINAL)
+        self._entries = [_entry(*FINAL, trace)]
+        self._commit()
+        for part in parts:
+            (self.folder / part["activations"]).unlink()
+            (self.folder / part["requests"]).unlink()
+        self._unlock()
+
+    def suspend(self) -> None:
+        """Flush and unlock the folder without joining segments: :meth:`resume` continues from here."""
+        if self._closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            self._unlock()
+
+    def __enter__(self) -> ActivationWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.suspend()  # keep what was recorded; the segments read as they are
+
+
+def check_unfinished(folder: Path) -> list[dict[str, Any]]:
+    """The segments of a trace that can be resumed; a closed one is refused."""
+    entries = [dict(entry) for entry in read_meta(folder).get("segments") or []]
+    if any(entry.get("activations") == FINAL[0] for entry in entries):
+        raise ConfigError(f"{folder} is closed: its recording was finished and cannot be resumed")
+    return entries
+
+
+def check_same_meta(folder: Path, found: TraceMeta, wanted: TraceMeta) -> None:
+    """Refuse to resume under other settings; the message names each that differs."""
+    differing = []
+    for field in fields(TraceMeta):
+        old, new = getattr(found, field.name), getattr(wanted, field.name)
+        if field.name == "source":
+            new = json.loads(json.dumps(dict(new)))  # as it would read: a tuple is a list on disk
+            keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+            differing += [f"{key}={old.get(key)!r}, not {new.get(key)!r}" for key in keys]
+        elif old != new:
+            differing.append(f"{field.name}={old!r}, not {new!r}")
+    if differing:
+        raise ConfigError(f"{folder} cannot be resumed: it was recorded with {'; '.join(differing)}")
+
+
+def _lock(owner: object, folder: Path) -> weakref.finalize[..., Any]:
+    """Lock the folder until the result is called or its owner is deleted; the lock ends with the process."""
+    try:
+        import fcntl
+    except ImportError:  # not Unix: the user must avoid two writers
+        return weakref.finalize(owner, int)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{folder} is being recorded by another process; end that one first") from None
+    except OSError:
+        pass  # a file system without locks
+    return weakref.finalize(owner, os.close, descriptor)
+
+
+def _columns(tokens: Activations, requests: RequestTrace) -> frozenset[str]:
+    """Optional columns recorded: a trace has a column for all its requests or for none."""
+    given = {name for name in OPTIONAL if getattr(tokens, name) is not None}
+    given |= {n for n in ("arrival_s", "ids", "domains", "prefix_blocks") if getattr(requests, n) is not None}
+    return frozenset(given | {f"extra.{name}" for name in requests.extra})
+
+
+def _entry(activations: str, requests: str, trace: SegmentedTrace) -> dict[str, Any]:
+    return {"activations": activations, "requests": requests, "num_tokens": trace.num_tokens}
+
 
 __all__ = ["ActivationTrace", "Activations", "Chunk", "TraceMeta", "concat_requests"]
 

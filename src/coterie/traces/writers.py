@@ -23,7 +23,7 @@ from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
 from coterie.traces.readers.base import Trace, kind_of
-from coterie.traces.readers.mooncake import BLOCK_TOKENS
+from coterie.traces.readers.request_logs import MOONCAKE_BLOCK_TOKENS
 from coterie.traces.requests import RequestTrace
 
 Kind = type[ActivationTrace] | type[LoadTable] | type[RequestTrace]
@@ -154,12 +154,12 @@ def _write_mooncake(trace: RequestTrace, path: Path) -> None:
     arrival_s = _arrivals(trace, "mooncake")
     if trace.prefix_blocks is None:
         raise ConfigError("the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it")
-    if trace.block_tokens != BLOCK_TOKENS:
+    if trace.block_tokens != MOONCAKE_BLOCK_TOKENS:
         raise ConfigError(
-            f"block_tokens={trace.block_tokens} must be {BLOCK_TOKENS} in format 'mooncake'; jsonl holds any"
+            f"block_tokens={trace.block_tokens} must be {MOONCAKE_BLOCK_TOKENS} in format 'mooncake'; jsonl holds any"
         )
     for i, blocks in enumerate(trace.prefix_blocks):
-        needed = -(-int(trace.prompt_tokens[i]) // BLOCK_TOKENS)
+        needed = -(-int(trace.prompt_tokens[i]) // MOONCAKE_BLOCK_TOKENS)
         if len(blocks) != needed:
             relation = f"format 'mooncake' needs {needed} for prompt_tokens={trace.prompt_tokens[i]}; jsonl holds any"
             raise ConfigError(f"request {i} has {len(blocks)} prefix_blocks; {relation}")

@@ -21,7 +21,7 @@ from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing import Calibration, Router, RouterFit, routers
-from coterie.routing.domain import share_out
+from coterie.routing.baselines import share_out
 from coterie.sim import FleetConfig, FleetRun, run_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests
 from coterie.traces.activations import ActivationTrace

@@ -29,8 +29,8 @@ from coterie.answers.inspect.samples import DistinctExperts, PhaseCorrelation
 from coterie.answers.inspect.values import number
 from coterie.errors import ConfigError, TraceError
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace
+from coterie.traces.load import choose_windows, domain_of
 from coterie.traces.readers.base import Trace, kind_of
-from coterie.traces.windows import choose_windows, domain_of
 
 _UNLABELLED = "the trace names no domains"
 _UNTIMED, _AT_ONCE = "no arrival times", "all requests arrive at once"
@@ -84,7 +84,7 @@ def inspect_trace(
 ) -> Inspection:
     """Compute every statistic that the trace allows; `name` is its path. Raises TraceError if it is empty or wrong.
 
-    `window` chooses windows of a load table, as :func:`~coterie.traces.windows.choose_windows` takes it.
+    `window` chooses windows of a load table, as :func:`~coterie.traces.load.choose_windows` takes it.
     """
     if isinstance(trace, LoadTable):
         return _inspect_load(trace, name, rng, window)

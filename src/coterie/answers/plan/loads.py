@@ -18,8 +18,8 @@ from coterie.errors import ConfigError, TraceError
 from coterie.footprints.counting import accumulate_load
 from coterie.models import model_of
 from coterie.traces import ActivationTrace, LoadTable
+from coterie.traces.load import MERGED, choose_windows
 from coterie.traces.readers import ReadOptions, read_trace
-from coterie.traces.windows import MERGED, choose_windows
 from coterie.types import ModelSpec
 
 Array = NDArray[np.float64]
@@ -87,7 +87,7 @@ def read_load(
 ) -> WindowLoad:
     """The load of a trace in any known format: all of it, or of a load table the windows asked for.
 
-    `window` is what :func:`~coterie.traces.windows.choose_windows` takes; `sampling` says which steps to plan for.
+    `window` is what :func:`~coterie.traces.load.choose_windows` takes; `sampling` says which steps to plan for.
     """
     trace = read_trace(path, format, ReadOptions(model=model if model is None or not Path(model).exists() else None))
     said = trace.model if isinstance(trace, LoadTable) else getattr(getattr(trace, "meta", None), "model", "unknown")

@@ -13,7 +13,7 @@ from coterie.footprints.counting import accumulate_load
 from coterie.placement import Load
 from coterie.placement.scenarios import Phase, concentration_of, mixes_of, mixtures, steps_of_requests, steps_of_trace
 from coterie.traces import ActivationTrace, LoadTable
-from coterie.traces.windows import domain_of
+from coterie.traces.load import domain_of
 from coterie.types import PREFILL
 
 Array = NDArray[np.float64]

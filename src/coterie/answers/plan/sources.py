@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import InputError, TraceError, check_input_file
-from coterie.traces.readers.trtllm import sniff_trtllm
+from coterie.traces.readers.load_dumps import sniff_trtllm
 from coterie.traces.store import ArrayFile
 from coterie.wire.routed_experts import decode_npy
 

@@ -32,7 +32,7 @@ from coterie.cli.output import (
     set_width,
 )
 from coterie.errors import ConfigError, check_new_file
-from coterie.units import shown_s
+from coterie.types import shown_s
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
     from coterie.answers.plan.plans import BatchRow, Planned

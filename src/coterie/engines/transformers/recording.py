@@ -31,7 +31,7 @@ from coterie.engines.transformers.loading import (
 from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
-from coterie.traces.activation_writer import check_unfinished
+from coterie.traces.activations import check_unfinished
 from coterie.traces.requests import check_new_folder
 from coterie.types import DECODE, PREFILL
 

@@ -28,9 +28,17 @@ from coterie.errors import (
     require_fitted,
 )
 from coterie.predictors.base import Load, PredictRequest, StartKind, check_request_rows, mean_rates, predictors
-from coterie.predictors.token_table.files import read_rows, write_rows
 from coterie.predictors.token_table.nearest import NearestTokens
-from coterie.predictors.token_table.rows import ONE, TokenRows, add_rows, count_rows, most_frequent, top_experts
+from coterie.predictors.token_table.rows import (
+    ONE,
+    TokenRows,
+    add_rows,
+    count_rows,
+    most_frequent,
+    read_rows,
+    top_experts,
+    write_rows,
+)
 from coterie.traces.activations import ActivationTrace
 from coterie.types import narrowest_uint
 

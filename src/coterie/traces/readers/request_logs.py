@@ -1,0 +1,228 @@
+"""Request logs: Azure's and BurstGPT's tables, Mooncake's JSON lines, and plain tables.
+
+Plain tables, CSV or JSON Lines, are the formats to write by hand or from one's own logs.
+
+Columns (keys): ``arrival_s`` or ``timestamp``, both in seconds, ``prompt_tokens``, ``output_tokens``; optional
+``id`` and ``domain``; in JSON Lines also ``prefix_blocks`` with ``block_tokens``. All others are kept as extra.
+CSV has no types, so its extra columns are text; JSON Lines keeps numbers, text, lists and null as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.traces.readers._rows import RequestColumns, Row, csv_rows, json_rows, sniff_csv, sniff_json
+from coterie.traces.readers.base import Reader, ReadOptions, readers
+from coterie.traces.requests import RequestTrace
+
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
+_EPOCH = datetime(1970, 1, 1)
+_SECOND = timedelta(seconds=1)
+
+
+def read_azure(path: Path, options: ReadOptions) -> RequestTrace:
+    """Azure's LLM inference traces of 2023 and 2024: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
+
+    Timestamps are absolute, with up to seven fractional digits (ticks of 100 ns) and, in 2024, a time zone; they are
+    subtracted as whole nanoseconds, so nothing is lost to floating point on the way to seconds since the first.
+    """
+    columns = RequestColumns(AZURE_COLUMNS)
+    arrival_ns = array("q")
+    for row in csv_rows(path, AZURE_COLUMNS):
+        arrival_ns.append(_nanoseconds(row))
+        columns.add(row, row.whole("ContextTokens"), row.whole("GeneratedTokens"))
+    since_first = np.array(arrival_ns) - min(arrival_ns)
+    return columns.trace(path, "azure", options, since_first / 1e9)
+
+
+def _nanoseconds(row: Row) -> int:
+    text = row.values["TIMESTAMP"].strip()
+    match = _STAMP.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        whole, fraction, zone = match.groups()
+        seconds = (datetime.fromisoformat(whole) - _EPOCH) // _SECOND
+        offset = 0
+        if zone not in (None, "Z"):
+            offset = (int(zone[1:3]) * 3600 + int(zone[4:]) * 60) * (-1 if zone[0] == "-" else 1)
+        if not 1700 < int(whole[:4]) < 2200:  # the years whose nanoseconds fit 64 bits
+            raise ValueError
+    except ValueError:
+        problem = f"found {text[:40]!r}, expected a time like 2023-11-16 18:17:03.9799600 (a zone may follow)"
+        raise row.error("TIMESTAMP", problem) from None
+    return (seconds - offset) * 10**9 + int((fraction or "0").ljust(9, "0"))
+
+
+readers.add(
+    "azure",
+    Reader(
+        read_azure,
+        lambda path: sniff_csv(path).issuperset(AZURE_COLUMNS),
+        "Azure LLM inference trace 2023 or 2024, CSV: TIMESTAMP, ContextTokens, GeneratedTokens",
+    ),
+)
+
+
+BURSTGPT_USED = ("Timestamp", "Request tokens", "Response tokens")
+BURSTGPT_COLUMNS = (*BURSTGPT_USED, "Model", "Total tokens", "Log Type")
+
+
+def read_burstgpt(path: Path, options: ReadOptions) -> RequestTrace:
+    """BurstGPT's traces: CSV of requests to ChatGPT and GPT-4 through a university's gateway.
+
+        Timestamp,[Session ID,Elapsed time,]Model,Request tokens,Response tokens,Total tokens,Log Type
+
+    ``Timestamp`` is in seconds since the collection began; the third file of the release adds the bracketed columns.
+    Requests that failed have 0 response tokens and are kept, as the file has them: the published files named
+    ``without_fails`` leave them out. Columns other than the time and the two token counts are kept as extra, as text.
+    """
+    columns = RequestColumns(BURSTGPT_USED)
+    arrival_s = array("d")
+    for row in csv_rows(path, BURSTGPT_COLUMNS):
+        arrival_s.append(row.time("Timestamp"))
+        columns.add(row, row.whole("Request tokens"), row.whole("Response tokens"))
+    return columns.trace(path, "burstgpt", options, np.array(arrival_s))
+
+
+readers.add(
+    "burstgpt",
+    Reader(
+        read_burstgpt,
+        lambda path: sniff_csv(path).issuperset(BURSTGPT_COLUMNS),
+        "BurstGPT CSV: Timestamp (s), Model, Request tokens, Response tokens, Total tokens, Log Type",
+    ),
+)
+
+
+MOONCAKE_BLOCK_TOKENS = 512
+MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+def read_mooncake(path: Path, options: ReadOptions) -> RequestTrace:
+    """Mooncake's traces: JSON Lines of requests with the hashes of their prompt's 512-token blocks.
+
+        {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
+
+    ``timestamp`` is in milliseconds. Every prompt has one hash for each 512 tokens begun, which holds on all 12,031
+    lines of the published conversation trace and is enforced: a shorter list would pass for a smaller shared prefix.
+    """
+    columns = RequestColumns(MOONCAKE_KEYS)
+    arrival_ms, blocks = array("d"), []
+    for row in json_rows(path, MOONCAKE_KEYS):
+        length, hashes = row.whole("input_length"), row.blocks("hash_ids")
+        if len(hashes) != -(-length // MOONCAKE_BLOCK_TOKENS):
+            needed = f"{-(-length // MOONCAKE_BLOCK_TOKENS)} for {length} tokens in blocks of {MOONCAKE_BLOCK_TOKENS}"
+            raise row.error("hash_ids", f"found {len(hashes)} hashes, expected {needed}")
+        arrival_ms.append(row.time("timestamp"))
+        blocks.append(hashes)
+        columns.add(row, length, row.whole("output_length"))
+    arrival_s = (np.array(arrival_ms) - min(arrival_ms)) / 1e3
+    return columns.trace(path, "mooncake", options, arrival_s, prefix_blocks=blocks, block_tokens=MOONCAKE_BLOCK_TOKENS)
+
+
+readers.add(
+    "mooncake",
+    Reader(
+        read_mooncake,
+        lambda path: sniff_json(path).issuperset(MOONCAKE_KEYS),
+        "Mooncake JSON Lines: timestamp (ms), input_length, output_length, hash_ids of 512-token blocks",
+    ),
+)
+
+
+TOKENS = ("prompt_tokens", "output_tokens")
+CLOCKS = ("arrival_s", "timestamp")
+OPTIONAL = ("id", "domain")
+BLOCKS = ("prefix_blocks", "block_tokens")
+
+
+def read_csv(path: Path, options: ReadOptions) -> RequestTrace:
+    return _read(csv_rows(path, TOKENS), path, "csv", options, OPTIONAL)
+
+
+def read_jsonl(path: Path, options: ReadOptions) -> RequestTrace:
+    return _read(json_rows(path, TOKENS), path, "jsonl", options, (*OPTIONAL, *BLOCKS))
+
+
+def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, known: tuple[str, ...]) -> RequestTrace:
+    """The first row sets the optional columns; every other row must agree."""
+    first = next(rows)
+    clock = next((name for name in CLOCKS if name in first.values), None)
+    if clock is None:
+        raise first.error("arrival_s", f"is missing, and so is timestamp; found {', '.join(first.values)}")
+    present = {name for name in known if name in first.values}
+    if len(present.intersection(BLOCKS)) == 1:
+        raise first.error("prefix_blocks", "must come with block_tokens, the tokens of one block")
+    block_tokens = first.whole("block_tokens") if "block_tokens" in present else None
+    if block_tokens == 0:
+        raise first.error("block_tokens", "found 0, expected at least 1")
+    columns = RequestColumns((clock, *TOKENS, *known))
+    arrival_s = array("d")
+    ids: list[str] = []
+    domains: list[str] = []
+    blocks: list[NDArray[np.int64]] = []
+    for row in chain((first,), rows):
+        if not row.is_text:  # in CSV the header holds for every row
+            _check_keys(row, clock, known, present)
+        arrival_s.append(row.time(clock))
+        if "id" in present:
+            ids.append(row.text("id"))
+        if "domain" in present:
+            domains.append(row.text("domain"))
+        if "prefix_blocks" in present:
+            blocks.append(row.blocks("prefix_blocks"))
+            if row.whole("block_tokens") != block_tokens:
+                raise row.error("block_tokens", f"found {row.whole('block_tokens')}, line {first.line} {block_tokens}")
+        columns.add(row, row.whole("prompt_tokens"), row.whole("output_tokens"))
+    return columns.trace(
+        path,
+        format,
+        options,
+        np.array(arrival_s),
+        ids=ids if "id" in present else None,
+        domains=domains if "domain" in present else None,
+        prefix_blocks=blocks if "prefix_blocks" in present else None,
+        block_tokens=block_tokens,
+    )
+
+
+def _check_keys(row: Row, clock: str, known: tuple[str, ...], present: set[str]) -> None:
+    if clock not in row.values:
+        raise row.error(clock, f"is missing; the line has {', '.join(row.values)}")
+    for name in known:
+        if (name in row.values) != (name in present):
+            state = "is missing here and given" if name in present else "is given here and missing"
+            raise row.error(name, f"{state} on the first line: give it on every line or on none")
+
+
+def _has_request_columns(names: frozenset[str]) -> bool:
+    return names.issuperset(TOKENS) and not names.isdisjoint(CLOCKS)
+
+
+readers.add(
+    "csv",
+    Reader(
+        read_csv,
+        lambda path: _has_request_columns(sniff_csv(path)),
+        "plain CSV of requests: arrival_s (or timestamp), prompt_tokens, output_tokens, optional id, domain",
+    ),
+)
+readers.add(
+    "jsonl",
+    Reader(
+        read_jsonl,
+        lambda path: _has_request_columns(sniff_json(path)),
+        "plain JSON Lines of requests: the keys of csv, and prefix_blocks with block_tokens",
+    ),
+)
