@@ -16,8 +16,6 @@ ROOT = Path(coterie.__file__).parent
 KEPT = {
     "ExpertAwareScheduler": "the class that a user names for vLLM, and the one for transformers",
     "LatencyAware": "one policy in two registries: routers and batching strategies",
-    "from_bytes": "one format of a prefilled request, read with torch and without it",
-    "to_bytes": "one format of a prefilled request, written with torch and without it",
     "RoundRobin": "one policy in two registries: routers and planners",
 }
 """Names that are defined twice, and why."""

@@ -1,7 +1,7 @@
 """Activation traces: the experts that every token of every request activated, exactly; and the writer that records one.
 
 :mod:`coterie.traces.segments` describes the files, docs/traces.md what they are after each step of a recording.
-A writer locks its folder while it lives, because two that append to one trace would each commit without the other's segments.
+A writer locks its folder while it lives: two that append to one trace would each commit without the other's segments.
 """
 
 from __future__ import annotations
