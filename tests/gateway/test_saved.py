@@ -124,7 +124,7 @@ def test_a_crash_leaves_the_old_file_or_the_new(tmp_path: Path, monkeypatch: pyt
                 raise OSError(28, "No space left on device")
 
             patch.setattr(target, name, fail)
-            with pytest.raises(ConfigError, match="cannot be written: No space left"):
+            with pytest.raises(ConfigError, match="No space left"):
                 save_state(file, SavedState())
         assert load_state(file) == (STATE, None)
         assert [one.name for one in tmp_path.iterdir()] == ["state.json"], "nothing half written stays"
@@ -138,7 +138,7 @@ def test_what_cannot_be_set_aside_stops_the_start(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="damaged"):
         load_state(file)
     assert file.read_bytes() == b"damaged"
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="Is a directory"):
         load_state(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
         save_state(tmp_path / "nowhere" / "state.json", STATE)

@@ -45,7 +45,7 @@ def test_secrets_come_from_files_or_the_environment(tmp_path: Path, monkeypatch:
 def test_weak_secrets_are_refused_and_not_quoted(wrong: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(wrong)
-    with pytest.raises(ConfigError, match="at least 16 printable ASCII") as refused:
+    with pytest.raises(ConfigError, match="16") as refused:
         read_secret(SECRET_VARIABLE, file)
     assert not wrong or wrong not in str(refused.value).replace(str(file), "")
     with pytest.raises(ConfigError, match="cannot read the secret"):

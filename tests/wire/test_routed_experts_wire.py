@@ -95,9 +95,9 @@ def test_a_header_that_claims_terabytes_allocates_nothing() -> None:
 
 
 def test_damaged_sglang() -> None:
-    with pytest.raises(InputError, match=r"has 96 bytes, not a multiple of 5 layers x 4 int32"):
+    with pytest.raises(InputError, match=r"96.* 5 .* 4 int32"):
         decode_sglang(encode_sglang(IDS), 5, 4)
-    with pytest.raises(InputError, match="dtype 'float8', expected one of uint8"):
+    with pytest.raises(InputError, match=r"'float8'.*uint8"):
         decode_sglang(encode_sglang(IDS), 3, 4, "float8")
     with pytest.raises(InputError, match="is not base64"):
         decode_sglang("****", 3, 4)

@@ -237,7 +237,7 @@ def test_a_plugin_that_fails_on_a_plain_request_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         keeper.reload(lambda rows: (Fails(), Fleet([1] * rows)))
-    with pytest.raises(ConfigError, match="1 rows; the pool needs 2"):
+    with pytest.raises(ConfigError, match=r"1 rows.* 2"):
         keeper.reload(lambda _: (routers.make("random"), Fleet([1])))
     assert keeper.route("r", Request()).fallback is None
 
@@ -249,7 +249,7 @@ def test_ranks_have_the_rows_of_their_placement() -> None:
     counts = np.zeros((LAYERS, EXPERTS), np.int64)
     counts[:, 4:6] = 9
     assert keeper.route("r", Request("", 9, counts)).worker_id == "rank2"
-    with pytest.raises(ConfigError, match="the placement has 4 ranks; the pool has 5"):
+    with pytest.raises(ConfigError, match=r"4 ranks.* 5"):
         keeper.join("rank4", 4)
     keeper.leave("rank2")
     assert keeper.join("spare", 4) == 2, "though its request still runs: there is no other rank"

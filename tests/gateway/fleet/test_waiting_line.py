@@ -298,7 +298,7 @@ def test_refusals_say_when_to_come_back() -> None:
             waiters.append(asyncio.ensure_future(line.take(100.0)))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        with pytest.raises(Refused, match="2 requests wait already; try again in 6 s") as refused:
+        with pytest.raises(Refused, match=r"2 requests.* 6 s") as refused:
             await line.take(1.0)
         assert (refused.value.status, refused.value.retry_after_s) == (429, 6)
         loop.now += 1000.0

@@ -100,7 +100,7 @@ def test_malformed_message_after_good_ones_is_refused_in_its_turn() -> None:
 
 @pytest.mark.parametrize("value", [b"a\rb", b"a\nb", b"a\r\nb: c", b"a\0b", b"\r\n"])
 def test_header_values_cannot_end_their_line(value: bytes) -> None:
-    with pytest.raises(ConfigError, match="must not hold CR, LF or NUL"):
+    with pytest.raises(ConfigError, match="CR, LF or NUL"):
         header_lines([(b"x", b"fine"), (b"y", value)])
 
 
@@ -115,7 +115,7 @@ def test_header_names_are_tokens_and_not_the_framing(name: bytes) -> None:
 
 @pytest.mark.parametrize("target", [b"/ HTTP/1.1", b"/\r\n", b"/\0", b"/\x7f", b"/\xc3"])
 def test_targets_cannot_end_their_line(target: bytes) -> None:
-    with pytest.raises(ConfigError, match="a target must not hold"):
+    with pytest.raises(ConfigError, match="target"):
         check_target(target)
 
 

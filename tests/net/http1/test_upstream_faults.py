@@ -371,7 +371,7 @@ def test_a_head_alone_does_not_shorten_the_wait_for_a_first_piece() -> None:
             assert await anext(late) == b"h"
             clock.now += 6.0
             upstream.sweep()
-            with pytest.raises(UpstreamError, match="no further piece within"):
+            with pytest.raises(UpstreamError, match="within"):
                 await anext(late)
             begin.clear()
             never = await upstream.send("POST", "/", [])
