@@ -96,7 +96,9 @@ class Replay:
         self._lock = threading.Lock()
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, keep + 1)  # a whole answer; one who asks again without reading loses the rest
+        # A whole answer has room: libzmq hears of what was read in halves of this, so up to keep + 1 messages late. A
+        # subscriber that asks again without reading loses the rest.
+        socket.setsockopt(zmq.SNDHWM, 2 * (keep + 1))
         try:
             self.endpoint = _bind(socket, endpoint, secret)
         except BaseException:
@@ -113,6 +115,7 @@ class Replay:
             try:
                 asked = socket.recv_multipart()
                 if len(asked) == 3 and asked[1] == b"" and len(asked[2]) == 8:
+                    socket.getsockopt(zmq.EVENTS)  # reads the socket's commands: see coterie.wire.publishing
                     for frames in self._since(int.from_bytes(asked[2], "big")):
                         socket.send_multipart([asked[0], b"", *frames])
             except zmq.ContextTerminated:
