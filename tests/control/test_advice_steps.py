@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coterie.control import AdviceSettings, LoadSeen, LoopShape, PlacementAdvisor
-from coterie.control.steps import FEWEST, SCENARIOS, with_steps
+from coterie.control.advice import FEWEST, SCENARIOS, with_steps
 from coterie.control.traffic import Kept
 from coterie.placement import Load, Objective
 from coterie.types import Placement, Topology

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from coterie.gateway.control.live import LiveControl
-from coterie.gateway.control.loads import as_map
-from coterie.gateway.control.views import ControlView
+from coterie.gateway.control.views import ControlView, as_map
 
 
 class ShownControl(LiveControl):

@@ -5,6 +5,7 @@ from coterie.control.base import (
     KINDS,
     ControlEvent,
     ControlSettings,
+    FitJob,
     Kind,
     LoadSeen,
     LoopLog,
@@ -12,7 +13,6 @@ from coterie.control.base import (
     RequestSeen,
     Tick,
 )
-from coterie.control.jobs import FitJob
 from coterie.control.loop import ControlLoop
 from coterie.control.replay import InputLog, replay
 from coterie.control.scoring import FitComparison, Scorer

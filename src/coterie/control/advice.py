@@ -2,7 +2,7 @@
 
     loads in windows ──► Rebalancer (drift, interval, cooldown) ──► Plan ──► Advice ──► scored on the next window
     demand by rank   ──► ActionManager, within a memory budget ──► replicas and swaps, as advice too
-    newest requests  ──► single steps, which plans are made for and scored on (:mod:`coterie.control.steps`)
+    newest requests  ──► single steps, which plans are made for and scored on (:func:`with_steps`)
 
 The advisor never applies anything: whoever does so says it with `applied`. A plan that gains nothing on the window
 after the one it was made from is withdrawn. Wrong where the workers are not the ranks of one expert-parallel group:
@@ -17,19 +17,49 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, LoadSeen, LoopShape
-from coterie.control.steps import MOST_REQUESTS, SCENARIOS, with_steps
 from coterie.control.traffic import Kept
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
 from coterie.placement.holdings import DemandTracker, held_by
 from coterie.placement.maps.formats import replace_map
 from coterie.placement.objective import Problem
+from coterie.placement.scenarios import at_mean, steps_of_requests
 from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
 from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingSettings
 from coterie.types import Placement, Topology
+
+SCENARIOS = 32
+"""Steps that are drawn."""
+FEWEST = 16
+"""Requests below which none are drawn."""
+MOST_REQUESTS = 256
+"""Newest requests that steps are drawn from."""
+
+
+def with_steps(load: Load, requests: Sequence[Kept], rng: Generator) -> Load:
+    """The load with single steps of these requests, which a placement is planned for and scored on.
+
+    A request that decodes n tokens is in n steps, and brings to each, on average, 1/n of its footprint. As many
+    requests are drawn into a step as make up the tokens a step that the workers report; the steps are then brought to
+    the mean load that they report. Wrong where requests of one kind come together: they are drawn as if in any order.
+    With too few requests the load itself is returned.
+    """
+    newest = requests[-MOST_REQUESTS:]
+    if len(newest) < FEWEST:
+        return load
+    # Summed as integers first: an array of single precision, not of double, for hundreds of footprints.
+    shares = np.stack([(one.prefill + one.decode).astype(np.float32) / max(1.0, one.tokens) for one in newest])
+    mean = load.tokens / load.steps
+    each, total = float(shares.sum(dtype=np.float64)) / len(newest), float(mean.sum())
+    if each <= 0 or total <= 0:
+        return load
+    steps = steps_of_requests(shares, max(1, round(total / each)), SCENARIOS, rng)
+    return replace(load, scenarios=at_mean(steps, None, mean))
+
 
 Array = NDArray[np.float64]
 

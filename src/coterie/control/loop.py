@@ -22,6 +22,7 @@ from coterie.control.advice import Advice, PlacementAdvisor
 from coterie.control.base import (
     ControlEvent,
     ControlSettings,
+    FitJob,
     Kind,
     LoadSeen,
     LoopLog,
@@ -32,7 +33,6 @@ from coterie.control.base import (
 )
 from coterie.control.checks import is_number
 from coterie.control.intake import Intake, worker_of
-from coterie.control.jobs import FitJob
 from coterie.control.scoring import FitComparison, Scorer
 from coterie.control.state import Candidate, Known, RunningJob, Swap, Watch
 from coterie.control.traffic import Kept, Traffic, reference_of, sample_of

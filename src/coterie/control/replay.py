@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.control.base import ControlEvent, LoadSeen, RequestSeen
+from coterie.control.base import ControlEvent, FitJob, LoadSeen, RequestSeen
 from coterie.control.checks import is_number
-from coterie.control.jobs import FitJob
 from coterie.control.loop import ControlLoop
 from coterie.errors import TraceError
 from coterie.routing import RouterFit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from coterie.control.jobs import FitJob
+from coterie.control.base import FitJob
 from coterie.control.traffic import TrafficSample
 from coterie.routing import RouterFit
 

@@ -11,10 +11,8 @@ import pytest
 
 from canned_workers import canned_workers
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.control.loads import MOST_CELLS, as_map
-from coterie.gateway.control.views import ControlView, HeatMap
-from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_DECISIONS, PageQuery, heat, snapshot
-from coterie.gateway.page.verdict import verdict
+from coterie.gateway.control.views import MOST_CELLS, ControlView, HeatMap, as_map
+from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_DECISIONS, PageQuery, heat, snapshot, verdict
 from coterie.gateway.parts import GatewayParts
 from coterie.routing import Decision
 from gateway_runs import FAST, config_of, gateway, run

@@ -25,11 +25,10 @@ from coterie.control.advice import PlacementAdvisor
 from coterie.control.replay import InputLog
 from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.control.advising import Applier, advisor_of
-from coterie.gateway.control.loads import RecentLoads
 from coterie.gateway.control.matching import Matcher, SentRequests
 from coterie.gateway.control.messages import FleetChanged, FromLoop, SetUp, SwapFailed, Swapped, Told, UseFit
 from coterie.gateway.control.streams import ExpertStreams, message_bytes
-from coterie.gateway.control.views import ControlView
+from coterie.gateway.control.views import ControlView, RecentLoads
 from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
 from coterie.routing import Router, RouterFit
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
