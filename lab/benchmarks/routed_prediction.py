@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.demo.loop import LoopSettings, make_router
-from coterie.answers.demo.runs import LoopResult, RouterRun
 from coterie.costs.experts import MoeParams
 from coterie.costs.roofline import Quality, RooflineLaw
 from coterie.costs.step import StepModel
@@ -29,6 +27,8 @@ from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import ModelSpec
 from coterie.wire.expert_events import RequestExperts
+from routed_loop import LoopSettings, make_router
+from routed_runs import LoopResult, RouterRun
 
 NOT_FITTED = Quality(0.0, 0.0, 0)
 FREE = RooflineLaw(1e-9, 1e15, 1e15, 1.0, NOT_FITTED)

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support" / "engines"))  # a fleet driven from Python
+
 ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
 START_S = 900.0
 BLOCK_SIZE = 32
@@ -87,7 +89,6 @@ def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[s
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    from coterie.answers.demo.loop import DecodeWorker, LoopSettings, run_loop
     from coterie.answers.demo.runs import REFERENCE_SHAPE, predicted_step_ms
     from coterie.costs.presets import step_model
     from coterie.engines.calibration.timing import describe_software
@@ -97,6 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.models import get_model, model_from_config
     from coterie.net.processes import ServerProcess, free_port
     from coterie.prompts import load_prompts, read_prompts, take_in_turn
+    from routed_loop import DecodeWorker, LoopSettings, run_loop
     from routed_prediction import predict
 
     prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)

@@ -10,11 +10,11 @@ import numpy as np
 from aiohttp import web
 
 from coterie.gateway.fleet.health import HealthSettings
-from coterie.gateway.proxy import RoutedFleet, Served, predict_with, rank_entries
 from coterie.predictors import TokenTable
 from coterie.routing import Fleet, Semantic
 from coterie.traces import ActivationTrace, TraceMeta
 from coterie.types import Placement
+from routed_fleet import RoutedFleet, Served, predict_with, rank_entries
 
 LAYERS, EXPERTS, RANKS = 2, 8, 4
 

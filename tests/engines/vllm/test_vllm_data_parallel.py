@@ -19,10 +19,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
-from coterie.gateway.proxy import RoutedFleet, Served, rank_entries
 from coterie.routing import Fleet as Workers
 from coterie.routing import Semantic
 from coterie.types import Placement
+from routed_fleet import RoutedFleet, Served, rank_entries
 from vllm_checks import dense_model
 from vllm_servers import MODEL, Fleet, Server, needs_vllm
 

@@ -19,10 +19,10 @@ pytest.importorskip("transformers")
 
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
-from coterie.gateway.proxy import FleetCounts, RoutedFleet, Served
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import RoundRobin
 from coterie.routing.fleet import Fleet as Workers
+from routed_fleet import FleetCounts, RoutedFleet, Served
 from vllm_checks import Listener, Truth, dense_model, event_of, sequence
 from vllm_servers import MODEL, TRIO, Fleet, Server, needs_vllm, start_trio
 

@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from coterie.answers.demo.loop import DecodeWorker, LoopSettings, run_loop
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.prompts import load_prompts, take_in_turn
+from routed_loop import DecodeWorker, LoopSettings, run_loop
 from vllm_servers import Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]

@@ -1,10 +1,10 @@
 """The demo: record → fit → route on a fleet of real workers, all of it on this machine.
 
-One prefill worker and three decode workers serve coterie-tiny, each in a process of its own. A workload of three
-domains is recorded through them, a router is fitted on it, and other requests are served under each router: round
-robin, join-shortest-queue and by the experts they are expected to use. What each way touched is counted in the workers.
-The time of such steps on an H200 is predicted for a model whose layers have as many experts and take as many of them;
-what they took here is measured. The trace of all requests is left for other verbs.
+One prefill worker and three decode workers serve coterie-tiny, each in a process of its own, behind a gateway. A
+workload of three domains is recorded through it, a router is fitted on it, and other requests are served under each
+router: round robin, join-shortest-queue and by the experts they are expected to use. What each way touched is counted
+in the workers. The time of such steps on an H200 is predicted for a model whose layers have as many experts and take as
+many of them; what they took here is measured. The trace of all requests is left for other verbs.
 """
 
 from __future__ import annotations
@@ -12,23 +12,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from coterie.answers.demo.loop import DecodeWorker, LoopSettings, run_loop
+from coterie.answers.demo.loop import RoutedLoop
 from coterie.answers.demo.runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.answers.figures import Theme, write_figure
 from coterie.costs.presets import step_model
 from coterie.engines.tiny import TINY
 from coterie.engines.vllm.recording import EventSink
 from coterie.errors import ConfigError, InputError
+from coterie.gateway.config import ControlSection
 from coterie.gateway.embedded import DECODERS, OURS, EmbeddedFleet, run_embedded
+from coterie.gateway.serve import Running
+from coterie.gateway.watching.logs import Log
 from coterie.models import get_model
+from coterie.net.processes import bind
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.traces import ActivationTrace
 
@@ -92,36 +99,32 @@ def run_demo(
     out: str | Path = "out",
     report: Report | None = None,
     routers: tuple[str, ...] = (OURS,),
-    fleet: EmbeddedFleet | None = None,
+    served: tuple[EmbeddedFleet, str] | None = None,
     rows_so_far: Callable[[list[DemoRow]], None] | None = None,
 ) -> DemoResult:
     """Close the loop on a fleet, write the trace and the figure into `out`.
 
-    `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced. Without
-    `fleet` one is started, and ended before the results are written. `rows_so_far` is given the rows that there are
-    after each router's run.
+    `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced. `served`
+    is a fleet that runs and the URL of its gateway; without it both are started, and ended before the results are
+    written. `rows_so_far` is given the rows that there are after each router's run.
     """
     report = report or (lambda *_: None)
     started = time.perf_counter()
     folder = Path(out)
     check_trace(folder / TRACE)
     prompts = take_in_turn([prompt for prompt in load_prompts() if prompt.domain in DOMAINS], requests)
-    settings = LoopSettings(
-        in_flight=IN_FLIGHT, max_tokens=MAX_TOKENS, routers=tuple(dict.fromkeys((*BASELINES, *routers))), seed=seed
-    )
+    names = tuple(dict.fromkeys((*BASELINES, *routers)))
+    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        if fleet is None:
+        if served is None:
             report(f"Starting one prefill and {DECODERS} decode workers", 0, 1)
             fleet = stack.enter_context(run_embedded())
-        prefill, *decode = fleet.workers
-        secret, key = fleet.access.secret, fleet.access.key
-        described = [DecodeWorker(one.url, one.expert_events, secret=secret) for one in decode]
-        after = None if rows_so_far is None else lambda found: rows_so_far(_rows(found, seed))
-        result = asyncio.run(run_loop([prefill.url], described, prompts, settings, report, key, after))
+            served = fleet, stack.enter_context(gateway_in_thread(fleet))
+        loop = RoutedLoop(served[1], served[0], IN_FLIGHT, MAX_TOKENS, report)
+        after = None if rows_so_far is None else lambda result: rows_so_far(_rows(result, seed))
+        result = asyncio.run(loop.run(prompts, names, folder / FIT, seed, after))
     rows = _rows(result, seed)
-    folder.mkdir(parents=True, exist_ok=True)
     _save_trace(result, folder / TRACE)
-    result.fitted.save(folder / FIT)
     figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.4)[-1]
     first = result.runs[0]
     return DemoResult(
@@ -143,6 +146,40 @@ def run_demo(
     )
 
 
+@contextlib.contextmanager
+def gateway_in_thread(fleet: EmbeddedFleet) -> Iterator[str]:
+    """URL of a gateway in front of the fleet, while the block runs. Its control loop, which swaps routers, is off."""
+    ready: Future[str] = Future()
+    ends: list[Callable[[], object]] = []
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        with (fleet.folder / "gateway.log").open("w") as log:
+            config = fleet.config(control=ControlSection(enabled=False))
+            running = Running(config, None, Log(log), fleet.access)
+            await running.start(bind(*config.address))
+            ends.append(partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set))
+            ready.set_result(running.url)
+            await stop.wait()
+            await running.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    thread = threading.Thread(target=run, name="coterie-gateway", daemon=True)
+    thread.start()
+    try:
+        yield ready.result()
+    finally:
+        for end in ends:
+            end()
+        thread.join()
+
+
 def check_trace(folder: Path) -> None:
     """Refuse a folder that holds something else than a trace of an earlier demo."""
     if folder.exists() and not _is_ours(folder):
@@ -162,9 +199,8 @@ def _save_trace(result: LoopResult, folder: Path) -> None:
         shutil.rmtree(folder)
     sink = EventSink(folder, None, SOURCE)
     try:
-        for event in (*result.recorded_events, *result.events):
-            if event is not None:
-                sink.take(event)
+        for answer in (*result.recorded.answers, *result.runs[0].answers):
+            sink.take(answer.event)
     finally:
         sink.close()
     if sink.problem is not None:

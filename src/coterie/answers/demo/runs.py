@@ -1,8 +1,4 @@
-"""What became of a routed fleet's runs: distinct experts of their steps, and what routers save.
-
-Routers differ in how evenly they spread requests. Small steps touch few experts whichever requests are in them, and in
-a mean over steps they count as much as large ones: so savings are given by token and at equal rows as well.
-"""
+"""What became of the demo's runs: distinct experts of their steps, and what routers save."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from numpy.typing import NDArray
 from coterie.costs.step import Batch, StepModel
 from coterie.footprints import footprint
 from coterie.footprints.positions import DISTINCT, ROWS, SECONDS
-from coterie.gateway.proxy import FleetCounts, Served
 from coterie.routing import RouterFit
 from coterie.wire.expert_events import RequestExperts
 
@@ -28,33 +23,38 @@ BLOCK_STEPS = 16
 DRAWS = 1000
 
 
+class DemoAnswer(NamedTuple):
+    """One request's answer."""
+
+    worker: int
+    """Index of the decode worker."""
+    event: RequestExperts
+    """Experts of its tokens, as that worker published them."""
+    text: str
+
+
 class RouterRun(NamedTuple):
-    """One router's run; made by :func:`coterie.answers.demo.loop.serve`."""
+    """One router's run; made by :class:`coterie.answers.demo.loop.RoutedLoop`."""
 
     router: str
     log: list[NDArray[np.float64]]
     """[worker] its decode steps, a row each (:mod:`coterie.footprints.positions`)."""
     wall_s: float
-    served: list[Served]
-    counts: FleetCounts
+    answers: list[DemoAnswer]
+    """[request]"""
 
     @property
     def requests(self) -> int:
-        return len(self.served)
-
-    @property
-    def answers(self) -> list[list[int]]:
-        """[request] token ids."""
-        return [one.tokens for one in self.served]
+        return len(self.answers)
 
     @property
     def output_tokens(self) -> int:
-        return sum(map(len, self.answers))
+        return sum(answer.event.output_tokens for answer in self.answers)
 
     @property
     def per_worker(self) -> list[int]:
         """[worker] requests."""
-        return [sum(one.decoder == worker for one in self.served) for worker in range(len(self.log))]
+        return [sum(answer.worker == worker for answer in self.answers) for worker in range(len(self.log))]
 
     @property
     def steps(self) -> NDArray[np.float64]:
@@ -66,13 +66,8 @@ class RouterRun(NamedTuple):
         return float(self.steps[:, ROWS].mean())
 
     @property
-    def distinct_per_step(self) -> float:
-        """Distinct experts of a layer in a decode step, mean over layers, steps and workers."""
-        return float(self.steps[:, DISTINCT].mean())
-
-    @property
     def distinct_by_token(self) -> float:
-        """The same, steps weighted by their rows."""
+        """Distinct experts of a layer in a token's decode step, mean over layers, tokens and workers."""
         return self._by_token(DISTINCT)
 
     @property
@@ -93,27 +88,23 @@ class LoopResult(NamedTuple):
     runs: list[RouterRun]
     calibrated: int
     """Requests the router was fitted on."""
-    fitted: RouterFit
-    fit_s: float
-    context: float
-    """Cached tokens of a request in the middle of its answer, on average."""
     recorded: RouterRun
     """Run of the fitting requests, under round robin."""
-    recorded_events: list[RequestExperts | None]
-    """[request] expert event of the fitting requests; None for answers of one token."""
-    events: list[RequestExperts | None]
-    """[request] the same of the first router's run."""
+    fitted: RouterFit
 
-    def saving_pct(self, run: RouterRun) -> float:
-        """Saving of distinct experts per step against the first run, percent."""
-        return 100 * (1 - run.distinct_per_step / self.runs[0].distinct_per_step)
-
-    def saving_by_token_pct(self, run: RouterRun) -> float:
-        """The same, steps weighted by their rows."""
-        return 100 * (1 - run.distinct_by_token / self.runs[0].distinct_by_token)
+    @property
+    def context(self) -> float:
+        """Cached tokens of a request in the middle of its answer, on average."""
+        first = self.runs[0]
+        prompts = sum(answer.event.prompt_tokens for answer in first.answers)
+        return (prompts + first.output_tokens / 2) / first.requests
 
     def like_with_like(self, run: RouterRun, rng: np.random.Generator) -> tuple[float, float, float]:
-        """Saving by token at equal rows, percent, and its 95% interval: see :meth:`against_random`.
+        """Saving by token at equal rows against the first run, percent, and its 95% interval.
+
+        A step of n requests put together at random touches sum(1 - (1 - p)^n) experts, p being :attr:`probabilities`.
+        Runs are compared by their ratio to that, because small steps touch fewer experts whichever requests are in
+        them, and routers differ in how even their steps are.
 
         Intervals come from runs resampled in blocks of :data:`BLOCK_STEPS` steps: steps in a row share most requests.
         """
@@ -141,32 +132,17 @@ class LoopResult(NamedTuple):
     def probabilities(self) -> NDArray[np.float64]:
         """[layer, expert] probability that a token of a served request activates it, mean over requests."""
         shares = []
-        for event in self.events:
-            if event is not None:
-                ids = event.ids()[event.prompt_tokens :]
+        for event in (answer.event for answer in self.runs[0].answers):
+            ids = event.ids()[event.prompt_tokens :]
+            if len(ids):
                 shares.append(footprint(ids, event.num_experts) / len(ids))
         return np.asarray(np.mean(shares, axis=0), np.float64)
 
-    def against_random(self, run: RouterRun) -> float:
-        """Distinct experts of the run's steps over those that requests put together at random would touch.
-
-        A step of n such requests touches sum(1 - (1 - p)^n) experts, p being :attr:`probabilities`. It is taken at the
-        rows of every step, because small steps touch fewer experts and routers differ in how even their steps are.
-        """
-        sizes, steps = np.unique(run.steps[:, ROWS], return_counts=True)
-        probabilities = self.probabilities
-        random = [(1 - (1 - probabilities) ** size).sum(axis=1).mean() for size in sizes]
-        return float(run.steps[:, DISTINCT].sum() / (steps @ random))
-
-    def saving_at_equal_rows_pct(self, run: RouterRun) -> float:
-        """Distinct experts below the first run's, at the rows of every step; see :meth:`against_random`."""
-        return 100 * (1 - self.against_random(run) / self.against_random(self.runs[0]))
-
     def differing(self) -> int:
-        """Requests that some router's run answered with other tokens than the first's."""
+        """Requests that some router's run answered with another text than the first's."""
         return sum(
-            any(run.answers[request] != first for run in self.runs[1:])
-            for request, first in enumerate(self.runs[0].answers)
+            any(run.answers[request].text != answer.text for run in self.runs[1:])
+            for request, answer in enumerate(self.runs[0].answers)
         )
 
 

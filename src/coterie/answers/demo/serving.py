@@ -58,7 +58,7 @@ def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report | None =
             if report is not None:
                 report(what, done, total)
 
-        result = run_demo(out=folder, report=progress, fleet=fleet, rows_so_far=told.rows)
+        result = run_demo(out=folder, report=progress, served=(fleet, url), rows_so_far=told.rows)
         told.done(result.verdict)
     asyncio.run(_use(url, result.fit))
     return result
@@ -66,7 +66,7 @@ def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report | None =
 
 async def _use(url: str, fit: str) -> None:
     async with Client(url) as client:
-        body = {"router": OURS, "settings": {}, "fit": str(Path(fit).resolve())}
+        body = {"router": OURS, "fit": str(Path(fit).resolve()), "model": None}
         status, text = await client.call("PUT", "/routers/decode", body)
     if status != 200:
         raise UnavailableError(f"the gateway did not take the fitted router: {json.loads(text)['error']['message']}")

@@ -45,6 +45,8 @@ class Asking:
     """Generate exactly max_tokens tokens, where the server knows this option (vLLM, SGLang, the reference worker)."""
     timeout_s: float = 300.0
     """Seconds within which an answer must be complete."""
+    keep_text: bool = False
+    """Keep the text of answers, to compare them."""
 
     def __post_init__(self) -> None:
         check_positive(timeout_s=self.timeout_s)
@@ -88,6 +90,8 @@ class RequestOutcome(NamedTuple):
     failure: Kind | None = None
     problem: str = ""
     """Why it failed, in one line."""
+    text: str = ""
+    """The answer's text, if it is kept."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -166,6 +170,7 @@ class _Answer:
         self.begun = False
         """Content has come; of an answer that is not streamed, any byte."""
         self.usage: _Usage | None = None
+        self.texts: list[str] = []
 
     def take(self, data: bytes, now: float) -> None:
         try:
@@ -177,6 +182,7 @@ class _Answer:
         self.usage = piece.usage or self.usage
         for choice in piece.choices[:1]:
             said = choice.delta or choice.message
+            self.texts.append(choice.text or (said.content if said is not None else None) or "")
             ends = choice.finish_reason is not None
             if choice.text or (said is not None and said.any) or (ends and not self.begun):
                 self.times.append(now)  # an answer without any text has its end as first content
@@ -242,6 +248,7 @@ class LoadClient:
             cached_tokens=(usage.prompt_tokens_details or _Details()).cached_tokens,
             failure=failure,
             problem=problem,
+            text="".join(answer.texts) if asking.keep_text else "",
         )
 
     async def _exchange(self, asking: Asking, body: Mapping[str, Any], answer: _Answer, name: str) -> None:

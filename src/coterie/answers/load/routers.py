@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from coterie.errors import ConfigError, CoterieError, UnavailableError
 from coterie.net.http_client import Client
@@ -29,9 +30,12 @@ async def routers_in_use(gateway: Client) -> dict[str, str]:
     return in_use
 
 
-async def use_router(gateway: Client, pool: str, wanted: str) -> None:
-    """Swap a pool's router; a name or a setting that the gateway refuses raises with its reason."""
-    status, text = await gateway.call("PUT", f"/routers/{pool}", {"router": wanted})
+async def use_router(gateway: Client, pool: str, wanted: str, spec: Mapping[str, Any] | None = None) -> None:
+    """Swap a pool's router; a name or a setting that the gateway refuses raises with its reason.
+
+    `spec` has more of the router's configuration, such as the file of its fit.
+    """
+    status, text = await gateway.call("PUT", f"/routers/{pool}", {**(spec or {}), "router": wanted})
     if status == 200:
         return
     try:

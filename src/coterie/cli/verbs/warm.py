@@ -108,7 +108,7 @@ def _route(path: Path) -> None:
     import numpy as np
 
     import coterie
-    from coterie.answers.demo.loop import make_router
+    from coterie.costs.lines import DecodeStepPrices
     from coterie.errors import ConfigError
     from coterie.footprints import footprint
     from coterie.gateway.embedded import decode_router
@@ -128,10 +128,10 @@ def _route(path: Path) -> None:
     predicted.warm_up()
     for name in ("joint", None):
         decode_router(name)
-    made = {}
+    prices, made = DecodeStepPrices.of(coterie.step_model(MODEL), 4), {}
     for name in routers.names():
         with contextlib.suppress(ConfigError):  # one that needs more than a fit, such as labels
-            made[name] = make_router(name, fitted, 4)
+            made[name] = routers.make(name, {"fitted": fitted, "cost": prices, "seed": 0})
     for router in made.values():
         router.route(coterie.Request("one", 8, counts), fitted.fleet(4))
     model = coterie.step_model(MODEL)

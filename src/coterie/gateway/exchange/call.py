@@ -146,44 +146,6 @@ class Outcome(msgspec.Struct):
         return "" if self.decision is None else self.decision.reason
 
 
-class Collected:
-    """A sink that keeps the answer, for callers without a connection."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Headers = []
-        self.pieces: list[bytes] = []
-        self.started = self.ended = False
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.pieces)
-
-    def send(
-        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Pairs = ()
-    ) -> None:
-        self.start(status, [*([(b"content-type", content_type)] if content_type else []), *headers], len(body))
-        self.pieces.append(body)
-        self.end()
-
-    def start(self, status: int, headers: Pairs, length: int | None = None) -> None:
-        del length
-        self.status, self.headers, self.started = status, list(headers), True
-
-    def write(self, data: bytes) -> None:
-        self.pieces.append(data)
-
-    async def drain(self) -> None:
-        return
-
-    def end(self) -> None:
-        self.ended = True
-
-    def fail(self, error: HttpError) -> None:
-        self.pieces.append(error.event())
-        self.end()
-
-
 def parse_object(data: bytes) -> dict[str, Any]:
     """The body of a request; HttpError unless it is a JSON object."""
     try:

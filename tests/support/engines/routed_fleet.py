@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_at_least
 from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
-from coterie.gateway.exchange.call import Call, Collected, Outcome, checked_id, make_call
+from coterie.gateway.exchange.call import Call, Outcome, checked_id, make_call
 from coterie.gateway.exchange.flow import Flow, Informer, Observer, PlainFlow
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
@@ -46,6 +46,48 @@ PATIENT = LimitSettings(connect_s=10.0, prefill_s=3600.0, first_token_s=3600.0)
 """Answers come whole, and a request may wait long in the queue of a busy worker."""
 DEFAULT_HEALTH = HealthSettings()
 JSON = [(b"content-type", b"application/json")]
+
+
+class Collected:
+    """A sink that keeps the answer, for callers without a connection."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.pieces: list[bytes] = []
+        self.started = self.ended = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def send(
+        self,
+        status: int,
+        body: bytes = b"",
+        content_type: bytes = b"application/json",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        self.start(status, [*([(b"content-type", content_type)] if content_type else []), *headers], len(body))
+        self.pieces.append(body)
+        self.end()
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None = None) -> None:
+        del length
+        self.status, self.headers, self.started = status, list(headers), True
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    async def drain(self) -> None:
+        return
+
+    def end(self) -> None:
+        self.ended = True
+
+    def fail(self, error: HttpError) -> None:
+        self.pieces.append(error.event())
+        self.end()
 
 
 @dataclass(slots=True)
