@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from coterie.answers.demo.runs import REFERENCE_SHAPE, DemoAnswer, LoopResult, RouterRun
-from coterie.answers.load.client import Asking, LoadClient, Outcome
+from coterie.answers.load.client import Asking, LoadClient, RequestOutcome
 from coterie.answers.load.measure import context_length
 from coterie.answers.load.routers import DECODE, use_router
 from coterie.answers.load.run import LoadRun, Pace
@@ -112,10 +112,10 @@ class RoutedLoop:
         """Have every prompt prefilled once: the first router must not be the only one to wait for that."""
         run = LoadRun()
 
-        async def send(request: LoadRequest, planned: float | None) -> Outcome:
+        async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
             return await self._client.ask(request._replace(max_tokens=1), self._asking, planned)
 
-        def done(_: Outcome) -> None:
+        def done(_: RequestOutcome) -> None:
             self._report("Warming up", len(run.outcomes), len(requests))
 
         await run.drive(requests, Pace(self.in_flight * len(self.workers)), send, done)
@@ -134,10 +134,10 @@ class RoutedLoop:
         run, started = LoadRun(), time.perf_counter()
         names = {request.number: f"{'' if fit else 'recorded.'}{router}.{request.number}" for request in requests}
 
-        async def send(request: LoadRequest, planned: float | None) -> Outcome:
+        async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
             return await self._client.ask(request, self._asking, planned, name=names[request.number])
 
-        def done(outcome: Outcome) -> None:
+        def done(outcome: RequestOutcome) -> None:
             if outcome.failure is not None:
                 raise UnavailableError(f"request {outcome.request} failed: {outcome.problem}")
             self._report(doing, len(run.outcomes), len(requests))

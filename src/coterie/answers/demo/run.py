@@ -32,7 +32,7 @@ from coterie.engines.vllm.recording import EventSink
 from coterie.errors import ConfigError, InputError
 from coterie.gateway.config import ControlSection
 from coterie.gateway.embedded import DECODERS, OURS, EmbeddedFleet, run_embedded
-from coterie.gateway.serve import Running
+from coterie.gateway.serve import RunningGateway
 from coterie.gateway.watching.logs import Log
 from coterie.models import get_model
 from coterie.net.processes import bind
@@ -156,7 +156,7 @@ def gateway_in_thread(fleet: EmbeddedFleet) -> Iterator[str]:
         stop = asyncio.Event()
         with (fleet.folder / "gateway.log").open("w") as log:
             config = fleet.config(control=ControlSection(enabled=False))
-            running = Running(config, None, Log(log), fleet.access)
+            running = RunningGateway(config, None, Log(log), fleet.access)
             await running.start(bind(*config.address))
             ends.append(partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set))
             ready.set_result(running.url)
