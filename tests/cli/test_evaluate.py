@@ -49,7 +49,7 @@ def no_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "distributions", lambda **_: ())
     for registry in (suites, benches):
         monkeypatch.setattr(registry, "_items", {})
-        monkeypatch.setattr(registry, "_entry_points_read", True)
+        monkeypatch.setattr(registry, "_plugins_read", True)
 
 
 @pytest.mark.usefixtures("no_lab")
