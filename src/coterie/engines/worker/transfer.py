@@ -100,7 +100,7 @@ class SafetensorsCodec(NamedTuple):
 
     def to_bytes(self, prefilled: Prefilled) -> bytes:
         expert_ids: NDArray[Any] = prefilled.expert_ids
-        if expert_ids.dtype.kind == "u":  # older torch knows no unsigned integer past 8 bits
+        if expert_ids.dtype.kind == "u" and expert_ids.itemsize > 1:  # older torch has no other unsigned integer
             expert_ids = expert_ids.astype(np.int32)
         ids = {"token_ids": prefilled.token_ids, "expert_ids": expert_ids}
         arrays = {name: self.from_numpy(np.ascontiguousarray(array)) for name, array in ids.items()}
