@@ -275,11 +275,3 @@ def layer_balance(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
     """[layer] mean ÷ max of [layer, rank] load: 1 is even; 1 for a layer without load."""
     peak = rank_load.max(axis=1)
     return np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)
-
-
-def shown_s(seconds: float) -> str:
-    """Seconds for a message, in s, ms or µs."""
-    size = abs(seconds)
-    if size >= 1 or not size:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if size >= 1e-3 else f"{1e6 * seconds:.3g} µs"

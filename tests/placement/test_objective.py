@@ -254,8 +254,9 @@ def test_prices_of_a_model_tell_what_it_tells(name: str, ranks: int) -> None:
     spec, topology, tokens = get_model(name), Topology(ranks), 65_536
     model = step_model(spec, "h200", topology=topology)
     objective = Objective.of(model, tokens, row_bytes=0.0)
-    load = zipf_drift(3, spec.num_experts, default_rng(0), exponent=0.7, tokens=tokens * spec.top_k).after
-    linear = Placement.linear(3, spec.num_experts, ranks)
+    layers = spec.num_moe_layers
+    load = zipf_drift(layers, spec.num_experts, default_rng(0), exponent=0.7, tokens=tokens * spec.top_k).after
+    linear = Placement.linear(layers, spec.num_experts, ranks)
     plan = Eplb(objective=objective).plan(Load(load), topology, linear)
     whole = np.round(load).astype(np.int64)
     before, after = (model.moe_s(whole, tokens // ranks, map_).sum() for map_ in (linear, plan.placement))

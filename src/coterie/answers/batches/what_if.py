@@ -90,7 +90,7 @@ class Simulated:
             "settings": self.settings,
             "rows": self.rows,
             "notes": self.notes,
-            "batches_verdict": self.verdict.sentence,
+            "verdict": self.verdict.sentence,
             "next": self.verdict.then,
         }
 

@@ -72,7 +72,7 @@ def inspect_command(
         written = {"report": str(report.page), "figures": [str(path) for path in report.figures]}
     said = inspect_verdict(found)
     if json_output:
-        print_json({**msgspec.to_builtins(found), **written, "inspect_verdict": said.sentence, "next": said.then})
+        print_json({**msgspec.to_builtins(found), **written, "verdict": said.sentence, "next": said.then})
         return
     _print(found)
     if written:

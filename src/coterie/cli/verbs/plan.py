@@ -32,7 +32,7 @@ from coterie.cli.output import (
     set_width,
 )
 from coterie.errors import ConfigError, check_new_file
-from coterie.types import shown_s
+from coterie.units import shown_s
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
     from coterie.answers.plan.plans import BatchRow, Planned
@@ -210,7 +210,7 @@ def plan_command(
     if save_scenarios is not None:
         write_scenarios(save_scenarios, planned.pricing.load(planned.options.batch))
         found |= {"scenarios": str(save_scenarios)}
-    found |= {"plan_verdict": plan_verdict(planned, found), "next": next_command(planned, found)}
+    found |= {"verdict": plan_verdict(planned, found), "next": next_command(planned, found)}
     if json_output:
         print_json(found)
         return
@@ -240,7 +240,7 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
     _print_bars(planned)
     _print_prediction(planned, found)
     _print_moves(found)
-    print_verdict(found["plan_verdict"], found["next"])
+    print_verdict(found["verdict"], found["next"])
 
 
 def _memory(planned: Planned) -> list[str]:

@@ -33,7 +33,8 @@ from coterie.placement.planning.packing import living_ranks, on_living
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.placement.planning.search.steps.descent import is_small
 from coterie.registry import needs
-from coterie.types import Placement, Topology, shown_s
+from coterie.types import Placement, Topology
+from coterie.units import shown_s
 
 Split = Literal["equal", "weighted", "optimal"]
 

@@ -47,7 +47,8 @@ from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.scenarios import RecentSteps
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
-from coterie.types import Placement, Topology, shown_s
+from coterie.types import Placement, Topology
+from coterie.units import shown_s
 
 Array = NDArray[np.float64]
 

@@ -1,0 +1,11 @@
+"""Quantities as messages show them. Imports nothing: help texts use it before NumPy is loaded."""
+
+from __future__ import annotations
+
+
+def shown_s(seconds: float) -> str:
+    """Format seconds for a message, in s, ms or µs."""
+    size = abs(seconds)
+    if size >= 1 or not size:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if size >= 1e-3 else f"{1e6 * seconds:.3g} µs"
