@@ -77,7 +77,7 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     window: int = DEFAULTS.window
     """Requests in a window: their experts are compared with those of the requests the router was fitted to."""
     min_requests: int = DEFAULTS.min_requests
-    """Fewest requests, all since the last traffic change, from which the router is re-fitted."""
+    """Fewest requests of the present traffic (since its last change) from which the router is re-fitted."""
     fit_requests: int = DEFAULTS.fit_requests
     """Most requests from which the router is re-fitted."""
     score_requests: int = DEFAULTS.score_requests
@@ -142,7 +142,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     places: int = 16
     """Requests that the worker runs at once."""
     speed: float = 1.0
-    """Speed relative to the other workers of its pool."""
+    """Speed of the worker relative to the others of its pool."""
     data_parallel_rank: int | None = None
     """Rank of a data-parallel engine that this entry stands for; requests name it in vLLM's rank header."""
     placement_rank: int | None = None
@@ -262,7 +262,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_s: float = 30.0
     """Seconds for running requests to finish after SIGTERM."""
     log_requests: bool = False
-    """Whether each request's outcome is logged; its text never is."""
+    """Whether each request's outcome is logged. Its text is never logged."""
 
     def __post_init__(self) -> None:
         check_at_least(1, block_size=self.block_size, decisions=self.decisions)

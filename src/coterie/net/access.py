@@ -97,7 +97,7 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_address(text: str, what: str = "address") -> Address:
-    """Read HOST:PORT, or [HOST]:PORT for IPv6."""
+    """Parse HOST:PORT, or [HOST]:PORT for IPv6; raise ConfigError that calls the value `what`."""
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host

@@ -110,7 +110,7 @@ def leave_to_cleaner(left: int | Path) -> None:
             [sys.executable, "-I", "-S", str(Path(__file__).with_name("cleaner.py"))],
             os.environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
-            setpgroup=0,  # Ctrl-C is for this process, not for the cleaner
+            setpgroup=0,  # own process group: Ctrl-C must not end the cleaner
         )
         os.close(reading)
     _tell_cleaner("+", left)

@@ -94,7 +94,7 @@ class Child:
     async def ended(self) -> str:
         """End the process if it still runs, wait for it, and return a description of how it ended."""
         self.hang_up()
-        self._process.terminate()  # it has nothing to save
+        self._process.terminate()  # SIGTERM at once: the process has nothing to save
         return await asyncio.to_thread(self._reap)
 
     def _reap(self) -> str:

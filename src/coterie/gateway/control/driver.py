@@ -131,7 +131,7 @@ class Driver:
         self._tell(now_s, streams)
 
     def _advisor(self, shape: LoopShape) -> PlacementAdvisor | None:
-        """Make the placement advisor; None, with the reason stored, if it cannot be made: fits go on without it."""
+        """Make the placement advisor; return None and store the reason if that fails: fits do not need it."""
         if self._section.advise is None:
             return None
         try:

@@ -84,7 +84,7 @@ class LiveControl:
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         """Decisions of the loop, newest last."""
         self.problem: str | None = "the loop's process has not told anything yet"
-        """Why the loop does nothing; None while it runs."""
+        """Reason why the loop does not run; None while it runs."""
         self._pool, self._workers, self._access = pool, workers, access
         self._metrics, self._log = metrics, log
         self._temporary = section.folder is None

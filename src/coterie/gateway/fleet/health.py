@@ -59,7 +59,7 @@ DEFAULTS = HealthSettings()
 
 
 class Health:
-    """Health of one worker."""
+    """Health of one worker, by its health checks."""
 
     def __init__(self, rng: Generator, now: float, settings: HealthSettings = DEFAULTS, healthy: bool = False) -> None:
         """`rng` draws the jitter. `healthy`: whether the worker counts as healthy before its first check."""

@@ -83,7 +83,7 @@ class FleetKeeper(FleetRows):
                 if decision.profile is not None:  # the fleet keeps its own copy
                     decision = decision._replace(profile=None)
                 return self._began(request_id, Choice(self._ids[row] or "", row, decision))
-            except Exception as error:  # a router may be anyone's code
+            except Exception as error:  # a router may be a plugin: it can raise anything
                 failure = fallback_of(error)
         self._undo(request_id)
         choice = self._fall_back(exclude, failure)

@@ -35,7 +35,7 @@ class KeeperCounters:
     """Counts since the keeper was made."""
 
     admitted: int = 0
-    """Requests that were added to the fleet."""
+    """Requests that were admitted to the fleet."""
     finished: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Reason → number of requests that were placed without the router."""

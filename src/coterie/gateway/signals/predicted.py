@@ -194,7 +194,7 @@ class Footprints:
     def _keep(self, ids: NDArray[np.int64], profile: Profile) -> None:
         keys = self._keys(ids)
         for number in self._requests_at.get(keys[-1], ()):
-            if self._known[number].keys == keys:  # the same prompt again
+            if self._known[number].keys == keys:  # the same prompt again: average the two
                 self._known[number].profile[:] = (self._known[number].profile + profile) / 2
                 return
         size = profile.nbytes + _KEY_BYTES * len(keys) + _ENTRY_BYTES

@@ -104,7 +104,7 @@ class TokenService:
         self._queue, self._deadline_s = queue, deadline_s
         self._cache_bytes, self._max_bytes = cache_bytes, max_bytes
         self.observe = observe
-        self._kept: dict[bytes, Tokens] = {}  # the latest used last
+        self._kept: dict[bytes, Tokens] = {}  # most recently used last
         self.kept_bytes = 0
         self._jobs: dict[bytes, _Job] = {}
         self._free = asyncio.Semaphore(threads)

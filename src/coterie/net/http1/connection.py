@@ -291,7 +291,7 @@ class Connection(asyncio.Protocol):
             self.body = b""
             self._take(exchange)
 
-    # from request to answer
+    # starting requests and answering them
 
     def _take(self, exchange: _Exchange) -> None:
         if self.current is None and not self.waiting and self.room is None and not self.transport.is_closing():
@@ -432,7 +432,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request has begun."""
+        """Whether no request is being read, waiting or answered."""
         begun = self.phase == "body" or (self.phase == "head" and self.quiet_bytes)
         return self.current is None and not self.waiting and not self.deaf and not begun
 

@@ -48,9 +48,9 @@ class Limits:
     body_bytes: int = 4 << 20
     """Largest body of a request in bytes, unless the check of the head returns another limit."""
     head_s: float = 10.0
-    """Time for a whole head, from the opening of the connection or from the head's first byte."""
+    """Time in which a whole head must arrive, from the opening of the connection or the head's first byte."""
     body_s: float = 30.0
-    """Time for a whole body, from its head."""
+    """Time in which a whole body must arrive, from the end of its head."""
     idle_s: float = 75.0
     """Time that a connection is kept open without a request."""
     write_s: float = 60.0
