@@ -1,13 +1,13 @@
-"""Who may ask, and how often: API keys and rates. The gateway stores the SHA-256 of keys, never the keys.
+"""API keys and rate limits of callers. The gateway stores the SHA-256 of each key, never the key.
 
 A keys file, in YAML or JSON, is a list of entries::
 
     - {name: search-team, sha256: 9f86d081…, rate: 50, burst: 100}
     - {name: on-call, sha256: 60303ae2…, admin: true}
 
-Keys are 256 random bits (:func:`new_key`), so a plain hash is enough: there is no dictionary to try. A presented key is
-hashed once and its digest is compared with every entry by :func:`hmac.compare_digest`, so the time of a check tells
-neither how much of a key was right nor which entry matched.
+Keys are 256 random bits (:func:`new_key`), so an unsalted hash is enough: a dictionary attack cannot guess them. A
+presented key is hashed once and its digest is compared with every entry by :func:`hmac.compare_digest`, so the time of
+a check reveals neither how much of a key was right nor which entry matched.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from coterie.errors import ConfigError, check_input_file
 MAX_FILE_BYTES = 1 << 20
 MAX_NAME = 128
 MAX_KEY_BYTES = 512
-"""Longest key that is hashed; a longer one is not of ours."""
+"""Longest Authorization header that is checked, in bytes; longer ones cannot hold a key of this gateway."""
 KEY_PREFIX = "coterie-"
-"""Keys start with it, so that scanners for leaked secrets find them."""
+"""Prefix of every key, so that scanners for leaked secrets find them."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One stored key."""
 
     name: str
-    """Name of the caller: in logs and errors, and what its rate is counted by."""
+    """Name of the caller, shown in logs and errors; its rate is limited by this name."""
     sha256: str
     """SHA-256 of the key, 64 hexadecimal digits."""
     admin: bool = False
-    """The key opens the admin endpoints."""
+    """Whether the key opens the admin endpoints."""
     rate: float | None = None
-    """Requests a second in the long run; None: no limit of its own."""
+    """Long-run limit in requests per second; None for no limit."""
     burst: float | None = None
-    """Requests at once; None: a second's worth, and at least 1."""
+    """Most requests at once; None for one second of `rate`, at least 1."""
 
     def as_yaml(self) -> str:
-        """The line to add to a keys file."""
+        """Return the line to add to a keys file."""
         fields = yaml.safe_dump(msgspec.to_builtins(self), default_flow_style=True, sort_keys=False, width=10_000)
         return f"- {fields}"
 
@@ -64,12 +64,12 @@ class Caller(NamedTuple):
 
 class NewKey(NamedTuple):
     key: str
-    """Show it once; it is not stored."""
+    """The key in clear text. Show it once: only its hash is stored."""
     entry: Entry
 
 
 def new_key(name: str, *, admin: bool = False, rate: float | None = None, burst: float | None = None) -> NewKey:
-    """A random key and the entry to store for it."""
+    """Return a random key and the entry to store for it."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     entry = Entry(name=name, sha256=_digest(key.encode()).hex(), admin=admin, rate=rate, burst=burst)
     Keys.load([entry])
@@ -77,19 +77,19 @@ def new_key(name: str, *, admin: bool = False, rate: float | None = None, burst:
 
 
 class Keys:
-    """Stored keys, and the check of a presented one."""
+    """Stored keys, and the check of a presented key."""
 
     def __init__(self, entries: Sequence[Entry], warnings: Sequence[str] = ()) -> None:
-        """Entries that passed :meth:`load`'s checks."""
+        """`entries` must have passed the checks of :meth:`load`."""
         self.entries = tuple(entries)
         self.warnings = tuple(warnings)
-        """What an operator should know of the file, one line each."""
+        """Warnings about the file's permissions, one line each."""
         self._digests = [bytes.fromhex(entry.sha256) for entry in entries]
         self._callers = [Caller(entry.name, entry.admin, entry.rate, entry.burst) for entry in entries]
 
     @classmethod
     def load(cls, source: str | Path | Sequence[Any]) -> Keys:
-        """Read a keys file, or a list of entries or mappings. Raises ConfigError with the entry's name."""
+        """Read a keys file, or a list of entries or mappings. Raises ConfigError that names the faulty entry."""
         if isinstance(source, str | Path):
             path = Path(source)
             raw, warnings, where = _read(path), _mode_warnings(path), str(path)
@@ -105,11 +105,11 @@ class Keys:
         return len(self.entries)
 
     def check(self, header: bytes | None) -> Caller | None:
-        """The caller whose key an `Authorization` header presents; None if it presents none that is stored."""
+        """Return the caller whose key an `Authorization` header presents; None if no stored key matches."""
         if header is None or len(header) > MAX_KEY_BYTES or header[:7].lower() != b"bearer ":
             return None
         digest, compare = _digest(header[7:].strip()), hmac.compare_digest
-        # All entries are compared; find() is one memchr, whose time does not show beside them.
+        # All entries are compared, so the time does not depend on which matches; find() is one fast memchr.
         position = bytes([compare(stored, digest) for stored in self._digests]).find(1)
         return self._callers[position] if position >= 0 else None
 
@@ -147,7 +147,7 @@ def _mode_warnings(path: Path) -> list[str]:
 
 
 def _entry(where: str, number: int, item: Any) -> Entry:
-    """The checked entry. No message quotes `sha256`: someone may have put the key itself there."""
+    """Check an entry and return it. No message quotes `sha256`: someone may have put the key itself there."""
     name = item.name if isinstance(item, Entry) else item.get("name") if isinstance(item, dict) else None
     label = f"{where}: entry {number + 1}" + (f" ({name[:MAX_NAME]!r})" if isinstance(name, str) else "")
     try:
@@ -179,18 +179,18 @@ def _check_distinct(where: str, entries: Sequence[Entry]) -> None:
 
 
 class Rates:
-    """One token bucket per caller; callers are those of the keys file. Takes the time as an argument, from any clock.
+    """Rate limits: one token bucket per caller of the keys file. The time is an argument, in seconds of any clock.
 
-    A bucket holds up to `burst` tokens and gains `rate` a second; a request takes one, or is told how long to wait. In
-    any T seconds a caller so gets at most burst + rate x T requests.
+    A bucket holds up to `burst` tokens and gains `rate` per second. A request takes one token, or is refused with the
+    time to wait. So in any T seconds a caller gets at most burst + rate x T requests.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[str, tuple[float, float]] = {}
-        """Caller → tokens in its bucket, and the time when it had them."""
+        """Caller → tokens in its bucket, and the time of that count."""
 
     def take(self, caller: Caller, *, now: float) -> float:
-        """Take a token and return 0; or take nothing and return the seconds until one will be there."""
+        """Take a token and return 0; or take nothing and return the seconds until a token is available."""
         rate = caller.rate
         if rate is None:
             return 0.0
@@ -199,5 +199,5 @@ class Rates:
         tokens = min(burst, tokens + max(0.0, now - seen) * rate)  # a clock that steps back adds nothing
         passes = tokens >= 1.0
         self._buckets[caller.name] = (tokens - passes, max(seen, now))
-        # At least a microsecond: rounding must not answer 0, which means that a token was taken.
+        # At least a microsecond: rounding must not return 0, which means that a token was taken.
         return 0.0 if passes else max((1.0 - tokens) / rate, 1e-6)

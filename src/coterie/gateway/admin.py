@@ -1,4 +1,4 @@
-"""Endpoints of those who run the gateway: what it does, its workers, its routers."""
+"""Admin endpoints of the gateway: metrics, decisions, placement advice, workers, routers, reload."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Admin:
-    """Answers requests that are not for a worker; callers were checked before."""
+    """Handler of admin requests. The gateway has already checked that the caller is an administrator."""
 
     def __init__(self, parts: GatewayParts, reload: Callable[[], Awaitable[None]] | None, live: Live) -> None:
         self.parts, self._reload, self._live = parts, reload, live
@@ -62,7 +62,7 @@ class Admin:
             raise HttpError(405, message, headers=[(b"allow", allowed.encode())])
         if method not in ("GET", "HEAD", "DELETE") and head != "reload":
             kind = (request.header(b"content-type") or b"").partition(b";")[0].strip()
-            if kind != b"application/json":  # what a page in a browser may send unasked is not JSON
+            if kind != b"application/json":  # CSRF: a foreign web page cannot send JSON without preflight
                 raise HttpError(415, "Content-Type must be application/json")
         try:
             working = way(request, responder, unquote(name))
@@ -79,7 +79,7 @@ class Admin:
         responder.send(200, self.parts.metrics.render(), CONTENT_TYPE)
 
     def _decisions(self, request: HttpRequest, responder: Responder, _: str) -> None:
-        """The last ones, and those of the control loop; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
+        """Send the last routing decisions and control-loop events; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
         asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
         last = asked.get("last", "100")
         if not (last.isascii() and last.isdigit() and len(last) < 9):
@@ -91,7 +91,7 @@ class Admin:
         responder.send(200, self.parts.decisions.as_json(most, pool=pool, worker=worker, control=events))
 
     def _advice(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        """The last placement advice, or why there is none."""
+        """Send the last placement advice, or the reason why there is none."""
         loop = self.parts.control
         view = None if loop is None else loop.view
         if view is not None and view.advice is not None:
@@ -131,7 +131,7 @@ class Admin:
         _send(responder, {name: pool.spec for name, pool in self.parts.pools.items()})
 
     async def _set_router(self, request: HttpRequest, responder: Responder, name: str) -> None:
-        """Swap a pool's router; what the body leaves out (the fit, the model) stays as it is."""
+        """Swap a pool's router; settings that the body leaves out (the fit, the model) stay as they are."""
         if name not in self.parts.pools:
             raise UnknownNameError("pool", name, list(self.parts.pools))
         before = msgspec.to_builtins(self.parts.pools[name].spec)
@@ -140,7 +140,7 @@ class Admin:
             spec = msgspec.convert({**before, **given}, RouterSpec)
         except msgspec.ValidationError as error:
             raise HttpError(400, f"the body cannot be read: {error}") from None
-        # In a thread first: reading a fit and compiling may take seconds, and requests go on meanwhile.
+        # In a thread first: reading a fit and compiling may take seconds, which would block the event loop.
         await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name])))
         self.parts.set_router(name, spec)
         self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
@@ -150,7 +150,7 @@ class Admin:
         _send(responder, {"comparison": self.parts.comparison})
 
     def _set_comparison(self, request: HttpRequest, responder: Responder, _: str) -> None:
-        """What the page shows of a comparison of routers, until the next one."""
+        """Store the comparison of routers that the dashboard shows, until the next PUT."""
         self.parts.comparison = _read(request, Comparison)
         _send(responder, {"rows": len(self.parts.comparison.rows)})
 

@@ -1,4 +1,4 @@
-"""Settings of a gateway, as its YAML file has them. Attribute docstrings are the reference of the file.
+"""Settings of a gateway, as in its YAML file. The attribute docstrings are the file's reference.
 
 listen: 127.0.0.1:8000
 handshake: vllm
@@ -35,30 +35,30 @@ class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The expert-parallel group that placement advice is for."""
 
     ranks: int
-    """Ranks of the group."""
+    """Number of ranks in the group."""
     slots_per_rank: int | None = None
-    """Places for an expert's weights on a rank, replicas included; None: as many as hold every expert once."""
+    """Expert slots on each rank, replicas included; None for as many as hold every expert once."""
     ranks_per_node: int | None = None
-    """Ranks of a machine; None: all are on one."""
+    """Ranks on each machine; None if all are on one machine."""
     device: str = "h200"
-    """Preset of the device whose steps are priced."""
+    """Preset of the device for which steps are priced."""
     model: str | None = None
-    """Model whose expert sizes and steps are priced; None: the one that the router was fitted for."""
+    """Model whose expert sizes and steps are priced; None for the model that the router was fitted for."""
 
     placement: str | None = None
-    """File of the placement that the group serves with now; None: experts in order, as engines begin."""
+    """File of the placement in force in the group; None for experts in order, as engines start."""
     step_tokens: int = 256
-    """Tokens of a step over all ranks."""
+    """Tokens per step, summed over all ranks."""
     horizon: float = 10_000.0
-    """Steps that a new placement will serve: moving must pay within them."""
+    """Steps that a new placement will serve: it must save more within them than moving experts costs."""
     movement: Movement = "stops"
-    """Whether the engine stops for every move or has them `staged` behind its steps."""
+    """Whether the engine stops for every move of an expert, or moves are `staged` behind its steps."""
     window_s: float = 30.0
-    """Time of a window of loads. A plan made on one is measured on the next."""
+    """Length of a window of expert loads, in seconds. A plan made from one window is evaluated on the next."""
     min_steps: int = 64
-    """Fewest steps of all workers together that make a window."""
+    """Fewest steps in a window, summed over all workers."""
     cooldown_s: float = 120.0
-    """Time that a plan stands before another is made."""
+    """Seconds that a plan stands before another is made."""
 
     def __post_init__(self) -> None:
         check_at_least(1, ranks=self.ranks, slots_per_rank=self.slots_per_rank, ranks_per_node=self.ranks_per_node)
@@ -68,38 +68,38 @@ class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """When the loop runs, and on how much it decides. Times are in seconds."""
+    """Settings of the control loop: when it runs, and how much data its decisions need. Times are in seconds."""
 
     enabled: bool | None = None
-    """Whether the loop runs; None: where a worker has `expert_events` and the decode router uses a fit."""
+    """Whether the loop runs; None: if a worker has `expert_events` and the decode router uses a fit."""
     tick_s: float = 1.0
-    """Time between two looks at what came in."""
+    """Time between two evaluations of the events received."""
     window: int = DEFAULTS.window
-    """Requests of a window, whose experts are compared with those of the requests that the router was fitted to."""
+    """Requests in a window: their experts are compared with those of the requests the router was fitted to."""
     min_requests: int = DEFAULTS.min_requests
-    """Fewest requests of the same traffic that a fit is made from."""
+    """Fewest requests of the present traffic (since its last change) from which the router is re-fitted."""
     fit_requests: int = DEFAULTS.fit_requests
-    """Most requests that a fit is made from."""
+    """Most requests from which the router is re-fitted."""
     score_requests: int = DEFAULTS.score_requests
-    """Requests that a new fit and the one in force are compared on."""
+    """Requests on which a new fit is compared with the fit in force."""
     score: Literal["time", "experts"] = "time"
-    """What fits are compared by: decode time, by the prices of the router's model, or the experts that a step touches,
-    where the model that serves stands for a larger one."""
+    """Measure by which fits are compared: `time`, the decode time by the prices of the router's model; or `experts`,
+    the distinct experts per step, for a small model that stands in for a larger one."""
     margin: float = DEFAULTS.margin
-    """Least predicted saving, as a share, for which the router is swapped."""
+    """Smallest predicted saving for which the router is swapped, as a share of the present score."""
     cooldown_s: float = DEFAULTS.cooldown_s
-    """Least time between the starts of two fits."""
+    """Shortest time between the starts of two fits."""
     advise: AdviseSection | None = None
-    """Expert-parallel group to advise on; None: no placement advice."""
+    """Expert-parallel group to give placement advice for; None for no advice."""
     apply: bool = False
-    """Whether a plan that pays is written to `map`. Without it advice is shown and nothing is done."""
+    """Whether a placement plan that saves time is written to `map`. If false, advice is only shown."""
     map: str | None = None
     """File of the placement map that vLLM's policy loads at its next rearrangement."""
     folder: str | None = None
-    """Folder for the fits of the loop; None: a private temporary one, removed at the end."""
+    """Folder for the loop's fits; None for a private temporary folder, removed at the end."""
     log: str | None = None
-    """File that the loop's inputs are written to, to replay its decisions; a number is put behind the name of one that
-    is there already. None: none is kept."""
+    """File for the loop's inputs, from which its decisions can be replayed. If the file exists, a number is appended to
+    the name. None for no log."""
 
     def __post_init__(self) -> None:
         check_positive(tick_s=self.tick_s)
@@ -113,7 +113,7 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("control: apply=true needs advise, the group that plans are for")
 
     def settings(self) -> ControlSettings:
-        """Settings of the loop. Raises ConfigError where they do not go together."""
+        """Return the settings of the loop. Raises ConfigError if they contradict each other."""
         return ControlSettings(
             window=self.window,
             min_requests=self.min_requests,
@@ -129,34 +129,34 @@ Handshake = Literal["none", "vllm", "sglang"]
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
-"""Deepest nesting of a file: PyYAML's loader in C overflows the stack where lists nest 200,000 deep."""
+"""Deepest nesting of a file: PyYAML's C loader overflows the stack on lists nested 200,000 deep."""
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One worker, or one data-parallel rank of an engine."""
+    """One worker: an engine, or one data-parallel rank of an engine."""
 
     id: str
     url: str
     role: Role = "both"
-    """prefill, decode, or both: it serves requests alone."""
+    """`prefill`, `decode`, or `both`: a worker that can do either."""
     places: int = 16
-    """Requests that it runs at once."""
+    """Requests that the worker runs at once."""
     speed: float = 1.0
-    """Speed relative to the other workers of its pool."""
+    """Speed of the worker relative to the others of its pool."""
     data_parallel_rank: int | None = None
-    """Rank of a data-parallel engine that this entry stands for; it is named in vLLM's request header."""
+    """Rank of a data-parallel engine that this entry stands for; requests name it in vLLM's rank header."""
     placement_rank: int | None = None
-    """Rank whose experts, by the placement file, this worker holds."""
+    """Rank of the placement file whose experts this worker holds."""
     kv_events: str | None = None
-    """ZMQ endpoint of its KV events. Without it nothing is known of its cached prefixes."""
+    """ZMQ endpoint of the worker's KV events. Without it the gateway estimates cached prefixes from past routing."""
     kv_replay: str | None = None
-    """ZMQ endpoint that sends lost KV events again."""
+    """ZMQ endpoint from which lost KV events are requested again."""
     kv_blocks: int | None = None
-    """Blocks of its KV cache: more are not believed of its KV events. None: 262,144."""
+    """Blocks in the worker's KV cache: its KV events are not believed to store more. None for 262,144."""
     expert_events: str | None = None
-    """ZMQ endpoint of its expert events, which the control loop learns from."""
+    """ZMQ endpoint of the worker's expert events, from which the control loop learns."""
     secure_events: bool = False
-    """Whether its event streams are encrypted with the fleet's secret, as reference workers do. vLLM's cannot be."""
+    """Whether the worker encrypts its event streams with the fleet secret. Reference workers do, vLLM cannot."""
     bootstrap_port: int | None = None
     """Port of an SGLang prefill worker's bootstrap server."""
 
@@ -184,85 +184,85 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Bounds: nothing is infinite. Times are in seconds."""
+    """Limits on every resource that a client or worker can hold. Times are in seconds."""
 
     body_bytes: int | None = None
-    """Largest body. Default: 64 bytes for each token of the models' context, and 64 KiB."""
+    """Largest request body, in bytes. Default: 64 bytes per token of the longest context, plus 64 KiB."""
     connections: int = 1024
     connections_per_peer: int = 0
-    """Connections of one address; 0: no limit but `connections`."""
+    """Most connections from one IP address; 0 for no limit but `connections`."""
     head_s: float = 10.0
-    """Time for a request's head."""
+    """Time in which a client must send a request's head."""
     body_s: float = 30.0
-    """Time for a request's body."""
+    """Time in which a client must send a request's body."""
     write_s: float = 60.0
-    """Time for which a client may read nothing."""
+    """Time for which a client may leave its answer unread."""
     in_flight: int = 1024
-    """Requests served at once; more wait."""
+    """Requests served at once; further ones wait."""
     waiting: int = 1024
-    """Requests that wait; more are refused with 429."""
+    """Most requests that wait; further ones are refused with 429."""
     queue_s: float = 30.0
-    """Time that a request waits before it is refused with 503."""
+    """Longest time that a request waits before it is refused with 503."""
     connect_s: float = 2.0
     """Time to connect to a worker."""
     prefill_s: float = 120.0
-    """Time for a prefill worker's answer."""
+    """Time in which a prefill worker must answer."""
     first_token_s: float = 300.0
-    """Time for the first byte of an answer."""
+    """Time in which the first byte of an answer's body must arrive."""
     idle_s: float = 120.0
-    """Time between two pieces of an answer."""
+    """Longest time between two pieces of an answer."""
     total_s: float = 3600.0
-    """Time for a request in all."""
+    """Longest time for a whole request."""
     tokenise_s: float = 1.0
-    """Time to wait for a prompt's token ids; past it the request is routed without."""
+    """Longest wait for a prompt's token ids; after it the request is routed without them."""
     answer_bytes: int = 64 << 20
-    """Largest answer that is not streamed."""
+    """Largest answer that is not streamed, in bytes."""
 
     def __post_init__(self) -> None:
         check_at_least(1, body_bytes=self.body_bytes, connections=self.connections, in_flight=self.in_flight)
         check_at_least(0, waiting=self.waiting, connections_per_peer=self.connections_per_peer)
         check_at_least(1, answer_bytes=self.answer_bytes)
         check_positive(
-            **{name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}  # all the times
+            **{name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}  # all times
         )
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The whole file."""
+    """All settings of the config file."""
 
     workers: list[WorkerEntry] = []
     listen: str = "127.0.0.1:8000"
-    """Address and port; port 0 takes a free one."""
+    """Address and port to listen on; port 0 for any free port."""
     handshake: Handshake = "none"
-    """How prefill and decode workers hand over a request: vllm (one after the other), sglang (both at once), or none:
-    each worker serves requests alone."""
+    """How prefill and decode workers share a request: `vllm` (one after the other), `sglang` (both at once), or `none`:
+    each worker serves whole requests."""
     prefill: RouterSpec = RouterSpec()
     decode: RouterSpec = RouterSpec()
-    """Pool of decode workers, or of all workers where `handshake` is none."""
+    """Router of the pool of decode workers, or of all workers if `handshake` is none."""
     tokenizer: str | None = None
     """Folder with the model's tokenizer.json. Without it prefixes are compared as text."""
     block_size: int = 16
     """Tokens per KV block of the workers."""
     placement: str | None = None
-    """Placement file: which experts each worker with a `placement_rank` holds."""
+    """Placement file that lists the experts held by each worker with a `placement_rank`."""
     predictor: str | None = None
-    """Token table (`coterie tokens`) that predicts footprints where no prefill has given one."""
+    """Token table (`coterie tokens`) that predicts footprints of requests without a footprint from a prefill."""
     keys: str | None = None
     """File of API keys; see ``coterie serve --new-key``. Required unless `listen` is a loopback address."""
     separate_caches: bool = True
-    """Whether callers with different keys share no cached prefix (by `cache_salt`)."""
+    """Whether the cached prefixes of callers with different keys are kept apart (by `cache_salt`)."""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
     control: ControlSection = ControlSection()
-    """The loop that re-fits the decode router and advises on placement."""
+    """Settings of the loop that re-fits the decode router and advises on placement."""
     state: str | None = None
-    """File that keeps the workers and routers set at run time over a restart."""
+    """File in which workers and routers set at run time are saved across restarts."""
     decisions: int = 1000
-    """Decisions kept for ``GET /decisions``."""
+    """Number of routing decisions kept for ``GET /decisions``."""
     drain_s: float = 30.0
-    """Time to finish running requests after SIGTERM."""
+    """Seconds for running requests to finish after SIGTERM."""
     log_requests: bool = False
-    """Whether each request's outcome is logged; its text never is."""
+    """Whether each request's outcome is logged. Its text is never logged."""
 
     def __post_init__(self) -> None:
         check_at_least(1, block_size=self.block_size, decisions=self.decisions)
@@ -273,7 +273,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"worker id {twice!r} is there twice")
         for worker in self.workers:
             check_role(self.handshake, worker)
-        self.address  # noqa: B018  raises where it cannot be read
+        self.address  # noqa: B018  the property raises if `listen` is malformed
 
     @property
     def address(self) -> tuple[str, int]:
@@ -289,7 +289,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
-    """Refuse a role that the handshake has no use for."""
+    """Raise ConfigError for a role that the handshake cannot use, or a missing bootstrap port."""
     if handshake == "none" and worker.role == "prefill":
         raise ConfigError(f"worker {worker.id!r} has role prefill: set handshake to vllm or sglang")
     if handshake == "sglang" and worker.role == "prefill" and worker.bootstrap_port is None:
@@ -297,7 +297,7 @@ def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
 
 
 def read_config(path: Path) -> GatewayConfig:
-    """Raises TraceError or ConfigError in one line, whatever the file holds."""
+    """Read a config file. Raises TraceError or ConfigError with a one-line message, whatever the file holds."""
     check_input_file(path)
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -320,12 +320,12 @@ def parse_config(text: str, path: Path) -> GatewayConfig:
         raise TraceError(path, where, f"cannot be parsed: {' '.join(problem.split())}") from None
     except (msgspec.ValidationError, ValueError) as error:
         raise TraceError(path, "config", " ".join(str(error).split())) from None
-    except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # of PyYAML, as by `!!int ""`
+    except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # raised by PyYAML, as for `!!int ""`
         raise TraceError(path, "YAML", "has a value that its tag does not fit") from None
 
 
 def _value(text: str, path: Path) -> Any:
-    """The file's value. Aliases, repeated keys and deep nesting are refused: a loader would follow or drop them."""
+    """Parse a file. Aliases, repeated keys and deep nesting are refused: a loader would follow or drop them."""
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.AliasEvent):

@@ -20,16 +20,16 @@ OURS = "latency_aware"
 DECODERS = 3
 PLACES = 16
 ADVISED = ControlSection(score="experts", advise=AdviseSection(ranks=4))
-"""The control loop of an embedded fleet: fits are compared by experts, as coterie-tiny's take next to no time;
-placement advice is for a group of four ranks."""
+"""Control loop of an embedded fleet. Fits are compared by distinct experts, as coterie-tiny's decode times are near
+zero. Placement advice is for a group of four ranks."""
 
 
 class EmbeddedFleet(NamedTuple):
-    """Workers that run, the first of them prefills."""
+    """Running workers: the first one prefills, the others decode."""
 
     workers: list[EmbeddedWorker]
     folder: Path
-    """Where their logs are."""
+    """Folder of the workers' logs."""
 
     @property
     def access(self) -> FleetAccess:
@@ -43,7 +43,7 @@ class EmbeddedFleet(NamedTuple):
         limits: LimitSettings = LimitSettings(),  # noqa: B008 (frozen)
         control: ControlSection = ADVISED,
     ) -> GatewayConfig:
-        """Config of a gateway in front of them."""
+        """Return the config of a gateway in front of these workers."""
         entries = [
             WorkerEntry(
                 id=f"{worker.role}-{number - (worker.role == 'decode')}",
@@ -70,20 +70,23 @@ class EmbeddedFleet(NamedTuple):
 
 
 def tiny_fit_path() -> Path:
-    """Fit of a router for coterie-tiny. Not in the model's folder: vLLM takes every such file there for weights."""
+    """Return the path of a router fit for coterie-tiny.
+
+    The file is not in the model's folder: vLLM would load every safetensors file there as weights.
+    """
     return tiny_model_path().with_name("coterie-tiny-router.safetensors")
 
 
 def decode_router(name: str | None) -> RouterSpec:
-    """The router of the decode workers by its name. Those that need a fit get the one that ships with the model."""
+    """Return the spec of a router for the decode workers, by its name, with the fit that ships with the model."""
     spec = RouterSpec(OURS if name is None else name, fit=str(tiny_fit_path()))
-    FleetKeeper(spec)  # raises in a sentence what it lacks
+    FleetKeeper(spec)  # raises ConfigError if the router needs anything else
     return spec
 
 
 @contextlib.contextmanager
 def run_embedded(decoders: int = DECODERS) -> Iterator[EmbeddedFleet]:
-    """One prefill and some decode workers, each a process; ended with the block, whatever ends it."""
+    """Run one prefill and `decoders` decode workers, each a process; they are killed when the block ends."""
     with temporary_folder() as folder, contextlib.ExitStack() as stack:
         roles: list[Role] = ["prefill"]
         roles += ["decode"] * decoders
@@ -97,5 +100,5 @@ def run_embedded(decoders: int = DECODERS) -> Iterator[EmbeddedFleet]:
 
 
 def _end(worker: EmbeddedWorker) -> None:
-    with contextlib.suppress(ConfigError):  # it may not have been started
+    with contextlib.suppress(ConfigError):  # the worker may not have been started
         worker.process.kill()

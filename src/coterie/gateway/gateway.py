@@ -1,4 +1,4 @@
-"""The gateway: OpenAI's endpoints in front of a fleet, and the endpoints of those who run it.
+"""The gateway: OpenAI's endpoints in front of a fleet, and the admin endpoints.
 
     POST /v1/chat/completions, /v1/completions, /v1/embeddings, GET /v1/models     callers
     GET /health, and the page: GET /, /page/FILE, which hold no data               anyone
@@ -7,8 +7,8 @@
     PUT /comparison                                                                administrators
 
 A caller presents an API key; administrators have keys of their own. Without a keys file the gateway listens on a
-loopback address only, and takes requests for that address only: a page in a browser that was made to resolve to it is
-refused.
+loopback address only, and serves requests whose Host header is a loopback address only. This stops DNS rebinding: a
+web page whose host name was made to resolve to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 DOMAIN_HEADER = b"x-coterie-domain"
 BYTES_PER_TOKEN = 64
-"""Most bytes of JSON that a token of a prompt takes: a long word with every character escaped."""
+"""Most bytes of JSON per token of a prompt: a long word with every character escaped."""
 LEAST_BODY = 1 << 16
 DEFAULT_BODY = 4 << 20
-"""Limit of bodies while no worker has told its context length."""
+"""Limit on request bodies, in bytes, while no worker has reported its context length."""
 MOST_BODY = 128 << 20
-"""Largest limit of bodies, whatever a worker tells of its context: that of 2M tokens."""
+"""Largest limit on request bodies, in bytes, whatever context workers report: enough for 2M tokens."""
 ADMIN_BODY = 1 << 16
 REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"}
-"""Reason of the waiting line → reason in the metrics."""
+"""Reason of a refusal by the waiting line → its label in the metrics."""
 LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
 SERVED = frozenset((COMPLETIONS, CHAT, EMBEDDINGS))
 FAILED = Outcome(500)
 OPEN = Caller("", admin=True)
-"""Caller on a loopback address without keys."""
+"""Caller of every request to a gateway without keys, which listens on a loopback address."""
 
 
 class Gateway:
-    """Handles requests; :mod:`coterie.gateway.serve` runs it."""
+    """Handler of all HTTP requests; :mod:`coterie.gateway.serve` runs it."""
 
     def __init__(
         self, parts: GatewayParts, keys: Keys | None, reload: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """`keys` are those of the config; see :func:`check_access`."""
+        """`keys` are the config's keys, as :func:`check_access` returns them."""
         self.parts = parts
         self.watcher: Watcher = parts.watcher
         self.draining = False
@@ -82,14 +82,14 @@ class Gateway:
         self._admin = Admin(parts, reload, self.live)
         self._in_flight: set[str] = set()
         self._local_hosts: set[bytes] = set()
-        """Host headers that were found to name this machine."""
+        """Host headers known to name a loopback address: a cache of at most 64."""
         self._deadlines: dict[asyncio.Task[None], float] = {}
         self._late: set[asyncio.Task[None]] = set()
         self._salts: dict[str, str] = {}
         self.configure(parts.config, keys)
 
     def configure(self, config: GatewayConfig, keys: Keys | None) -> None:
-        """Take over the limits of a config, and its keys (:func:`check_access`)."""
+        """Apply the limits of a config, and its keys as :func:`check_access` returns them."""
         self.config, self.keys = config, keys
         self._salts.clear()
         limits = config.limits
@@ -104,7 +104,7 @@ class Gateway:
 
     @property
     def body_limit(self) -> int:
-        """Largest body: as configured, else by the context length of the workers."""
+        """Largest request body in bytes: as configured, else derived from the workers' context length."""
         if self.config.limits.body_bytes is not None:
             return self.config.limits.body_bytes
         tokens = self.parts.context_tokens
@@ -113,7 +113,7 @@ class Gateway:
     # ------------------------------------------------------------------------------------------------- before the body
 
     def check_head(self, request: HttpRequest) -> int:
-        """Refuse a request by its head; return the limit of its body."""
+        """Check a request's head: raise HttpError to refuse it, else return the limit of its body in bytes."""
         path = request.path
         if path == "/health":
             return 0
@@ -154,7 +154,7 @@ class Gateway:
         return OPEN
 
     def _check_host(self, request: HttpRequest) -> None:
-        """Refuse a name that is not this machine's: a page in a browser may have been made to resolve to it."""
+        """Refuse a Host header that is not a loopback name, as in DNS rebinding by a web page."""
         host = request.header(b"host") or b""
         if host not in self._local_hosts and not self._is_local(host):
             raise self._rejected("key", HttpError(403, "without keys only requests for this machine are served"))
@@ -174,7 +174,7 @@ class Gateway:
     # ------------------------------------------------------------------------------------------------------- requests
 
     def handle(self, request: HttpRequest, responder: Responder) -> Awaitable[None]:
-        """Answer a request; raises HttpError, at once or when awaited."""
+        """Answer a request; errors are raised as HttpError, by this call or by the awaitable."""
         path, method = request.path, request.method
         if path in SERVED:
             if method != "POST":
@@ -236,7 +236,7 @@ class Gateway:
             self.watcher.ended(call, outcome, time.monotonic() - started, waited_s if placed else None)
 
     def sweep(self) -> None:
-        """End the requests that took too long. One timer for all: a timer each costs more than all else here."""
+        """Cancel the requests past their deadline. One timer serves all: a timer per request would cost too much."""
         self.watcher.catch_up()
         now = time.monotonic()
         for task in [task for task, until in self._deadlines.items() if now >= until]:
@@ -244,7 +244,7 @@ class Gateway:
             task.cancel()
 
     def _call(self, request: HttpRequest) -> Call:
-        """The request, checked, under a name that no other request in flight has."""
+        """Check a request and give it a name that no other request in flight has."""
         caller: Caller = request.context
         request_id = domain = None
         passed: Headers = []
@@ -276,7 +276,10 @@ class Gateway:
         return call
 
     def _salt(self, caller: Caller) -> str | None:
-        """Salt of the caller's cached prefixes: others cannot guess it, and it is the same after a restart."""
+        """Return the salt of the caller's cached prefixes; None if caches are shared.
+
+        It is derived from the hash of the caller's key, so others cannot guess it and it survives a restart.
+        """
         if not caller.name or not self.config.separate_caches:
             return None
         salt = self._salts.get(caller.name)
@@ -290,7 +293,7 @@ class Gateway:
         return salt
 
     async def _models(self, responder: Responder) -> None:
-        """The list of a worker: all serve the same."""
+        """Pass on one worker's list of models: all workers serve the same models."""
         problem: HttpError = HttpError(503, "the fleet has no workers", "no_worker", headers=RETRY_AFTER)
         for member in self.parts.first_open():
             try:
@@ -309,16 +312,16 @@ class Gateway:
 
 
 def _is_foreign(request: HttpRequest) -> bool:
-    """Whether another page of a browser asks: what the gateway's own page and programs ask for has no Origin.
+    """Whether a request comes from a foreign web page. The gateway's own page and programs send no Origin.
 
-    A picture or a script of another page has none either, but Sec-Fetch-Site tells where it came from.
+    An image or script of a foreign page has none either, but its Sec-Fetch-Site header says where it comes from.
     """
     site = request.header(b"sec-fetch-site")
     return request.header(b"origin") is not None or site not in (None, b"same-origin", b"none")
 
 
 def check_access(config: GatewayConfig) -> Keys | None:
-    """The keys of a config. Raises ConfigError if others could reach the gateway without one."""
+    """Load the keys of a config. Raises ConfigError if other machines could reach the gateway without a key."""
     keys = None if config.keys is None else Keys.load(config.keys)
     if keys is None and not config.loopback:
         raise ConfigError(

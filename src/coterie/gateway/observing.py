@@ -1,4 +1,4 @@
-"""What the gateway tells of itself while it serves: metrics, decisions, spans, log lines."""
+"""Observation of a gateway's requests: metrics, records of decisions, trace spans, log lines."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from coterie.routing.base import Request
 from coterie.wire.footprints import WireFootprint
 
 CLIENT_GONE = 499
-"""Status in logs and metrics of a request whose client went away."""
+"""Status in logs and metrics of a request whose client disconnected."""
 Cached = NDArray[np.int64] | None
 Beliefs = NDArray[np.float64] | None
 MOST_WAITING = 512
-"""Decisions, and ends, that wait to be counted."""
+"""Most decisions, and most ends of requests, that are buffered before they are counted."""
 
 
 class Watcher:
-    """Told of every decision and every end; see :class:`~coterie.gateway.exchange.flow.Observer`.
+    """Observer of every decision and every end of a request: :class:`~coterie.gateway.exchange.flow.Observer`.
 
-    Counting can wait, a request cannot: what is told is kept, and counted together by :meth:`catch_up`, at a third of
-    the time that it takes between two requests.
+    Events are buffered, and counted in batches by :meth:`catch_up`: that keeps counting off the requests' path, and
+    takes a third of the time of counting each event at once.
     """
 
     def __init__(self, metrics: Metrics, decisions: Decisions, log: Log) -> None:
@@ -38,14 +38,14 @@ class Watcher:
         self.recent = Recent()
         metrics.before_reading = decisions.before_reading = self.catch_up
         self.beliefs: Callable[[str], Beliefs] = lambda _: None
-        """Pool → [row] share of the workers' claims to cached tokens that is believed."""
+        """Function from a pool's name to the share of each worker's claimed cached tokens that is believed, [row]."""
         self.sent: Callable[[str, str], None] | None = None
-        """Told of each request's name and worker before the worker gets it."""
-        # Without the requests themselves: their bodies may be large.
+        """Callback with each request's name and worker id, called before the request is sent; None for none."""
+        # The requests themselves are not kept: their bodies may be large.
         self._made: list[tuple[str, str, Choice, list[str | None], Cached, Beliefs, int, float, str, float]] = []
         self._ends: list[tuple[str, Outcome, float, float | None]] = []
         self._failures: dict[str, list[str]] = {}
-        """Key of a request that was retried → what failed before; until it ends."""
+        """Key of a retried request → its failures so far; removed when the request ends."""
 
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None:
         cached, tokens = wanted.cached_tokens, wanted.prompt_tokens
@@ -66,7 +66,7 @@ class Watcher:
             )
 
     def catch_up(self) -> None:
-        """Count what was told since the last time."""
+        """Count the events buffered since the last call."""
         made, self._made = self._made, []
         ends, self._ends = self._ends, []
         for decision in made:
@@ -132,7 +132,7 @@ class Watcher:
             self.metrics.predicted_experts.observe(float(touched))
 
     def ended(self, call: Call, result: Outcome, seconds: float, waited_s: float | None = None) -> None:
-        """A request ended after `seconds`, of which it waited `waited_s` for its place; None: it got none."""
+        """Record that a request ended after `seconds`; it waited `waited_s` in line, None if it was never admitted."""
         self._ends.append((call.path, result, seconds, waited_s))
         failures = self._failures.pop(call.key, []) if self._failures else []
         if self.log.requests:

@@ -1,4 +1,4 @@
-"""The parts of a gateway, put together from its config: pools, what is known of requests, what watches them."""
+"""The parts of a gateway, built from its config: pools of workers, signals for routing, observers, control loop."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import UpstreamError
 
 MODELS_BYTES, MODELS_S = 1 << 20, 10.0
-"""Most bytes of a worker's list of models, and the time it has to send them."""
+"""Most bytes of a worker's list of models, and the seconds it has to send them."""
 
 
 class GatewayParts:
-    """Everything but HTTP. Make it in a running event loop, `start` it, `close` it."""
+    """Everything in a gateway but its HTTP server. Construct it in a running event loop; then `start`, `close`."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class GatewayParts:
         access: FleetAccess | None = None,
         changes: SavedState = SavedState(),  # noqa: B008 (frozen)
     ) -> None:
-        """`access` are the fleet's secrets; None takes those of the environment.
+        """`access` holds the fleet's secrets; None to read them from the environment.
 
-        `changes` are those that were made at run time, before a restart.
+        `changes` are the changes made at run time before a restart.
         """
         self.config = config
-        """As the file has it."""
+        """Config as in the file, without the changes made at run time."""
         self.changes = changes
         config = changes.over(config)
         self.access = FleetAccess.read() if access is None else access
@@ -71,13 +71,13 @@ class GatewayParts:
             pair = VllmPairFlow if config.handshake == "vllm" else SglangPairFlow
             self.flow = pair(self.pools[PREFILL], self.pools[DECODE], config, self.knowledge, self.watcher)
         self.comparison: Comparison | None = None
-        """Of routers, on this fleet, as far as it has come."""
+        """Comparison of routers that the dashboard shows, complete or not; None if none was sent."""
         self.control: LiveControl | None = None
-        """The loop that re-fits the decode router; None where it is off."""
+        """The loop that re-fits the decode router; None if it is off."""
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._started = False
         self._ending: set[asyncio.Task[None]] = set()
-        """Control loops that were switched off and have not ended yet."""
+        """Tasks that close control loops which were switched off."""
         self._gauges()
 
     async def start(self) -> None:
@@ -103,16 +103,16 @@ class GatewayParts:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def entries(self) -> list[WorkerEntry]:
-        """Workers, each once."""
+        """Return the entries of all workers, each once."""
         return list({id: member.entry for pool in self.pools.values() for id, member in pool.members.items()}.values())
 
     def pools_of(self, entry: WorkerEntry) -> list[Pool]:
-        """Pools that a worker belongs to: where there are two, one of role both is in both."""
+        """Return the pools that a worker belongs to: with two pools, a worker of role `both` is in both."""
         names = [name for name in self.pools if entry.role in (name, "both")]
         return [self.pools[name] for name in names]
 
     def add_worker(self, entry: WorkerEntry) -> None:
-        """Add a worker, or replace one of the same id. Raises ConfigError and changes nothing if it cannot join."""
+        """Add a worker, or replace the one with its id. Raises ConfigError and changes nothing if it cannot join."""
         check_role(self.config.handshake, entry)
         held = self.knowledge.held(entry)
         before = next((other for other in self.entries() if other.id == entry.id), None)
@@ -140,7 +140,7 @@ class GatewayParts:
         self._refresh_control()
 
     def remove_worker(self, worker_id: str) -> None:
-        """Remove a worker. Its running requests go on; new ones go elsewhere. Raises UnknownNameError."""
+        """Remove a worker. Its running requests continue; new ones go to others. Raises UnknownNameError."""
         self.find(worker_id)
         for pool in self.pools.values():
             if worker_id in pool.members:
@@ -151,12 +151,12 @@ class GatewayParts:
                     check.cancel()
                 self.log.worker(worker_id, pool.name, "left")
         self._refresh_control()
-        self.watcher.catch_up()  # or it would be counted again
+        self.watcher.catch_up()  # buffered events would create the worker's series again
         self.metrics.forget_worker(worker_id)
 
     @property
     def context_tokens(self) -> int:
-        """Longest context that a worker has counters of; 0 if none has."""
+        """Longest context that a worker has reported, in tokens; 0 if none has."""
         return max(pool.context_tokens for pool in self.pools.values())
 
     def find(self, worker_id: str) -> WorkerEntry:
@@ -166,12 +166,12 @@ class GatewayParts:
         raise UnknownNameError("worker", worker_id, [entry.id for entry in self.entries()])
 
     def first_open(self) -> Iterator[Member]:
-        """Workers to ask what all can answer: those that may get requests first."""
+        """Yield the decode workers, open ones first, for a question that any worker can answer."""
         pool = self.pools[DECODE]
         yield from sorted(pool.members.values(), key=lambda member: not pool.keeper.is_open(member.entry.id))
 
     def set_router(self, pool: str, spec: RouterSpec) -> None:
-        """Swap a pool's router. Raises ConfigError and keeps the old one if it cannot be made."""
+        """Swap a pool's router. Raises ConfigError and keeps the old router if the new one cannot be made."""
         if pool not in self.pools:
             raise UnknownNameError("pool", pool, list(self.pools))
         if not isinstance(spec, RouterSpec):
@@ -180,11 +180,11 @@ class GatewayParts:
         self._refresh_control()
 
     def as_configured(self, spec: RouterSpec) -> RouterSpec:
-        """A router with the configured fit, where the control loop has put one of its own in force."""
+        """Return the spec with the configured fit in place of a fit that the control loop has put in force."""
         return spec if self.control is None else self.control.as_configured(spec)
 
     def _refresh_control(self) -> None:
-        """Start the control loop, tell it what has changed, or end it."""
+        """Start the control loop, update it with the present workers and router, or end it."""
         if not self._started:
             return
         section, pool = self.config.control, self.pools[DECODE]
@@ -197,20 +197,20 @@ class GatewayParts:
                 self.control.refresh(section)
         elif self.control is not None:
             before, self.control, self.watcher.sent = self.control, None, None
-            if before.as_configured(pool.spec) != pool.spec:  # the loop's own fits end with it
+            if before.as_configured(pool.spec) != pool.spec:  # the loop's own fits are removed with it
                 pool.keeper.reload(before.as_configured(pool.spec))
             ending = asyncio.create_task(before.close(), name="end of the control loop")
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
     def change(self, changes: SavedState) -> None:
-        """Keep what was set at run time over a restart. Raises ConfigError if it cannot be written."""
+        """Store changes made at run time, in the state file if there is one. Raises ConfigError if writing fails."""
         self.changes = changes
         if self.config.state is not None:
             save_state(self.config.state, changes)
 
     def reconfigure(self, file: GatewayConfig, changes: SavedState) -> None:
-        """Take over workers, routers and limits. Raises ConfigError and changes nothing if a router cannot be made."""
+        """Apply a config's workers, routers and limits. Raises ConfigError and changes nothing if a router fails."""
         config = changes.over(file)
         specs = {DECODE: config.decode, PREFILL: config.prefill}
         for entry in config.workers:
@@ -247,7 +247,7 @@ class GatewayParts:
     # --------------------------------------------------------------------------------------------------------- health
 
     async def _watch_health(self, pool: Pool, member: Member) -> None:
-        """Ask a worker in turn whether it is well, for as long as it is in the pool."""
+        """Check a worker's health repeatedly, for as long as it is in the pool."""
         context_known = False
         while True:
             well = await self._is_well(member, self.config.health.timeout_s)
@@ -270,7 +270,7 @@ class GatewayParts:
         return answer.status == 200
 
     async def _learn_context(self, pool: Pool, member: Member) -> bool:
-        """Ask for the context length, which bounds bodies; whether the worker answered."""
+        """Ask a worker for its context length, which bounds request bodies; return whether it answered."""
         try:
             async with asyncio.timeout(MODELS_S):
                 answer = await member.upstream.send("GET", "/v1/models", member.headers)
@@ -286,7 +286,7 @@ class GatewayParts:
     # --------------------------------------------------------------------------------------------------------- gauges
 
     def _gauges(self) -> None:
-        """Values that others keep are read when metrics are collected."""
+        """Register the gauges: functions that read current values when metrics are collected."""
         metrics = self.metrics
         metrics.in_flight.read = lambda: {(): float(self.line.in_use)}
         metrics.queue_length.read = lambda: {(): float(self.line.waiting)}

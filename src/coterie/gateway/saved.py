@@ -1,8 +1,8 @@
-"""What a gateway keeps over a restart: workers and routers that were set at run time, in one small file.
+"""State that a gateway keeps across restarts: workers and routers set at run time, in one small file.
 
-The file is replaced as a whole, so a crash leaves the old one or the new one. A file that cannot be read as what it
-should be is never lost: it is renamed, and the gateway starts from its configuration and says so. One gateway at a time
-uses it: two would overwrite each other's changes.
+The file is replaced as a whole, so a crash leaves the old one or the new one. A damaged file is never deleted: it is
+renamed, and the gateway starts from its config and logs a warning. A lock lets one gateway at a time use the file: two
+would overwrite each other's changes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from coterie.gateway.fleet.spec import RouterSpec
 FORMAT, VERSION = "coterie-gateway-state", 1
 MOST_BYTES = 16 << 20
 MOST_ASIDE = 1000
-"""Damaged files kept beside each other; past that many the operator must look."""
+"""Most damaged files that are kept; after that the gateway does not start until some are removed."""
 
 
 class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was set at run time, over what the config says."""
+    """Changes made at run time, which override the config."""
 
     workers: list[WorkerEntry] = []
-    """Added, or changed."""
+    """Workers that were added or changed."""
     routers: dict[str, RouterSpec] = {}
-    """Pool → router."""
+    """Pool → router set at run time."""
     removed: list[str] = []
-    """Ids of workers that the config lists."""
+    """Ids of workers that the config lists but that were removed at run time."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -42,7 +42,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             seen.add(worker.id)
 
     def over(self, config: GatewayConfig) -> GatewayConfig:
-        """The config as it is in effect. Raises ConfigError where the two do not fit."""
+        """Return the config with these changes applied. Raises ConfigError if the two do not fit together."""
         workers = {worker.id: worker for worker in config.workers if worker.id not in self.removed}
         workers |= {worker.id: worker for worker in self.workers}
         return msgspec.structs.replace(
@@ -57,7 +57,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return SavedState([*left.workers, entry], left.routers, left.removed)
 
     def without_worker(self, worker_id: str, listed: bool) -> SavedState:
-        """`listed`: whether the config lists it."""
+        """Return the state after a worker's removal. `listed`: whether the config lists the worker."""
         removed = [removed_id for removed_id in self.removed if removed_id != worker_id] + [worker_id] * listed
         return SavedState([worker for worker in self.workers if worker.id != worker_id], self.routers, removed)
 
@@ -65,7 +65,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return SavedState(self.workers, {**self.routers, pool: spec}, self.removed)
 
     def after_reload(self, before: GatewayConfig, config: GatewayConfig) -> SavedState:
-        """What still holds when the config file has changed: its changes are newer than those made before them."""
+        """Return the changes that still apply after a reload: edits of the config file override earlier changes."""
         old, new = ({worker.id: worker for worker in version.workers} for version in (before, config))
         touched = {id for id in old.keys() | new.keys() if old.get(id) != new.get(id)}
         specs = {"prefill": before.prefill != config.prefill, "decode": before.decode != config.decode}
@@ -77,12 +77,12 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Loaded(NamedTuple):
-    """What a state file gave."""
+    """Result of reading a state file."""
 
     state: SavedState | None
-    """None where there was no file, or none that can be read."""
+    """Saved state; None if the file is missing or damaged."""
     problem: str | None = None
-    """What is wrong with the file, in one sentence that says where it is now; None if nothing is."""
+    """What is wrong with the file and where it was moved, in one sentence; None if nothing is wrong."""
 
 
 class _File(SavedState, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +91,7 @@ class _File(SavedState, frozen=True, forbid_unknown_fields=True):
 
 
 class _Head(msgspec.Struct):
-    """What every version of the file has."""
+    """Fields that every version of the file has."""
 
     format: str = ""
     version: int = 0
@@ -116,9 +116,10 @@ def save_state(path: str | Path, state: SavedState) -> None:
 
 
 def lock_state(path: str | Path) -> int:
-    """Keep other gateways from the file; the file descriptor holds the lock until it is closed.
+    """Lock the state file against other gateways; the returned file descriptor holds the lock until it is closed.
 
-    The lock is on a file beside it, as the file itself is replaced. Raises ConfigError with the process that holds it.
+    The lock is on a separate file, as the state file itself is replaced. Raises ConfigError that names the process
+    holding the lock.
     """
     file = Path(path).resolve()
     try:
@@ -140,9 +141,10 @@ def lock_state(path: str | Path) -> int:
 
 
 def load_state(path: str | Path) -> Loaded:
-    """Read the file. One that is damaged, or of another version, is renamed and reported.
+    """Read the state file. A file that is damaged or of another version is renamed and reported.
 
-    Raises ConfigError only if a file that cannot be read cannot be renamed either: going on would overwrite it.
+    Raises ConfigError if the file cannot be opened, or if a damaged file cannot be renamed: the next save would
+    overwrite it.
     """
     file = Path(path)
     check_input_file(file)
@@ -167,7 +169,7 @@ def load_state(path: str | Path) -> Loaded:
 
 
 def set_aside(file: Path) -> Path:
-    """Rename a file to a name that is free, never over another file."""
+    """Rename a damaged file to a free name and return it; no other file is overwritten."""
     for number in range(1, MOST_ASIDE + 1):
         kept = file.with_name(f"{file.name}.damaged-{number}")
         if kept.exists() or kept.is_symlink():
@@ -180,7 +182,7 @@ def set_aside(file: Path) -> Path:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name is on the disk once its folder is."""
+    """Flush a folder to disk: only then does a rename in it survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

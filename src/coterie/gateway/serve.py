@@ -31,15 +31,15 @@ from coterie.net.processes import bind
 FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions")
 """Settings that a reload cannot change."""
 SPARE_FILES = 256
-"""Files besides connections: logs, event streams, what libraries open."""
+"""Open files allowed besides connections: logs, event streams, files of libraries."""
 SWEEP_S = 0.5
-"""Time between two looks for requests that took too long."""
+"""Seconds between two sweeps for requests past their deadline."""
 Ready = Callable[[str, Callable[[], None]], None]
-"""Called once with the URL, and with a function that stops the gateway, from any thread."""
+"""Callback, called once with the gateway's URL and a function that stops the gateway and may run in any thread."""
 
 
 def check_config(config: GatewayConfig) -> None:
-    """Raise ConfigError for what would only show when the gateway starts: keys, routers, a tokenizer."""
+    """Raise ConfigError for faults in keys and routers that would otherwise appear only when the gateway starts."""
     check_access(config)
     specs = {DECODE: config.decode} if config.handshake == "none" else {DECODE: config.decode, PREFILL: config.prefill}
     for pool, spec in specs.items():
@@ -52,7 +52,7 @@ def check_config(config: GatewayConfig) -> None:
 def run_gateway(
     config: GatewayConfig, path: Path | None, ready: Ready, log: Log | None = None, access: FleetAccess | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `path` is the config file, read again at a reload."""
+    """Serve until SIGTERM or SIGINT. `path` is the config file, which a reload reads again."""
     host, port = config.address
     listener = bind(host, port)
     _allow_files(most_connections(config.limits.connections) + config.limits.in_flight)
@@ -61,7 +61,7 @@ def run_gateway(
 
 
 def _allow_files(connections: int) -> None:
-    """Raise the number of files that this process may open, as far as it may: every connection is one."""
+    """Raise this process's limit on open files as far as the hard limit allows: every connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -72,7 +72,7 @@ def _allow_files(connections: int) -> None:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # asyncio's own loop does the same, slower
+    except ImportError:  # asyncio's own loop works too, but slower
         return None
     return uvloop.new_event_loop
 
@@ -97,18 +97,18 @@ async def serve(
     finally:
         try:
             await running.close()
-        finally:  # not before: a second signal during the drain must not end the process without cleaning up
+        finally:  # only now: a second signal during the drain must not end the process without cleaning up
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
 
 def _ask(loop: asyncio.AbstractEventLoop, running: RunningGateway, stop: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # it has ended already
+    with contextlib.suppress(RuntimeError):  # the loop has ended already
         loop.call_soon_threadsafe(running.stop, stop)
 
 
 def _saved(config: GatewayConfig) -> tuple[SavedState, str | None]:
-    """What was set at run time before a restart, and what is wrong with it; then it is nothing."""
+    """Return the changes saved before a restart, and a problem with them; with a problem, the changes are empty."""
     if config.state is None:
         return SavedState(), None
     state, problem = load_state(config.state)
@@ -123,7 +123,7 @@ def _saved(config: GatewayConfig) -> tuple[SavedState, str | None]:
 
 
 class RunningGateway:
-    """A gateway with its server."""
+    """A gateway with its HTTP server."""
 
     def __init__(
         self, config: GatewayConfig, path: Path | None = None, log: Log | None = None, access: FleetAccess | None = None
@@ -161,7 +161,7 @@ class RunningGateway:
                 self.parts.log.warning(problem)
 
     def stop(self, stopped: asyncio.Event) -> None:
-        """Asked to end: finish what runs, and take nothing new. Asked twice: end at once."""
+        """Stop accepting requests and start the drain. A second call ends the drain at once."""
         if self.gateway.draining:
             self._drain_s = 0.0
             self.server.end_drain()
@@ -171,7 +171,7 @@ class RunningGateway:
         stopped.set()
 
     async def close(self, drain_s: float | None = None) -> None:
-        """Finish what runs, for as long as a drain may take, and end."""
+        """Wait at most `drain_s` for running requests, then close everything."""
         started = time.monotonic()
         self.gateway.draining = True
         self.gateway.live.close()
@@ -192,7 +192,7 @@ class RunningGateway:
             self._lock = None
 
     def start_reload(self) -> None:
-        """Reload in the background, and log what came of it."""
+        """Reload in the background, and log the result."""
         task = asyncio.create_task(self.try_reload())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
@@ -204,7 +204,7 @@ class RunningGateway:
             self.parts.log.reloaded(problem=str(error))
 
     async def reload(self) -> None:
-        """Read the config file again. Raises InputError and keeps everything as it is if it cannot be used."""
+        """Read the config file again and apply it. Raises InputError and changes nothing if it cannot be used."""
         try:
             async with self._reloading:
                 changed = await self._reload()
@@ -217,7 +217,7 @@ class RunningGateway:
     async def _reload(self) -> list[str]:
         if self.path is None:
             raise ConfigError("the gateway was started without a config file")
-        # In a thread: reading fits and compiling may take seconds, and requests go on meanwhile.
+        # In a thread: reading fits and compiling may take seconds, which would block the event loop.
         before, saved = self.parts.config, self.parts.changes
         config, keys = await asyncio.to_thread(self._checked, self.path, before, saved)
         self.parts.reconfigure(config, self.parts.changes.after_reload(before, config))
@@ -228,7 +228,7 @@ class RunningGateway:
 
     @staticmethod
     def _checked(path: Path, before: GatewayConfig, saved: SavedState) -> tuple[GatewayConfig, Keys | None]:
-        """The config of a file, and its keys. Raises InputError if it cannot take the place of another."""
+        """Read a config and its keys. Raises InputError if it is invalid or changes a setting that a reload cannot."""
         config = read_config(path)
         fixed = next((name for name in FIXED if getattr(config, name) != getattr(before, name)), None)
         if fixed is not None:

@@ -1,1 +1,1 @@
-"""Helpers of engines and the gateway: an HTTP client, and servers as processes."""
+"""Network helpers shared by engines and the gateway: HTTP client and server, access keys, server processes."""

@@ -1,8 +1,8 @@
-"""Who may talk to whom: secrets from the environment or a file, addresses of this machine, bearer keys.
+"""Access control between fleet members: secrets from the environment or a file, loopback checks, bearer keys.
 
-A fleet has two secrets. The *fleet secret* is known to its workers and to those who read their event streams: it signs
-handoffs of KV and encrypts the streams. The *worker key* is what a gateway, or another worker, shows at a worker's
-private endpoints. Neither is ever an argument of a command: arguments are visible to every user of a machine.
+A fleet has two secrets. The *fleet secret* is shared by the workers and the readers of their event streams: it signs
+KV handoffs and encrypts the streams. The *worker key* is the bearer token that a gateway or another worker sends to a
+worker's private endpoints. Neither is a command-line argument: every user of a machine can see those.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from coterie.errors import ConfigError
 SECRET_VARIABLE = "COTERIE_FLEET_SECRET"
 KEY_VARIABLE = "COTERIE_WORKER_KEY"
 MIN_SECRET = 16
-"""Least characters of a secret: one that people choose is guessed, `openssl rand -hex 32` makes one that is not."""
+"""Minimum length of a secret, in characters: short ones can be guessed. `openssl rand -hex 32` gives 64."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetAccess:
-    """The secrets of a fleet; None where it has none, on one machine."""
+    """The two secrets of a fleet; None for a secret that is not set, as in a fleet on one machine."""
 
     secret: str | None = field(default=None, repr=False)
     key: str | None = field(default=None, repr=False)
 
     @classmethod
     def fresh(cls) -> Self:
-        """New random ones."""
+        """Return new random secrets."""
         return cls(secrets.token_hex(32), secrets.token_hex(32))
 
     @classmethod
     def read(cls, secret_file: Path | None = None, key_file: Path | None = None) -> Self:
-        """From files where they are named, else from the environment."""
+        """Read each secret from its file if one is given, else from its environment variable."""
         return cls(read_secret(SECRET_VARIABLE, secret_file), read_secret(KEY_VARIABLE, key_file))
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that give a child process these secrets, and not those of this process."""
+        """Environment variables that pass these secrets to a child, overriding those it would inherit."""
         return {SECRET_VARIABLE: self.secret or "", KEY_VARIABLE: self.key or ""}
 
 
@@ -55,7 +55,7 @@ class Address(NamedTuple):
 
 
 def read_secret(variable: str, file: Path | None = None) -> str | None:
-    """The secret in a file, or in an environment variable; None if neither is given. White space around it is cut."""
+    """Return the secret from a file or an environment variable, stripped of white space; None if neither is given."""
     if file is None:
         secret = os.environ.get(variable, "").strip()
         return check_secret(secret, variable) if secret else None
@@ -67,7 +67,7 @@ def read_secret(variable: str, file: Path | None = None) -> str | None:
 
 
 def check_secret(secret: str, where: str) -> str:
-    """Raise ConfigError, without the secret itself, unless it is long enough and fits an HTTP header."""
+    """Return the secret; raise ConfigError, without quoting it, if it is too short or does not fit an HTTP header."""
     if len(secret) < MIN_SECRET or not (secret.isascii() and secret.isprintable()):
         raise ConfigError(
             f"{where} must hold at least {MIN_SECRET} printable ASCII characters, such as `openssl rand -hex 32` gives"
@@ -76,12 +76,12 @@ def check_secret(secret: str, where: str) -> str:
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """Headers that show a key."""
+    """Return the Authorization header for a key; no header if the key is None."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def shows_key(header: bytes | None, key: str) -> bool:
-    """Whether an Authorization header shows this key, in the same time for every wrong one."""
+    """Whether an Authorization header holds this key. Compares in constant time, so timing reveals nothing."""
     scheme, _, shown = (header or b"").partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(shown.strip(), key.encode())
 
@@ -97,7 +97,7 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_address(text: str, what: str = "address") -> Address:
-    """Read HOST:PORT, or [HOST]:PORT for IPv6."""
+    """Parse HOST:PORT, or [HOST]:PORT for IPv6; raise ConfigError that calls the value `what`."""
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host

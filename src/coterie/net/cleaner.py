@@ -1,8 +1,8 @@
 """Clean up after a parent process, whatever ended it: ``python cleaner.py``, started by :mod:`coterie.net.processes`.
 
-The parent writes lines to standard input, each a sign and a JSON value: ``+123`` leaves the process group 123 to this
-process, ``+"/tmp/x"`` a folder, and ``-`` takes either back. Standard input ends with the parent, even one that was
-killed. Then the groups that are left are ended and the folders removed. Standard library only: it starts in 20 ms.
+The parent writes lines to standard input, each a sign and a JSON value: ``+123`` registers process group 123,
+``+"/tmp/x"`` a folder, and ``-`` unregisters either. Standard input closes when the parent ends, even if it is killed.
+Then the registered groups are ended and the folders removed. Imports only the standard library, to start in 20 ms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 
 TERMINATE_S = 5.0
-"""Time that a group has to end before it is killed."""
+"""Seconds between SIGTERM to the groups and SIGKILL."""
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """Whether the group is there."""
+    """Send a signal to a process group (0 only probes it); return whether the group exists."""
     with contextlib.suppress(OSError):
         os.killpg(group, number)
         return True

@@ -1,7 +1,7 @@
-"""The HTTP client for servers: one request, or many with a few in flight and answers in order of completion.
+"""HTTP client for engine servers: one request, or many with bounded concurrency and answers in completion order.
 
-A failed request gives an answer with the problem: recording under load must not stop because one prompt was too long or
-one connection was reset. Nothing is sent twice. Only :meth:`Client.call` raises if a server does not answer.
+A failed request returns a result that holds the problem: recording under load must not stop because one prompt was too
+long or one connection was reset. No request is retried. Only :meth:`Client.call` raises if a server does not answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 
 CONNECT_S = 10.0
 REQUEST_S = 3600.0
-"""Timeout of a request: it may wait long in the queue of a busy server."""
+"""Timeout of a completion request, in seconds: it may wait long in the queue of a busy server."""
 CALL_S = 120.0
-"""Timeout of a call that no queue holds up: a server that takes longer is stalled."""
+"""Timeout of a call that is not queued, in seconds: a server that takes longer is stalled."""
 GRACE_S = 60.0
-"""Seconds that requests in flight get after the time is over; a stalled server would hold them for an hour."""
+"""Seconds that requests in flight get after `duration_s` is over; a stalled server would hold them for an hour."""
 HEALTH_S = 2.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -38,20 +38,20 @@ class HttpResult(NamedTuple):
     """Result of one request."""
 
     number: int
-    """Index among the bodies, from 0."""
+    """Index of the request among the bodies sent, from 0."""
     sent_s: float
-    """Send time, in seconds after the first."""
+    """Send time, in seconds after :meth:`Client.send` started."""
     body: dict[str, Any] | None
-    """JSON of the answer; None if it failed."""
+    """JSON object of the answer; None if the request failed."""
     problem: str | None = None
-    """Reason of a failure, in one line."""
+    """Reason of the failure, in one line; None if the request succeeded."""
     server_failed: bool = False
-    """Whether the server failed, not the request: no connection, HTTP 5xx, or an answer that is no JSON object."""
+    """Whether the server is at fault: no connection, HTTP 5xx, or an answer that is not a JSON object."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Number of requests that succeeded, and the problems of the others."""
+    """Number of requests that succeeded, and counts of the problems of those that failed."""
 
     done: int = 0
     problems: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Tally:
 
     @property
     def summary(self) -> str:
-        """One line: the most frequent problem, and how many requests failed in all."""
+        """One line with the number of failed requests and the most frequent problem."""
         if not self.problems:
             return f"{self.done} requests, none failed"
         problem, count = self.problems.most_common(1)[0]
@@ -76,7 +76,7 @@ class Tally:
 
 
 def server_url(url: str) -> str:
-    """URL without a trailing slash or ``/v1``, which users often include."""
+    """Return the URL without a trailing slash or ``/v1``, which users often include."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT")
@@ -88,16 +88,16 @@ def completion_path(chat: bool) -> str:
 
 
 def completion_body(prompt: Prompt, model: str, max_tokens: int, chat: bool, **more: Any) -> dict[str, Any]:
-    """Body for OpenAI's endpoints: one greedy answer, not streamed."""
+    """Return a body for OpenAI's completion endpoints: one greedy completion, not streamed."""
     asked = {"messages": [{"role": "user", "content": prompt.prompt}]} if chat else {"prompt": prompt.prompt}
     return {"model": model, **asked, "max_tokens": max_tokens, "temperature": 0.0, "stream": False, **more}
 
 
 class Client:
-    """One server. ``async with Client(url) as client: async for answer in client.send(path, bodies, 8): …``"""
+    """Client of a server: ``async with Client(url) as client: async for answer in client.send(path, bodies, 8): …``"""
 
     def __init__(self, url: str, timeout_s: float = REQUEST_S, key: str | None = None) -> None:
-        """`key` is shown to the server, as a bearer token."""
+        """`key` is sent to the server as a bearer token."""
         self.url = server_url(url)
         self._key = key
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
@@ -108,10 +108,10 @@ class Client:
         self._open = aiohttp.ClientSession(
             timeout=self._timeout,
             connector=aiohttp.TCPConnector(limit=0),  # send() limits the requests in flight
-            # A connection for each request: a server that closes an idle one just as it is taken again would look
-            # dead (vLLM's closes after 5 s, the pool keeps 15).
+            # One connection per request: a server that closes an idle connection just as it is reused would look
+            # dead (vLLM closes after 5 s, aiohttp's pool keeps 15 s).
             headers={"Connection": "close", **bearer(self._key)},
-            # A proxy named in the environment cannot reach servers of this machine.
+            # A proxy from the environment variables cannot reach servers on this machine.
             trust_env=urlsplit(self.url).hostname not in LOCAL,
         )
         return self
@@ -126,7 +126,7 @@ class Client:
         return self._open
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
-        """Status and text of one answer; a server that cannot be reached raises UnavailableError."""
+        """Send one request and return status and text of the answer; raise UnavailableError if none arrives."""
         try:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=self._call_timeout
@@ -138,9 +138,9 @@ class Client:
     async def post(
         self, path: str, body: Mapping[str, Any], request_id: str | None = None, *, number: int = 0, sent_s: float = 0.0
     ) -> HttpResult:
-        """POST one body; any problem is in the answer. The id identifies the request in a server's events and logs.
+        """POST one body; a problem is returned in the result, not raised.
 
-        `number` and `sent_s` are copied to the answer.
+        `request_id` identifies the request in the server's events and logs. `number` and `sent_s` go into the result.
         """
         headers = {} if request_id is None else {REQUEST_ID_HEADER: request_id}
         try:
@@ -161,14 +161,14 @@ class Client:
     async def send(
         self, path: str, bodies: Iterable[Mapping[str, Any]], concurrency: int, duration_s: float | None = None
     ) -> AsyncGenerator[HttpResult, None]:
-        """POST every body, at most `concurrency` at a time, and yield each answer on completion.
+        """POST every body, at most `concurrency` at a time, and yield each result on completion.
 
-        After `duration_s` no further body is taken; those in flight get another `GRACE_S`, then they have failed.
+        After `duration_s` no further body is sent. Requests in flight get another `GRACE_S`, then count as failed.
         """
         check_at_least(1, concurrency=concurrency)
         source, started = enumerate(bodies), time.monotonic()
         running: dict[asyncio.Task[HttpResult], HttpResult] = {}
-        """Requests in flight, and what is said of those that are given up."""
+        """Request in flight → the result yielded for it if it is abandoned."""
         try:
             while True:
                 while len(running) < concurrency:
@@ -179,7 +179,7 @@ class Client:
                     number, body = item
                     sent_s = time.monotonic() - started
                     late = HttpResult(number, sent_s, None, "no answer came before the time was over", True)
-                    named = body.get("request_id")  # vLLM reads it in the body, the reference worker in the header
+                    named = body.get("request_id")  # vLLM reads it from the body, the reference worker from a header
                     running[asyncio.create_task(self.post(path, body, named, number=number, sent_s=sent_s))] = late
                 if not running:
                     return
@@ -199,7 +199,7 @@ class Client:
 
 
 def healthy(url: str, timeout_s: float = HEALTH_S) -> bool:
-    """Whether ``GET url/health`` answers 200, for callers without an event loop."""
+    """Whether ``GET url/health`` returns 200. Blocks: for callers without an event loop."""
 
     async def ask() -> bool:
         async with Client(url, timeout_s) as client:
@@ -212,7 +212,7 @@ def healthy(url: str, timeout_s: float = HEALTH_S) -> bool:
 
 
 async def served_model(client: Client) -> str:
-    """The name of the first model a server offers."""
+    """Return the name of the first model that a server lists."""
     status, text = await client.call("GET", "/v1/models")
     try:
         return str(json.loads(text)["data"][0]["id"])
@@ -225,7 +225,7 @@ def _reason(error: BaseException) -> str:
 
 
 def error_message(parsed: Any, data: bytes) -> str:
-    """Message of an error answer: OpenAI's ``{"error": {"message": …}}``, ``{"message": …}``, or its text."""
+    """Return the message of an error body: OpenAI's ``{"error": {"message": …}}``, ``{"message": …}``, or its text."""
     with suppress(AttributeError):
         error = parsed.get("error", parsed)
         message = error if isinstance(error, str) else error.get("message") or error.get("detail")

@@ -1,10 +1,10 @@
-"""Servers as child processes: start one, wait until it answers, end it and all that it started.
+"""Servers as child processes: start a server, wait until it answers, end it with all its children.
 
-For engines and workers: a server is a command, a URL whose ``/health`` answers 200, and a log file for its output. A
-server that ends before it is ready raises with its first traceback and the end of the log.
+For engines and workers: a server is a command, a URL whose ``/health`` returns 200, and a log file for its output. If
+a server ends before it is ready, the error raised quotes its first traceback and the end of its log.
 
-Servers and temporary folders do not outlive this process, even if it is killed: they are left to a small process
-(:mod:`coterie.net.cleaner`) that sees its end.
+Servers and temporary folders do not outlive this process, even if it is killed: a small helper process
+(:mod:`coterie.net.cleaner`) notices its end and removes them.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from coterie.net.http_client import healthy
 
 POLL_S = 0.05
 START_S = 120.0
-"""Seconds within which a server must answer: vLLM takes 30 to 90 s on two cores."""
+"""Seconds within which a server must become healthy: vLLM takes 30 to 90 s on two cores."""
 STOP_S = 20.0
-"""Seconds between asking a server to end and killing it."""
+"""Seconds between SIGTERM to a server and SIGKILL."""
 LOG_LINES = 40
-"""Lines of the log's first traceback, and of its end, in an error."""
+"""Number of lines that an error quotes from the log's first traceback, and again from the log's end."""
 
 
 LOWEST_PORT = 10_000
-"""Ports below it may be those of services."""
+"""Lowest port that `free_port` returns: ports below it may belong to well-known services."""
 TRIES = 1_000
 _held: dict[int, int] = {}
-"""Port that `free_port` returned → file descriptor: while that is open, no other process is given the port."""
+"""Port that `free_port` returned → descriptor of a socket; while it is open, no other process gets the port."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free TCP port for a server that starts later, returned only once while this process lives.
+    """Return a free TCP port for a server that starts later. No port is returned twice in the life of this process.
 
-    It is outside the range from which the system gives ports to connections, as one of those would take it before a
-    server that loads for ten seconds listens; and on Linux no other process's `free_port` returns it.
+    The port is outside the system's ephemeral range if possible: an outgoing connection could take an ephemeral port
+    while the server loads, for ten seconds or more. On Linux no other process's `free_port` returns the same port.
     """
     end = _first_of_system()
-    if end < LOWEST_PORT + TRIES:  # the system gives nearly all of them
+    if end < LOWEST_PORT + TRIES:  # the ephemeral range covers nearly all ports
         end = 65_536
     draw = random.SystemRandom()
     for _ in range(TRIES):
@@ -64,7 +64,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _first_of_system() -> int:
-    """First port that the system gives to connections."""
+    """Return the first port of the system's ephemeral range, used for outgoing connections."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:  # not Linux
@@ -81,10 +81,13 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _hold(port: int) -> bool:
-    """False if another process holds it. The name is of the network namespace, as ports are."""
+    """Reserve a port among `free_port` callers; return False if another process holds it.
+
+    The reservation is an abstract Unix socket, whose name is private to the network namespace, as ports are.
+    """
     holder = socket.socket(socket.AF_UNIX)
     try:
-        if sys.platform == "linux":  # others have no names without a file
+        if sys.platform == "linux":  # only Linux has socket names without a file
             holder.bind(f"\0coterie-port-{port}")
     except OSError:
         holder.close()
@@ -94,40 +97,40 @@ def _hold(port: int) -> bool:
 
 
 _to_cleaner: int | None = None
-"""Pipe to the process that cleans up after this one; None until it is needed."""
+"""Write end of the pipe to the cleaner process; None until the cleaner is started."""
 
 
 def leave_to_cleaner(left: int | Path) -> None:
-    """End a process group, or remove a folder, when this process ends, whatever ends it."""
+    """Have the cleaner end a process group, or remove a folder, when this process ends for any reason."""
     global _to_cleaner
     if _to_cleaner is None:
-        reading, _to_cleaner = os.pipe()  # no other child inherits the end that is written to
+        reading, _to_cleaner = os.pipe()  # not inheritable: a child's copy would keep the cleaner waiting
         os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", str(Path(__file__).with_name("cleaner.py"))],
             os.environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
-            setpgroup=0,  # Ctrl-C is for this process, not for the cleaner
+            setpgroup=0,  # own process group: Ctrl-C must not end the cleaner
         )
         os.close(reading)
     _tell_cleaner("+", left)
 
 
 def take_from_cleaner(left: int | Path) -> None:
-    """The group has ended, or the folder is removed."""
+    """Unregister a process group that has ended, or a folder that is removed."""
     _tell_cleaner("-", left)
 
 
 def _tell_cleaner(sign: str, left: int | Path) -> None:
     line = f"{sign}{json.dumps(left if isinstance(left, int) else str(left))}\n"
     if _to_cleaner is not None:
-        with contextlib.suppress(OSError):  # someone ended the cleaner
+        with contextlib.suppress(OSError):  # the cleaner has been ended from outside
             os.write(_to_cleaner, line.encode())
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "coterie-") -> Iterator[Path]:
-    """A private folder for the block; removed even if this process is killed."""
+    """Create a private folder for the block; it is removed even if this process is killed."""
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         leave_to_cleaner(Path(name))
         try:
@@ -137,7 +140,7 @@ def temporary_folder(prefix: str = "coterie-") -> Iterator[Path]:
 
 
 class ServerProcess:
-    """A server's process, in its own process group so that its children end with it.
+    """A server process, in its own process group so that its children end with it.
 
     >>> with ServerProcess(argv, "http://127.0.0.1:8100", Path("worker.log")) as server:  # doctest: +SKIP
     ...     ask(server.url)
@@ -146,7 +149,7 @@ class ServerProcess:
     def __init__(
         self, argv: Sequence[str | os.PathLike[str]], url: str, log: Path, env: Mapping[str, str] | None = None
     ) -> None:
-        """`env` is added to this process's environment; output is appended to `log`."""
+        """`env` is added to this process's environment; the server's output is appended to `log`."""
         if urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"url={url!r} must begin with http:// or https://")
         self.argv = [os.fspath(word) for word in argv]
@@ -162,22 +165,22 @@ class ServerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code; None while it runs. Negative: ended by that signal."""
+        """Exit code of the process, minus the signal number if a signal ended it; None while it runs."""
         process = self._started()
         if process.returncode is not None:
             return process.returncode
-        # Look without reaping: until it is reaped no other process can get its number, which names the group too.
+        # WNOWAIT does not reap: an unreaped process keeps its pid, which is also the group id, so neither is reused.
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def start(self, timeout_s: float = START_S) -> Self:
-        """Start and wait until healthy; a server that ends or does not answer in time is ended, and raises."""
+        """Start the server and wait until it is healthy. If it exits or is late, kill it and raise UnavailableError."""
         return self.launch().wait_ready(timeout_s)
 
     def launch(self) -> Self:
-        """Start without waiting: several servers load at once, then each is waited for."""
+        """Start the server without waiting, so that several can load at once; then call `wait_ready` on each."""
         if self._process is not None and self.returncode is None:
             raise ConfigError(f"{self.url}: process {self.pid} runs already; stop it first")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +209,7 @@ class ServerProcess:
                 if time.monotonic() > deadline:
                     self._fail(f"did not answer {self.url}/health within {timeout_s:g} s")
                 time.sleep(POLL_S)
-            if self.returncode is not None:  # then another process answers at this URL
+            if self.returncode is not None:  # another process answers at this URL
                 self._fail(f"ended with code {self.returncode}, and something else answers {self.url}/health")
         except BaseException:
             self.kill()
@@ -214,7 +217,7 @@ class ServerProcess:
         return self
 
     def stop(self, timeout_s: float = STOP_S) -> int:
-        """Ask it to end (SIGTERM), kill it if it does not, and return its exit code. May be called twice."""
+        """Send SIGTERM, kill the server if it has not ended in time, and return its exit code. May be called twice."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while self.returncode is None and time.monotonic() < deadline:
@@ -222,9 +225,9 @@ class ServerProcess:
         return self.kill()
 
     def kill(self) -> int:
-        """End it now, and all it started (SIGKILL to its group)."""
+        """Kill the server and its children at once (SIGKILL to the group), and return its exit code."""
         process = self._started()
-        if process.returncode is None:  # not reaped, so its number is not reused
+        if process.returncode is None:  # not reaped, so its pid is not reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
@@ -232,12 +235,12 @@ class ServerProcess:
         return code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process itself; none if it has ended."""
+        """Send a signal to the process, not its group; do nothing if it has ended."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def log_text(self) -> str:
-        """Log output since this start."""
+        """Return the log output since the last launch."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
@@ -259,7 +262,7 @@ class ServerProcess:
     def _fail(self, what: str) -> None:
         lines = self.log_text().splitlines()
         end = max(0, len(lines) - LOG_LINES)
-        # If one process starts another, the end of the first one's output only says that the second failed.
+        # If the server starts another process that fails, the end of the log only says so: the cause is further up.
         cause = next((at for at, line in enumerate(lines[:end]) if "Traceback (most recent call last)" in line), end)
         shown = [*lines[cause : min(cause + LOG_LINES, end)], *(["…"] if cause + LOG_LINES < end else []), *lines[end:]]
         said = "\n".join(shown) or "(nothing)"
@@ -267,7 +270,7 @@ class ServerProcess:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the port but does not listen yet: until its server is ready, clients are refused."""
+    """Return a socket bound to the port but not listening: clients are refused until the server listens."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:

@@ -1,15 +1,15 @@
-"""A fleet for a Python program: the gateway's way through the workers, without a gateway's HTTP server.
+"""A fleet for a Python program: the gateway's routing and handoff, without its HTTP server.
 
     async with RoutedFleet(prefill, decoders, router, Fleet([16, 16])) as fleet:
         served = await fleet.serve("/v1/completions", {"prompt": "Name three rivers.", "max_tokens": 8})
 
-Prefill workers take turns; with the footprint in their answer the router picks the decode worker. Handshake, retries,
-circuit breakers and the release of KV are those of :mod:`coterie.gateway.exchange`. Workers are real vLLM servers or
-reference workers alike. No health checks are made: a worker that fails gets nothing more once its breaker opens, until
-a probe finds it well.
+Prefill workers are chosen round-robin; the router picks the decode worker by the footprint in the prefill's answer.
+Handshake, retries, circuit breakers and the release of KV are those of :mod:`coterie.gateway.exchange`. Workers are
+vLLM servers or reference workers. There are no health checks: when a worker's requests fail its circuit breaker opens,
+and it gets no requests until a probe succeeds.
 
-The data-parallel ranks of one engine are workers too (:func:`rank_entries`). Such an engine prefills for itself, so
-there is no prefill worker and no footprint in time: a prediction stands for it (:func:`predict_with`).
+The data-parallel ranks of one engine can be workers too (:func:`rank_entries`). Such an engine does its own prefill, so
+no footprint is known before routing: a predicted one is used instead (:func:`predict_with`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from coterie.wire.footprints import WireFootprint, check_possible
 
 KEPT_PROBLEMS = 5
 PATIENT = LimitSettings(connect_s=10.0, prefill_s=3600.0, first_token_s=3600.0)
-"""Answers come whole, and a request may wait long in the queue of a busy worker."""
+"""Long timeouts: answers are not streamed, and a request may wait long in the queue of a busy worker."""
 DEFAULT_HEALTH = HealthSettings()
 JSON = [(b"content-type", b"application/json")]
 
@@ -94,25 +94,25 @@ class Collected:
 class FleetCounts:
     served: int = 0
     failed: int = 0
-    """Requests answered with a problem."""
+    """Requests whose result holds a problem."""
     handoffs: int = 0
-    """Requests that a prefill worker answered."""
+    """Requests for which a prefill worker answered."""
     footprints: int = 0
-    """Requests routed with a footprint of a prefill worker."""
+    """Requests routed with a footprint from a prefill worker."""
     incomplete: int = 0
-    """Footprints of prompts of which the prefill worker did not see every token's experts."""
+    """Footprints that lack the experts of some prompt tokens."""
     damaged: int = 0
-    """Footprints that could not be read or cannot be true; their requests were routed without."""
+    """Footprints that could not be read or are impossible; their requests were routed without one."""
     prefill_failures: int = 0
     """Times a prefill worker failed."""
     decode_failures: int = 0
     """Times a decode worker failed."""
     retried: int = 0
-    """Times a request went to another decode worker."""
+    """Times a request was sent to another decode worker."""
     fallbacks: int = 0
-    """Times the router did not choose the decode worker: it failed, or no worker was open."""
+    """Times the decode worker was chosen without the router: the router failed, or no worker was open."""
     problems: list[str] = field(default_factory=list)
-    """Reasons of the first few failures."""
+    """Reasons of the first `KEPT_PROBLEMS` failures."""
 
     def note(self, problem: str | None) -> None:
         if problem is not None and len(self.problems) < KEPT_PROBLEMS:
@@ -124,21 +124,21 @@ class Served(NamedTuple):
 
     name: str
     body: dict[str, Any] | None
-    """Body of the decode worker's answer; None if it failed."""
+    """Body of the decode worker's answer; None if the request failed."""
     decoder: int | None
-    """Decode worker that answered; None if none did."""
+    """Index of the decode worker that answered; None if none did."""
     footprint: WireFootprint | None
     reason: str
     """Reason of the router's choice."""
     started_s: float
-    """Start, by the monotonic clock."""
+    """Start of the request, by the monotonic clock."""
     prefill_s: float
     total_s: float
     problem: str | None = None
 
     @property
     def tokens(self) -> list[int]:
-        """Ids of the answer; the body must have asked for them (``return_token_ids``)."""
+        """Token ids of the answer; the request must set ``return_token_ids``."""
         if self.body is None:
             raise ConfigError(f"request {self.name!r} was not answered: {self.problem}")
         found = self.body["choices"][0].get("token_ids")
@@ -148,11 +148,11 @@ class Served(NamedTuple):
 
 
 Predict = Callable[[Mapping[str, Any]], NDArray[Any] | None]
-"""Body of a request → footprint [layer, expert] that is expected of it; None where nothing is known."""
+"""Function from a request's body to its expected footprint [layer, expert]; None if nothing is known."""
 
 
 def predict_with(predictor: Predictor) -> Predict:
-    """Ask a predictor for the footprint of a body whose prompt is given as token ids; of others nothing is known."""
+    """Return a function that predicts the footprint of a body whose prompt is token ids; None for other bodies."""
 
     def predict(body: Mapping[str, Any]) -> NDArray[Any] | None:
         prompt = body.get("prompt")
@@ -164,7 +164,7 @@ def predict_with(predictor: Predictor) -> Predict:
 
 
 def rank_entries(url: str, ranks: int) -> list[WorkerEntry]:
-    """The data-parallel ranks of one engine, as workers."""
+    """Return one worker entry for each data-parallel rank of an engine."""
     check_at_least(1, ranks=ranks)
     return [WorkerEntry(id=f"rank-{rank}", url=server_url(url), data_parallel_rank=rank) for rank in range(ranks)]
 
@@ -184,12 +184,12 @@ class RoutedFleet:
         limits: LimitSettings = PATIENT,
         health: HealthSettings = DEFAULT_HEALTH,
     ) -> None:
-        """Workers are given by their URLs, or as entries of a gateway's config.
+        """Workers are URLs, or entries of a gateway's config.
 
-        `fleet` is the router's view of the decoders, with their places and speeds; give an empty one, it is kept up
-        to date. `predict` gives the footprint of a request that no prefill worker has answered with one. With it there
-        need not be a prefill worker. `key` opens the workers' private endpoints. Of `health` retries and breakers are
-        used.
+        `fleet` is the router's view of the decoders, with their places and speeds; pass it without requests, it is kept
+        up to date. `predict` returns the footprint of a request without one from a prefill worker; with `predict`,
+        prefill workers are optional. `key` is the bearer key for the workers' private endpoints. Of `health` only the
+        settings of retries and breakers are used.
         """
         if not decoders or not (prefill or predict):
             raise ConfigError(
@@ -239,10 +239,10 @@ class RoutedFleet:
     async def serve(
         self, path: str, body: Mapping[str, Any], name: str | None = None, domain: str | None = None
     ) -> Served:
-        """Serve one request, not streamed; whatever fails is in the result.
+        """Serve one request, not streamed; a failure is returned in the result, not raised.
 
-        `name` identifies the request towards workers, in their events and logs; without it the body's `request_id`,
-        or a fresh one.
+        `name` identifies the request in the workers' events and logs; the default is the body's `request_id`, or a
+        fresh name.
         """
         started, sink, found = time.monotonic(), Collected(), Outcome(500)
         answer: dict[str, Any] | None = None
@@ -285,7 +285,7 @@ class RoutedFleet:
 
 
 class _Expected(Informer):
-    """What is known of a request: the footprint of its prefill, else what `predict` says."""
+    """Source of a request's footprint: its prefill, else `predict`."""
 
     def __init__(self, predict: Predict | None) -> None:
         self._predict = predict
@@ -304,17 +304,17 @@ class _Expected(Informer):
         return Request(call.id, known.tokens, counts, call.domain), source
 
     def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
-        del pool, row, known, cached_tokens  # prefixes are not followed
+        del pool, row, known, cached_tokens  # prefixes are not tracked
 
     def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
-        self._seen.learn(known.ids, footprint)  # the shape that all others must have
+        self._seen.learn(known.ids, footprint)  # sets the shape that later footprints must have
 
     def check(self, footprint: WireFootprint) -> None:
         check_possible(footprint, self._seen.shape)
 
 
 class _Counter(Observer):
-    """Counts what happens to requests."""
+    """Observer that counts handoffs, failures, retries and fallbacks."""
 
     def __init__(self, counts: FleetCounts) -> None:
         self._counts = counts
@@ -343,7 +343,7 @@ class _Counter(Observer):
 
 
 def _entries(workers: Sequence[str | WorkerEntry], role: Role, fleet: Fleet | None = None) -> list[WorkerEntry]:
-    """Workers of one role; URLs are named in their order, places and speeds are the fleet's."""
+    """Return worker entries of one role; workers given as URLs are numbered, places and speeds are the fleet's."""
     found = []
     for number, one in enumerate(workers):
         entry = one if isinstance(one, WorkerEntry) else WorkerEntry(id=f"{role}-{number}", url=server_url(one))
@@ -355,7 +355,7 @@ def _entries(workers: Sequence[str | WorkerEntry], role: Role, fleet: Fleet | No
 
 
 def _read(sink: Collected, found: Outcome) -> tuple[dict[str, Any] | None, str | None]:
-    """Body of an answer that was collected, or what is wrong with it."""
+    """Return the body of a collected answer and None, or None and the problem with it."""
     try:
         body = msgspec.json.decode(sink.body)
     except (msgspec.DecodeError, RecursionError, ValueError):

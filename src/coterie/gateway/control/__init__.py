@@ -1,4 +1,4 @@
-"""The live driver of the control loop: expert events of the workers in, swaps of the router and placement advice out.
+"""The live driver of the control loop: reads workers' expert events, swaps the router's fit, advises on placement.
 
 The loop (:mod:`coterie.control`) runs in a process of its own, so that fitting and scoring never delay a request:
 

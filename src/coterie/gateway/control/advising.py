@@ -1,7 +1,7 @@
-"""Placement advice for a described expert-parallel group: make the advisor, write its plans, show them.
+"""Placement advice for a configured expert-parallel group: make the advisor, write its plans, show them.
 
-The workers of a fleet each hold all experts, or are groups of their own. The advice is for one such group that serves
-what the whole fleet served.
+Each worker of a fleet holds all experts, or is an expert-parallel group itself. The advice is for one such group, under
+the load of the whole fleet.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from coterie.placement.maps.formats import read_map
 from coterie.types import Placement, Topology
 
 SHOWN_ACTIONS = 16
-"""Actions of an advice that are shown."""
+"""Most actions of an advice that are shown."""
 
 
 def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> PlacementAdvisor:
-    """Raises CoterieError where the group does not fit the model, or no prices are known for it."""
+    """Make the advisor for a group. Raises CoterieError if the group does not fit the model or prices are unknown."""
     topology = Topology(asked.ranks, asked.ranks if asked.ranks_per_node is None else asked.ranks_per_node)
     name = asked.model or spec.model or shape.model
     model = replace(step_model(get_model(name), asked.device, spec.dtype), topology=topology)
@@ -43,19 +43,22 @@ def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> Plac
 
 
 class Applier:
-    """Writes a plan to the map, once it gained on a window that it was not planned on. Only where that is asked for."""
+    """Writes plans to the placement map, if the config has `apply`.
+
+    A plan is written only after it has been evaluated on a window of loads that it was not made from.
+    """
 
     def __init__(self, section: ControlSection) -> None:
         self._path = Path(section.map) if section.apply and section.map is not None else None
         self._refused = 0
         self.applied: Advice | None = None
-        """The last advice that was carried out."""
+        """The last advice whose plan was written; None before the first."""
 
     def carry_out(self, loop: ControlLoop, now_s: float) -> list[ControlEvent]:
         advice = loop.advice
         if self._path is None or advice is None or advice.plan is None or advice.id == self._refused:
             return []
-        if advice.gain_next_pct is None:  # it waits for the window that says whether it holds
+        if advice.gain_next_pct is None:  # not yet evaluated on the next window
             return []
         try:
             advice.write(self._path)
@@ -68,7 +71,7 @@ class Applier:
         return [ControlEvent(now_s, "action", words, {"id": float(advice.id), "moves": float(advice.moves)})]
 
     def shown(self, loop: ControlLoop, epoch_s: float) -> dict[str, Any] | None:
-        """The advice that stands, or the one that was carried out last if nothing newer is to be done."""
+        """Return the current advice as plain values, or the last one applied if the current one has no plan."""
         advice, done = loop.advice, self.applied
         if done is not None and (advice is None or advice.plan is None):
             return _plain(done, epoch_s, applied=True)
@@ -96,7 +99,7 @@ def _plain(advice: Advice, epoch_s: float, applied: bool) -> dict[str, Any]:
 
 
 def _ranks(rank_s: tuple[float, ...]) -> dict[str, Any] | None:
-    """Balance and seconds by rank of a mean layer; None where nothing was planned."""
+    """Return the balance and the seconds of each rank in a mean layer; None if there is no plan."""
     if not rank_s or not max(rank_s):
         return None
     return {"balance": float(np.mean(rank_s) / max(rank_s)), "rank_s": list(rank_s)}

@@ -1,8 +1,8 @@
 """The process of the control loop, as the gateway sees it: start it, talk to it, end it.
 
-They talk over a socket pair: when the process ends, the gateway reads the end of that file. When the gateway ends,
-however it ends, the process is ended too (:func:`coterie.net.processes.leave_to_cleaner`). It leads a session of its
-own: Ctrl-C is for the gateway.
+The two communicate over a socket pair: when the process ends, the gateway reads end-of-file. When the gateway ends for
+any reason, the process is ended too (:func:`coterie.net.processes.leave_to_cleaner`). The process has its own session,
+so that Ctrl-C reaches only the gateway.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from coterie.net.processes import leave_to_cleaner, take_from_cleaner
 
 MODULE = "coterie.gateway.control.process"
 END_S = 5.0
-"""Time that the process has to end when it is told to; then it is killed."""
+"""Seconds between SIGTERM to the process and SIGKILL."""
 MOST_UNREAD = 4 << 20
-"""Bytes of messages that may wait for the process to read them."""
+"""Bytes of unread messages above which optional messages to the process are dropped."""
 LAST_WORDS = 400
-"""Characters of its standard error that are told."""
+"""Number of last characters of the process's output that are quoted when it ends."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-"""Libraries must not take the cores that requests need."""
+"""Environment that limits libraries to one thread: they must not take the cores that requests need."""
 
 
 class Child:
-    """A process that was started."""
+    """A started process of the control loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: Path) -> None:
         self._process, self._errors = process, errors
@@ -39,7 +39,7 @@ class Child:
 
     @classmethod
     async def start(cls, folder: Path, access: FleetAccess) -> Child:
-        """`folder` takes its output. Raises OSError."""
+        """Start the process; its output goes to a file in `folder`. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -72,7 +72,7 @@ class Child:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the process reads so slowly that only what it must know should be sent."""
+        """Whether the process reads so slowly that optional messages should be dropped."""
         return self._writer.transport.get_write_buffer_size() > MOST_UNREAD
 
     def send(self, message: ToLoop) -> None:
@@ -80,7 +80,7 @@ class Child:
             self._writer.write(pack_message(message))
 
     async def receive(self) -> FromLoop | None:
-        """The next message; None when the process has ended. Raises InputError if it sends what is no message."""
+        """Return the next message; None when the process has ended. Raises InputError for an invalid message."""
         try:
             head = await self._reader.readexactly(HEAD_BYTES)
             return from_loop(await self._reader.readexactly(check_length(int.from_bytes(head, "big"))))
@@ -88,13 +88,13 @@ class Child:
             return None
 
     def hang_up(self) -> None:
-        """Close the socket, at which the process ends, and `receive` with it."""
+        """Close the socket, which makes the process end and `receive` return None."""
         self._writer.close()
 
     async def ended(self) -> str:
-        """End it if it still runs, and wait for it; how it ended, in words."""
+        """End the process if it still runs, wait for it, and return a description of how it ended."""
         self.hang_up()
-        self._process.terminate()  # it has nothing to save
+        self._process.terminate()  # SIGTERM at once: the process has nothing to save
         return await asyncio.to_thread(self._reap)
 
     def _reap(self) -> str:

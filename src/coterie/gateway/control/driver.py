@@ -1,7 +1,7 @@
-"""Drive one set-up of the control loop: events in, fits in a thread, messages for the gateway out.
+"""Drive one set-up of the control loop: feed it events, run fits in a thread, send messages to the gateway.
 
-Holds no socket. Time is passed in, in seconds of a clock that never goes back; what is told to the gateway is in
-seconds since the epoch.
+Holds no socket. Time is passed in, in seconds of a monotonic clock; times in messages to the gateway are in seconds
+since the epoch.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from coterie.routing import Router, RouterFit
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
 
 KEPT_FITS = 3
-"""Files of fits that are kept: the one in force, the one before, and one on its way."""
+"""Number of fit files that are kept: the fit in force, the one before, and one being swapped in."""
 FIT_NICE = 19
-"""Priority of the thread that fits: whatever else the machine has to do comes first."""
+"""Niceness of the fitting thread: the lowest priority, so that fits do not delay requests."""
 MOST_LOGS = 1000
-"""Files of inputs that are kept beside each other."""
+"""Most log files of inputs that are kept; after that no new one is started."""
 VIEW_S = 1.0
-"""Least time between two views."""
+"""Shortest time between two views sent to the gateway, in seconds."""
 
 
 class Driver:
-    """One loop, for one router. Belongs to one thread."""
+    """Driver of one control loop for one router. Not thread-safe."""
 
     def __init__(
         self, asked: SetUp, send: Callable[[FromLoop], None], now_s: float, sent: SentRequests | None = None
     ) -> None:
-        """`sent` are the requests that count; None: all. Raises CoterieError if the loop cannot be made."""
+        """`sent` are the requests whose events count; None for all. Raises CoterieError if the loop cannot be made."""
         self.generation = asked.generation
         self._send, self._spec, self._section, self._rows = send, asked.spec, asked.section, asked.rows
         self._folder = Path(asked.folder)
@@ -73,7 +73,7 @@ class Driver:
         self._applier = Applier(asked.section)
         self.matcher = Matcher(shape, sent)
         self.most_bytes = message_bytes(shape)
-        """Longest message of a worker's stream."""
+        """Most bytes of a message in a worker's stream."""
         self.loads = RecentLoads()
         self._fits = 0
         self._files: list[Path] = []
@@ -88,7 +88,7 @@ class Driver:
             self._log.close()
 
     def take(self, worker: str, event: RequestExperts | ExpertLoad, now_s: float) -> None:
-        """An event of a worker's stream, whatever it holds."""
+        """Handle an event of a worker's stream; invalid ones are counted and dropped."""
         seen = self.matcher.take(worker, event, now_s)
         if seen is None:
             return
@@ -97,7 +97,7 @@ class Driver:
             self.loads.add(seen)
 
     def answer(self, message: Swapped | SwapFailed, now_s: float) -> None:
-        """What came of the last :class:`UseFit`."""
+        """Handle the gateway's reply to a :class:`UseFit`; replies to earlier ones are ignored."""
         if message.fit != self._fits:
             return
         if isinstance(message, Swapped):
@@ -106,14 +106,14 @@ class Driver:
             self.loop.swap_failed(now_s, message.problem)
 
     def resize(self, fleet: FleetChanged) -> None:
-        """Workers joined or left."""
+        """Adapt the loop to workers that joined or left."""
         self.loads.keep({entry.worker for entry in fleet.streams})
         if fleet.rows != self._rows:
             self._rows = fleet.rows
             self.loop.resize(fleet.rows)
 
     def tick(self, now_s: float, streams: ExpertStreams) -> None:
-        """Decide, and tell the gateway, also what the streams have counted."""
+        """Run one tick of the loop and send the gateway its decisions, with the counters of the streams."""
         with contextlib.suppress(Empty):
             found = self._fitted.get_nowait()
             if isinstance(found, str):
@@ -131,7 +131,7 @@ class Driver:
         self._tell(now_s, streams)
 
     def _advisor(self, shape: LoopShape) -> PlacementAdvisor | None:
-        """Fits are made also where no advice can be given."""
+        """Make the placement advisor; return None and store the reason if that fails: fits do not need it."""
         if self._section.advise is None:
             return None
         try:
@@ -145,18 +145,18 @@ class Driver:
     # ----------------------------------------------------------------------------------------------------------- fits
 
     def _router(self, fit: RouterFit) -> Router:
-        """The pool's router, made of another fit."""
+        """Make the pool's router from a given fit."""
         spec: RouterSpec = msgspec.structs.replace(self._spec, fit=None)
         return maker(spec, {"fitted": fit})(PoolShape(self._rows, {})).router
 
     def _fit(self, job: FitJob) -> None:
-        """In a thread of the lowest priority."""
-        with contextlib.suppress(OSError, AttributeError):  # priorities of threads are Linux's
+        """Run a fit job, in a thread of the lowest priority, and queue its result or error."""
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities per thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FIT_NICE)
         started = time.perf_counter()
         try:
             fitted = job.run()
-        except Exception as error:  # whatever a fit raises, the loop goes on with the one it has
+        except Exception as error:  # whatever a fit raises, the loop continues with the fit in force
             self._fitted.put(f"{type(error).__name__}: {error}")
         else:
             self._fitted.put((fitted, time.perf_counter() - started))
@@ -207,7 +207,7 @@ class Driver:
 
 
 def _new_log(path: str | None) -> InputLog | None:
-    """A log beside those of the set-ups before, which it does not overwrite. Raises ConfigError if it cannot be."""
+    """Open a new log of inputs, numbered so that no earlier log is overwritten. Raises ConfigError on failure."""
     if path is None:
         return None
     names = itertools.chain([Path(path)], (Path(f"{path}.{number}") for number in range(1, MOST_LOGS)))
@@ -222,5 +222,5 @@ def _new_log(path: str | None) -> InputLog | None:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy as a number."""
+    """Convert a NumPy scalar to a Python number; return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value

@@ -1,8 +1,8 @@
-"""The gateway's side of the control loop: runs its process, and carries out what it decides.
+"""The gateway's side of the control loop: runs its process and applies its decisions.
 
-A new fit is read and tried in a thread, then put in force between two requests; those that run keep their workers. It
-is used only while the router is the one it was made for. When an administrator or a reload sets another router, the
-loop begins anew with that one. What the loop swaps is never saved: after a restart the configured fit serves.
+A new fit is read and tested in a thread, then put in force between two requests; running requests keep their workers.
+A fit is used only with the router it was made for. When an administrator or a reload sets another router, the loop
+restarts with that router. The loop's fits are never saved: after a restart the configured fit is in force.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from coterie.net.processes import leave_to_cleaner, take_from_cleaner
 from coterie.routing import RouterFit, routers
 
 EVENTS = 512
-"""Decisions of the loop that are kept."""
+"""Number of decisions of the loop that are kept."""
 PAUSES_S = (0.5, 2.0, 10.0, 30.0)
-"""Pauses before a process that ended is started again, then the last one each time."""
+"""Seconds before the first, second, … restart of a process that ended; later restarts use the last value."""
 STEADY_S = 60.0
-"""A process that ran for so long counts as well: the next pause is the shortest again."""
+"""Seconds of running after which a process counts as stable: the next pause is the shortest again."""
 LOGGED = frozenset(("refit_taken", "refit_failed", "swap_failed", "fall_back", "plan_made"))
-"""Decisions that are worth a log line."""
+"""Kinds of decisions that get a log line."""
 REFITS = {"refit_taken": "taken", "refit_kept": "kept", "refit_failed": "failed"}
 
 
 def uses_fit(spec: RouterSpec) -> bool:
-    """Whether a router is made of a fit."""
+    """Whether a router is made from a fit."""
     return spec.fit is not None and spec.router in routers and "fitted" in routers.parameters(spec.router)
 
 
 def is_wanted(section: ControlSection, spec: RouterSpec, workers: Sequence[WorkerEntry]) -> bool:
-    """Whether a gateway with these workers runs the loop."""
+    """Whether a gateway with this config, router and these workers runs the loop."""
     if section.enabled is not None:
         return section.enabled
     return uses_fit(spec) and any(worker.expert_events is not None for worker in workers)
 
 
 class LiveControl:
-    """Runs the loop for one pool. Make it in a running event loop, `start` it, `close` it."""
+    """Runs the control loop for one pool. Construct it in a running event loop; then `start`, `close`."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class LiveControl:
         metrics: Metrics,
         log: Log,
     ) -> None:
-        """`pool` is that of the decode workers; `workers` gives all workers of the fleet."""
+        """`pool` is the pool of decode workers; `workers` returns all workers of the fleet."""
         self.section = section
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         """Decisions of the loop, newest last."""
         self.problem: str | None = "the loop's process has not told anything yet"
-        """Why the loop does nothing; None while it runs."""
+        """Reason why the loop does not run; None while it runs."""
         self._pool, self._workers, self._access = pool, workers, access
         self._metrics, self._log = metrics, log
         self._temporary = section.folder is None
@@ -93,9 +93,9 @@ class LiveControl:
         if self._temporary:
             leave_to_cleaner(self.folder)
         self._configured: str | None = pool.spec.fit
-        """Fit of the router as it was configured, in place of which one of the loop's may serve."""
+        """Path of the router's configured fit, which a fit of the loop may have replaced."""
         self._own: set[str] = set()
-        """Files of fits that the loop has put in force."""
+        """Paths of fits that the loop has put in force."""
         self._generation = 0
         self._setup: SetUp | None = None
         self._child: Child | None = None
@@ -108,7 +108,7 @@ class LiveControl:
 
     @property
     def view(self) -> ControlView | None:
-        """What the loop last told; None before the first."""
+        """Latest snapshot that the loop sent; None before the first."""
         if self._told:
             self._view, self._told = msgspec.msgpack.decode(self._told, type=ControlView), b""
         if self._view is not None:
@@ -116,12 +116,12 @@ class LiveControl:
         return self._view
 
     def as_configured(self, spec: RouterSpec) -> RouterSpec:
-        """A router with the configured fit in place of one of the loop's, which does not outlive the gateway."""
+        """Return the spec with the configured fit in place of a fit of the loop, which does not outlive the gateway."""
         return msgspec.structs.replace(spec, fit=self._configured) if spec.fit in self._own else spec
 
     @property
     def pid(self) -> int | None:
-        """Of the loop's process, while there is one."""
+        """Process id of the loop's process; None while there is none."""
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
@@ -129,7 +129,7 @@ class LiveControl:
         self.refresh(self.section)
 
     async def close(self) -> None:
-        """End the process, and remove what it wrote."""
+        """End the process, and remove its folder if that is temporary."""
         self._closing.set()
         if self._child is not None:
             self._child.hang_up()
@@ -141,11 +141,11 @@ class LiveControl:
             take_from_cleaner(self.folder)
 
     def refresh(self, section: ControlSection) -> None:
-        """Take over what has changed: workers, the router, settings."""
+        """Apply changes of workers, router and settings; a changed router or setting restarts the loop."""
         self.section = section
         spec = self._pool.spec
         if not uses_fit(spec):
-            return  # nothing to swap; the loop goes on watching for the router before
+            return  # no fit to swap; the loop continues for the previous router
         if self.as_configured(spec) is spec:
             self._configured = spec.fit
         before, setup = self._setup, self._wanted(spec)
@@ -160,9 +160,9 @@ class LiveControl:
         self._send(setup)
 
     def sent(self, name: str, worker: str) -> None:
-        """A request is about to go to a worker: the loop counts what workers tell of such requests only."""
+        """Note that a request is about to be sent to a worker: the loop counts events of such requests only."""
         if not self._sent:
-            asyncio.get_running_loop().call_soon(self._tell_sent)  # once for all of this turn of the event loop
+            asyncio.get_running_loop().call_soon(self._tell_sent)  # one message for all of this loop iteration
         self._sent.append((name, worker))
 
     def _tell_sent(self) -> None:
@@ -194,7 +194,7 @@ class LiveControl:
     # -------------------------------------------------------------------------------------------------------- process
 
     async def _run(self) -> None:
-        """Keep the process running until the gateway ends."""
+        """Keep the process running, restarting it after failures, until the gateway ends."""
         ended = 0
         while not self._closing.is_set():
             started = time.monotonic()
@@ -210,14 +210,14 @@ class LiveControl:
                 await asyncio.wait_for(self._closing.wait(), pause_s)
 
     async def _session(self) -> str:
-        """One process, until it ends; how it did."""
+        """Run one process until it ends; return a description of how it ended."""
         try:
             child = await Child.start(self.folder, self._access)
         except OSError as error:
             return f"cannot be started: {error.strerror or error}"
         self._child, problem = child, ""
         try:
-            if self._setup is not None:  # with the fit that serves now, which may be one of the process before
+            if self._setup is not None:  # with the fit in force, which an earlier process may have made
                 self._setup = msgspec.structs.replace(self._setup, spec=self._pool.spec)
                 child.send(self._setup)
             while not self._closing.is_set() and (message := await child.receive()) is not None:
@@ -265,7 +265,7 @@ class LiveControl:
             self._log.control(kind, str(event["reason"]), event.get("values", {}))
 
     async def _swap(self, asked: UseFit) -> None:
-        """Put a fit in force. Reading and trying it is done in a thread: requests go on meanwhile."""
+        """Put a fit in force. It is read and tested in a thread, so that requests are not delayed."""
         before = self._pool.spec
         spec = msgspec.structs.replace(before, fit=asked.path)
         try:
@@ -286,7 +286,7 @@ class LiveControl:
 
 
 def _tried(spec: RouterSpec, workers: int) -> RouterFit:
-    """The fit of a router, once the router was made of it and tried."""
+    """Load the fit of a router, make the router from it and test it; return the fit."""
     assert spec.fit is not None
     fitted = RouterFit.load(spec.fit)
     check_spec(spec, {"fitted": fitted}, workers)
@@ -294,5 +294,5 @@ def _tried(spec: RouterSpec, workers: int) -> RouterFit:
 
 
 def _same_loop(one: SetUp, other: SetUp) -> bool:
-    """Whether two set-ups differ in the workers at most."""
+    """Whether two set-ups have the same router and settings, so that only the workers may differ."""
     return (one.spec, one.section) == (other.spec, other.section)

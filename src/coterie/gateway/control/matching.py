@@ -1,9 +1,9 @@
-"""Turn workers' expert events into what the control loop takes: whole requests, and loads.
+"""Turn workers' expert events into inputs of the control loop: whole requests, and loads.
 
-A decode worker may not have seen the experts of a prompt: its KV came from a prefill worker, whose own event has them.
-The two halves of a request are put together by its id. Whatever an event holds, nothing is raised: one of another
-shape, with bytes that do not add up or with experts that no model chooses is counted and left out. Only requests that
-the gateway sent to the worker count, and each once: a worker that makes up events changes no decision.
+A decode worker may not know the experts of a prompt: its KV came from a prefill worker, whose own event has them. The
+two halves of a request are matched by its id. No event makes this raise: events of another model's shape, with an
+inconsistent payload or with impossible experts are counted and dropped. Only requests that the gateway sent to the
+worker count, and each once: a worker that invents events cannot affect decisions.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from coterie.footprints import footprint
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
 
 MOST_WAITING = 2048
-"""Halves of requests that wait for the other half; past that the oldest go."""
+"""Most halves of requests that wait for their other half; beyond it the oldest are dropped."""
 PATIENCE_S = 120.0
-"""Seconds that a half waits."""
+"""Seconds that half a request waits for its other half."""
 MOST_REMEMBERED = 16_384
-"""Events remembered to know those that come again under another number."""
+"""Number of events remembered, to recognise duplicates sent under another sequence number."""
 MOST_LOAD_S = 3600.0
-"""Longest time that one load is believed to cover."""
+"""Longest time that one load event may cover, in seconds; longer ones are dropped as invalid."""
 MOST_SENT = 65_536
-"""Requests remembered that were sent and not counted yet."""
+"""Most requests remembered that were sent and not counted yet."""
 REASONS = ("other_shape", "malformed", "nonsense", "not_sent", "doubled", "no_decode", "unmatched")
-"""Why an event was left out: shape of another model; bytes that do not add up; experts that a model cannot choose; a
-request that the gateway did not send to this worker, or that was counted; again; an answer of one token; its other half
-never came."""
+"""Reasons for dropping an event: another model's shape; inconsistent payload; impossible experts or values; a request
+that the gateway did not send to this worker or that was already counted; a duplicate; an answer of one token, so no
+decode step; no matching other half."""
 
 Counts = NDArray[np.uint32]
 _SUFFIX = re.compile(r"^((?:chat)?cmpl-.+)-[0-9a-f]{8}$")
 _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:chat)?cmpl-(.+)")
-"""vLLM's id of a request, and of one of several answers to it; in it, the gateway's."""
+"""Pattern of vLLM's request ids, with a number in front if a request has several answers; group 1 holds our name."""
 
 
 class _LeftOut(Exception):
-    """An event that is not used."""
+    """Raised for an event that is dropped; `reason` is one of REASONS."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -57,7 +57,7 @@ class _Half(NamedTuple):
 
 
 class SentRequests:
-    """Requests that the gateway sent, by name, with the workers that got them; until they are counted."""
+    """Requests that the gateway sent, by name, with the workers that got them. A request is removed when counted."""
 
     def __init__(self) -> None:
         self._workers: dict[str, set[str]] = {}
@@ -68,27 +68,27 @@ class SentRequests:
             del self._workers[next(iter(self._workers))]
 
     def name_of(self, request_id: str, worker: str) -> str | None:
-        """Name of the request that a worker gives this id; None if it was not sent to the worker."""
+        """Return the gateway's name of a request from a worker's id of it; None if it was not sent to the worker."""
         inner = _ENGINE_ID.fullmatch(request_id)
         names = [request_id] if inner is None else [request_id, inner[1], *_shortened(inner[1])]
         return next((name for name in names if worker in self._workers.get(name, ())), None)
 
     def count(self, name: str) -> None:
-        """The request was counted: nothing more that is told of it counts."""
+        """Remove a request that was counted, so that later events about it are ignored."""
         self._workers.pop(name, None)
 
 
 def _shortened(name: str) -> list[str]:
-    """The name without what vLLM may have put behind it: random digits, the number of a prompt, both."""
+    """Return the name without the suffixes that vLLM may append: random digits, the number of a prompt, or both."""
     without_digits = re.sub(r"-[0-9a-f]{8}$", "", name)
     return [without_digits, re.sub(r"-[0-9]+$", "", without_digits), re.sub(r"-[0-9]+$", "", name)]
 
 
 class Matcher:
-    """Makes inputs of the loop; holds no clock and no socket."""
+    """Makes inputs of the loop from events; holds no clock and no socket."""
 
     def __init__(self, shape: LoopShape, sent: SentRequests | None = None) -> None:
-        """`sent` are the requests that count; None: all."""
+        """`sent` are the requests whose events count; None for all."""
         self._sent = sent
         self.counters: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self._shape = (shape.num_layers, shape.num_experts)
@@ -98,11 +98,11 @@ class Matcher:
 
     @property
     def waiting(self) -> int:
-        """Halves that wait for the other."""
+        """Number of halves of requests that wait for their other half."""
         return len(self._halves)
 
     def take(self, worker: str, event: RequestExperts | ExpertLoad, at_s: float) -> RequestSeen | LoadSeen | None:
-        """The input that an event makes or completes; None if it must wait or is left out."""
+        """Return the input that an event makes or completes; None if it must wait or is dropped."""
         if (len(event.layer_ids), event.num_experts) != self._shape:
             self.counters["other_shape"] += 1
             return None
@@ -115,7 +115,7 @@ class Matcher:
         return None
 
     def expire(self, now_s: float) -> None:
-        """Give up the halves that waited too long."""
+        """Drop the halves that waited longer than `PATIENCE_S`."""
         for name in [name for name, half in self._halves.items() if now_s - half.at_s > PATIENCE_S]:
             self._drop(name)
 
@@ -123,7 +123,7 @@ class Matcher:
         load = event.load().astype(np.float64)
         if event.steps < 1 or not 0 < event.seconds < MOST_LOAD_S:
             raise _LeftOut("nonsense")
-        # A token counts once per expert of a layer. Twice that is allowed: an engine may read its two totals apart.
+        # An expert's load is at most the tokens. Twice that is allowed: engines may read the totals at different times.
         if event.tokens < 1 or load.max(initial=0.0) > 2.0 * event.tokens:
             raise _LeftOut("nonsense")
         return LoadSeen(at_s, worker, load, event.steps, event.seconds)
@@ -158,7 +158,7 @@ class Matcher:
         return self._matched(name, half, event.output_tokens)
 
     def _matched(self, name: str, half: _Half, output_tokens: int) -> RequestSeen | None:
-        """Put a half to the other one, or keep it until that comes."""
+        """Join a half with its other half, or keep it until that arrives."""
         other = self._halves.get(name)
         if other is not None and (other.decode is None) != (half.decode is None):
             del self._halves[name]
@@ -174,12 +174,12 @@ class Matcher:
         return None
 
     def _drop(self, name: str) -> None:
-        """A prompt whose request made no token after the first is no loss; a decode without its prompt is."""
+        """Drop a half: count a prompt half as `no_decode` (harmless), a decode half as `unmatched` (lost data)."""
         half = self._halves.pop(name)
         self.counters["no_decode" if half.decode is None else "unmatched"] += 1
 
     def _is_new(self, name: str, worker: str, event: RequestExperts) -> bool:
-        """Whether this worker did not tell of this request yet. Names may be a client's, and used again."""
+        """Whether this event is new from this worker. Compares contents too, as clients may reuse request names."""
         key = (name, worker, hash((event.token_ids, event.known, event.output_tokens)))
         if key in self._known:
             return False
@@ -190,7 +190,7 @@ class Matcher:
 
 
 def request_name(request_id: str) -> str:
-    """The part of an id that the workers of a request share: vLLM puts eight random digits behind its own ids."""
+    """Return the part of an id that all workers of a request share: vLLM appends eight random digits to its ids."""
     found = _SUFFIX.match(request_id)
     return request_id if found is None else found[1]
 

@@ -1,7 +1,7 @@
-"""Messages between a gateway and the process of its control loop, on a socket pair: a length, then msgpack.
+"""Messages between a gateway and the process of its control loop, on a socket pair: a 4-byte length, then msgpack.
 
-The gateway's are :data:`ToLoop`, the process's :data:`FromLoop`. Each names the generation of the set-up it belongs to,
-so that what was on its way when the router changed is known for what it is.
+The gateway sends :data:`ToLoop`, the process :data:`FromLoop`. Messages carry the generation of their set-up, so that
+those in transit when the router changed are recognised as outdated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coterie.gateway.fleet.spec import RouterSpec
 
 HEAD_BYTES = 4
 MOST_BYTES = 64 << 20
-"""Longest message: the loads of 64 workers with 64 layers of 256 experts take 9 MB."""
+"""Most bytes of a message: the loads of 64 workers with 64 layers of 256 experts take 9 MB."""
 
 
 class StreamEntry(msgspec.Struct, frozen=True):
@@ -25,25 +25,25 @@ class StreamEntry(msgspec.Struct, frozen=True):
     worker: str
     endpoint: str
     secure: bool = False
-    """Whether it is encrypted with the fleet's secret."""
+    """Whether the stream is encrypted with the fleet secret."""
 
 
 class SetUp(msgspec.Struct, tag=True, kw_only=True):
-    """Begin anew with this router."""
+    """Start the loop, or restart it, with this router and these settings."""
 
     generation: int
     spec: RouterSpec
-    """Router of the decode pool, with the fit that serves."""
+    """Router of the decode pool, with the fit in force."""
     rows: int
-    """Rows of the decode pool up to its last worker."""
+    """Number of rows of the decode pool, up to its last worker."""
     section: ControlSection
     folder: str
-    """Where fits are written."""
+    """Folder to which fits are written."""
     streams: list[StreamEntry]
 
 
 class FleetChanged(msgspec.Struct, tag=True, kw_only=True):
-    """Workers joined or left."""
+    """Notice that workers joined or left."""
 
     generation: int
     rows: int
@@ -51,7 +51,7 @@ class FleetChanged(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Swapped(msgspec.Struct, tag=True):
-    """The fit routes requests now."""
+    """Notice that the fit with this number is in force."""
 
     generation: int
     fit: int
@@ -64,28 +64,28 @@ class SwapFailed(msgspec.Struct, tag=True):
 
 
 class SentNames(msgspec.Struct, tag=True):
-    """Requests that the gateway has sent: what workers tell of others does not count."""
+    """Requests that the gateway has sent to workers: events about other requests do not count."""
 
     requests: list[tuple[str, str]]
-    """(name, worker)"""
+    """Pairs of request name and worker id."""
 
 
 class Told(msgspec.Struct, tag=True, kw_only=True):
-    """What happened since the last one."""
+    """Report of the loop on what happened since its last report."""
 
     generation: int
     events: list[dict[str, Any]] = []
     """New decisions of the loop, oldest first."""
     counters: dict[str, int] = {}
-    """What was counted since the last one, by ``ignored.REASON`` and ``streams.KIND``."""
+    """Increments of counters since the last report, by ``ignored.REASON`` and ``streams.KIND``."""
     fit_s: float | None = None
-    """Seconds that the last fit took."""
+    """Duration of the last fit in seconds; None before the first."""
     view: bytes = b""
-    """A :class:`~coterie.gateway.control.views.ControlView`, encoded: decoded only where it is asked for."""
+    """Encoded :class:`~coterie.gateway.control.views.ControlView`, decoded only when read; empty if there is none."""
 
 
 class UseFit(msgspec.Struct, tag=True):
-    """Route by the fit in this file from now on."""
+    """Request to put the fit in this file in force."""
 
     generation: int
     fit: int
@@ -93,7 +93,7 @@ class UseFit(msgspec.Struct, tag=True):
 
 
 class Unable(msgspec.Struct, tag=True):
-    """The loop cannot run as it was set up; it waits for another set-up."""
+    """Notice that the loop cannot run with its set-up; it waits for another."""
 
     generation: int
     problem: str
@@ -109,7 +109,7 @@ _from_loop: msgspec.msgpack.Decoder[FromLoop] = msgspec.msgpack.Decoder(FromLoop
 
 
 def pack_message(message: ToLoop | FromLoop) -> bytes:
-    """A message with its length before it. Raises InputError if it is too long."""
+    """Encode a message, with its length in front. Raises InputError if it is too long."""
     data = _encoder.encode(message)
     return check_length(len(data)).to_bytes(HEAD_BYTES, "big") + data
 
@@ -121,12 +121,12 @@ def check_length(length: int) -> int:
 
 
 def for_loop(data: bytes) -> ToLoop:
-    """Raises InputError for bytes that are no such message."""
+    """Decode a message to the loop. Raises InputError for invalid bytes."""
     return _decoded(_to_loop, data)
 
 
 def from_loop(data: bytes) -> FromLoop:
-    """Raises InputError for bytes that are no such message."""
+    """Decode a message from the loop. Raises InputError for invalid bytes."""
     return _decoded(_from_loop, data)
 
 

@@ -1,7 +1,8 @@
 """The process of the control loop: ``python -m coterie.gateway.control.process FILE``.
 
-FILE is its end of a socket pair. It follows the workers' streams, asks the loop once a tick, and talks to the gateway.
-It ends when the gateway closes its end. Its priority is low: requests come first.
+FILE is the file descriptor of its end of a socket pair. The process reads the workers' streams, runs the loop once per
+tick, and exchanges messages with the gateway. It ends when the gateway closes the socket. Its priority is low, so that
+it does not delay requests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NICE = 10
 
 
 class Process:
-    """Sockets and the clock around a :class:`Driver`."""
+    """Event loop that connects a :class:`Driver` to its sockets and the clock."""
 
     def __init__(self, gateway: socket.socket, secret: str | None) -> None:
         self._gateway = gateway
@@ -46,14 +47,14 @@ class Process:
         self._tick_s = 1.0
 
     def run(self) -> None:
-        """Until the gateway hangs up."""
+        """Run until the gateway closes the socket, which raises ConnectionResetError."""
         next_s = time.monotonic()
         while True:
             self._streams.wait_for(next_s - time.monotonic())
             self._listen()
             now_s = time.monotonic()
             for received in self._streams.read():
-                self._listen()  # a request is told of before its worker gets it: so also before this event was read
+                self._listen()  # SentNames precede the request itself, so they are readable before its event
                 if self._driver is not None:
                     self._driver.take(received.worker, received.event, now_s)
             if now_s >= next_s:
@@ -65,7 +66,7 @@ class Process:
         self._gateway.sendall(pack_message(message))
 
     def _listen(self) -> None:
-        """Take what the gateway has told so far."""
+        """Handle all messages of the gateway that have arrived."""
         while select.select([self._gateway], [], [], 0.0)[0]:
             self._obey(self._receive())
 
@@ -80,8 +81,8 @@ class Process:
                 self._driver.close()
             try:
                 self._driver = Driver(message, self.send, now_s, self._sent)
-                self._driver.tick(time.monotonic(), self._streams)  # it may have compiled for a minute
-                self._streams.follow(message.streams, self._driver.most_bytes)  # not before: they would send meanwhile
+                self._driver.tick(time.monotonic(), self._streams)  # with a new time: compiling may have taken a minute
+                self._streams.follow(message.streams, self._driver.most_bytes)  # last: events would pile up meanwhile
             except CoterieError as error:
                 self._driver = None
                 self.send(Unable(message.generation, str(error)))

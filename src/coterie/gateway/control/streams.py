@@ -1,9 +1,10 @@
-"""Follow the expert-event streams of a fleet's workers, in the process of the control loop.
+"""Read the expert-event streams of a fleet's workers, in the process of the control loop.
 
-One ZMQ socket a worker, made anew when its connection ends. Whatever a worker sends, nothing is raised: messages that
-cannot be read or come twice are counted and left out, and so is what the numbers show to be lost. A connection never
-reorders messages, so a number that falls is a publisher that began anew: one wrong number silences nobody. Publishers'
-clocks are not asked. Messages are as long as the model needs for its longest prompt, queues are bounded in bytes.
+There is one ZMQ socket per worker, replaced when its connection ends. Nothing that a worker sends makes this raise:
+unreadable and duplicate messages are counted and dropped, and gaps in the sequence numbers are counted as lost. A
+connection never reorders messages, so a smaller number means that the publisher restarted; one wrong number does not
+silence a worker. Publishers' clocks are not used. The length of messages is limited to what the model's longest prompt
+needs, and queues are bounded in bytes.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from coterie.wire.expert_events import TOPIC, ExpertLoad, RequestExperts, decode
 from coterie.wire.framing import bound_reader, from_frames, queue_of
 
 MOST_CONTEXT = 1 << 17
-"""Longest prompt whose experts are taken."""
+"""Longest prompt whose experts are read, in tokens."""
 MOST_MESSAGE = 64 << 20
-"""Longest message where the model is not known: 128k tokens of 58 layers with 8 experts of 256 take 61 MB."""
+"""Most bytes of a message if the model is unknown: 128k tokens of 58 layers with 8 experts of 256 take 61 MB."""
 SPARE_BYTES = 1 << 20
-"""What a message may hold besides one longest prompt: loads, names, other short requests."""
+"""Bytes that a message may hold besides one longest prompt and its load: names, other short requests."""
 AT_ONCE = 64
-"""Messages of a worker that are read in a row, before the next worker's."""
+"""Most messages read from one worker before the next worker's are read."""
 KINDS = ("messages", "malformed", "lost", "doubled", "restarts", "unreachable")
-"""What is counted: messages that came, of them those that could not be read or came twice; messages that never came;
-publishers that began anew; endpoints that cannot be used."""
+"""Kinds of counts: messages received; unreadable ones; messages lost; duplicates; restarts of publishers; endpoints
+that cannot be used."""
 MOST_LOST = 1 << 20
-"""Most messages that one gap counts for: a wrong number must not spoil the counter for good."""
+"""Most lost messages counted for one gap: a wrong sequence number must not spoil the counter for good."""
 
 
 def message_bytes(shape: LoopShape) -> int:
-    """Longest message for a model. A longer one ends the connection."""
+    """Return the most bytes of a message for a model. A longer message ends the connection."""
     ids = shape.num_layers * shape.top_k * narrowest_uint(shape.num_experts - 1).itemsize
     loads = 4 * shape.num_layers * shape.num_experts
-    return SPARE_BYTES + loads + MOST_CONTEXT * (ids + 5)  # a token's own id, and the bit that says whether it is known
+    return SPARE_BYTES + loads + MOST_CONTEXT * (ids + 5)  # 5: the token's id, and its bit in the mask of known tokens
 
 
 class Received(NamedTuple):
@@ -57,28 +58,28 @@ class _Stream:
     most_bytes: int
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    """Readable once the connection has ended: ZMQ makes none anew after a message that is too long."""
+    """Monitor socket, readable once the connection has ended: ZMQ does not reconnect after a too long message."""
     seq: int = -1
-    """Number of the last message."""
+    """Sequence number of the last message; -1 before the first."""
 
 
 class ExpertStreams:
-    """Streams of several workers; belongs to one thread."""
+    """Streams of several workers. Not thread-safe."""
 
     def __init__(self, secret: str | None) -> None:
-        """`secret` is the fleet's."""
+        """`secret` is the fleet secret, for encrypted streams; None if there is none."""
         self.counters: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         self.last_error = ""
-        """Why the last message or endpoint was left out."""
+        """Reason why the last message or endpoint was dropped, with its worker."""
         self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._streams: dict[StreamEntry, _Stream] = {}
 
     def follow(self, entries: Iterable[StreamEntry], most_bytes: int = MOST_MESSAGE) -> None:
-        """Follow these and no others. One whose endpoint cannot be used is counted and left out.
+        """Read these streams and no others. A stream whose endpoint cannot be used is counted and skipped.
 
-        `most_bytes` is the longest message of those that were not followed before.
+        `most_bytes` limits the messages of streams that are new.
         """
         wanted = dict.fromkeys(entries)
         for entry in [entry for entry in self._streams if entry not in wanted]:
@@ -88,22 +89,22 @@ class ExpertStreams:
                 self._join(entry, most_bytes)
 
     def watch(self, file: int) -> None:
-        """Let :meth:`wait_for` end when this file is readable too."""
+        """Make :meth:`wait_for` also return when this file descriptor is readable."""
         self._poller.register(file, zmq.POLLIN)
 
     def wait_for(self, seconds: float) -> set[Any]:
-        """Wait for a message; the sockets and files that are readable."""
+        """Wait at most `seconds` for a message; return the sockets and file descriptors that are readable."""
         return set(dict(self._poller.poll(max(0, math.ceil(seconds * 1000)))))
 
     def last_seq(self, worker: str) -> int:
-        """Number of a worker's last message; -1 before the first."""
+        """Return the sequence number of a worker's last message; -1 before the first."""
         return max((one.seq for one in self._streams.values() if one.entry.worker == worker), default=-1)
 
     def read(self) -> Iterator[Received]:
-        """What has come, at most `AT_ONCE` messages a worker."""
+        """Yield the events that have arrived, from at most `AT_ONCE` messages of each worker."""
         for stream in list(self._streams.values()):
             for _ in range(AT_ONCE):
-                if stream.socket.closed:  # whoever reads may leave a worker in between
+                if stream.socket.closed:  # the consumer may have stopped this stream between two events
                     break
                 try:
                     frames = stream.socket.recv_multipart(zmq.NOBLOCK)
@@ -116,7 +117,7 @@ class ExpertStreams:
                     yield Received(stream.entry.worker, event)
 
     def events(self, stream: _Stream, frames: list[bytes]) -> list[RequestExperts | ExpertLoad]:
-        """The events of a message; none if it cannot be read, or was there already."""
+        """Return the events of a message; none if it is unreadable or a duplicate."""
         self.counters["messages"] += 1
         try:
             frame = from_frames(frames)

@@ -1,1 +1,1 @@
-"""One request through the fleet: chosen, sent, passed on. Nothing here parses HTTP from a client."""
+"""One request through the fleet: choose workers, send it, pass the answer on. No HTTP from clients is parsed here."""

@@ -1,6 +1,6 @@
-"""A client's request as the fleet gets it, the place its answer goes to, and what came of it.
+"""A client's request as workers get it, the sink its answer goes to, and its outcome.
 
-What a client may not decide is taken out of its body here: where KV comes from, which rank serves it, under which id.
+Fields that a client may not set are removed from its body here: the source of KV, the rank that serves it, its id.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ OWNED = frozenset(
 )
 """Fields of a body that only the gateway may set: they make a worker fetch KV, or name a request or a rank."""
 EXTRA_ARGUMENTS = "vllm_xargs"
-"""Field whose entries vLLM reads beside its own arguments, `kv_transfer_params` among them: checked like the body."""
+"""Field with further arguments for vLLM, which may include `kv_transfer_params`: its entries are checked too."""
 OWNED_ARGUMENTS = OWNED | {"kv_cache_report_mode"}
 PASSED = frozenset((b"accept", b"content-type", b"user-agent", b"traceparent", b"tracestate", b"baggage"))
-"""Headers of a client that workers get."""
+"""Headers of a client that are passed on to workers."""
 NO_HEADERS: Headers = []
 MAX_ID = 256
 PROMPT_BYTES = 1 << 17
-"""Most bytes of a prompt that are compared with others."""
+"""Leading bytes of a prompt that are compared with other prompts."""
 _PROCESS, _NUMBERS = secrets.token_hex(12), itertools.count()
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
@@ -53,7 +53,7 @@ Pairs = Sequence[tuple[bytes, bytes]]
 
 
 class Sink(Protocol):
-    """Where an answer goes: a client's connection, or a buffer."""
+    """Destination of an answer: a client's connection, or a buffer."""
 
     @property
     def started(self) -> bool: ...
@@ -74,80 +74,80 @@ class Sink(Protocol):
 
 
 class Call(msgspec.Struct):
-    """A request, checked."""
+    """A checked request."""
 
     key: str
-    """Name inside the gateway: no other request ever has it."""
+    """Name inside the gateway, unique among all requests ever."""
     name: str
-    """Name towards workers: no other request in flight has it."""
+    """Name sent to workers, unique among the requests in flight."""
     id: str
-    """The client's own id, or `name`."""
+    """Request id that the client sent; `key` if it sent none."""
     path: str
     raw: bytes
-    """Body as it goes to a worker that needs nothing added."""
+    """Body to send to a worker if no fields need to be added."""
     prompt: bytes
-    """Beginning of the prompt as JSON: tools and messages, or the text; see :func:`prompt_of`."""
+    """Beginning of the prompt as JSON (tools and messages, or the text), see :func:`prompt_of`."""
     prompt_bytes: int
-    """Length of all of it."""
+    """Length of the whole prompt as JSON, in bytes."""
     salt: str | None
-    """Salt of its cached prefixes."""
+    """Salt of the prompt's cached prefixes; None if they are shared."""
     listed: bool
-    """The prompt is a list: of token ids, or of texts."""
+    """Whether the prompt is a list, of token ids or of texts."""
     stream: bool
     headers: Headers
-    """Headers for the worker."""
+    """Headers to send to the worker."""
     caller: str = ""
-    """Name of the caller's key."""
+    """Name of the caller's key; empty without keys."""
     domain: str | None = None
     span: Span = NO_SPAN
     parsed: dict[str, Any] | None = None
-    """The body, once it was asked for."""
+    """Cache of `body`; None until it is first read."""
 
     @property
     def body(self) -> dict[str, Any]:
-        """Fields of the body. Most requests go through without: reading all of a long one takes time."""
+        """Fields of the body, parsed on first use: most requests are passed on without parsing a long body."""
         if self.parsed is None:
             self.parsed = parse_object(self.raw)
         return self.parsed
 
     def with_fields(self, **fields: Any) -> bytes:
-        """Body with further fields."""
+        """Return the encoded body with further fields."""
         return encode_object({**self.body, **fields})
 
 
 class Outcome(msgspec.Struct):
-    """What came of a request."""
+    """Result of a request."""
 
     status: int
-    """Status that the client got; 499 if it went away."""
+    """HTTP status that the client got; 499 if it disconnected."""
     worker: str | None = None
     prefill: str | None = None
-    """Prefill worker, if there was a handoff."""
+    """Id of the prefill worker; None without a handoff."""
     footprint: WireFootprint | None = None
     decision: Decision | None = None
-    """The last one."""
+    """Last routing decision for the request."""
     tokens: int = 0
     """Prompt tokens; 0 if unknown."""
     output_tokens: int = 0
-    """Tokens generated, as the worker reports them."""
+    """Generated tokens, as the worker reports them."""
     cached_tokens: int | None = None
-    """Prompt tokens in the worker's cache, as it reports them; None if it does not."""
+    """Prompt tokens found in the worker's cache, as it reports them; None if it does not."""
     prefill_s: float = 0.0
     ttft_s: float | None = None
     tpot_s: float | None = None
     problem: str | None = None
-    """Why it failed."""
+    """Reason of the failure; None if the request succeeded."""
     cut: bool = False
-    """The answer ended after its first byte, before its end."""
+    """Whether the answer broke off after its first byte."""
 
     @property
     def reason(self) -> str:
-        """Reason of the last decision."""
+        """Reason of the last routing decision."""
         return "" if self.decision is None else self.decision.reason
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The body of a request; HttpError unless it is a JSON object."""
+    """Parse a request's body; raise HttpError unless it is a JSON object."""
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
@@ -158,7 +158,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 class _Fields(msgspec.Struct):
-    """What the gateway looks at in a body. The rest is not read: it goes to the worker as it came."""
+    """Fields of a body that the gateway reads. The others are passed on to the worker unread."""
 
     stream: Any = None
     model: Any = None
@@ -176,18 +176,18 @@ _NONE_OWNED = (UNSET,) * len(OWNED)
 
 
 def read_fields(data: bytes) -> _Fields:
-    """Fields of a body; HttpError unless it is a JSON object."""
+    """Read the gateway's fields of a body; raise HttpError unless it is a JSON object."""
     try:
         if not data.isascii():
-            data.decode()  # texts that are skipped are not checked
+            data.decode()  # the decoder does not check the UTF-8 of skipped fields
         return _FIELDS.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        parse_object(data)  # says it better
+        parse_object(data)  # raises with a better message if it can
         raise HttpError(400, f"the body is not JSON: {error}") from None
 
 
 def without_owned(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body without the fields that only the gateway may set, wherever a worker would read them."""
+    """Return the body without the fields that only the gateway may set, in the body and in `vllm_xargs`."""
     kept = {field: value for field, value in body.items() if field not in OWNED}
     arguments = kept.get(EXTRA_ARGUMENTS)
     if isinstance(arguments, dict):
@@ -196,9 +196,9 @@ def without_owned(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(fields: _Fields) -> bytes:
-    """Tools and messages, or the text, as the client wrote them and in the order of templates.
+    """Return the start of the prompt as raw JSON: tools, then messages or the text, in the order of chat templates.
 
-    Without the last byte, which ends them: a conversation begins as the shorter one did.
+    The closing byte is dropped, so that a conversation begins with the bytes of its earlier turns.
     """
     said = fields.messages or fields.prompt
     begin = bytes(said)[:-1] if len(said) <= PROMPT_BYTES else bytes(memoryview(said)[:PROMPT_BYTES])
@@ -206,24 +206,24 @@ def prompt_of(fields: _Fields) -> bytes:
 
 
 def with_last(data: bytes, salt: str) -> bytes:
-    """A body that has fields, but no salt, with one at its end."""
+    """Append `cache_salt` to a JSON body that has other fields but no salt."""
     return b'%b,"cache_salt":%b}' % (data.rstrip(b" \t\r\n")[:-1], msgspec.json.encode(salt))
 
 
 def new_name() -> str:
-    """A name that no other request has, in this process or in another, and that nobody can guess."""
+    """Return a request name that is unique across processes and cannot be guessed by other users."""
     return f"{_PROCESS}-{next(_NUMBERS):x}"
 
 
 def checked_id(given: bytes) -> str:
-    """A request's id, which goes into headers and logs; HttpError unless it is short and printable."""
+    """Return a request id for headers and logs; raise HttpError unless it is short and printable."""
     if not 0 < len(given) <= MAX_ID or not given.isascii() or not given.decode().isprintable():
         raise HttpError(400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
     return given.decode()
 
 
 def encode_object(body: Mapping[str, Any]) -> bytes:
-    """A body as it goes to a worker; HttpError for numbers and nesting that can be read but not written."""
+    """Encode a body for a worker; raise HttpError for numbers or nesting that can be decoded but not encoded."""
     try:
         return msgspec.json.encode(body)
     except (OverflowError, RecursionError, ValueError) as error:
@@ -243,9 +243,10 @@ def make_call(
     salt: str | None = None,
     body: Mapping[str, Any] | None = None,
 ) -> Call:
-    """Check a body, and take out what only the gateway may set; `salt` keeps this caller's cached prefixes apart.
+    """Check a body and remove the fields that only the gateway may set.
 
-    `request_id` is the client's; `name` is used towards workers in its place. `headers` go to the worker.
+    `request_id` is the client's id; `name`, if given, is sent to workers instead. `headers` are sent to the worker.
+    `salt` keeps this caller's cached prefixes apart. `body`, if given, replaces `data`.
     """
     if body is not None:
         data = encode_object(body)

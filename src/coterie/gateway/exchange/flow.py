@@ -1,4 +1,4 @@
-"""What all ways through the fleet share: ask a pool, retry before the first byte, pass the answer on."""
+"""Base of all request flows: send to a worker of a pool, retry before the first byte, pass the answer on."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 
 BUSY = 429
 PASSING = frozenset(("connect", "reset", "timeout", 502, 503, 504))
-"""Failures after which another round may help. The statuses are those of a worker that starts or drains, or of a proxy
-in front of one that is gone."""
+"""Failures after which another round of tries may succeed. The statuses are sent by a worker that starts or drains,
+or by a proxy in front of a dead one."""
 INNOCENT = PASSING - {"reset"} | {BUSY}
-"""Failures that no request causes."""
+"""Failures that a bad request cannot have caused."""
 MOST_SUSPECT = 3
-"""Failures of other kinds after which a request is given up."""
+"""Failures not in `INNOCENT` after which a request is given up: it may be what breaks the workers."""
 
 
 def may_retry(status: int) -> bool:
-    """Whether another worker may do better: this one failed, or is full."""
+    """Whether another worker may succeed: this one failed (5xx) or is full (429)."""
     return is_failure(status) or status == BUSY
 
 
 class Tries:
-    """Failures of one request in one pool, before the first byte of its answer. Most requests have none, and no object.
+    """Failed tries of one request in one pool, before the first byte of its answer. Created at the first failure.
 
-    Each worker of the pool that is not known to be unhealthy is tried once. Then comes another round, since a fleet in
-    trouble is often well again a second later; not if the last failure was an answer that the next worker will give as
-    well (HTTP 500, one that cannot be read), or if all are full. A worker that broke with the request may have died of
-    it: such a request is given up after :data:`MOST_SUSPECT` workers. Rounds end with `retries` failures, and `retry_s`
-    after the first.
+    Each worker of the pool that is not known to be unhealthy is tried once per round. A further round follows, since a
+    fleet often recovers within a second, unless the last failure is one that the next worker would repeat (HTTP 500, an
+    unreadable answer) or a 429. A worker that broke during the request may have crashed because of it: such a request
+    is given up after :data:`MOST_SUSPECT` failures. There are at most `retries` retries, and no new round starts more
+    than `retry_s` after the first failure.
     """
 
     __slots__ = ("_health", "_pool", "_since", "_suspect", "failures", "tried")
 
     def __init__(self, pool: Pool, health: HealthSettings) -> None:
         self.tried: set[str] = set()
-        """Workers that the next try leaves out."""
+        """Ids of the workers that the next try excludes."""
         self._pool, self._health = pool, health
         self.failures = self._suspect = 0
         self._since = math.inf
-        """Time of the first failure."""
+        """Time of the first failure; infinite before it."""
 
     def broke(self, worker_id: str, error: UpstreamError) -> bool:
-        """Count a worker that did not answer; whether to try again."""
-        if error.kind == "unhealthy":  # it was found out while the request waited: that costs no try
+        """Count a worker that did not answer; return whether to try again."""
+        if error.kind == "unhealthy":  # a health check failed while the request waited: not counted as a try
             self._leave_out(worker_id)
             return True
         return self._failed(worker_id, error.kind)
 
     def refused(self, worker_id: str, status: int) -> bool:
-        """Count a worker that answered with an error; whether to try again."""
+        """Count a worker that answered with an error; return whether to try again."""
         return may_retry(status) and self._failed(worker_id, status)
 
     def _failed(self, worker_id: str, kind: str | int) -> bool:
@@ -83,12 +83,12 @@ class Tries:
             return False
         if not self._leave_out(worker_id):
             return True
-        if kind == "timeout" and worker_id not in self.tried:  # the only one, and it was waited for long enough
+        if kind == "timeout" and worker_id not in self.tried:  # the only worker, and it timed out
             return False
         return kind in PASSING and now < self._since + self._health.retry_s
 
     def _leave_out(self, worker_id: str) -> bool:
-        """Leave out the worker and those known to be unhealthy; whether another round begins, with the others first."""
+        """Exclude the worker and all unhealthy ones; return whether all have been tried, so that a new round begins."""
         members = self._pool.members
         well = {id for id, member in members.items() if not member.is_unhealthy} or set(members)
         out = self.tried | {worker_id}
@@ -103,56 +103,56 @@ REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 NO_USAGE = Usage()
 RETRY_AFTER: Headers = [(b"retry-after", b"1")]
 MOST_DOUBLINGS = 5
-"""Times that the wait before a retry doubles."""
+"""Most times that the wait before a retry doubles."""
 NO_ONE: frozenset[str] = frozenset()
 REFUSAL_BYTES = 1 << 16
-"""Most bytes that are read of an answer that is not passed on."""
+"""Most bytes read from an answer that is not passed on."""
 
 
 class Observer(Protocol):
-    """Told of everything that happens to a request."""
+    """Callbacks for the events in a request's life: decisions, failures, retries, handoffs."""
 
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None: ...
 
     def failed(self, member: Member, kind: str) -> None:
-        """A worker failed: connect, reset, timeout, protocol, too_large, incomplete, unhealthy or status_5xx."""
+        """Note that a worker failed. `kind`: a kind of UpstreamError, or status_5xx."""
         ...
 
     def retried(self, pool: Pool, call: Call, failure: str) -> None:
-        """A request goes to another worker; `failure` names the one before it and what it did."""
+        """Note that a request goes to another worker; `failure` is the failed worker's id and the kind of failure."""
         ...
 
     def not_handed_over(self) -> None:
-        """No prefill worker answered: a decode worker computes the prompt."""
+        """Note that no prefill worker answered, so that a decode worker computes the prompt."""
         return
 
     def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:
-        """A prefill worker answered; `cached_tokens` are those of the prompt that were in its cache, if it says so."""
+        """Note that a prefill worker answered; `cached_tokens` of the prompt were in its cache, None if unknown."""
         ...
 
 
 class Informer(Protocol):
-    """Tells what is known of requests: :class:`~coterie.gateway.signals.knowledge.Knowledge` in a gateway."""
+    """Source of routing signals for requests; in a gateway :class:`~coterie.gateway.signals.knowledge.Knowledge`."""
 
     def wanted(
         self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
     ) -> tuple[Request, str]:
-        """What the router is told, and where its footprint came from."""
+        """Return the request as the router sees it, and the source of its footprint."""
         ...
 
     def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
-        """A worker has computed this prompt; `cached_tokens` of it were in its cache, if it says so."""
+        """Note that a worker computed this prompt; `cached_tokens` of it were in its cache, None if unknown."""
         ...
 
     def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None: ...
 
     def check(self, footprint: WireFootprint) -> None:
-        """Raise InputError for a worker's footprint that cannot be true."""
+        """Raise InputError for a worker's footprint that is impossible for the model."""
         ...
 
 
 class Delivered(msgspec.Struct, frozen=True):
-    """An answer that was passed on."""
+    """An answer that was passed on to the client, whole or in part."""
 
     sent: Sent
     status: int
@@ -160,7 +160,7 @@ class Delivered(msgspec.Struct, frozen=True):
 
 
 class Flow(ABC):
-    """Base of the ways through the fleet. Subclasses define `serve`."""
+    """Base of the request flows: one worker, or a prefill/decode pair. Subclasses define `serve`."""
 
     def __init__(self, config: GatewayConfig, knowledge: Informer, observer: Observer) -> None:
         self.configure(config)
@@ -168,21 +168,21 @@ class Flow(ABC):
         self._rng = random.Random()
 
     def configure(self, config: GatewayConfig) -> None:
-        """Take over limits; requests that run keep theirs in part."""
+        """Apply the limits of a config. Running requests keep those they have already read."""
         self.limits, self.health = config.limits, config.health
 
     @abstractmethod
     async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
-        """Serve one request. Raises HttpError if the client got nothing."""
+        """Serve one request. Raises HttpError if nothing has been sent to the client."""
 
     async def close(self) -> None:
-        """Wait for what still runs in the background."""
+        """Wait for background work of the flow."""
         return
 
     def choose(
         self, pool: Pool, call: Call, known: KnownPrompt, tried: Collection[str], footprint: WireFootprint | None = None
     ) -> Sent:
-        """Ask the pool's router; HttpError 503 if the pool has no worker."""
+        """Choose a worker by the pool's router; raise HttpError 503 if the pool has no worker."""
         started = time.perf_counter()
         wanted, source = self.knowledge.wanted(pool, call, known, footprint)
         try:
@@ -202,10 +202,10 @@ class Flow(ABC):
         footprint: WireFootprint | None = None,
         written: Callable[[], None] | None = None,
     ) -> Delivered:
-        """Send to a worker of the pool and pass its answer on; others are tried until the first byte came.
+        """Send the request to a worker of the pool and pass its answer on; retry others until the first byte arrives.
 
-        `body` makes the body, where it is not the client's; its argument tells whether a worker may have read it
-        before. `written` is called when a worker may have got it.
+        `body`, if given, makes the body to send; its argument says whether an earlier worker may have received one.
+        `written` is called when a worker may have received the request.
         """
         tries: Tries | None = None
         seen = False
@@ -245,9 +245,9 @@ class Flow(ABC):
             await self.back_off(tries.failures)
 
     def did_its_part(self, sent: Sent, status: int, error: UpstreamError | None = None) -> bool | None:
-        """Whether the worker did what it can: it failed if it broke off or answered 5xx, never by a refusal.
+        """Return whether the worker did its part. It failed if it broke off or answered 5xx; a 4xx is no failure.
 
-        None if its request was taken back: what is known against it was counted before.
+        None if the request was taken back because health checks failed: that failure is already counted.
         """
         kind = error.kind if error is not None else "status_5xx" if is_failure(status) else None
         if kind is None:
@@ -259,7 +259,10 @@ class Flow(ABC):
     def ask(
         self, sent: Sent, call: Call, body: bytes, head_s: float, written: Callable[[], None] | None = None
     ) -> Awaitable[Answer]:
-        """Send the request to its worker; the answer's head. `written` is called when the worker may have read it."""
+        """Send the request to its worker and return the answer once its head arrived.
+
+        `written` is called when the worker may have received the request.
+        """
         if call.span is not NO_SPAN:
             return self._ask_traced(sent, call, body, head_s, written)
         member = sent.member
@@ -293,27 +296,27 @@ class Flow(ABC):
         return pass_whole(answer, sink, own, self.limits.answer_bytes)
 
     async def back_off(self, failures: int) -> None:
-        """Wait before the next try of a request that failed so often."""
+        """Wait before the next try of a request with this many failures: exponential backoff with jitter."""
         if failures and self.health.backoff_s:
             mean_s = self.health.backoff_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS)
             await asyncio.sleep(self._rng.uniform(0.5, 1.5) * mean_s)
 
 
 async def skip(answer: Answer) -> None:
-    """Read an answer that is not passed on, so that its connection can be used again."""
+    """Read and discard an answer that is not passed on, so that its connection can be reused."""
     with contextlib.suppress(UpstreamError):
         await answer.read(REFUSAL_BYTES)
 
 
 def failed(error: UpstreamError) -> HttpError:
-    """What the client hears if every worker that was tried failed."""
+    """Return the error for the client if all tries failed, without the worker's address."""
     if error.kind == "timeout":
         return HttpError(504, "the worker did not answer in time", code="worker_timeout")
     return HttpError(502, f"the worker failed: {WHY[error.kind]}", code="worker_failed", headers=RETRY_AFTER)
 
 
 def outcome(delivered: Delivered, call: Call, known: KnownPrompt, started: float) -> Outcome:
-    """What the gateway tells of an answer that was passed on."""
+    """Return the outcome of an answer that was passed on."""
     sent, relayed = delivered.sent, delivered.relayed
     usage = relayed.usage or NO_USAGE
     return Outcome(

@@ -1,7 +1,7 @@
-"""Workers of one role, and which of them may get requests.
+"""A pool: the workers of one role, and which of them may get requests.
 
-A worker is closed while its health checks fail, or while its circuit breaker is open. All closed: the keeper sends
-requests anyway, since a guess is better than refusing everything.
+A worker is closed while its health checks fail or its circuit breaker is open. If all are closed, the keeper sends
+requests anyway: health checks may be wrong, and refusing everything is worse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie.routing.base import Request
 from coterie.wire.handoff import DP_RANK_HEADER
 
 PREFILL, DECODE = "prefill", "decode"
-"""Names of pools."""
+"""Names of the pools."""
 
 
 class Member:
@@ -41,10 +41,10 @@ class Member:
         now: float,
         healthy: bool = False,
     ) -> None:
-        """`healthy` trusts the worker before its first health check."""
+        """`healthy`: whether the worker counts as healthy before its first health check."""
         self.entry = entry
         self.unreachable = False
-        """Whether its last failure was that of a connection to it."""
+        """Whether the worker's last failure was a failed connection."""
         self.upstream = Upstream(entry.url)
         self.breaker = Breaker(rng)
         self.health = Health(rng, now, healthy=healthy)
@@ -56,7 +56,7 @@ class Member:
             self.headers.append((DP_RANK_HEADER.lower().encode(), str(entry.data_parallel_rank).encode()))
 
     def configure(self, config: GatewayConfig) -> None:
-        """Take over limits and thresholds."""
+        """Apply the limits and health thresholds of a config."""
         health, limits = config.health, config.limits
         self.upstream.limits = UpstreamLimits(
             connect_s=limits.connect_s,
@@ -71,17 +71,17 @@ class Member:
         self.health.settings = health
 
     def may_be_well(self, now: float) -> bool:
-        """Whether neither its health checks nor its requests speak against it."""
+        """Whether neither health checks nor failed requests rule the worker out."""
         return self.breaker.may_send(now) and not self.is_unhealthy
 
     @property
     def is_unhealthy(self) -> bool:
-        """Whether its health checks failed; one that was never asked may be well."""
+        """Whether health checks found the worker unhealthy; False before the first check."""
         return not self.health.healthy and self.health.checks > 0
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """A request that was given to a worker. Tell :meth:`Pool.ended` what became of it, whatever that is."""
+    """A request assigned to a worker. Pass it to :meth:`Pool.ended` in every case, also after a failure."""
 
     key: str
     member: Member
@@ -90,29 +90,29 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Pool:
-    """Members by id, and the keeper that chooses among them."""
+    """Workers by id, and the keeper that chooses among them."""
 
     def __init__(self, name: str, keeper: FleetKeeper, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.keeper = keeper
         self.members: dict[str, Member] = {}
         self.ids: list[str | None] = []
-        """[row] worker id. Replaced, never changed in place: records of decisions keep it."""
+        """Worker id of each row. The list is replaced, never changed in place: records of decisions share it."""
         self.clock = clock
         self.needed = True
-        """Whether a request needs a worker of this pool: if none is open, it waits for one that is not."""
+        """Whether requests cannot do without this pool. If so, and no worker is open, they wait for a closed one."""
         self.context_tokens = 0
-        """Longest context that a worker has told of; 0 if none has."""
+        """Longest context that a worker has reported, in tokens; 0 if none has."""
         self.rng = default_rng()
         self._due = math.inf
-        """Time when a breaker next lets a request through."""
+        """Time when a circuit breaker next lets a request through; infinite if none is open."""
 
     def __len__(self) -> int:
         return len(self.members)
 
     @property
     def spec(self) -> RouterSpec:
-        """The router in use."""
+        """Spec of the router in use."""
         spec = self.keeper.spec
         return spec if isinstance(spec, RouterSpec) else RouterSpec("custom")
 
@@ -135,7 +135,7 @@ class Pool:
             await member.upstream.close()
 
     def route(self, key: str, wanted: Request, exclude: Collection[str] = ()) -> Sent:
-        """Choose a worker and admit the request to it. Raises UnavailableError if there is none."""
+        """Choose a worker and admit the request to it. Raises UnavailableError if the pool is empty."""
         now = self.clock()
         if now >= self._due:
             for member in self.members.values():
@@ -148,7 +148,7 @@ class Pool:
         return Sent(key, member, choice, attempt)
 
     def ended(self, sent: Sent, ok: bool | None) -> None:
-        """The worker did its part, or failed; None: neither is known, as when the client left."""
+        """End a request at its worker. `ok`: whether the worker did its part; None if unknown (the client left)."""
         self.keeper.finish(sent.key)
         breaker, now = sent.member.breaker, self.clock()
         closed = breaker.changes_at is None
@@ -165,12 +165,12 @@ class Pool:
 
     @property
     def failing(self) -> bool:
-        """Whether no worker is worth asking: each was seen to fail. One that was never asked may be well."""
+        """Whether every worker is unhealthy or has an open breaker. Workers never checked do not count as unhealthy."""
         now = self.clock()
         return not any(member.may_be_well(now) for member in self.members.values())
 
     def checked(self, member: Member, ok: bool) -> bool:
-        """Count a health check; whether it changed the worker's state."""
+        """Count a health check; return whether it changed the worker's state."""
         changed = member.health.record(ok, self.clock())
         if changed:
             self.refresh(member)
@@ -179,12 +179,15 @@ class Pool:
         return changed
 
     def move_on(self, member: Member) -> None:
-        """Take back the requests that wait for the first byte of a worker that is not well, if others can serve."""
+        """Take back the requests that wait for a first byte from an unhealthy worker, if others can serve them."""
         if self.keeper.open_workers or not self.needed:
             member.upstream.give_up("POST")
 
     def refresh(self, member: Member) -> None:
-        """Tell the keeper whether the worker may be chosen. Requests that unhealthy ones got for want of it move on."""
+        """Tell the keeper whether the worker may be chosen.
+
+        If it is the first open one, requests that were sent to unhealthy workers for lack of an open one are retried.
+        """
         none_open = not self.keeper.open_workers
         if self.members.get(member.entry.id) is member:
             may = member.health.healthy and member.breaker.may_send(self.clock())

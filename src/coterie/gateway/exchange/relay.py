@@ -1,6 +1,6 @@
-"""Pass a worker's answer on: whole, or piece by piece as it comes.
+"""Pass a worker's answer on: whole, or piece by piece as it arrives.
 
-The head goes out with the first piece of the body, not before: until then a request can still go to another worker.
+The head is sent with the first piece of the body, not before: until then the request can be retried elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coterie.net.http1.upstream import Answer, UpstreamError
 USAGE = b'"usage"'
 DONE = b"[DONE]"
 TAIL_BYTES = 32
-"""Bytes of a stream's end that are kept: its last event and the line ends behind it."""
+"""Last bytes of a stream that are kept: enough for its last event and the line ends after it."""
 
 
 MOST_TOKENS = 1 << 31
@@ -29,7 +29,7 @@ class _Cached(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """What a worker reports of a request's tokens."""
+    """Token counts that a worker reports for a request."""
 
     prompt_tokens: Tokens = 0
     completion_tokens: Tokens = 0
@@ -37,7 +37,7 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that were in the worker's cache; None if it does not say."""
+        """Prompt tokens found in the worker's cache; None if not reported."""
         return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
@@ -49,25 +49,25 @@ _USAGE = msgspec.json.Decoder(_Answer)
 
 
 class Relayed(msgspec.Struct, frozen=True):
-    """What was passed on."""
+    """Record of an answer that was passed on."""
 
     first_s: float
     """Time of the first piece, by the monotonic clock."""
     last_s: float
     events: int
-    """Events of a stream; 1 for a whole answer."""
+    """Number of events in a stream; 1 for a whole answer."""
     usage: Usage | None = None
     problem: UpstreamError | None = None
-    """The stream broke after its first byte; the client was told."""
+    """Error if the stream broke after its first byte; the client has received it as last event."""
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per event after the first; None if there are too few. Workers send one event a token, or nearly."""
+        """Mean seconds per event after the first; None below three events. Workers send about one event per token."""
         return (self.last_s - self.first_s) / (self.events - 1) if self.events > 2 else None
 
 
 async def pass_whole(answer: Answer, sink: Sink, own: tuple[bytes, bytes], limit: int) -> Relayed:
-    """Read the answer, then send it with a header of our own. Raises UpstreamError before the client got anything."""
+    """Read the whole answer, then send it with the header `own`. Raises UpstreamError before anything is sent."""
     body = await answer.read(limit)
     now = time.monotonic()
     sink.send(answer.status, body, b"", head_of(answer, own))
@@ -75,9 +75,9 @@ async def pass_whole(answer: Answer, sink: Sink, own: tuple[bytes, bytes], limit
 
 
 async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> Relayed:
-    """Send each piece as it comes. Raises UpstreamError if it breaks before the first piece.
+    """Send each piece as it arrives. Raises UpstreamError if the stream breaks before the first piece.
 
-    A stream that ends without its last event is broken too: a worker, or a proxy before it, may end one properly.
+    A stream that ends without ``[DONE]`` is broken too: a failing worker or proxy may close it properly.
     """
     first = last = 0.0
     events, usage_piece, tail = 0, b"", b""
@@ -101,7 +101,7 @@ async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> R
         sink.fail(HttpError(502, f"the worker's answer broke off: {WHY[error.kind]}", "worker_failed"))
         return Relayed(first, last, events, problem=error)
     finally:
-        answer.close()  # also where the client left while its buffer was full: the worker must hear of it
+        answer.close()  # also if the client left while its buffer was full: the worker must stop generating
     if not sink.started:  # an empty stream
         first = last = time.monotonic()
         sink.start(answer.status, head_of(answer, own))
@@ -110,7 +110,7 @@ async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> R
 
 
 def usage_of(body: bytes) -> Usage | None:
-    """What an answer says of its tokens; None if it does not, or is no completion."""
+    """Return the token counts in an answer; None if it has none or is not a completion."""
     try:
         return _USAGE.decode(body).usage
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -118,7 +118,7 @@ def usage_of(body: bytes) -> Usage | None:
 
 
 def usage_in(piece: bytes) -> Usage | None:
-    """The same of a stream's events: those that have it come last."""
+    """Return the token counts in the last event of a piece that has any; None if no event has."""
     for event in reversed(piece.split(b"\n\n")):
         if USAGE in event and event.startswith(b"data: "):
             return usage_of(event[6:])
@@ -126,7 +126,7 @@ def usage_in(piece: bytes) -> Usage | None:
 
 
 def head_of(answer: Answer, own: tuple[bytes, bytes]) -> Headers:
-    """Headers of an answer that is passed on: the worker's, but for the one that the gateway itself sets."""
+    """Return the headers to pass on: the worker's, with the header `own` replaced by the gateway's."""
     head = passed_on(answer.headers, own[0])
     head.append(own)
     return head
@@ -141,4 +141,4 @@ WHY = {
     "incomplete": "it ended before its last event",
     "unhealthy": "it was found not to be well",
 }
-"""Kind of a failure → what clients hear of it. The error itself names the worker's address, which is not theirs."""
+"""Kind of a failure → message for clients. The error itself holds the worker's address, which clients may not see."""

@@ -1,7 +1,7 @@
-"""SGLang's prefill/decode pair, both at once: the decode worker is chosen by a predicted footprint.
+"""SGLang's prefill/decode pair: both get the request at once; the decode worker is chosen by a predicted footprint.
 
-Both get the same body with the address of the prefill worker's bootstrap server and a random room; the decode worker
-waits there for the KV. If the prefill fails before the first byte of the answer, another pair is tried.
+Both get the same body, with the address of the prefill worker's bootstrap server and a random room number; through
+them the decode worker receives the KV. If the prefill fails before the first byte of the answer, another pair is tried.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SglangPairFlow(Flow):
                 self.prefill.ended(prefill, prefilled)
                 if decode is not None:
                     self.decode.ended(decode, decoded)
-            assert decode is not None  # or choosing it has raised
+            assert decode is not None  # otherwise choose() has raised
             if isinstance(cause, UpstreamError):
                 if not tries.broke(sent.member.entry.id, cause):
                     raise failed(cause)

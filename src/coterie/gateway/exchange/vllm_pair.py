@@ -1,9 +1,9 @@
-"""vLLM's prefill/decode pair, one after the other: the decode worker is chosen by the footprint of the prefill.
+"""vLLM's prefill/decode pair, one after the other: the decode worker is chosen by the prefill's footprint.
 
-The prefill worker keeps the prompt's KV until a decode worker has fetched it. So from its answer on, something must
-fetch or drop it, whatever becomes of the client: a decode worker that gets the request, or :meth:`_let_go`. KV is
-offered to a second decode worker only if the first was never reached: it may have taken the blocks, and the prefill
-worker may have given them to another request.
+The prefill worker keeps the prompt's KV until a decode worker has fetched it. So after its answer the KV must be
+fetched by a decode worker or dropped by :meth:`_let_go`, even if the client has left. KV is offered to a second decode
+worker only if the first was never reached: the first may have fetched the blocks, and the prefill worker may have
+reused them for another request.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from coterie.wire.footprints import WireFootprint, footprint_of, without_footpri
 from coterie.wire.handoff import GRANT, decode_body, prefill_body
 
 DROP_S = 10.0
-"""Time for a prefill worker to drop KV."""
+"""Seconds that a prefill worker gets to drop KV."""
 MOST_DROPS = 1024
-"""Handoffs being dropped at a time; engines give up the KV of others by themselves."""
+"""Most handoffs whose KV is being dropped at a time; engines free the KV of any others after a timeout."""
 
 
 ACCEPTED: dict[str, tuple[float, float]] = {
@@ -60,11 +60,11 @@ ACCEPTED: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0, math.inf),
 }
-"""Field → least and largest number that any engine accepts."""
+"""Field → smallest and largest number that any engine accepts."""
 
 
 def check_generation(body: Mapping[str, Any], context_tokens: int, prompt_tokens: int) -> None:
-    """Refuse before the prefill what every decode worker would refuse after it, when the prompt's KV is staged.
+    """Refuse before the prefill any request that every decode worker would refuse after it, when its KV is staged.
 
     The prefill worker is asked for one token, so it never sees the client's `max_tokens`, `min_tokens` and
     `stream_options`. Only numbers are compared: engines differ in which texts they read as numbers. `context_tokens` is
@@ -94,21 +94,21 @@ def _shown(value: float) -> str:
 
 
 class _Prefilled(msgspec.Struct):
-    """What is read of a prefill worker's answer."""
+    """Fields that are read from a prefill worker's answer."""
 
     usage: Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
 class Handoff(NamedTuple):
-    """What a prefill worker handed over."""
+    """Result of a prefill: KV transfer parameters and footprint for the decode worker."""
 
     member: Member
     params: dict[str, Any]
     footprint: WireFootprint | None
     tokens: int
     cached_tokens: int | None = None
-    """Tokens of the prompt that were in the worker's cache, if it says so."""
+    """Prompt tokens found in the prefill worker's cache; None if not reported."""
 
 
 class VllmPairFlow(Flow):
@@ -151,10 +151,10 @@ class VllmPairFlow(Flow):
 
         try:
             delivered = await self.deliver(self.decode, call, known, sink, body, handoff.footprint, written)
-        except BaseException:  # the client went away, or no decode worker answered
+        except BaseException:  # the client left, or no decode worker answered
             self._let_go(handoff, call, offered)
             raise
-        refused = 400 <= delivered.status < 500 and not may_retry(delivered.status)  # before the KV was fetched
+        refused = 400 <= delivered.status < 500 and not may_retry(delivered.status)  # before the KV is fetched
         if not taken or delivered.status >= 400:
             self._let_go(handoff, call, offered and not refused)
         result = outcome(delivered, call, known, started)
@@ -171,18 +171,18 @@ class VllmPairFlow(Flow):
     # ------------------------------------------------------------------------------------------------------- prefill
 
     async def _prefilled(self, call: Call, sink: Sink, known: KnownPrompt) -> Handoff | Outcome | None:
-        """What a prefill worker handed over; its refusal, passed on; None if none answered."""
+        """Prefill the prompt. Return the handoff, the outcome of a refusal passed on, or None if none answered."""
         asked = encode_object(prefill_body(call.body))
         tried: set[str] = set()
         while not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
             if self.prefill.failing:
-                break  # a decode worker computes the prompt sooner than one that is stalled answers
+                break  # a decode worker computes the prompt sooner than a stalled prefill worker
             sent = self.choose(self.prefill, call, known, tried)
             ok: bool | None = None
             try:
                 answer = await self.ask(sent, call, asked, self.limits.prefill_s)
                 status = answer.status
-                if 400 <= status < 500 and not may_retry(status):  # the request's own fault
+                if 400 <= status < 500 and not may_retry(status):  # the request itself is at fault
                     await pass_whole(answer, sink, (REQUEST_ID, call.id.encode()), self.limits.answer_bytes)
                     ok = True
                     return Outcome(status, None, sent.member.entry.id, decision=sent.choice.decision)
@@ -205,7 +205,7 @@ class VllmPairFlow(Flow):
         return None
 
     def _read(self, member: Member, data: bytes) -> Handoff:
-        """Raises UpstreamError for an answer that is no completion; a damaged footprint is counted and left out."""
+        """Read a prefill's answer. Raises UpstreamError if it is no completion; a damaged footprint is only counted."""
         try:
             answer = msgspec.json.decode(data, type=_Prefilled)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -225,11 +225,11 @@ class VllmPairFlow(Flow):
     # ---------------------------------------------------------------------------------------------------- staged KV
 
     def _let_go(self, handoff: Handoff, call: Call, offered: bool) -> None:
-        """Have the prompt's KV dropped, in the background.
+        """Have the prompt's KV dropped by the prefill worker, in the background.
 
-        A reference worker drops it when it is told to, fetched or not. Another engine keeps it until a decode worker
-        has taken it: if none was reached, one is asked for a single token. Engines give up KV after a while by
-        themselves, so what fails here costs memory for that time only.
+        A reference worker drops KV on a DELETE request, fetched or not. Other engines keep it until a decode worker has
+        fetched it: if none was reached (`offered` is False), one is asked for a single token. Engines free KV after a
+        timeout anyway, so a failure here only costs memory until then.
         """
         if not handoff.params or len(self._drops) >= MOST_DROPS:
             return

@@ -1,1 +1,1 @@
-"""The workers of a live fleet: who runs what, who may be chosen, who waits. Nothing here knows of HTTP."""
+"""The workers of a live fleet: running requests, health, routing and the waiting line. Independent of HTTP."""

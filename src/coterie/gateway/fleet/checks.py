@@ -1,7 +1,7 @@
-"""What a keeper lets through to a router, and how it names what went wrong.
+"""Checks of what a keeper passes to a router and gets back, and the reasons of fallbacks.
 
-Tokens come from clients and workers, cached tokens from event streams: neither can be trusted to be of the right size.
-Compiled loops do not check their indices, so it is done here. Footprints were checked where they came in
+Token counts come from clients and workers, cached tokens from event streams: the sizes of neither can be trusted.
+Compiled loops do not check their indices, so it is done here. Footprints are checked on arrival
 (:func:`~coterie.wire.footprints.check_possible`), and routers refuse those of another model.
 """
 
@@ -19,11 +19,11 @@ from coterie.routing import Decision, Fleet, Request
 from coterie.routing.fleet import MOST_CONTEXT, shown
 
 COUNTS, SHARES = np.dtype(np.int64), np.dtype(np.float32)
-"""Types of footprints that routers get: loops are compiled for these two."""
+"""Dtypes of the footprints that routers get: loops are compiled for these two."""
 
 
 class BadRequestError(ConfigError):
-    """A value of a request that no router may see; `reason` is what it is counted as."""
+    """A value of a request that must not reach a router, or an invalid decision; `reason` is its label in counters."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -31,15 +31,15 @@ class BadRequestError(ConfigError):
 
 
 class Fallback(NamedTuple):
-    """Why a router did not choose."""
+    """Reason why a request was placed without the router."""
 
     reason: str
-    """One of a few words, to count by."""
+    """Short label for counters, from a fixed set."""
     text: str
 
 
 def fallback_of(error: Exception) -> Fallback:
-    """Name an error. The text of errors that are not Coterie's is left out: it may quote the request."""
+    """Return the fallback for an error. The text of foreign exceptions is omitted: it may quote the request."""
     name = type(error).__name__
     if isinstance(error, BadRequestError):
         return Fallback(error.reason, str(error))
@@ -48,7 +48,7 @@ def fallback_of(error: Exception) -> Fallback:
 
 
 def tokens_of(wanted: Request) -> int:
-    """The prompt's tokens; 0 if that is no number of tokens."""
+    """Return the number of prompt tokens; 0 if the value is not valid."""
     try:
         tokens = index(wanted.prompt_tokens)
     except TypeError:
@@ -57,7 +57,7 @@ def tokens_of(wanted: Request) -> int:
 
 
 class Checks:
-    """Checks requests, one after another; remembers the arrays that it let pass, which may come again and again."""
+    """Checker of requests. It remembers the last array of cached tokens that passed, which is often passed again."""
 
     __slots__ = ("_held", "_within")
 
@@ -66,10 +66,10 @@ class Checks:
         self._within = 0
 
     def checked(self, wanted: Request, fleet: Fleet) -> Request:
-        """The request as a router may see it: types that loops are compiled for, an entry for every row.
+        """Return the request with the dtypes that loops are compiled for and one entry of cached tokens per row.
 
-        Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more. An
-        array that passed is not looked at again while it comes: make another rather than change it.
+        Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more. The
+        same array is not checked twice in a row: callers must make a new array rather than change it.
         """
         _, tokens, footprint, domain, held = wanted
         whole = True
@@ -91,7 +91,7 @@ class Checks:
 
 
 def checked_row(decision: Decision, fleet: Fleet) -> int:
-    """The row that a router chose; refuses one that it may not choose, and what is no decision."""
+    """Return the row that a router chose; raise BadRequestError for a closed row or an invalid decision."""
     if not isinstance(decision, Decision):
         raise BadRequestError("bad_decision", f"the router gave a {type(decision).__name__}; expected a Decision")
     row, scores = decision.worker, decision.scores

@@ -1,11 +1,11 @@
-"""Whether a worker may get requests: by its answers to health checks, and by what became of its requests.
+"""Whether a worker may get requests: by its health checks, and by a circuit breaker over its requests.
 
-Health has thresholds, so that one lost answer changes nothing. A worker that joins is not healthy until it first
-answers: engines load weights for minutes. From then on it takes `unhealthy_after` failures in a row to be unhealthy,
-and `healthy_after` successes in a row to come back. A circuit breaker stops sending to a worker that fails requests.
+Health has thresholds, so that one lost answer changes nothing. A worker that joins is not healthy until its first
+successful check: engines load weights for minutes. Then `unhealthy_after` failures in a row make it unhealthy, and
+`healthy_after` successes in a row healthy again. A circuit breaker stops sending to a worker that fails requests.
 
-Pure: the clock is passed in, in seconds, of any origin; it must not go back. The caller asks the worker when
-:attr:`Health.next_check_s` has come.
+No I/O and no clock: the time is passed in, in seconds of any monotonic clock. The caller checks the worker at
+:attr:`Health.next_check_s`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numpy.random import Generator
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive, check_share
 
 JITTER = 0.2
-"""Share of the time between two checks that is added at random, so that workers are not all asked at once."""
+"""Largest random addition to the time between two checks, as a share, so that checks of workers spread out."""
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """When a worker is asked, and when it gets no more requests."""
+    """Settings of health checks, circuit breakers and retries; times in seconds."""
 
     every_s: float = 2.0
     """Time between two checks of ``/health``."""
@@ -32,18 +32,18 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     unhealthy_after: int = 3
     """Failed checks in a row after which a worker is closed."""
     healthy_after: int = 2
-    """Good checks in a row after which it is open again."""
+    """Successful checks in a row after which a worker is open again."""
     failures: int = 5
-    """Failed requests (no connection, HTTP 5xx) within `window_s` that open its circuit breaker."""
+    """Failed requests (no connection, HTTP 5xx) within `window_s` that open a worker's circuit breaker."""
     window_s: float = 30.0
     open_s: float = 5.0
     """Time before one request probes a worker whose breaker is open."""
     retries: int = 6
-    """Times that a request is sent again if a worker fails it before the first byte of its answer."""
+    """Most retries of a request that fails before the first byte of its answer."""
     retry_s: float = 30.0
-    """Time from a request's first failure in which it goes to workers again that were tried."""
+    """Time after a request's first failure during which workers that were already tried may be tried again."""
     backoff_s: float = 0.05
-    """Mean wait before a retry; it doubles with each, five times at most, and is drawn at random."""
+    """Mean wait before the first retry; it doubles with each retry, at most five times, and has random jitter."""
 
     def __post_init__(self) -> None:
         check_positive(every_s=self.every_s, timeout_s=self.timeout_s, window_s=self.window_s)
@@ -59,10 +59,10 @@ DEFAULTS = HealthSettings()
 
 
 class Health:
-    """Health of one worker."""
+    """Health of one worker, by its health checks."""
 
     def __init__(self, rng: Generator, now: float, settings: HealthSettings = DEFAULTS, healthy: bool = False) -> None:
-        """`rng` draws the jitter. `healthy` trusts a worker before its first check, as one that was saved healthy."""
+        """`rng` draws the jitter. `healthy`: whether the worker counts as healthy before its first check."""
         self.settings = settings
         self.healthy = healthy
         self.next_check_s = now
@@ -71,12 +71,12 @@ class Health:
         self.failures = 0
         self._rng = rng
         self._seen = healthy
-        """Whether it was ever healthy: the first success is enough then."""
+        """Whether the worker was ever healthy. If not, the first successful check is enough."""
         self._in_row = 0
-        """Results in a row that speak against `healthy`."""
+        """Latest check results in a row that contradict `healthy`."""
 
     def record(self, ok: bool, now: float) -> bool:
-        """Take the result of a check; returns whether `healthy` changed. Sets the time of the next check."""
+        """Record the result of a check and set the time of the next; return whether `healthy` changed."""
         chosen = self.settings
         self.checks += 1
         self.failures += not ok
@@ -104,15 +104,15 @@ class BreakerSettings:
     """Failures within the window that open the breaker."""
     window_s: float = 30.0
     share: float = 0.1
-    """Least share of the results of the window that failures must be, unless they come in a row."""
+    """Smallest share of failures among the window's results that opens the breaker, unless they are in a row."""
     cool_down_s: float = 5.0
     """Time from opening to the first probe."""
     longest_s: float = 60.0
-    """Longest cool-down, before jitter."""
+    """Longest cool-down in seconds, before jitter."""
     jitter: float = 0.2
-    """Share of a cool-down that is added at random."""
+    """Largest random addition to a cool-down, as a share of it."""
     probe_s: float = 30.0
-    """Time after which a probe without a result is given up, and another may be sent."""
+    """Seconds after which a probe without a result is given up, so that another may be sent."""
 
     def __post_init__(self) -> None:
         check_at_least(1, failures=self.failures)
@@ -126,10 +126,10 @@ BREAKER_DEFAULTS = BreakerSettings()
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A request that was sent to the worker."""
+    """Token for a request that was sent to the worker, to report its result with."""
 
     epoch: int
-    """Times that the breaker had opened or closed before."""
+    """Number of times the breaker had opened or closed when the request was sent."""
     probe: int
     """Number of the probe; 0 for any other request."""
 
@@ -140,28 +140,28 @@ def is_failure(status: int) -> bool:
 
 
 class Breaker:
-    """A circuit breaker for one worker: it stops sending to a worker that fails, and asks again later.
+    """A circuit breaker for one worker: it stops requests to a worker that fails, and probes it later.
 
         closed ──── failures within a window ──▶ open ──after a cool-down──▶ half-open ──one success──▶ closed
                                                   ▲                             │
                                                   └───────── a failure ─────────┘
 
-    A failure is the worker's: no connection, a reset, a time-out, HTTP 5xx. A 4xx answer is the request's own fault and
-    shows that the worker is well. `failures` within `window_s` open the breaker if they come in a row, as of a worker
-    that died, or are at least `share` of the results: a busy worker that fails one request in ten thousand is well.
-    Half-open lets one request through at a time, the probe. Every failed probe doubles the cool-down, up to
-    `longest_s`; its jitter keeps many gateways from asking at the same moment.
+    Failures are no connection, a reset, a time-out and HTTP 5xx. A 4xx answer is the request's own fault and shows that
+    the worker works. `failures` within `window_s` open the breaker if they are in a row, as when a worker died, or are
+    at least `share` of the results: a busy worker that fails one request in ten thousand stays closed. Half-open lets
+    one request through at a time, the probe. Every failed probe doubles the cool-down, up to `longest_s`; its jitter
+    keeps many gateways from probing at the same moment.
 
-    Results belong to the time when their request was sent: a slow request of before a breaker opened says nothing of
-    the worker now. So :meth:`sent` gives an attempt, and its result is told with it. A request may be sent though the
-    breaker is open (all workers' breakers are, and one must serve); its success closes the breaker.
+    A result counts only if the breaker has not opened or closed since the request was sent: older results say nothing
+    about the worker now. So :meth:`sent` returns an attempt, which is passed back with the result. A request may be
+    sent while the breaker is open, if all workers' breakers are; its success closes the breaker.
     """
 
     def __init__(self, rng: Generator, settings: BreakerSettings = BREAKER_DEFAULTS) -> None:
         """`rng` draws the jitter."""
         self.settings = settings
         self.opened = 0
-        """Times that it opened."""
+        """Number of times the breaker has opened."""
         self._rng = rng
         self._state = BreakerState.CLOSED
         self._failures: deque[float] = deque()
@@ -170,13 +170,13 @@ class Breaker:
         self._successes = _Window(settings.window_s)
         self._epoch = -1
         self._attempt = self._next_epoch()
-        """Stands for every request that is sent while it is closed."""
+        """Attempt shared by all requests of this epoch that are not probes."""
         self._tries = 0
-        """Cool-downs since it was last closed."""
+        """Cool-downs since the breaker was last closed."""
         self._until = 0.0
-        """End of the cool-down."""
+        """Time at which the cool-down ends."""
         self._probe = 0
-        """Number of the probe that is under way; 0: none."""
+        """Number of the probe under way; 0 if there is none."""
         self._probes = 0
         self._probe_until = 0.0
 
@@ -194,13 +194,13 @@ class Breaker:
 
     @property
     def changes_at(self) -> float | None:
-        """Time when :meth:`may_send` turns true by itself; None if it is, or waits for a result alone."""
+        """Time at which :meth:`may_send` becomes true without a result; None if the breaker is closed."""
         if self._state is BreakerState.CLOSED:
             return None
         return max(self._until, self._probe_until) if self._probe else self._until
 
     def sent(self, now: float) -> Attempt:
-        """Tell that a request is being sent, allowed or not; tell its result with what is returned."""
+        """Register a request that is being sent, allowed or not; pass the returned attempt back with its result."""
         if self._state is BreakerState.CLOSED:
             return self._attempt
         if self.state(now) is BreakerState.HALF_OPEN and self.may_send(now):
@@ -210,7 +210,7 @@ class Breaker:
         return self._attempt
 
     def succeeded(self, attempt: Attempt, now: float) -> None:
-        """Tell that the worker answered, with less than HTTP 500. One success since it opened closes the breaker."""
+        """Record that the worker answered below HTTP 500. One success closes an open breaker."""
         if attempt.epoch != self._epoch:
             return
         if self._state is BreakerState.OPEN:
@@ -221,11 +221,11 @@ class Breaker:
         self._successes.add(now)
 
     def failed(self, attempt: Attempt, now: float) -> None:
-        """Tell that the worker failed."""
+        """Record that the worker failed. Enough failures open the breaker; a failed probe starts a new cool-down."""
         if attempt.epoch != self._epoch:
             return
         if self._state is BreakerState.OPEN:
-            # Sent during the cool-down, because no worker was allowed: it neither ends nor lengthens it.
+            # Only the probe counts: a request sent in the cool-down, for lack of workers, must not lengthen it.
             if attempt.probe and attempt.probe == self._probe:
                 self._open(now)
             return
@@ -240,7 +240,7 @@ class Breaker:
             self._open(now)
 
     def dropped(self, attempt: Attempt) -> None:
-        """Tell that a request ended without a result, as when its client left: another probe may be sent."""
+        """Record that a request ended without a result, as when its client left; another probe may be sent."""
         if attempt.probe and attempt.probe == self._probe:
             self._probe = 0
 
@@ -261,7 +261,7 @@ class Breaker:
 
 
 class _Window:
-    """Counts what happened in the last `window_s`, or half of it: two counters, whatever the rate."""
+    """Approximate count of events in the last `window_s` / 2 to `window_s`, with two counters at any rate."""
 
     __slots__ = ("_before", "_half_s", "_now", "_since")
 

@@ -1,13 +1,13 @@
-"""The keeper of a pool of workers: worker ids → rows of a :class:`~coterie.routing.fleet.Fleet`, and who runs where.
+"""The keeper of a pool: maps worker ids to rows of a :class:`~coterie.routing.fleet.Fleet`, and tracks requests.
 
-A front end asks :meth:`FleetKeeper.route` for a worker, and tells :meth:`FleetKeeper.finish` when the request ended.
+A front end calls :meth:`FleetKeeper.route` to choose a worker, and :meth:`FleetKeeper.finish` when the request ends.
 
-Serving comes before routing well. Whatever a router raises, and a choice that it may not make, falls back to the
-shortest queue. It is counted by reason and leaves the fleet as it was. If no worker is open, requests go to the least
-loaded one all the same: a breaker that is wrong about all workers must not stop the service.
+Serving has priority over routing well. If a router raises or makes an invalid choice, the request goes to the shortest
+queue. Such fallbacks are counted by reason, and the router's effects on the fleet are undone. If no worker is open,
+requests still go to the least loaded one: breakers that are wrong about all workers must not stop the service.
 
-Rows are stable: a worker that leaves and comes back gets its row again, with what the fleet learned of the requests it
-usually gets, unless another took it. Requests that still run on a worker that left are counted there until they finish.
+Rows are stable: a worker that leaves and rejoins gets its old row and the request statistics learned there, unless
+another worker took the row. Requests still running on a worker that left count on its row until they finish.
 
 No I/O, no clock, not thread-safe.
 """
@@ -31,24 +31,24 @@ ALL_EXCLUDED = Fallback("all_excluded", "all workers failed the request: the lea
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The worker that got a request."""
+    """The worker chosen for a request."""
 
     worker_id: str
     row: int
     decision: Decision
-    """Scores are [row]."""
+    """The router's decision; its scores are [row]."""
     fallback: str | None = None
-    """Why the router did not choose, a key of :attr:`Counters.fallbacks`; None where it did."""
+    """Reason why the router did not choose, a key of :attr:`KeeperCounters.fallbacks`; None if it did."""
 
 
 class FleetKeeper(FleetRows):
-    """Keeps one pool. Make one with the spec of a router; workers join later."""
+    """Keeper of one pool. Construct it with the spec of a router; workers join later."""
 
     def __init__(self, spec: RouterSource = NO_SPEC, context: Mapping[str, Any] | None = None) -> None:
-        """`spec` names the router.
+        """`spec` describes the router.
 
-        `context` holds values for it that a spec cannot name: `fitted` (a RouterFit), `cost` (DecodeStepPrices),
-        `placement`, `labels` by row, and what a plugin's router needs.
+        `context` holds values that a spec cannot express: `fitted` (a RouterFit), `cost` (DecodeStepPrices),
+        `placement`, `labels` by row, and parameters of a plugin's router.
         """
         super().__init__(spec, context)
         self._running: dict[str, Choice] = {}
@@ -56,12 +56,12 @@ class FleetKeeper(FleetRows):
         self._checks = Checks()
 
     def route(self, request_id: str, wanted: Request, exclude: Collection[str] = ()) -> Choice:
-        """Choose a worker for a request and admit it there. Finish it, whatever becomes of it.
+        """Choose a worker for a request and admit it there. The caller must call `finish` in every case.
 
-        `request_id` must differ from those of all requests that run: make it yourself, do not take a client's.
-        `wanted.cached_tokens` is [row]; an array made before the pool grew may be shorter. `exclude` names workers that
-        failed the request. A request that runs already is answered with its choice, unless that worker is excluded:
-        then it moves. Raises UnavailableError if the pool is empty.
+        `request_id` must be unique among running requests: generate it, do not use a client's. `wanted.cached_tokens`
+        is [row]; an array made before the pool grew may be shorter. `exclude` holds the ids of workers that failed the
+        request. For a request that already runs, its earlier choice is returned, unless that worker is excluded: then
+        the request moves. Raises UnavailableError if the pool is empty.
         """
         known = self._running.get(request_id)
         if known is not None:
@@ -80,10 +80,10 @@ class FleetKeeper(FleetRows):
                 for hidden_row in hidden:
                     fleet.alive[hidden_row] = True
                 fleet.admit(request_id, row, asked.prompt_tokens, decision.profile)
-                if decision.profile is not None:  # the fleet has its own
+                if decision.profile is not None:  # the fleet keeps its own copy
                     decision = decision._replace(profile=None)
                 return self._began(request_id, Choice(self._ids[row] or "", row, decision))
-            except Exception as error:  # a router may be anyone's code
+            except Exception as error:  # a router may be a plugin: it can raise anything
                 failure = fallback_of(error)
         self._undo(request_id)
         choice = self._fall_back(exclude, failure)
@@ -91,7 +91,7 @@ class FleetKeeper(FleetRows):
         return self._began(request_id, choice)
 
     def finish(self, request_id: str) -> bool:
-        """Remove a request that ended, failed or was cancelled; returns whether it ran."""
+        """Remove a request that ended, failed or was cancelled; return whether it was running."""
         if self._running.pop(request_id, None) is None:
             return False
         self._made.fleet.finish(request_id)
@@ -100,11 +100,11 @@ class FleetKeeper(FleetRows):
 
     @property
     def in_flight(self) -> int:
-        """Requests admitted and not finished."""
+        """Number of requests admitted and not finished."""
         return len(self._running)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where ids, rows, requests and the fleet do not agree."""
+        """Raise AssertionError if ids, rows, requests and the fleet disagree."""
         fleet = self.fleet
         fleet.check_integrity()
         rows = {worker_id: worker.row for worker_id, worker in self._members.items()}
@@ -126,7 +126,7 @@ class FleetKeeper(FleetRows):
                 raise AssertionError(f"the keeper and its fleet disagree on the {what}")
 
     def _fall_back(self, exclude: Collection[str], failure: Fallback) -> Choice:
-        """The shortest queue of the workers that are left, best of all an open one that is not excluded."""
+        """Choose the shortest queue among open workers not excluded, else among all not excluded, else among all."""
         fleet, excluded = self._made.fleet, set(exclude)
         members = self._members.items()
         why, rows = next(
@@ -156,7 +156,7 @@ class FleetKeeper(FleetRows):
         return choice
 
     def _undo(self, request_id: str) -> None:
-        """Undo what was done for a decision that failed, and what a router did that must not change the fleet."""
+        """Undo a failed decision: remove the request, and reset `alive`, which a router may have changed."""
         fleet = self._made.fleet
         if request_id in fleet:
             fleet.finish(request_id)

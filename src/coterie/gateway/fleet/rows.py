@@ -1,8 +1,7 @@
-"""The workers of a pool on the rows of a fleet: they join, leave and come back; the router can be swapped.
+"""Assignment of a pool's workers to rows of a fleet, as they join, leave and rejoin; swaps of the router.
 
-Rows are stable: a worker that leaves and comes back gets its row again, with what the fleet learned of the requests it
-usually gets, unless another took it. The fleet is made anew when it needs another row; requests that run are carried
-over.
+Rows are stable: a worker that leaves and rejoins gets its old row and the request statistics learned there, unless
+another worker took the row. A new fleet object is made when another row is needed; running requests are carried over.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ MOST_ROWS = 1 << 14
 NO_SPEC = RouterSpec()
 
 HeldExperts = NDArray[np.bool_] | NDArray[np.uint64]
-"""Experts that a worker holds: [layer, expert] flags, or [layer, word] bits as in :attr:`Fleet.local`."""
+"""Experts held by a worker: [layer, expert] flags, or [layer, word] bits as in :attr:`Fleet.local`."""
 
 RouterSource = RouterSpec | Callable[[int], tuple[Router, Fleet]]
-"""Spec of a router, or a function of the number of rows that makes one with an empty fleet of at least so many."""
+"""Spec of a router, or a function that takes a number of rows and makes a router and an empty fleet of that size."""
 
 
 @dataclass(slots=True)
 class KeeperCounters:
-    """What happened since the keeper was made."""
+    """Counts since the keeper was made."""
 
     admitted: int = 0
-    """Requests that were added to the fleet."""
+    """Requests that were admitted to the fleet."""
     finished: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Reason → requests that the router did not place."""
+    """Reason → number of requests that were placed without the router."""
     reloads: int = 0
     reloads_refused: int = 0
 
 
 class WorkerRow(NamedTuple):
-    """A worker of a pool."""
+    """A worker of a pool and its row."""
 
     row: int
     places: int
@@ -55,19 +54,19 @@ class WorkerRow(NamedTuple):
 
 
 class FleetRows:
-    """Workers and their rows; :class:`~coterie.gateway.fleet.keeper.FleetKeeper` adds the requests."""
+    """Workers of a pool and their rows; :class:`~coterie.gateway.fleet.keeper.FleetKeeper` adds the requests."""
 
     def __init__(self, spec: RouterSource, context: Mapping[str, Any] | None) -> None:
         self.counters = KeeperCounters()
         self.spec = spec
-        """What the router was made of."""
+        """Spec or function that the router was made from."""
         self._members: dict[str, WorkerRow] = {}
         self._ids: list[str | None] = []
-        """[row] worker there."""
+        """Id of the worker on each row; None if the row is free."""
         self._last: list[str | None] = []
-        """[row] worker that is there, or was last."""
+        """Id of the present or last worker of each row; None if the row was never used."""
         self._left: dict[int, None] = {}
-        """Rows whose workers left, the first that left first."""
+        """Rows whose workers left, in the order of leaving."""
         self._open = 0
         """Workers that may be chosen."""
         self._make = _maker(spec, context)
@@ -76,17 +75,17 @@ class FleetRows:
 
     @property
     def ids(self) -> list[str | None]:
-        """[row] worker id; None where there is no worker."""
+        """Id of the worker on each row; None if the row is free."""
         return list(self._ids)
 
     @property
     def rows(self) -> int:
-        """Rows of the fleet, those without a worker included."""
+        """Number of rows of the fleet, free ones included."""
         return len(self._ids)
 
     @property
     def fleet(self) -> Fleet:
-        """For reading: the arrays that routers see. It is another object after a reload, or when the pool grew."""
+        """The fleet that routers see; read-only for callers. A reload or a growing pool replaces the object."""
         return self._made.fleet
 
     @property
@@ -98,7 +97,7 @@ class FleetRows:
         return self._member(worker_id).row
 
     def running(self, worker_id: str) -> int:
-        """Requests that a worker has, those that wait there included."""
+        """Return the number of requests at a worker, including those that wait there."""
         return int(self.fleet.running[self.row_of(worker_id)])
 
     def is_open(self, worker_id: str) -> bool:
@@ -108,16 +107,16 @@ class FleetRows:
         return worker_id in self._members
 
     def __len__(self) -> int:
-        """Workers in the pool, open or not."""
+        """Return the number of workers in the pool, open or closed."""
         return len(self._members)
 
     def join(
         self, worker_id: str, places: int, speed: float = 1.0, held: HeldExperts | None = None, row: int | None = None
     ) -> int:
-        """Add a worker and return its row, or change one that is there. A worker that joins is open.
+        """Add a worker, or change the one with this id; return its row. A new worker is open.
 
-        `held` are the experts that the worker holds; None means all. `row` asks for a certain row, as the ranks of a
-        placement need.
+        `held` are the experts that the worker holds; None for all. `row` requests a particular row, for routers whose
+        rows are the ranks of a placement.
         """
         if not worker_id:
             raise ConfigError("worker_id='' must not be empty")
@@ -147,7 +146,7 @@ class FleetRows:
         return at
 
     def leave(self, worker_id: str) -> bool:
-        """Remove a worker; requests that run there stay counted until they finish. Returns whether it was there."""
+        """Remove a worker; its running requests stay counted until they finish. Return whether it was in the pool."""
         gone = self._members.pop(worker_id, None)
         if gone is None:
             return False
@@ -159,7 +158,7 @@ class FleetRows:
         return True
 
     def set_open(self, worker_id: str, open: bool) -> None:
-        """Say whether a worker may be chosen: breakers, health checks and drains close it."""
+        """Set whether a worker may be chosen: breakers, health checks and drains close it."""
         member = self._member(worker_id)
         if member.open != open:
             self._members[worker_id] = member._replace(open=open)
@@ -167,7 +166,7 @@ class FleetRows:
             self.fleet.alive[member.row] = open
 
     def reload(self, spec: RouterSource, context: Mapping[str, Any] | None = None) -> None:
-        """Swap the router and the fleet; requests that run keep their rows and their load.
+        """Swap the router and the fleet; running requests keep their rows and their load.
 
         A router that cannot be made, or that fails on a plain request, raises ConfigError, and the old one stays.
         Loops that are not compiled yet are compiled here: to keep an event loop free, run :func:`check_spec` in a
@@ -190,7 +189,7 @@ class FleetRows:
         return member
 
     def _hide(self, exclude: Collection[str]) -> list[int]:
-        """Close workers for one decision; returns those rows that were open."""
+        """Close workers for one decision; return the rows that were open."""
         alive = self._made.fleet.alive
         rows = {worker.row for name in exclude if (worker := self._members.get(name)) is not None and worker.open}
         for row in rows:
@@ -198,7 +197,7 @@ class FleetRows:
         return list(rows)
 
     def _row_for(self, worker_id: str, wanted: int | None) -> int:
-        """Row for a worker that joins: the one asked for, its old one, an unused, one left long ago, or a new one."""
+        """Return a new worker's row: as requested, else its old row, an unused, the longest abandoned, or a new row."""
         if wanted is not None:
             if not 0 <= wanted < MOST_ROWS or (wanted < self.rows and self._ids[wanted] is not None):
                 raise ConfigError(f"row={wanted} for worker {worker_id!r} must be free, in 0 … {MOST_ROWS - 1}")
@@ -212,14 +211,14 @@ class FleetRows:
         return rows[0]
 
     def _rows_needed(self) -> int:
-        """Rows up to the last that has a worker or a request."""
+        """Return the number of rows up to the last one with a worker or a running request."""
         used = self.fleet.running > 0
         for worker in self._members.values():
             used[worker.row] = True
         return int(np.flatnonzero(used)[-1]) + 1 if used.any() else 1
 
     def _prepared(self, make: Maker, rows: int, members: Mapping[str, WorkerRow]) -> Made:
-        """A router that was tried, and its fleet with the members' places and speeds."""
+        """Make a router, test it, and return it with a fleet that has the members' places and speeds."""
         made = make(PoolShape(rows, {worker_id: worker.row for worker_id, worker in members.items()}))
         fleet = made.fleet
         if len(fleet) < rows:
@@ -236,13 +235,13 @@ class FleetRows:
         return made
 
     def _use(self, made: Made, members: Mapping[str, WorkerRow], priors: bool = False) -> None:
-        """Swap the router and the fleet; requests that run stay on their rows."""
+        """Swap the router and the fleet; running requests stay on their rows. `priors` keeps each row's statistics."""
         made.fleet.take_over(self.fleet, priors)
         self._made, self._members = made, dict(members)
         self._write_rows()
 
     def _write_rows(self) -> None:
-        """Update what follows from the members and the size of the fleet."""
+        """Recompute ids, free rows and the number of open workers from the members and the size of the fleet."""
         rows = len(self.fleet)
         self._ids = [None] * rows
         self._last = [*self._last[:rows], *[None] * (rows - len(self._last))]
@@ -253,7 +252,7 @@ class FleetRows:
 
 
 def check_spec(spec: RouterSpec, context: Mapping[str, Any] | None = None, workers: int = 1) -> None:
-    """Raise ConfigError if no router can be made of a spec; compiles its loops, so that a reload is quick."""
+    """Raise ConfigError if no router can be made from a spec. Compiles its loops, so that a later reload is fast."""
     try_out(maker(spec, context)(PoolShape(workers, {})))
 
 
@@ -262,7 +261,10 @@ def _maker(spec: RouterSource, context: Mapping[str, Any] | None) -> Maker:
 
 
 def _masks(members: Mapping[str, WorkerRow], rows: int) -> NDArray[np.uint64] | None:
-    """[row, layer, word] experts of each worker; one without a mask holds all. None where all do."""
+    """Return the experts held by each worker as bits, [row, layer, word]; None if every worker holds all.
+
+    A worker without a mask gets all bits set.
+    """
     masks = {worker.row: worker.held for worker in members.values() if worker.held is not None}
     if not masks:
         return None
@@ -274,7 +276,7 @@ def _masks(members: Mapping[str, WorkerRow], rows: int) -> NDArray[np.uint64] | 
 
 
 def _bits(held: HeldExperts) -> NDArray[np.uint64]:
-    """[layer, word] bits."""
+    """Convert held experts to [layer, word] bits; raise ConfigError for another shape or dtype."""
     if held.ndim != 2 or held.dtype not in (np.bool_, np.uint64) or 0 in held.shape:
         raise ConfigError(f"held is {held.dtype} {held.shape}; expected [layer, expert] flags or [layer, word] uint64")
     if held.dtype == np.uint64:

@@ -1,12 +1,12 @@
-"""Routers by name, as a configuration file or an administrator's request gives them, and the fleets they choose from.
+"""Router specs, as in a config file or an administrator's request, and the routers and fleets made from them.
 
-    router: locality_band:band=0.1     a registered router, a plugin's too, and its own settings
+    router: locality_band:band=0.1     a registered router (built-in or plugin) and its own settings
     fit: fits/gpt-oss-20b.safetensors
-    model: gpt-oss-20b                 whose steps are priced, on `device`; without it the model that was fitted
+    model: gpt-oss-20b                 model whose steps are priced on `device`; default: the fit's model
     device: h200
 
-Files are read when a router is made, so a :class:`RouterSpec` is plain data that can be stored. Values that have no
-name (a fit just learned, prices of your own, what a plugin needs) go into a *context*, which overrides the files.
+Files are read when a router is made, so a :class:`RouterSpec` is plain data that can be stored. Values that are not in
+files (a fit in memory, custom prices, parameters of a plugin) go into a *context*, which overrides the files.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """The router of a pool of workers, as plain data."""
 
     router: str = "join_shortest_queue"
-    """Name of a registered router, and settings of its own: ``locality_band:band=0.05``."""
+    """Name of a registered router, followed by its own settings: ``locality_band:band=0.05``."""
     settings: dict[str, Any] = {}
-    """Refused: settings are written behind the router's name."""
+    """Must be empty: settings are written after the router's name. Kept to give a helpful error."""
     fit: str | None = None
     """File of a saved fit (:meth:`RouterFit.save`)."""
     model: str | None = None
-    """Model whose decode steps are priced; without it the one that was fitted."""
+    """Model whose decode steps are priced; None for the fit's model."""
     device: str = "h200"
-    """Preset of the device whose decode steps are priced."""
+    """Preset of the device on which decode steps are priced."""
     dtype: WeightDtype | None = None
-    """Weight dtype as deployed; without it the model's own."""
+    """Weight dtype as deployed; None for the model's own."""
     placement: str | None = None
-    """File of the experts' placement, on ranks that are the workers of the pool."""
+    """File of an expert placement whose ranks are the workers of the pool."""
     labels: dict[str, list[str]] = {}
-    """Domain → ids of the workers that take its requests."""
+    """Domain of requests → ids of the workers that serve it."""
     seed: int = 0
     """Seed for routers that choose at random."""
 
@@ -57,10 +57,10 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class PoolShape(NamedTuple):
-    """What a router is made for: the rows of a fleet, and the workers on them."""
+    """The pool that a router is made for: the rows of its fleet, and the workers on them."""
 
     rows: int
-    """Rows that the fleet needs at least."""
+    """Fewest rows that the fleet must have."""
     row_of: Mapping[str, int]
     """Worker id → row."""
 
@@ -72,19 +72,19 @@ class Made(NamedTuple):
     router: Router
     fleet: Fleet
     fixed: bool = False
-    """Whether the number of rows cannot change: they are the ranks of a placement."""
+    """Whether the number of rows cannot change, because they are the ranks of a placement."""
     shape: tuple[int, ...] | None = None
-    """Shape of a footprint, if it is known."""
+    """Shape of a footprint, (layers, experts); None if unknown."""
     by_worker: bool = False
-    """Whether the router must be made again when a worker joins: it knows workers by their rows."""
+    """Whether the router must be made again when a worker joins, because it refers to workers by row."""
 
 
 Maker = Callable[[PoolShape], Made]
-"""Makes a router for a pool; called again when it grows."""
+"""Function that makes a router for a pool; called again when the pool grows."""
 
 
 def maker(spec: RouterSpec, context: Mapping[str, Any] | None = None) -> Maker:
-    """Read what the spec names. Raises ConfigError if that cannot be done."""
+    """Read the files of a spec and return the maker of its router. Raises ConfigError if a file cannot be used."""
     given = dict(context or {})
     try:
         taken = routers.parameters(spec.router)
@@ -100,14 +100,14 @@ def maker(spec: RouterSpec, context: Mapping[str, Any] | None = None) -> Maker:
     def make(pool: PoolShape) -> Made:
         try:
             return _made(spec, given, pool)
-        except Exception as error:  # settings of a wrong type raise what they like
+        except Exception as error:  # settings of a wrong type can raise anything
             raise _refused(spec, error) from error
 
     return make
 
 
 def maker_of(make: Callable[[int], tuple[Router, Fleet]]) -> Maker:
-    """A maker from a function of the number of rows."""
+    """Return a maker that calls a function of the number of rows."""
 
     def made(pool: PoolShape) -> Made:
         router, fleet = make(pool.rows)
@@ -117,9 +117,9 @@ def maker_of(make: Callable[[int], tuple[Router, Fleet]]) -> Maker:
 
 
 def try_out(made: Made) -> None:
-    """Route requests of which nothing and much is known, on the empty fleet: compiles loops, and finds wrong settings.
+    """Route sample requests, with and without signals, on the empty fleet, to compile loops and find wrong settings.
 
-    Raises ConfigError if the router raises, or gives what is no decision.
+    Raises ConfigError if the router raises or returns an invalid decision.
     """
     fleet = made.fleet
     requests = [Request("first"), Request("second", 100, cached_tokens=np.zeros(len(fleet), np.int64))]
@@ -174,7 +174,7 @@ def _shape(fitted: Any, placement: Any) -> tuple[int, ...] | None:
 
 
 def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Rows of the workers that are there; a label of which none is has no workers of its own."""
+    """Map each label to the rows of its workers in the pool; labels without such workers are dropped."""
     rows = {
         label: tuple(row_of[worker_id] for worker_id in ids if worker_id in row_of) for label, ids in labels.items()
     }
@@ -182,7 +182,7 @@ def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict
 
 
 def prices_of(spec: RouterSpec, fitted: RouterFit | None) -> DecodeStepPrices:
-    """Prices of a decode step of the spec's model, or of the one that was fitted. Raises CoterieError if none ships."""
+    """Return decode-step prices of the spec's model, else of the fit's model. Raises CoterieError if unknown."""
     name = spec.model if spec.model is not None else fitted.model if fitted is not None else ""
     model = step_model(get_model(name), spec.device, spec.dtype)
     return DecodeStepPrices.of(model) if fitted is None else DecodeStepPrices.of(model, fitted.batch)

@@ -1,4 +1,4 @@
-"""The waiting line in front of a fleet: a bounded number of requests run, a bounded number waits, none for ever.
+"""The waiting line in front of a fleet: bounds the running requests, the waiting requests and the time of waiting.
 
     waited_s = 0.0 if line.take_at_once() else await line.take(deadline_s=5.0)
     try:
@@ -6,10 +6,10 @@
     finally:
         line.give_back()
 
-First come, first served: a request that needs several places is not passed by later, smaller ones, which would starve
-it. A full line refuses at once (429), a deadline that passes refuses then (503), and both say when to try again, by the
-rate at which places became free lately. A task that is cancelled while it waits, or just as it is given a place, gives
-both back.
+First come, first served: a request that needs several places is not overtaken by later, smaller ones, which would
+starve it. A full line refuses at once (429), a passed deadline refuses then (503), and both say when to retry, by the
+recent rate at which places became free. A task that is cancelled while it waits, or just as it gets a place, gives its
+position or place back.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from coterie.errors import ConfigError, CoterieError, check_at_least
 
 OBSERVED = 64
-"""Places that became free last, whose rate is the service rate."""
+"""Number of recently freed places over which the service rate is measured."""
 LONGEST_RETRY_S = 60
 SPARE = 64
-"""Waiters that left, beyond which the line is made anew without them."""
+"""Abandoned entries that the queue may hold before it is rebuilt without them."""
 
 
 class Refused(CoterieError):
@@ -35,7 +35,7 @@ class Refused(CoterieError):
         super().__init__(message)
         self.status = status
         self.reason = reason
-        """One of a few words, to count by: full, late, closed."""
+        """Label for counters: full, late or closed."""
         self.retry_after_s = retry_after_s
 
 
@@ -44,7 +44,7 @@ class LineCounters:
     admitted: int = 0
     """Requests that got a place."""
     waited: int = 0
-    """Those of them that had to wait."""
+    """Admitted requests that had to wait."""
     full: int = 0
     """Requests refused because the line was full."""
     late: int = 0
@@ -60,20 +60,20 @@ class _Waiter:
 
     def __init__(self, future: asyncio.Future[str | None], weight: int) -> None:
         self.future = future
-        """Result: None where it got a place, else why it was refused."""
+        """Future whose result is None if the request got a place, else the reason of its refusal."""
         self.weight = weight
         self.queued = True
 
 
 class WaitingLine:
-    """Places of one event loop's requests."""
+    """Places for the requests of one event loop, and the line of those that wait."""
 
     def __init__(self, places: int, waiting: int) -> None:
-        """`places` run at once, `waiting` more may wait."""
+        """`places` is the number of running requests, `waiting` the most that may wait."""
         self.counters = LineCounters()
         self.closed = False
         self._line: deque[_Waiter] = deque()
-        """Waiters in order; those that left are still there until they come to the front."""
+        """Waiters in order of arrival; abandoned ones stay until they reach the front or the queue is rebuilt."""
         self._waiting = 0
         self._used = 0
         self._freed: deque[float] = deque(maxlen=OBSERVED)
@@ -81,30 +81,30 @@ class WaitingLine:
 
     @property
     def in_use(self) -> int:
-        """Places taken."""
+        """Number of places taken."""
         return self._used
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return self._waiting
 
     def set_limits(self, places: int, waiting: int) -> None:
-        """Change both bounds; requests that run or wait stay."""
+        """Change both bounds; running and waiting requests stay."""
         check_at_least(1, places=places)
         check_at_least(0, waiting=waiting)
         self.places, self.most_waiting = places, waiting
         self._wake()
 
     def close(self, refuse_waiting: bool = False) -> None:
-        """Refuse requests that come from now on, and if asked those that wait."""
+        """Refuse new requests from now on; with `refuse_waiting` also those that wait."""
         self.closed = True
         if refuse_waiting:
             for waiter in list(self._line):
                 self._drop(waiter, "closed")
 
     def take_at_once(self) -> bool:
-        """Take a place if one is free and nobody waits; returns whether it was. Give it back, once."""
+        """Take a place if one is free and nobody waits; return whether it was taken. Give it back once."""
         if self.closed or self._waiting or self._used >= self.places:
             return False
         self._used += 1
@@ -112,9 +112,9 @@ class WaitingLine:
         return True
 
     async def take(self, deadline_s: float, weight: int = 1) -> float:
-        """Wait at most `deadline_s` for a place; returns the seconds that took. Give it back, once.
+        """Wait at most `deadline_s` for a place and return the seconds waited. Give the place back once.
 
-        `weight` is the number of places that the request needs; one that needs more than there are runs alone.
+        `weight` is the number of places that the request needs; if that is more than exist, the request runs alone.
         """
         if weight < 1 or not 0 <= deadline_s < math.inf:
             raise ConfigError(f"weight={weight} must be at least 1, deadline_s={deadline_s} finite and not negative")
@@ -133,14 +133,14 @@ class WaitingLine:
         timer = loop.call_later(deadline_s, self._expire, waiter)
         try:
             problem = await waiter.future
-        except BaseException:  # cancelled, or closed with its loop
+        except BaseException:  # cancelled, or the event loop was closed
             self.counters.cancelled += 1
             if waiter.queued:
                 self._drop(waiter, "cancelled")
-                self._wake()  # the next may need less
+                self._wake()  # the next waiter may need fewer places
             elif waiter.future.done() and not waiter.future.cancelled() and waiter.future.result() is None:
                 self.counters.admitted -= 1
-                self._free(weight)  # it was given a place in this very turn of the loop
+                self._free(weight)  # it got a place in this same loop iteration
             raise
         finally:
             timer.cancel()
@@ -150,19 +150,19 @@ class WaitingLine:
         return loop.time() - started
 
     def give_back(self, weight: int = 1) -> None:
-        """Free what :meth:`take` took."""
+        """Free the places taken by :meth:`take` or :meth:`take_at_once`."""
         self._freed.append(asyncio.get_running_loop().time())
         self._free(weight)
 
     def retry_after_s(self) -> int:
-        """Whole seconds until those who wait now will have got places, by the rate of late; at least 1."""
+        """Return the whole seconds until all present waiters get places at the recent rate: 1 … `LONGEST_RETRY_S`."""
         if len(self._freed) < 2:
             return 1
         passed = asyncio.get_running_loop().time() - self._freed[0]
         return max(1, min(math.ceil((self._waiting + 1) * passed / len(self._freed)), LONGEST_RETRY_S))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a waiter is lost: counted wrongly, or left waiting beside a free place."""
+        """Raise AssertionError if a waiter is miscounted, or waits although its place is free."""
         queued = [waiter for waiter in self._line if waiter.queued]
         if len(queued) != self._waiting or self._used < 0:
             raise AssertionError(f"{len(queued)} requests wait, {self._waiting} counted; {self._used} places in use")
@@ -177,10 +177,10 @@ class WaitingLine:
         if self._line:
             self._wake()
         if self._used == 0:
-            self._freed.clear()  # the rate of an idle service says nothing of a busy one
+            self._freed.clear()  # the rate of an idle service says nothing about a busy one
 
     def _wake(self) -> None:
-        """Give free places to those in front."""
+        """Give free places to the waiters at the front."""
         while self._line:
             first = self._line[0]
             if not first.future.done():
@@ -189,7 +189,7 @@ class WaitingLine:
                 self._used += first.weight
                 self.counters.admitted += 1
             self._line.popleft()
-            self._drop(first, None)  # of one that was refused or cancelled, nothing changes
+            self._drop(first, None)  # no effect on a waiter that was refused or cancelled
 
     def _expire(self, waiter: _Waiter) -> None:
         if waiter.queued:
@@ -197,13 +197,13 @@ class WaitingLine:
             self._wake()
 
     def _drop(self, waiter: _Waiter, result: str | None) -> None:
-        """Take a waiter out of the line, and tell it why; it stays in the queue until it is in front."""
+        """Resolve a waiter and stop counting it; its entry stays in the queue until it reaches the front."""
         if waiter.queued:
             waiter.queued = False
             self._waiting -= 1
         if not waiter.future.done():
             waiter.future.set_result(result)
-        if len(self._line) > 2 * self._waiting + SPARE:  # a client that comes and goes must not fill the memory
+        if len(self._line) > 2 * self._waiting + SPARE:  # clients that leave while waiting must not fill the memory
             self._line = deque(waiter for waiter in self._line if waiter.queued)
 
     def _refused(self, reason: str) -> Refused:

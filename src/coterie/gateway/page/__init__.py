@@ -1,1 +1,1 @@
-"""The dashboard: one page that the gateway serves itself, and the stream of snapshots that it shows."""
+"""The dashboard: one web page that the gateway serves, and the stream of snapshots that it shows."""

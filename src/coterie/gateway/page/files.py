@@ -1,4 +1,4 @@
-"""The files of the page, as they lie in the package. They hold no data: whoever reaches the gateway may read them."""
+"""Static files of the dashboard, from the package. They hold no data, so they are served without a key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""Nothing from elsewhere, no script but the page's files, no frame around it, no text that becomes markup."""
+"""Content security policy: no foreign resources, scripts only from the page's files, no framing, no text as markup."""
 GUARDS: Headers = [
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -35,12 +35,12 @@ class PageFile(NamedTuple):
     body: bytes
     content_type: bytes
     tag: bytes
-    """Of this body: a browser that has it is not sent it again."""
+    """ETag of the body, so that a browser with a cached copy is not sent the file again."""
 
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """Path → file."""
+    """Return the files of the page by URL path."""
     found = {}
     for file in files(__package__).joinpath("static").iterdir():
         kind = TYPES.get(file.name.rpartition(".")[2])
@@ -56,7 +56,7 @@ def is_page(path: str) -> bool:
 
 
 def send_file(request: HttpRequest, responder: Responder) -> None:
-    """Answer with a file of the page. Raises HttpError."""
+    """Answer with a file of the page. Raises HttpError for an unknown path or another method."""
     if request.method not in ("GET", "HEAD"):
         message = f"{request.path[:200]} takes GET, not {request.method}"
         raise HttpError(405, message, headers=[(b"allow", b"GET")])

@@ -1,12 +1,12 @@
-"""`GET /live`: snapshots as server-sent events, for as long as somebody listens.
+"""`GET /live`: snapshots as server-sent events, until the client disconnects.
 
-    event: snapshot   twice a second, all panels
-    event: heat       the heat map of the chosen worker, when it has changed
-    event: end        the gateway shuts down
+    event: snapshot   all panels, twice a second
+    event: heat       the heat map of the chosen worker, after each change
+    event: end        the gateway is shutting down
 
-Nothing is computed while nobody listens. Listeners that ask for the same share what was computed. A listener is sent
-the next snapshot once it has taken the one before, so a slow one holds at most two; one that takes none is cut by the
-server's limit of writing, and its task ends with its connection.
+Nothing is computed while nobody listens. Listeners with the same query share one computed snapshot. A listener gets the
+next snapshot after it has read the one before, so a slow listener buffers at most two. A listener that reads nothing is
+disconnected by the server's `write_s` limit, which ends its task.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ END = b"event: end\ndata: {}\n\n"
 
 
 class Live:
-    """Snapshots for those who listen."""
+    """Streams of snapshots for the open pages of the dashboard."""
 
     def __init__(self, parts: GatewayParts, period_s: float = PERIOD_S, most: int = MOST_LISTENERS) -> None:
         self.parts, self.period_s, self.most = parts, period_s, most
         self.listeners = 0
         self.computed = 0
-        """Snapshots since the start."""
+        """Number of snapshots computed since the start."""
         self._closed = asyncio.Event()
         self._tick = -1
         self._made: dict[PageQuery, bytes] = {}
-        """Snapshots of this tick."""
+        """Query → encoded snapshot of the current tick."""
 
     def close(self) -> None:
-        """End all streams: the gateway shuts down."""
+        """End all streams, because the gateway shuts down."""
         self._closed.set()
 
     async def stream(self, request: HttpRequest, responder: Responder) -> None:
-        """Send snapshots until the client leaves, which cancels this."""
+        """Send snapshots until the gateway shuts down or the client leaves, which cancels this task."""
         asked = asked_for(request.query)
         if request.method == "HEAD":
             responder.send(200, headers=HEADERS)
@@ -69,7 +69,7 @@ class Live:
                 self._made.clear()
 
     async def _send(self, asked: PageQuery, responder: Responder) -> None:
-        shown: object = self  # what the heat map was made of; nothing yet
+        shown: object = self  # view of the last heat map sent; self stands for none
         while not self._closed.is_set():
             control = self.parts.control
             view = None if control is None else control.view
@@ -98,7 +98,7 @@ class Live:
 
 
 def asked_for(query: str) -> PageQuery:
-    """Read ``heat=ID&pool=NAME&worker=ID``. Raises HttpError."""
+    """Parse the query ``heat=ID&pool=NAME&worker=ID``. Raises HttpError for any other."""
     try:
         found = parse_qs(query, max_num_fields=8, keep_blank_values=False)
     except ValueError:
@@ -112,5 +112,5 @@ def asked_for(query: str) -> PageQuery:
 
 
 def _event(name: str, value: dict[str, Any]) -> bytes:
-    """JSON has no line breaks of its own: one data line holds it."""
+    """Encode a server-sent event. Its JSON has no line breaks, so that one data line holds it."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))

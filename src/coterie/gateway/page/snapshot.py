@@ -1,6 +1,6 @@
-"""What the page shows, as plain values: a function of the gateway's parts, bounded in size whatever they hold.
+"""Snapshot of the gateway for the dashboard, as plain values, with a bounded size.
 
-Names and reasons come from workers, clients and plugins: they are cut to a length here, and shown as text by the page.
+Names and reasons come from workers, clients and plugins: they are truncated here, and the page shows them as text only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_CANDIDATES = 32
 MOST_EVENTS = 50
 MOST_ACTIONS = 6
 MOST_LAYERS = 8
-"""Layers that are named of an action."""
+"""Most layers of an action that are listed."""
 MOST_RANKS = 256
 MOST_VALUES = 24
-"""Named values of an event, or of the loop's status."""
+"""Most values of an event, of the loop's status, or of an advice."""
 MOST_TEXT = 300
 MINUTE_S = 60.0
 NO_LOOP = "No control loop runs in this gateway: nothing watches the experts of its workers."
@@ -30,17 +30,17 @@ NO_NEWS = "The control loop has started and has not told anything yet."
 
 
 class PageQuery(msgspec.Struct, frozen=True):
-    """What a listener wants to see."""
+    """Selection of one listener: the heat map's worker, and a filter of decisions."""
 
     heat: str | None = None
-    """Worker of the heat map; None: the first that has one."""
+    """Id of the worker whose heat map is shown; None for the first that has one."""
     pool: str | None = None
     worker: str | None = None
-    """Both: whose decisions; None for all."""
+    """`pool` and `worker` select the decisions shown; None for all."""
 
 
 def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, Any]:
-    """All panels but the heat map, at `now_s` in seconds since 1970."""
+    """Return the values of all panels but the heat map; `now_s` is the time in seconds since 1970."""
     decisions = [_decision(one) for one in parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)]
     workers = _workers(parts)
     recent = parts.watcher.recent
@@ -65,7 +65,7 @@ def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, A
 
 
 def heat(parts: GatewayParts, worker: str | None) -> dict[str, Any]:
-    """[layer, expert] tokens of a worker's last window, row by row, or the reason why there are none."""
+    """Return the tokens of a worker's last window, [layer, expert], layer by layer, or why there are none."""
     view = None if parts.control is None else parts.control.view
     if view is None:
         return {"worker": worker, "workers": [], "reason": NO_LOOP if parts.control is None else NO_NEWS}
@@ -111,7 +111,7 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
 
 
 def _decision(one: Mapping[str, Any]) -> dict[str, Any]:
-    """A decision with its best candidates, the chosen one among them."""
+    """Return a decision with its best candidates, which include the chosen worker."""
     scores: dict[str, float | None] = one["scores"]
     chosen = one["worker"]
     order = sorted(scores, key=lambda name: (name != chosen, math.inf if scores[name] is None else scores[name]))
@@ -131,7 +131,7 @@ def _decision(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loop(parts: GatewayParts) -> dict[str, Any]:
-    """The control loop: its state, its events (newest last) and its advice."""
+    """Return the control loop's state, its events (newest last) and its placement advice."""
     view = None if parts.control is None else parts.control.view
     if view is None:
         reason = NO_LOOP if parts.control is None else NO_NEWS
@@ -166,7 +166,7 @@ def _advice(advice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Balance of a placement, and what each rank takes of a mean layer of a step."""
+    """Return the balance of a placement, and the microseconds of each rank in a mean layer of a step."""
     rank_s = told.get("rank_s")
     seconds = rank_s[:MOST_RANKS] if isinstance(rank_s, list) else []
     return {"balance": _rounded(told.get("balance")), "rank_us": [1e6 * (_rounded(one) or 0.0) for one in seconds]}
@@ -181,7 +181,7 @@ def _action(one: object) -> dict[str, Any]:
 
 
 def _plain(values: object) -> dict[str, Any]:
-    """The numbers, flags and texts of a mapping; what is nested is left out."""
+    """Return the numbers, flags and texts of a mapping; nested values are dropped."""
     if not isinstance(values, Mapping):
         return {}
     found: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def cut(value: object, most: int) -> str:
 
 
 def _rounded(value: object, digits: int = 5) -> float | None:
-    """A number as JSON has it; None for what is none, or is infinite."""
+    """Round a number to `digits` significant digits; return None if it is not a finite number."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
@@ -213,7 +213,10 @@ Told = Mapping[str, Any]
 
 
 def verdict(workers: Sequence[Told], minute: Told, decisions: Sequence[Told], events: Sequence[Told]) -> str:
-    """Of a snapshot's workers, its last minute, its decisions (newest first) and the loop's events (newest last)."""
+    """Summarise a snapshot in a few sentences: the workers, the last minute, the last decision, the loop's last event.
+
+    `decisions` are newest first, `events` newest last.
+    """
     return f"{_fleet(workers)}{_minute(minute)}. {_decided(decisions)}{_changed(events)}"
 
 

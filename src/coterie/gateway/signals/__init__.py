@@ -1,1 +1,1 @@
-"""What a router must know of a request and cannot see in it: token ids, cached prefixes, expected experts."""
+"""Routing signals that are not in a request itself: its token ids, cached prefixes, expected footprint."""

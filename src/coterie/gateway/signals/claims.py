@@ -1,10 +1,10 @@
-"""Hold workers' KV events against their answers: one that claims prefixes it does not hold is believed less.
+"""Compare workers' KV events with their answers: a worker that claims prefixes it does not hold is believed less.
 
-A router prefers the worker that holds most of a prompt, so a worker that claims what it does not hold would draw all
-traffic. An answer says how many tokens of its prompt were cached: the share of the claimed ones that answers confirm,
-over the last sixteen or so, scales what routers are told of the worker. Honest workers confirm nearly all, and lose a
-little where blocks are evicted between the decision and the prefill. Answers that do not say teach nothing, and a
-worker that lies in its answers too is not found out.
+A router prefers the worker that holds most of a prompt, so a worker with false claims would draw all traffic. An answer
+reports how many tokens of its prompt were cached. The share of claimed tokens that answers confirm, over about the last
+sixteen, scales the cached tokens that routers see for the worker. Honest workers confirm nearly all: they lose a little
+when blocks are evicted between the decision and the prefill. Answers without a report change nothing, and a worker
+whose answers are false too is not detected.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 16.0
-"""Answers over which the confirmed share is a mean."""
+"""Window of the moving average of the confirmed share, in answers."""
 PRIOR = 4.0
-"""Answers that a worker is trusted for before its first: so many, all confirmed."""
+"""Number of fully confirmed answers that a new worker is credited with."""
 FULL_TOKENS = 256.0
-"""Claimed tokens for which an answer counts in full; fewer count in proportion, so that small truths hide no lie."""
+"""Claimed tokens for which an answer has full weight. Fewer weigh less, so that small true claims hide no big lie."""
 NONE, ALL = 0.25, 0.75
-"""Confirmed shares up to which nothing and from which on all is believed; in between, in proportion."""
+"""Confirmed share up to which no claim is believed, and from which on all are; in between belief is linear."""
 
 
 class Claims:
-    """Belief in the workers of one pool, by row."""
+    """Belief in the claims of one pool's workers, by row."""
 
     def __init__(self) -> None:
         self._evidence: dict[int, tuple[float, float]] = {}
         self.beliefs: NDArray[np.float64] | None = None
-        """[row] share of the claimed tokens that is believed; None if all are. A new array at each change."""
+        """Share of each worker's claimed tokens that is believed, [row]; None if all are. Replaced at each change."""
 
     def answered(self, row: int, claimed: int, cached: int) -> None:
-        """An answer came: the worker had claimed so many tokens of its prompt, and `cached` of them were there."""
+        """Record an answer: the worker had claimed `claimed` tokens of the prompt and reports `cached` as found."""
         if claimed < 1:
             return
         confirmed, answers = self._evidence.get(row, (PRIOR, PRIOR))
@@ -46,7 +46,7 @@ class Claims:
         return min(1.0, max(0.0, (confirmed / answers - NONE) / (ALL - NONE)))
 
     def discounted(self, claimed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[row] tokens that routers are told of."""
+        """Scale claimed tokens by the belief in each worker, [row]: the cached tokens that routers see."""
         if self.beliefs is None:
             return claimed
         believed = claimed.copy()
@@ -55,7 +55,7 @@ class Claims:
         return believed
 
     def forget(self, row: int) -> None:
-        """A worker left; its row may become another's."""
+        """Forget a worker that left, as its row may go to another."""
         if self._evidence.pop(row, None) is not None:
             self._refresh()
 

@@ -1,9 +1,9 @@
-"""What is known of a request before it runs: its token ids, who has its prefix cached, which experts it will use.
+"""Routing signals of a request before it runs: its token ids, the workers that cache its prefix, its footprint.
 
-Each is filled from the best source there is. Cached prefixes come from the workers' KV events; where a worker sends
-none, or the prompt has no token ids, they are guessed from what the gateway itself routed. Footprints come from the
-prefill's answer, else they are predicted: from earlier requests with the same beginning, from a fitted predictor, from
-popularity. What is unknown is left out, and routers do without: a gateway serves before it routes well.
+Each signal comes from the best available source. Cached prefixes come from the workers' KV events; for a worker without
+KV events, or a prompt without token ids, they are guessed from the gateway's own routing. Footprints come from the
+prefill's answer, else they are predicted: from earlier requests with the same prefix, by a fitted predictor, or from
+the experts' popularity. Unknown signals are omitted, and routers work without them: serving never waits for routing.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from coterie.wire.event_security import secure_subscriber
 from coterie.wire.footprints import WireFootprint, check_possible
 
 Mask = NDArray[np.uint64]
-"""[layer, word] bits of the experts that a worker holds: bit e of a layer is set if it has a slot of expert e. A row of
-``Fleet.local``, by which `joint` prefers local experts."""
+"""[layer, word] bits of the experts that a worker holds: bit e of a layer is set if the worker has a slot of expert e.
+One row of ``Fleet.local``, which the router `joint` uses to prefer local experts."""
 
 
 class KnownPrompt(msgspec.Struct, frozen=True):
-    """What is known of one request."""
+    """Routing signals of one request."""
 
     ids: NDArray[np.int64] | None = None
     tokens: int = 0
     """Prompt tokens; 0 if unknown."""
     salt: str | None = None
     text: PromptKeys | None = None
-    """Blocks of its prompt, where cached prefixes are guessed."""
+    """Block keys of the prompt, for guessing cached prefixes; None if not needed."""
     claims: dict[str, NDArray[np.int64]] = {}
-    """Pool → [row] leading tokens that each worker claims to hold, by its KV events, as of the last decision."""
+    """Pool → leading tokens that each worker claims to hold by its KV events, [row], as of the last decision."""
 
 
 NOTHING = KnownPrompt()
 
 
 class PromptSource(Protocol):
-    """What is read of a request."""
+    """The part of a request that is read here."""
 
     @property
     def path(self) -> str: ...
@@ -74,7 +74,7 @@ class PromptSource(Protocol):
 
 
 class PoolRows(Protocol):
-    """What is read of a pool."""
+    """The part of a pool that is read here."""
 
     @property
     def name(self) -> str: ...
@@ -83,7 +83,7 @@ class PoolRows(Protocol):
 
 
 class Knowledge:
-    """Of one gateway; belongs to its event loop."""
+    """Routing signals of one gateway. Not thread-safe: belongs to the gateway's event loop."""
 
     def __init__(self, config: GatewayConfig, pools: list[str], secret: str | None = None) -> None:
         reason, tokenizer = "no tokenizer is configured: prefixes are compared as text", None
@@ -93,7 +93,7 @@ class Knowledge:
             except CoterieError as error:
                 reason = f"{error}: prefixes are compared as text"
         self.says = "" if tokenizer is not None else reason
-        """What an operator should know; empty if all is there."""
+        """Warning for the operator that no tokenizer is available; empty if there is one."""
         self.tokens = TokenService(tokenizer, reason, deadline_s=config.limits.tokenise_s)
         self.footprints = _footprints(config)
         self._placement = None if config.placement is None else read_map(config.placement).placement
@@ -102,14 +102,14 @@ class Knowledge:
         self._claims = {name: Claims() for name in pools}
         self._routed = {name: RoutedPrefixes() for name in pools}
         self._guessed: dict[str, set[int]] = {name: set() for name in pools}
-        """Rows of workers that send no KV events."""
+        """Pool → rows of workers that send no KV events, whose cached prefixes are guessed."""
 
     # -------------------------------------------------------------------------------------------------------- workers
 
     def held(self, entry: WorkerEntry) -> Mask | None:
-        """Experts that a worker holds; None: all.
+        """Return the experts that a worker holds; None for all.
 
-        Raises ConfigError for a rank that the placement lacks, and for events that are to be secure without a secret.
+        Raises ConfigError for a rank that the placement lacks, and for secure events without a fleet secret.
         """
         if entry.secure_events and self._secret is None:
             raise ConfigError(f"worker {entry.id!r}: secure_events=true needs the fleet's secret in {SECRET_VARIABLE}")
@@ -145,11 +145,11 @@ class Knowledge:
         return self._claims[pool]
 
     def bound_messages(self, pool: str, context_tokens: int) -> None:
-        """Take over the longest context of a pool's workers: it bounds the messages of their KV events."""
+        """Set the longest context of a pool's workers, in tokens: it limits the length of their KV event messages."""
         self._streams[pool].context_tokens = context_tokens
 
     def last_errors(self) -> dict[str, str]:
-        """Source → why it last left something out; sources without a problem are left out."""
+        """Return the last error of each source that has one."""
         errors = {f"kv_events of {name}": streams.counters.last_error for name, streams in self._streams.items()}
         errors |= {f"kv_directory of {name}": one.directory.counters.last_error for name, one in self._streams.items()}
         errors["predictor"] = self.footprints.counters.last_error
@@ -162,7 +162,7 @@ class Knowledge:
     # ------------------------------------------------------------------------------------------------------- requests
 
     async def describe(self, call: PromptSource) -> KnownPrompt:
-        """What the body tells of its prompt; token ids only if there is a tokenizer and they come in time."""
+        """Return the signals in a request's body; token ids only if given, or if the tokenizer makes them in time."""
         salt, ids = call.salt, None
         if self.tokens.tokenizer is not None or call.listed:
             ids = (await self.tokens.ids(call.path, call.body)).ids
@@ -175,7 +175,7 @@ class Knowledge:
     def wanted(
         self, pool: PoolRows, call: PromptSource, known: KnownPrompt, footprint: WireFootprint | None
     ) -> tuple[Request, str]:
-        """What the router is told, and where its footprint came from."""
+        """Return the request as the router sees it, and the source of its footprint."""
         counts: NDArray[Any] | None = None
         source = "none"
         if footprint is not None:
@@ -185,9 +185,9 @@ class Knowledge:
         return Request("", known.tokens, counts, call.domain, self._cached(pool, known)), source
 
     def routed(self, pool: PoolRows, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
-        """A worker has computed this prompt, of which it found `cached_tokens` in its cache, if it says so.
+        """Note that a worker computed this prompt and found `cached_tokens` of it in its cache; None if not reported.
 
-        Guess that it keeps the prefix, if it does not tell; hold what it told against the answer.
+        The report is compared with the worker's claims. If its cache is guessed, assume that it now holds the prefix.
         """
         claims = known.claims.get(pool.name)
         if cached_tokens is not None and claims is not None and row < len(claims):
@@ -199,11 +199,11 @@ class Knowledge:
         self.footprints.learn(known.ids, footprint)
 
     def check(self, footprint: WireFootprint) -> None:
-        """Raise InputError for a worker's footprint that cannot be true of this model."""
+        """Raise InputError for a worker's footprint that is impossible for this model."""
         check_possible(footprint, self.footprints.shape, self.footprints.top_k)
 
     def _cached(self, pool: PoolRows, known: KnownPrompt) -> NDArray[np.int64] | None:
-        """[row] leading tokens that each worker of the pool holds."""
+        """Return the leading tokens that each worker of the pool is believed to hold, [row]; None if unknown."""
         rows, guessed, streams = len(pool.ids), self._guessed[pool.name], self._streams[pool.name]
         told = None
         if known.ids is not None and streams.workers:
@@ -221,7 +221,7 @@ class Knowledge:
         return found
 
     def warm_up(self) -> None:
-        """Compile ahead what the first requests and events would wait for; seconds, once on a machine."""
+        """Compile the loops that the first requests and events would wait for: seconds, once per machine."""
         predicted.warm_up()
         if any(streams.workers for streams in self._streams.values()):
             kv_streams.compile_directory()
@@ -233,7 +233,7 @@ class Knowledge:
 
 
 def mask_of(placement: Placement, rank: int) -> Mask:
-    """Experts that a rank of a placement holds. Raises ConfigError for a rank that it lacks."""
+    """Return the experts that a rank of a placement holds, as bits. Raises ConfigError for a rank that it lacks."""
     if not 0 <= rank < placement.num_ranks:
         raise ConfigError(f"rank={rank} must be at least 0 and below num_ranks={placement.num_ranks}")
     held = np.zeros((placement.num_layers, -(-placement.num_experts // 64) * 64), np.bool_)
@@ -242,7 +242,7 @@ def mask_of(placement: Placement, rank: int) -> Mask:
 
 
 def _footprints(config: GatewayConfig) -> Footprints:
-    """Predicts footprints from what the config names: a fit's popularity, a token table."""
+    """Make the predictor of footprints from the config: a fit's popularity, a token table."""
     predictor = None if config.predictor is None else open_predictor(config.predictor)
     if config.decode.fit is None:
         return Footprints(predictor=predictor)

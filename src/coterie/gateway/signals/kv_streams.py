@@ -1,13 +1,13 @@
-"""Follow the KV event streams of a pool's workers: how many leading tokens of a prompt each of them holds.
+"""Read the KV event streams of a pool's workers, to know how many leading tokens of a prompt each worker holds.
 
-One ZMQ connection a worker, all in a thread of their own: decoding a message never holds up a request. Messages are
-numbered; what is missing is asked of the engine's replay endpoint, and as soon as a connection stands, all that it
-still has: so a gateway that starts late knows the blocks too. A connection that ends may be a restart: the worker's
-blocks are dropped, and learned anew from the next connection.
+Each worker has one ZMQ connection, all in a separate thread: decoding a message never delays a request. Messages are
+numbered; missing ones are requested from the engine's replay endpoint. After connecting, all messages that it still
+has are requested, so that a gateway that starts late knows the blocks too. A connection that ends may be a restart:
+the worker's blocks are dropped, and learned again from the next connection.
 
-Whatever a worker sends, nothing is raised: it is counted, and its blocks are forgotten where they may be wrong. Its
-messages are as long as its model's context needs, its queue and its replays have a size in bytes, and it gets a share
-of the thread: one that sends more is read more slowly, until its own queue is full.
+Nothing that a worker sends makes this raise: bad messages are counted, and blocks that may be wrong are forgotten. The
+length of messages is limited by the model's context, queues and replays are bounded in bytes, and each worker gets a
+share of the thread's time: one that sends more is read more slowly, until its queue is full.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from coterie.wire.framing import REPLAY_END, Frame, bound_reader, from_frames, q
 from coterie.wire.kv_events import BlockRemoved, BlockStored
 
 Secure = Callable[[Any], None]
-"""Sets keys on a ZMQ socket before it connects."""
+"""Function that sets encryption keys on a ZMQ socket before it connects."""
 
 TOKEN_BYTES = 8
-"""Bytes of a message for each token of the context: 5 of its id and 34 of the hash of a block of 16."""
+"""Bytes of a message per token of the context: 5 for its id, and 34 for the hash of a block of 16 tokens."""
 DEFAULT_CONTEXT = 1 << 18
-"""Context length while no worker has told its own."""
+"""Context length in tokens while no worker has reported its own."""
 LEAST_MESSAGE, MOST_MESSAGE = 1 << 20, 8 << 20
-"""Bounds of the longest message, whatever the context. A longer one ends the connection."""
+"""Smallest and largest limit on the bytes of a message, whatever the context. A longer message ends the connection."""
 REPLAY_BYTES, REPLAY_KEPT_BYTES = 256 << 20, 64 << 20
-"""Most bytes of a replay that are read, and that are kept, the newest; vLLM keeps 10,000 messages."""
+"""Most bytes of a replay that are read, and most that are kept (the newest); vLLM keeps 10,000 messages."""
 REPLAY_QUEUE = 10_000
-"""Messages of a replay that wait to be read: an engine sends all it has at once and drops what does not fit."""
+"""Length of the queue for a replay's messages: an engine sends all at once and drops those that do not fit."""
 PAUSES_S = (0.1, 0.5, 2.0, 5.0)
-"""Pauses before a connection that ended is made anew, then the last one each time."""
+"""Seconds before the first, second, … reconnection; later reconnections use the last value."""
 REPLAY_PAUSE_S = 10.0
-"""Pause after a replay endpoint that did not answer."""
+"""Seconds before a replay endpoint that did not answer is asked again."""
 SHARE, BURST_S = 0.2, 5.0
-"""Share of a core that a worker's messages may take, and processor time that it has saved up at most: 18,000 messages
-of 8 blocks at once."""
+"""Share of a core that a worker's messages may take, and the most processor seconds that it can save up: enough for
+18,000 messages of 8 blocks at once."""
 REPLAY_S, REPLAYED_S = 0.01, 2e-5
-"""Processor time that a replay counts as, and each of its messages, besides applying them."""
+"""Processor seconds charged for a replay, and for each of its messages, besides the time of applying them."""
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -71,18 +71,18 @@ class StreamCounters:
 
     messages: int = 0
     malformed: int = 0
-    """Messages that are no frames of a KV stream."""
+    """Messages that are not frames of a KV event stream."""
     unanswered: int = 0
-    """Replays that did not come, or not whole."""
+    """Replays that were not answered, or not completely."""
     connections: int = 0
     disconnections: int = 0
-    """Connections that ended: a restart, or a message that is too long."""
+    """Connections that ended, by a restart or a message that is too long."""
     refused: int = 0
-    """Handshakes that failed: wrong keys, or no ZMQ."""
+    """Handshakes that failed, because of wrong keys or a peer that is not ZMQ."""
     failed: int = 0
     """Unexpected errors, each of which ended a connection."""
     last_error: str = ""
-    """The last of all these problems, with its worker."""
+    """Text of the last problem of any kind, with its worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,27 +96,27 @@ class _Stream:
     connected: bool = False
     closed: bool = False
     last_live: int = -1
-    """Last number that came by itself, not by a replay, in this connection."""
+    """Last sequence number received live, not by replay, in this connection; -1 before the first."""
     replayed: range = range(0)
-    """Numbers that the first replay of this connection brought, until a message with another number comes."""
+    """Sequence numbers of this connection's first replay; cleared by the first live message outside them."""
     replay_after: float = 0.0
-    """Time of the event loop before which the replay endpoint is not asked again."""
+    """Event-loop time before which the replay endpoint is not asked again."""
     credit_s: float = BURST_S
-    """Processor time that the worker has left, as of `credit_time`."""
+    """Processor seconds that the worker has left, as of `credit_time`."""
     credit_time: float = 0.0
     up: asyncio.Event = field(default_factory=asyncio.Event)
 
     def spend(self, seconds: float, now: float) -> float:
-        """Take processor time from the credit; the time to wait until there is some again."""
+        """Take processor seconds from the credit; return the seconds to wait until it is positive again."""
         self.credit_s = min(BURST_S, self.credit_s + SHARE * (now - self.credit_time)) - seconds
         self.credit_time = now
         return max(0.0, -self.credit_s / SHARE)
 
 
 class KvStreams:
-    """Streams of one pool. Its methods are for one thread; the streams run in another, from the first `join` on.
+    """KV event streams of one pool. Call its methods from one thread; the streams are read in another.
 
-    `max_blocks` bounds the blocks of a worker whose KV cache is not known: it is not believed to hold more.
+    `max_blocks` limits the blocks of a worker whose KV cache size is unknown: it is not believed to hold more.
     """
 
     def __init__(self, *, block_size: int = 16, replay_s: float = 10.0, max_blocks: int = MAX_BLOCKS) -> None:
@@ -124,7 +124,7 @@ class KvStreams:
         self.directory = KVDirectory(1, block_size=block_size, max_blocks=max_blocks)
         self.counters = StreamCounters()
         self.context_tokens = DEFAULT_CONTEXT
-        """Longest context of the workers, by which the messages of later connections are bounded."""
+        """Longest context of the workers in tokens, which limits the messages of later connections."""
         self._replay_s = replay_s
         self._streams: dict[str, _Stream] = {}
         self._follower = Follower(self.directory)
@@ -150,9 +150,9 @@ class KvStreams:
         secure: Secure | None = None,
         kv_blocks: int | None = None,
     ) -> None:
-        """Follow a worker from now on.
+        """Start reading a worker's stream.
 
-        `replay` is the endpoint of its engine's replays, `kv_blocks` the size of its KV cache, if they are known.
+        `replay` is the engine's replay endpoint, `kv_blocks` the size of its KV cache in blocks; None if unknown.
         """
         check_at_least(0, row=row)
         for name, address in (("endpoint", endpoint), ("replay", replay)):
@@ -172,7 +172,7 @@ class KvStreams:
         self._loop.call_soon_threadsafe(self._begin, stream)
 
     def leave(self, worker_id: str) -> None:
-        """Forget a worker; no harm if it is not there."""
+        """Stop reading a worker's stream and forget its blocks; do nothing for an unknown worker."""
         stream = self._streams.pop(worker_id, None)
         if stream is not None and self._loop is not None:
             stream.closed = True
@@ -180,16 +180,16 @@ class KvStreams:
             self._loop.call_soon_threadsafe(self._begin, stream)
 
     def restarted(self, worker_id: str) -> None:
-        """Drop the blocks of a worker that is known to have emptied its cache; its stream goes on."""
+        """Drop the blocks of a worker that may have lost its cache; its stream continues."""
         if (stream := self._streams.get(worker_id)) is not None:
             self._follower.drop_worker(stream.row)
 
     def cached(
         self, ids: NDArray[np.int64], rows: int | None = None, cache_salt: str | None = None, lora: str | None = None
     ) -> NDArray[np.int64]:
-        """[row] leading tokens of a prompt whose KV each worker holds and would use; `rows` is the length wanted.
+        """Return the leading tokens of a prompt whose KV each worker holds and would use, [row].
 
-        Whole blocks, and never the last token: an engine computes at least one.
+        Whole blocks, and never the last token: an engine computes at least one. `rows` is the length of the result.
         """
         tokens = np.zeros(self.directory.num_workers if rows is None else rows, np.int64)
         if len(ids):
@@ -210,21 +210,21 @@ class KvStreams:
     # ------------------------------------------------------------------------- connections, from here on in the thread
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which ends the streams that are left
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # at its end it cancels the remaining streams
             runner.run(self._wait())
 
     async def _wait(self) -> None:
         await self._ended.wait()
 
     def _begin(self, stream: _Stream) -> None:
-        """Begin to follow a stream, or end it once it is closed."""
+        """Start reading a stream, or end it if it is closed."""
         if not stream.closed:
             stream.task = asyncio.get_running_loop().create_task(self._run(stream))
         elif stream.task is not None:
             stream.task.cancel()
 
     async def _run(self, stream: _Stream) -> None:
-        """Connect, follow, and again, until the worker leaves."""
+        """Connect and read, repeatedly, until the worker leaves."""
         ended = 0
         while not stream.closed:
             try:
@@ -238,7 +238,7 @@ class KvStreams:
             await asyncio.sleep(PAUSES_S[min(ended, len(PAUSES_S) - 1)])
 
     async def _session(self, stream: _Stream) -> None:
-        """One connection, until it ends: ZMQ's own reconnecting would hide a restart."""
+        """Read one connection until it ends: ZMQ's own reconnection would hide a restart."""
         socket = self._socket(zmq.SUB, stream)
         monitor = None
         tasks: list[asyncio.Task[None]] = []
@@ -262,7 +262,7 @@ class KvStreams:
             socket.close(linger=0)
 
     async def _watch(self, stream: _Stream, monitor: zmq.asyncio.Socket) -> None:
-        """Ends when the connection does."""
+        """Count the connection's events; return when it ends."""
         while True:
             event = (await recv_monitor_message(monitor))["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -319,7 +319,7 @@ class KvStreams:
     # -------------------------------------------------------------------------------------------------------- messages
 
     async def _follow(self, stream: _Stream, frame: Frame) -> None:
-        """Apply a message, after those that are missing before it. Raises InputError for a number that cannot be."""
+        """Apply a message, after the missing ones before it. Raises InputError for an impossible sequence number."""
         missing = self._follower.missing(stream.row, frame.seq)
         last, stream.last_live = stream.last_live, frame.seq
         if last < frame.seq and frame.seq in stream.replayed:
@@ -331,11 +331,11 @@ class KvStreams:
         started = time.thread_time()
         if not stream.closed:
             self._follower.apply_payload(stream.row, frame.seq, frame.payload, replayed, lambda: not stream.closed)
-        # Also without a pause to wait for, other streams have their turn: awaiting what is there already lets none run.
+        # Even a sleep of 0 is needed: awaiting messages that have already arrived never lets other streams run.
         await asyncio.sleep(stream.spend(time.thread_time() - started, asyncio.get_running_loop().time()))
 
     async def _replayed(self, stream: _Stream, first: int) -> Sequence[Frame]:
-        """Messages from `first` on that the engine still has; none if it does not answer in time."""
+        """Request the messages from number `first` on that the engine still has; return those received in time."""
         now = asyncio.get_running_loop().time()
         if stream.replay is None or now < stream.replay_after or stream.spend(REPLAY_S, now):
             return ()
@@ -371,7 +371,7 @@ class KvStreams:
 
 
 def compile_directory() -> None:
-    """Compile the directory's loops ahead, or the first message and the first request wait for them: seconds."""
+    """Compile the directory's loops, so that the first message and the first request do not wait seconds for them."""
     follower = Follower(KVDirectory(1, block_size=2))
     store = BlockStored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)
     child = BlockStored(block_hashes=[b"12345678"], parent_block_hash=2, token_ids=[5, 6], block_size=2)
@@ -383,7 +383,7 @@ def compile_directory() -> None:
 
 
 def _last_run(frames: Sequence[Frame]) -> list[Frame]:
-    """The unbroken run of numbers that ends with the last message."""
+    """Return the messages at the end whose sequence numbers have no gap."""
     run: list[Frame] = []
     for frame in reversed(frames):
         if run and frame.seq != run[-1].seq - 1:

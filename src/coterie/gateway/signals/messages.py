@@ -1,8 +1,8 @@
-"""Messages of a chat body, in the form in which vLLM hands them to a model's template.
+"""Messages of a chat body, in the form in which vLLM passes them to a model's chat template.
 
-Ids equal the worker's own only if the messages do: parts of content are joined or wrapped, arguments of tool calls are
-parsed, tools get the fields that vLLM's schema gives them, a developer becomes the system where the template knows
-none. What is not text (images, audio) has no ids here.
+Token ids equal the worker's only if the messages do: content parts are joined or wrapped, arguments of tool calls are
+parsed, tools get the fields of vLLM's schema, and the role developer becomes system if the template does not know it.
+Content that is not text (images, audio) has no token ids here.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from coterie.errors import InputError
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"} | {
     "thinking": "thinking"
 }
-"""Type of a part → the field that holds its text."""
+"""Type of a content part → the field that holds its text."""
 _BILLING = "x-anthropic-billing-header"
-"""vLLM drops a line that begins so from system messages: it differs in each request."""
+"""Start of a line that vLLM drops from system messages, as it differs in each request."""
 
 
 class NoTokensError(InputError):
-    """Token ids of a body cannot be known here; the message says why."""
+    """The token ids of a body cannot be known; the message says why."""
 
 
 def messages_of(body: Mapping[str, Any], *, wrapped: bool, separator: str = "\n") -> list[dict[str, Any]]:
-    """Messages for a template; `wrapped` where it goes through the parts of content itself."""
+    """Return the messages for a template. `wrapped`: whether the template iterates over content parts itself."""
     found = body.get("messages")
     if not isinstance(found, list) or not found:
         raise NoTokensError("messages must be a list of at least one message")
@@ -34,7 +34,7 @@ def messages_of(body: Mapping[str, Any], *, wrapped: bool, separator: str = "\n"
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Tools with the fields of vLLM's schema, in its order."""
+    """Return the tools with the fields of vLLM's schema, in its order; None if there are none."""
     tools = body.get("tools")
     if tools is None:
         return None
@@ -44,7 +44,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def template_settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the template: the body's own fields win over `chat_template_kwargs`, those over tools."""
+    """Return the template's variables: the body's fields override `chat_template_kwargs`, which override tools."""
     if body.get("chat_template") is not None:
         raise NoTokensError("the request brings its own chat template")
     given = body.get("chat_template_kwargs") or {}
@@ -64,7 +64,10 @@ def template_settings(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def developer_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template without that role: developers become the system, and all system messages one, at the start."""
+    """Turn developer messages into system messages, and merge these into one at the start.
+
+    For templates that do not know the role developer; without such messages nothing changes.
+    """
     if not any(message["role"] == "developer" for message in messages):
         return messages
     changed = [
@@ -95,7 +98,7 @@ def _message(message: Any, wrapped: bool, separator: str) -> dict[str, Any]:
         texts = list(_without_billing(texts))
     told: dict[str, Any] = {"role": role}
     if not wrapped or role == "tool":
-        # vLLM leaves empty texts out, but for a tool's that were wrapped.
+        # vLLM omits empty texts, except in a tool message if content is wrapped.
         told["content"] = ("\n" if wrapped else separator).join(texts if wrapped else filter(None, texts))
     else:
         told["content"] = [{"type": "text", "text": text} for text in texts]
@@ -110,7 +113,7 @@ def _message(message: Any, wrapped: bool, separator: str) -> dict[str, Any]:
 
 
 def _text_of(part: Any) -> str | None:
-    """Text of a part; None for one that vLLM skips."""
+    """Return the text of a content part; None for a part that vLLM skips."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else None
@@ -132,7 +135,7 @@ def _without_billing(texts: Iterable[str]) -> Iterable[str]:
 
 
 def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls and reasoning of an assistant's message."""
+    """Return the tool calls and reasoning of an assistant's message."""
     told: dict[str, Any] = {}
     calls = message.get("tool_calls")
     if calls:

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, from the files beside its weights: the ids that its workers make."""
+"""A model's tokenizer and chat template, from the files beside its weights, for the same token ids as its workers."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
 Form = Literal["auto", "string"]
 Ids = NDArray[np.int64]
-"""[token] ids; shared by all who ask, never written to."""
+"""Token ids of a prompt, [token]; the array is shared and must not be modified."""
 
 OWN_RENDERERS = ("gpt_oss", "deepseek_v32", "deepseek_v4", "kimi_k3", "inkling")
-"""Types of model whose chats vLLM renders by a program of its own: the template's ids are near, not the same."""
+"""Model types whose chats vLLM renders in its own code: ids from the chat template are similar, not equal."""
 
 
 class Tokenizer(Protocol):
-    """What the service asks of a tokenizer; called from several threads at once."""
+    """Tokenizer as the token service uses it; must be thread-safe."""
 
     exact_chat: str
-    """Why ids of chats may differ from the worker's; empty if they do not."""
+    """Reason why token ids of chats may differ from the worker's; empty if they are equal."""
     tells_time: bool
-    """Whether the ids of a chat depend on the date."""
+    """Whether the token ids of a chat depend on the date."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Ids: ...
 
     def chat(self, body: Mapping[str, Any]) -> Ids:
-        """Ids of a chat body; raises NoTokensError where they cannot be known."""
+        """Return the token ids of a chat body; raise NoTokensError if they cannot be known."""
         ...
 
 
 class FolderTokenizer:
     """A model's own tokenizer and chat templates, from the files beside its weights.
 
-    Special tokens at the ends are those of ``tokenizer.json``, as in transformers 5, which ignores `add_bos_token` of
-    ``tokenizer_config.json`` beside it. `form` says how content reaches the template: *auto* as in vLLM, a text or a
-    list of parts by what the template goes through; *string* always a text, as in Coterie's own worker. `separator`
+    Special tokens at the ends are those of ``tokenizer.json``, as in transformers 5, which ignores `add_bos_token` in
+    ``tokenizer_config.json``. `form` is the form of content that the template gets: *auto* as in vLLM, a list of parts
+    if the template iterates over them, else a text; *string* always a text, as in Coterie's own worker. `separator`
     joins parts to a text.
     """
 
@@ -82,7 +82,7 @@ class FolderTokenizer:
         return self.encode(self._template.render(body), body.get("add_special_tokens") is True)
 
     def _add_tokens(self, library: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-        """Add what the config names and ``tokenizer.json`` lacks, in the order of ids."""
+        """Add the tokens that the config lists and ``tokenizer.json`` lacks, in the order of ids."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         listed = config.get("added_tokens_decoder") or {}
         more = [*special.values(), *_texts(config.get("additional_special_tokens"))]
@@ -99,7 +99,7 @@ class FolderTokenizer:
 
 
 class TinyTokenizer:
-    """coterie-tiny's tokenizer without any library: slower, with the ids of its NumPy worker."""
+    """coterie-tiny's tokenizer without any library: slower, with the same ids as its NumPy worker."""
 
     exact_chat, tells_time = "", False
 
@@ -121,9 +121,9 @@ class TinyTokenizer:
 
 
 def load_tokenizer(folder: str | Path, form: Form = "auto", separator: str = "\n") -> Tokenizer:
-    """Tokenizer of a model's folder; coterie-tiny's own where the libraries are missing. See :class:`FolderTokenizer`.
+    """Load a model folder's tokenizer: :class:`FolderTokenizer`, or without its libraries :class:`TinyTokenizer`.
 
-    Raises UnavailableError or ConfigError, whose text is a good `reason` for a service without a tokenizer.
+    Raises UnavailableError or ConfigError, whose text can be the `reason` of a service without a tokenizer.
     """
     try:
         return FolderTokenizer(folder, form, separator)
@@ -135,7 +135,7 @@ def load_tokenizer(folder: str | Path, form: Form = "auto", separator: str = "\n
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """An object from a file; empty if there is none."""
+    """Read a JSON object from a file; empty if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Variables of a template such as bos_token; a token may be a text or an object with its content."""
+    """Return the template's variables such as bos_token; a token may be a text or an object with its content."""
     names = [name for name in config if name.endswith("_token") and not name.startswith("add_")]
     extra = config.get("extra_special_tokens")
     rows = {**{name: config[name] for name in names}, **(extra if isinstance(extra, dict) else {})}
@@ -157,7 +157,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Texts of a list of tokens; none of anything else."""
+    """Return the texts of a list of tokens; an empty list for any other value."""
     rows = value if isinstance(value, list) else []
     texts = [row.get("content") if isinstance(row, dict) else row for row in rows]
     return [text for text in texts if isinstance(text, str)]
@@ -166,7 +166,7 @@ def _texts(value: Any) -> list[str]:
 def _template(
     folder: Path, config: Mapping[str, Any], special: Mapping[str, str], form: Form, separator: str
 ) -> ChatTemplate | None:
-    """The folder's chat templates, compiled; files win over the config. None if it has none."""
+    """Compile the folder's chat templates; files override the config. None if there are none."""
     found = config.get("chat_template")
     sources = {"default": found} if isinstance(found, str) else {}
     if isinstance(found, list):

@@ -1,11 +1,11 @@
-"""The footprint that a request will have, before a worker has computed it.
+"""Prediction of a request's footprint, before a worker has computed it.
 
-From the best source that knows anything: *prefix*, the mean of earlier requests with the same leading tokens, learned
-from the footprints in prefill answers; *predictor*, a fitted one; *popularity*, the mean of all footprints seen or a
-fit's. Only footprints that can be true are learned: one lie would steer every later request.
+Sources, the best first: *prefix*, the mean of earlier requests with the same leading tokens, learned from the
+footprints in prefill answers; *predictor*, a fitted predictor; *popularity*, the mean of all footprints seen or that of
+a fit. Only footprints that passed the plausibility check are learned: a false one would steer every later request.
 
-Footprints of partly cached prompts are complete where experts lie beside the KV cache, as in Coterie's workers; what a
-worker never saw is told in `missing`.
+Footprints of partly cached prompts are complete if the worker stores expert ids with its KV cache, as Coterie's workers
+do; the number of tokens without known experts is in `missing`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from coterie.wire.footprints import MOST_TOKENS, WireFootprint
 
 Source = Literal["prefix", "predictor", "popularity", "none"]
 Counts = NDArray[np.integer] | NDArray[np.floating]
-"""[layer, expert] activations"""
+"""Activations, [layer, expert]."""
 Profile = NDArray[np.float32]
-"""[layer, expert] activations per token"""
+"""Activations per token, [layer, expert]."""
 
 BOUNDS = np.concatenate([np.arange(64, 1025, 64), np.arange(1280, 8193, 256), np.arange(9216, 65537, 1024)])
-"""Lengths of the prefixes that are compared, in tokens: finer where prompts are short."""
+"""Lengths of the prefixes that are compared, in tokens; finer steps for short prompts."""
 _BOUNDS: list[int] = BOUNDS.tolist()
 RECENT = 4
-"""Requests whose mean predicts the next one with the same prefix, the latest ones."""
+"""Number of latest requests with a prefix whose mean predicts the next request with that prefix."""
 DECAY = 0.99
-"""Share of the mean of all requests that stays when one more is seen."""
+"""Weight of the old mean in the moving average over all requests."""
 _KEY_BYTES, _ENTRY_BYTES = 160, 400
 
 
 class Predicted(NamedTuple):
     counts: Profile | None
-    """[layer, expert] expected activations, not to be changed; None if nothing is known."""
+    """Expected activations, [layer, expert], read-only; None if nothing is known."""
     source: Source
 
 
@@ -51,9 +51,9 @@ class Predicted(NamedTuple):
 class FootprintCounters:
     learned: int = 0
     failed: int = 0
-    """Predictions that raised or are no loads."""
+    """Predictions that raised or returned an invalid array."""
     last_error: str = ""
-    """Why the last prediction failed."""
+    """Reason why the last prediction failed."""
     prefix: int = 0
     predictor: int = 0
     popularity: int = 0
@@ -67,9 +67,9 @@ class _Known(NamedTuple):
 
 
 class Footprints:
-    """Learns and predicts footprints of one model, [layer, expert]; not for several threads.
+    """Learns and predicts footprints of one model, [layer, expert]. Not thread-safe.
 
-    `shape` None takes the predictor's, the popularity's, or that of the first footprint that may be true.
+    If `shape` is None, it is that of the predictor, of the popularity, or of the first footprint learned.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Footprints:
         sampled: int = 64,
         seed: int | None = None,
     ) -> None:
-        """`popularity` [layer, expert] is the mean of a token.
+        """`popularity` is the mean activations per token, [layer, expert].
 
-        A prefix must be at least `min_share` of the prompt. `max_bytes` bounds what is kept of earlier requests: the
-        least recently used go first. A predictor is asked about `sampled` tokens of a prompt, evenly spread: a token
-        table takes 0.2 ms for 64 of them at 24 layers x 32 experts, 0.34 ms at 58 x 256. A prefix takes 17 to
-        33 µs, popularity less than 1.
+        A prefix must be at least `min_share` of the prompt. `max_bytes` limits the memory of earlier requests: the
+        least recently used are dropped first. The predictor gets `sampled` tokens of a prompt, evenly spread: a token
+        table takes 0.2 ms for 64 tokens at 24 layers x 32 experts, 0.34 ms at 58 x 256. A lookup by prefix takes 17 to
+        33 µs, by popularity less than 1 µs.
         """
         check_at_least(1, max_bytes=max_bytes, sampled=sampled, top_k=top_k)
         check_share(min_share=min_share)
@@ -97,8 +97,8 @@ class Footprints:
         self.counters = FootprintCounters()
         self._min_share, self._sampled, self._max_bytes = min_share, sampled, max_bytes
         self._seed = np.random.default_rng(seed).integers(0, 1 << 64, dtype=np.uint64)
-        self._known: dict[int, _Known] = {}  # the latest used last
-        self._requests_at: dict[int, list[int]] = {}  # key of a prefix → numbers of requests, the latest last
+        self._known: dict[int, _Known] = {}  # most recently used last
+        self._requests_at: dict[int, list[int]] = {}  # key of a prefix → numbers of requests, latest last
         self._added = 0
         self.nbytes = 0
         self._popularity = None if popularity is None else np.array(popularity, np.float32)
@@ -117,9 +117,9 @@ class Footprints:
         return len(self._known)
 
     def footprint(self, ids: NDArray[np.int64] | None, tokens: int, domain: str | None = None) -> Predicted:
-        """What a prompt of `tokens` tokens will activate; `ids` are its tokens, where they are known.
+        """Predict the activations of a prompt of `tokens` tokens; `ids` are its token ids, None if unknown.
 
-        By popularity it is a mean token's activations: they say nothing of this prompt, however long it is.
+        A prediction by popularity is the activations of one mean token, not scaled to the prompt's length.
         """
         if ids is None and self.predictor is None and self._popularity is not None:
             self.counters.popularity += 1
@@ -140,7 +140,7 @@ class Footprints:
         return Predicted(None, "none")
 
     def learn(self, ids: NDArray[np.int64] | None, footprint: WireFootprint) -> bool:
-        """Learn from a prefill's answer that can be true; False if it claims more tokens than the prompt has."""
+        """Learn from a footprint that was checked; return False if it has more tokens than the prompt."""
         tokens = footprint.tokens
         if ids is not None and tokens > len(ids):
             return False
@@ -148,7 +148,7 @@ class Footprints:
         self.shape = profile.shape
         self.counters.learned += 1
         known = self._popularity
-        # A new array each time: those who got the old one keep it.
+        # A new array each time: earlier predictions still hold the old one.
         self._popularity = profile.copy() if known is None else known + np.float32(1 - DECAY) * (profile - known)
         self._mean_token = Predicted(self._popularity, "popularity")
         if ids is not None and len(ids) and footprint.missing <= tokens:
@@ -185,7 +185,7 @@ class Footprints:
             if found.shape == self.shape and np.isfinite(found.sum()) and found.min() >= 0:
                 return found
             problem = f"{found.shape} from {found.min():g} to {found.max():g}, expected finite loads {self.shape}"
-        except Exception as error:  # a plugin's bug is no reason to lose a request
+        except Exception as error:  # a plugin's bug must not fail a request
             problem = f"{type(error).__name__}: {error}"
         self.counters.failed += 1
         self.counters.last_error = problem
@@ -194,7 +194,7 @@ class Footprints:
     def _keep(self, ids: NDArray[np.int64], profile: Profile) -> None:
         keys = self._keys(ids)
         for number in self._requests_at.get(keys[-1], ()):
-            if self._known[number].keys == keys:  # the same prompt again
+            if self._known[number].keys == keys:  # the same prompt again: average the two
                 self._known[number].profile[:] = (self._known[number].profile + profile) / 2
                 return
         size = profile.nbytes + _KEY_BYTES * len(keys) + _ENTRY_BYTES
@@ -223,16 +223,16 @@ class Footprints:
                     del self._requests_at[key]
 
     def _keys(self, ids: NDArray[np.int64]) -> list[int]:
-        """Keys of the prefixes, then of the whole prompt."""
+        """Return the keys of the prefixes, then the key of the whole prompt."""
         tokens = np.ascontiguousarray(ids, np.int64)
-        if not tokens.flags.writeable:  # another type, for which compiling takes a second
+        if not tokens.flags.writeable:  # Numba would compile for a read-only array again, which takes a second
             tokens = tokens.copy()
         keys: list[int] = _prefix_keys(tokens, BOUNDS, self._seed).tolist()
         return keys
 
 
 def warm_up() -> None:
-    """Compile ahead, or the first request waits for it."""
+    """Compile the loops, so that the first request does not wait for it."""
     known = Footprints((1, 2), 1)
     ids = np.arange(100)
     known.learn(ids, WireFootprint(np.array([[60, 40]], np.uint8), (0,), 100))
@@ -240,14 +240,14 @@ def warm_up() -> None:
 
 
 def popularity_of(fit: RouterFit) -> Profile:
-    """[layer, expert] activations of a mean token, by a fit's workers and their shares of requests."""
+    """Return a mean token's activations, [layer, expert]: a fit's profiles weighted by their shares of requests."""
     learned = fit.learned
     mean = np.average(learned.profiles, axis=0, weights=learned.shares)
     return np.asarray(mean.reshape(learned.shape), np.float32)
 
 
 def open_predictor(name: str | Path, trace: ActivationTrace | None = None) -> Predictor:
-    """A predictor by the file of a fitted token table, or by its name and a trace to fit it on."""
+    """Load a fitted token table from a file, or make a predictor by its name and fit it on a trace."""
     if Path(name).is_file():
         return TokenTable.load(name)
     made = predictors.make(str(name))
@@ -258,7 +258,7 @@ def open_predictor(name: str | Path, trace: ActivationTrace | None = None) -> Pr
 
 @njit()
 def _prefix_keys(ids: NDArray[np.int64], bounds: NDArray[np.int64], seed: np.uint64) -> NDArray[np.int64]:
-    """[prefix] hashes up to each bound within the prompt, then of all of it."""
+    """Return the hash of the prompt up to each bound within it, then of the whole prompt, [prefix]."""
     count = 0
     while count < len(bounds) and bounds[count] <= len(ids):
         count += 1

@@ -1,8 +1,8 @@
 """Guess cached prefixes from the gateway's own routing, for workers that publish no KV events or prompts without ids.
 
-A prompt that went to a worker left its prefix in that worker's cache, for a while. Prompts are cut into blocks of
-bytes, of their token ids or of their text; a block's key covers all before it. *Approximate*: a worker may have evicted
-the prefix, or never have stored it, and tokens are counted by the length of the text.
+A prompt that was sent to a worker leaves its prefix in that worker's cache for a while. Prompts are cut into blocks of
+bytes, of their token ids or of their text; a block's key covers all blocks before it. *Approximate*: a worker may have
+evicted the prefix or never stored it, and tokens of texts are estimated from their length.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ BLOCK_BYTES = 256
 """Bytes of text in a block: about 64 tokens."""
 ID_BYTES = 8
 TEXT_BYTES = 4
-"""Bytes of text a token has, about."""
+"""Approximate bytes of text per token."""
 MOST_BLOCKS = 512
-"""Blocks of a prompt that are compared."""
+"""Most blocks of a prompt that are compared."""
 _SEED = secrets.token_bytes(16)
-"""Makes keys unlike those of another process even where PYTHONHASHSEED is set: nobody can look for collisions."""
+"""Random seed of this process's keys, also if PYTHONHASHSEED is set, so that nobody can search for collisions."""
 
 
 class PromptKeys(msgspec.Struct, frozen=True):
-    """Blocks of a prompt."""
+    """Keys of a prompt's blocks."""
 
     keys: list[int]
-    """[block] key of the prompt up to the end of the block; another in every process."""
+    """Key of the prompt up to the end of each block, [block]; keys differ between processes."""
     block_tokens: float
-    """Tokens of a block; an estimate for text."""
+    """Tokens per block; an estimate for text."""
     tokens: int
-    """Tokens of the prompt; an estimate for text."""
+    """Number of tokens in the prompt; an estimate for text."""
 
 
 def keys_of_ids(ids: NDArray[np.int64], cache_salt: str | None = None, lora: str | None = None) -> PromptKeys:
-    """Keys of token ids: they are the worker's, its cache is not known."""
+    """Return the block keys of token ids, for workers that send no KV events."""
     block = BLOCK_BYTES // TEXT_BYTES
     return PromptKeys(
         _keys(np.ascontiguousarray(ids, np.int64).tobytes(), block * ID_BYTES, cache_salt, lora), block, len(ids)
@@ -46,27 +46,27 @@ def keys_of_ids(ids: NDArray[np.int64], cache_salt: str | None = None, lora: str
 
 
 def keys_of_text(text: bytes, length: int, cache_salt: str | None = None, lora: str | None = None) -> PromptKeys:
-    """Keys of a prompt's text; `length` is that of all of it, where `text` is only its beginning."""
+    """Return the block keys of a prompt's text. `text` may be only its beginning; `length` is the whole, in bytes."""
     return PromptKeys(_keys(text, BLOCK_BYTES, cache_salt, lora), BLOCK_BYTES / TEXT_BYTES, length // TEXT_BYTES)
 
 
 class RoutedPrefixes:
-    """Which rows got which prefixes lately: the least recently used blocks go first, and all after `keep_s`."""
+    """Prefixes that each row got recently. Least recently used blocks are dropped first; all expire after `keep_s`."""
 
     def __init__(self, *, max_blocks: int = 1 << 17, keep_s: float = 600.0) -> None:
         check_at_least(1, max_blocks=max_blocks)
         check_positive(keep_s=keep_s)
         self.max_blocks, self.keep_s = max_blocks, keep_s
-        self._blocks: dict[int, dict[int, float]] = {}  # key → row → time; the latest used last
+        self._blocks: dict[int, dict[int, float]] = {}  # key → row → time; most recently used last
         self._none = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def cached(self, prompt: PromptKeys, rows: int, now: float) -> NDArray[np.int64]:
-        """[row] leading tokens that each worker may hold, never all of the prompt. Not to be changed."""
+        """Return the leading tokens that each worker may hold, [row], never the whole prompt. Read-only for callers."""
         since, blocks = now - self.keep_s, self._blocks
-        ends: dict[int, int] = {}  # row → blocks that it holds
+        ends: dict[int, int] = {}  # row → leading blocks that it holds
         for number, key in enumerate(prompt.keys):
             told = blocks.get(key)
             if told is None:
@@ -88,7 +88,7 @@ class RoutedPrefixes:
         return found
 
     def routed(self, prompt: PromptKeys, row: int, now: float) -> None:
-        """A prompt went to a worker."""
+        """Note that a prompt was sent to a worker."""
         blocks = self._blocks
         for key in prompt.keys:
             told = blocks.pop(key, None)
@@ -100,13 +100,13 @@ class RoutedPrefixes:
             del blocks[next(iter(blocks))]
 
     def drop(self, row: int) -> None:
-        """Forget a worker that left or restarted."""
+        """Forget the prefixes of a worker that left or restarted."""
         for key in [key for key, told in self._blocks.items() if told.pop(row, None) is not None and not told]:
             del self._blocks[key]
 
 
 def _keys(data: bytes, block: int, cache_salt: str | None, lora: str | None) -> list[int]:
-    """Python's own hash of bytes: keyed at random for each process, and a fifth of a digest's time."""
+    """Return the chained block keys, by Python's own hash: random per process, and five times as fast as a digest."""
     key, keys = hash((_SEED, cache_salt, lora)), []
     for end in range(block, min(len(data), MOST_BLOCKS * block) + 1, block):
         key = hash((key, data[end - block : end]))

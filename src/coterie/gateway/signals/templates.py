@@ -1,7 +1,7 @@
-"""Chat templates: Jinja programs of a model, rendered as transformers and vLLM render them.
+"""Chat templates: a model's Jinja programs, rendered as transformers and vLLM render them.
 
-A template is part of the model and runs in Jinja's sandbox, with the helpers that transformers gives it. A request's
-own template is never run. Needs jinja2.
+A template is part of the model and runs in Jinja's sandbox, with the helper functions of transformers. A template in
+a request is never run. Needs jinja2.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from coterie.errors import ConfigError
 from coterie.gateway.signals.messages import NoTokensError, developer_as_system, messages_of, template_settings
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the last message, where its continuation begins; a template may strip the space."""
+"""Marker of the end of the last message, where the model continues; a template may strip its space."""
 DEFAULT, TOOLS = "default", "tool_use"
-"""Names of a model's templates, where it has several."""
+"""Names of a model's templates, if it has several."""
 
 
 class _Generation(Extension):
-    """``{% generation %}``: marks what an assistant says, for training; here only its body counts."""
+    """``{% generation %}``, which marks an assistant's text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
@@ -44,11 +44,11 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """Renders chat bodies; safe for several threads at once.
+    """Renders chat bodies. Thread-safe.
 
-    `sources` are a model's templates by name. `special_tokens` are variables such as ``bos_token``. `form` *auto* gives
-    a template that goes through the parts of content a list of them, *string* always one text. `separator` joins parts
-    to a text: a line break in vLLM, a space in SGLang.
+    `sources` are a model's templates by name. `special_tokens` are variables such as ``bos_token``. With `form` *auto*,
+    a template that iterates over content parts gets a list of them; with *string* content is always one text.
+    `separator` joins parts to a text: a line break in vLLM, a space in SGLang.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class ChatTemplate:
         if not self._templates:
             raise ConfigError("a chat template must be given")
         self.tells_time = any("strftime_now" in source for source in sources.values())
-        """Whether the same messages give another text at another time."""
+        """Whether the rendered text depends on the time."""
 
     def render(self, body: Mapping[str, Any]) -> str:
-        """Text of a chat body; raises NoTokensError if this text cannot be known."""
+        """Return the text of a chat body; raise NoTokensError if it cannot be known."""
         settings = template_settings(body)
         template = self._chosen(settings.get("tools") is not None)
         messages = messages_of(body, wrapped=template.wraps and self._form == "auto", separator=self._separator)
@@ -82,7 +82,7 @@ class ChatTemplate:
             return template.compiled.render(messages=messages, **variables)
         except NoTokensError:
             raise
-        except Exception as error:  # a template is a program: whatever it raises is about these messages
+        except Exception as error:  # a template can raise anything; its errors concern these messages
             raise NoTokensError(f"the chat template refuses these messages: {error}"[:200]) from None
 
     def _chosen(self, with_tools: bool) -> _Template:
@@ -113,7 +113,7 @@ class _Template:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Encode a value as JSON without escaping HTML, which Jinja's own `tojson` does."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -126,7 +126,7 @@ def _time_now(form: str) -> str:
 
 
 def _continued(template: _Template, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """The chat up to the end of its last message's text."""
+    """Render the chat up to the end of its last message's text, so that the model continues that message."""
     messages = copy.deepcopy(messages)
     content = messages[-1].get("content")
     if isinstance(content, list):
@@ -146,8 +146,9 @@ def _continued(template: _Template, messages: list[dict[str, Any]], variables: d
     return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()
 
 
-# Whether a template goes through the parts of content. The same rules as vLLM's, by names: a loop over ``X.content`` of
-# a loop variable X of messages, over ``content`` outside of macros, or over a macro's parameter that is given one.
+# Detection of templates that iterate over content parts, by variable names and with vLLM's rules: a loop over
+# ``X.content`` where X is a loop variable of messages, over ``content`` outside of macros, or over a macro's parameter
+# to which such content is passed.
 
 
 def _loops_over_content(tree: nodes.Template) -> Iterator[nodes.For]:
@@ -171,7 +172,7 @@ def _loops_over_content(tree: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _names_of(tree: nodes.Template, first: str) -> set[str]:
-    """The variable, and those that it or a part of it is assigned to."""
+    """Return the variable's name, and the names of variables to which it or a slice of it is assigned."""
     names, waiting = {first}, [first]
     while waiting:
         name = waiting.pop()
@@ -198,7 +199,7 @@ def _parameters_with_content(tree: nodes.Template, macro: nodes.Macro, messages:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether an expression is the variable, or its item `key`; through filters, tests and slices."""
+    """Whether an expression is the variable, or its item `key`; filters, tests and slices are looked through."""
     if isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -1,8 +1,8 @@
-"""Token ids of a request, equal to those that its worker will make: prefix hits and predicted footprints need them.
+"""Token ids of a request, equal to the worker's own; needed for prefix hits and predicted footprints.
 
-A :class:`TokenService` keeps what it made by a digest of the text, and makes the rest in a few threads: the work runs
-in Rust, without Python's lock. It never delays a request by more than its deadline: a full queue, a late answer or a
-text that is too long give no ids, a reason, and a count.
+A :class:`TokenService` caches results by a digest of the text, and tokenises in a few threads: the work runs in Rust,
+without Python's lock. It never delays a request by more than its deadline: with a full queue, a late result or a text
+that is too long it returns no ids but a reason, and counts the case.
 """
 
 from __future__ import annotations
@@ -34,52 +34,52 @@ CHAT_FIELDS = (
     "chat_template_kwargs",
     "add_special_tokens",
 )
-"""Fields of a chat body that decide its ids."""
+"""Fields of a chat body that determine its token ids."""
 _ENTRY_BYTES = 400
-"""Memory of a kept result besides its ids."""
+"""Bytes of memory of a cached result besides its ids."""
 
 
 class Tokens(NamedTuple):
-    """Ids of a request."""
+    """Token ids of a request's prompt."""
 
     ids: Ids | None
     exact: bool
-    """Whether the worker's ids are the same; if not, a common beginning is likely and a prefix hit is still one."""
+    """Whether the worker's ids are the same. If not, they likely share a prefix, so that prefix hits still work."""
     reason: str = ""
-    """Why there are no ids, or none that are exact."""
+    """Reason why there are no ids, or why they are not exact."""
 
 
 @dataclass(slots=True)
 class TokenCounters:
     hits: int = 0
-    """Answered from the cache."""
+    """Requests answered from the cache."""
     made: int = 0
     """Texts that were tokenised."""
     busy: int = 0
-    """Given up at once, because the queue was full."""
+    """Requests given up at once, because the queue was full."""
     late: int = 0
-    """Given up at the deadline."""
+    """Requests given up at the deadline."""
     too_long: int = 0
     refused: int = 0
-    """Bodies whose ids cannot be known: images, a template of their own, several prompts."""
+    """Bodies whose ids cannot be known: images, their own template, several prompts."""
     failed: int = 0
-    last_error: str = ""
-    """The tokenizer's last error; it may hold text of a prompt."""
     """Unexpected errors of a tokenizer."""
+    last_error: str = ""
+    """The tokenizer's last unexpected error; it may quote a prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     task: asyncio.Task[Tokens] | None = None
     waiting: int = 0
-    """Requests that wait for it."""
+    """Number of requests that wait for the job."""
     started: bool = False
 
 
 class TokenService:
-    """Token ids off the event loop: cached, bounded in memory, threads and time. Belongs to one event loop.
+    """Makes token ids outside the event loop: cached, bounded in memory, threads and time. Belongs to one event loop.
 
-    Without a tokenizer every answer is the same `reason`.
+    Without a tokenizer every result is the given `reason`, unless the prompt is already token ids.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TokenService:
         max_bytes: int = 1 << 20,
         observe: Callable[[float], None] | None = None,
     ) -> None:
-        """`max_bytes` bounds the text; `observe` is told the seconds of each text that is tokenised."""
+        """`max_bytes` limits the text; `observe` is called with the seconds that each tokenisation took."""
         check_at_least(1, threads=threads, queue=queue, max_bytes=max_bytes)
         check_at_least(0, cache_bytes=cache_bytes)
         check_positive(deadline_s=deadline_s)
@@ -104,14 +104,14 @@ class TokenService:
         self._queue, self._deadline_s = queue, deadline_s
         self._cache_bytes, self._max_bytes = cache_bytes, max_bytes
         self.observe = observe
-        self._kept: dict[bytes, Tokens] = {}  # the latest used last
+        self._kept: dict[bytes, Tokens] = {}  # most recently used last
         self.kept_bytes = 0
         self._jobs: dict[bytes, _Job] = {}
         self._free = asyncio.Semaphore(threads)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens") if tokenizer is not None else None
 
     async def ids(self, path: str, body: Mapping[str, Any]) -> Tokens:
-        """Ids of a request's prompt, by the path that it was sent to; never raises but when cancelled."""
+        """Return the token ids of a request's prompt; `path` is its endpoint. Raises nothing but CancelledError."""
         if self.tokenizer is None and not _is_ids(body.get("prompt")):
             return self._none
         try:
@@ -150,7 +150,7 @@ class TokenService:
             done, _ = await asyncio.wait((task,), timeout=self._deadline_s)
         finally:
             job.waiting -= 1
-            # One that runs cannot be stopped, and the next request may want it.
+            # A job that has started cannot be stopped, and a later request may need its result.
             if not job.waiting and not job.started and not task.done():
                 self._end(key, job)
                 task.cancel()
@@ -160,7 +160,7 @@ class TokenService:
         return Tokens(None, False, "the service was closed") if task.cancelled() else task.result()
 
     def _end(self, key: bytes, job: _Job) -> None:
-        if self._jobs.get(key) is job:  # not one that began after it was given up
+        if self._jobs.get(key) is job:  # a newer job may have the same key
             del self._jobs[key]
 
     async def _make(self, asked: _Asked, job: _Job) -> Tokens:
@@ -170,7 +170,7 @@ class TokenService:
             assert self._pool is not None
             began, loop = time.perf_counter(), asyncio.get_running_loop()
             work = self._pool.submit(self._tokenise, asked)
-            # Not at the end of this task: it may be cancelled while the thread is at work.
+            # Released by the thread's work, not by this task, which may be cancelled while the thread still runs.
             work.add_done_callback(lambda _: _call_soon(loop, self._free.release))
             found = await asyncio.wrap_future(work)
             if found.ids is not None or found.reason:
@@ -184,7 +184,7 @@ class TokenService:
             found = Tokens(None, False, str(error))
             self._keep(asked.key, found)
             return found
-        except Exception as error:  # a tokenizer's bug is no reason to lose a request
+        except Exception as error:  # a tokenizer's bug must not fail a request
             self.counters.failed += 1
             self.counters.last_error = f"{type(error).__name__}: {error}"
             return Tokens(None, False, f"the tokenizer failed: {type(error).__name__}")
@@ -238,7 +238,7 @@ class TokenService:
             return Tokens(_given_ids(prompt), True)
         if not isinstance(prompt, str):
             raise NoTokensError("prompt must be one text or a list of token ids")
-        if len(prompt) > self._max_bytes:  # characters, of one byte or more
+        if len(prompt) > self._max_bytes:  # a character has at least one byte
             return self._long(len(prompt))
         try:
             raw = prompt.encode()
@@ -254,12 +254,12 @@ class TokenService:
 
 
 class _Asked(NamedTuple):
-    """What is to be tokenised: a text, or the body of a chat."""
+    """Input of a tokenisation: a text, or the body of a chat."""
 
     key: bytes
     text: str
     ends: bool
-    """Whether special tokens are added at the ends of the text."""
+    """Whether to add special tokens at the ends of the text."""
     body: Mapping[str, Any] | None
 
 

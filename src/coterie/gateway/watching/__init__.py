@@ -1,1 +1,1 @@
-"""What the gateway says of itself: metrics, last decisions, spans, log lines."""
+"""Observability of the gateway: metrics, last decisions, trace spans, log lines."""

@@ -1,4 +1,4 @@
-"""A comparison of routers that somebody runs on the fleet, and tells the gateway of for its page: `PUT /comparison`."""
+"""Results of a comparison of routers on the fleet, sent with `PUT /comparison` and shown on the dashboard."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class ComparisonRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The same requests under one router."""
+    """Results of the same requests under one router."""
 
     router: Name
     experts: Experts
-    """Distinct experts of a layer in a token's decode step."""
+    """Distinct experts per layer in a token's decode step, on average."""
     saving_pct: Percent = 0.0
-    """Fewer than under the first router."""
+    """Reduction of `experts` relative to the first router, in percent."""
     low_pct: Percent = 0.0
     high_pct: Percent = 0.0
-    """Both: the 95% interval of the saving."""
+    """`low_pct` and `high_pct` bound the 95% confidence interval of `saving_pct`."""
     step_ms: Milliseconds | None = None
-    """A token's decode step on the hardware that `Comparison.hardware` names, predicted."""
+    """Predicted time of a token's decode step on `Comparison.hardware`; None if not predicted."""
     requests: Annotated[list[Count], msgspec.Meta(max_length=64)] = []
-    """[worker]"""
+    """Number of requests sent to each worker, [worker]."""
 
 
 class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows so far, the first is the one that the others are compared with."""
+    """State of a comparison: the rows so far. The first row is the baseline of the others."""
 
     state: Literal["running", "done", "failed"]
     rows: Annotated[list[ComparisonRow], msgspec.Meta(max_length=12)] = []
     stage: Text = ""
-    """What is being done."""
+    """Description of the current stage."""
     done: Count = 0
     total: Count = 0
-    """Both: of the stage."""
+    """`done` of `total` units of the current stage are finished."""
     routers: Annotated[list[Name], msgspec.Meta(max_length=12)] = []
-    """All that will have a row."""
+    """Names of all routers that will have a row."""
     hardware: Text = ""
     verdict: Text = ""

@@ -1,7 +1,7 @@
 """The last N routing decisions, for `GET /decisions`.
 
-A record keeps references and is formatted only when asked for. It keeps no profile (59 KB for DeepSeek-V3's sizes) and
-nothing of the prompt.
+A record keeps references and is formatted only when it is read. It keeps neither the profile (59 KB at DeepSeek-V3's
+size) nor any of the prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coterie.errors import check_at_least
 from coterie.routing import Decision
 
 MAX_TEXT = 200
-"""Characters shown of an id or a reason; a client chooses its request's id."""
+"""Most characters shown of an id or a reason: a client can choose a long id."""
 
 
 class _Record(NamedTuple):
@@ -40,15 +40,15 @@ class _Record(NamedTuple):
 
 
 class Decisions:
-    """Ring of the last decisions. Recording one takes about a microsecond."""
+    """Ring buffer of the last decisions. Recording one takes about a microsecond."""
 
     def __init__(self, most: int = 1000) -> None:
         check_at_least(0, most=most)
         self.most = most
         self.recorded = 0
-        """Decisions since the start."""
+        """Number of decisions since the start."""
         self.before_reading: Callable[[], None] | None = None
-        """Records what was told and not recorded yet."""
+        """Function called before reading, to record decisions that are still buffered elsewhere."""
         self._ring: deque[_Record] = deque(maxlen=most)
 
     def add(
@@ -70,8 +70,8 @@ class Decisions:
         """Record a decision made at `time_s`, in seconds since 1970.
 
         `ids` are the worker ids by row, None for an empty row: pass a sequence that is replaced when the fleet changes,
-        not changed in place. `cached` is the request's [row] cached tokens, `beliefs` the [row] share of what workers
-        claimed of them that is believed, `source` where the request's footprint came from.
+        not changed in place. `cached` is the request's cached tokens at each worker, [row]; `beliefs` the share of each
+        worker's claims that is believed, [row]; `source` the source of the request's footprint.
         """
         self.recorded += 1
         self._ring.append(
@@ -95,7 +95,7 @@ class Decisions:
         return len(self._ring)
 
     def last(self, most: int = 100, *, pool: str | None = None, worker: str | None = None) -> list[dict[str, Any]]:
-        """Decisions as plain values, newest first: of one pool, of one worker, or of all."""
+        """Return at most `most` decisions as plain values, newest first, optionally of one pool or one worker only."""
         if self.before_reading is not None:
             self.before_reading()
         wanted = (
@@ -111,9 +111,9 @@ class Decisions:
         worker: str | None = None,
         control: Sequence[Mapping[str, Any]] = (),
     ) -> bytes:
-        """The last decisions as an answer's body. A thousand, of eight workers, take some 10 ms of the event loop.
+        """Return the last decisions as JSON. A thousand decisions among eight workers block the event loop for 10 ms.
 
-        `control` are those of the control loop.
+        `control` are decisions of the control loop, which are appended.
         """
         decisions = self.last(most, pool=pool, worker=worker)
         told = {"recorded": self.recorded, "kept": len(self), "decisions": decisions, "control": control}
@@ -130,7 +130,7 @@ def _plain(record: _Record) -> dict[str, Any]:
         "time": datetime.fromtimestamp(record.time_s, UTC).isoformat(timespec="milliseconds"),
         "pool": record.pool,
         "worker": record.worker,
-        # JSON has no infinity: null is a worker that the request must not go to
+        # JSON has no infinity: null marks a worker that must not get the request
         "scores": {id: _finite(scores[row]) for row, id in named if row < len(scores)},
         "reason": record.decision.reason[:MAX_TEXT],
         "fallback": record.fallback,
@@ -148,7 +148,7 @@ def _plain(record: _Record) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[Any] | None:
-    """[row] as a list; None where there is none, or where a plugin gave something else."""
+    """Return an array [row] as a list; None if it is missing or a plugin returned anything else."""
     try:
         found = None if values is None else np.asarray(values)
     except ValueError:  # rows of different lengths

@@ -1,10 +1,10 @@
 """Counters, gauges and histograms that cost a fraction of a microsecond.
 
-The Prometheus client's own take a lock for each value (an observation is 1.5 µs; 0.3 here) and cannot be read from
-totals that other objects keep. These are for one thread, the event loop's, and are collected when asked for.
+The Prometheus client's own instruments take a lock for each value (an observation takes 1.5 µs; 0.3 µs here) and cannot
+read totals that other objects keep. These are not thread-safe: they belong to the event loop's thread.
 
-Series are bounded. A label whose values are listed shows any other as ``other``. A label with free values (worker,
-pool) does so once a metric has `MAX_SERIES`.
+The number of series is bounded. A label with a fixed list of values counts any other value as ``other``. A label with
+free values (worker, pool) does so once its metric has `MAX_SERIES` series.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ OTHER = "other"
 MAX_SERIES = 2048
 
 Values = Mapping[tuple[str, ...], float]
-"""Label values → value. An unlabelled metric has one, of the empty tuple."""
+"""Label values → value. A metric without labels has one value, at the empty tuple."""
 Read = Callable[[], Values | Mapping[tuple[()], float] | Mapping[tuple[str], float] | Mapping[tuple[str, str], float]]
-"""Gives such values; keys of a mapping's type are invariant, so each number of labels is named."""
+"""Function that returns the values. Mapping's key type is invariant, so each number of labels is listed."""
 
 
 class Labels:
-    """Names of a metric's labels, and the values they may have."""
+    """Names of a metric's labels, and their allowed values."""
 
     def __init__(self, values: Mapping[str, Sequence[str] | None]) -> None:
-        """Name → listed values; None: any."""
+        """`values` maps each label's name to its allowed values; None for any."""
         self.names = tuple(values)
         self._listed = [None if known is None else frozenset(known) for known in values.values()]
         self.known: list[tuple[str, ...]] = []
-        """Series that are there from the start, so that a rate sees their first event."""
+        """Series that exist from the start with value 0, so that a Prometheus rate sees their first event."""
         if None not in values.values():
             self.known = list(product(*(known for known in values.values() if known is not None)))
 
     def bounded(self, given: tuple[str, ...], series: int) -> tuple[str, ...]:
-        """The series that a new combination of values belongs to, where there are `series` already."""
+        """Return the series of a new combination of label values; `series` is the number of existing series."""
         if len(given) != len(self.names):
             raise TypeError(f"{len(given)} label values {given}; the metric has {len(self.names)}: {self.names}")
         full = series >= MAX_SERIES
@@ -63,7 +63,7 @@ class _Number:
         self.name, self.help, self.labels = name, help, labels
         self._values: dict[tuple[str, ...], float] = dict.fromkeys(labels.known, 0.0)
         self.read: Read | None = None
-        """Gives all values when they are collected, in place of those kept here."""
+        """Function that returns all values at collection, in place of the stored ones; None to use those."""
 
     def forget(self, label: str, value: str) -> None:
         self.labels.drop(self._values, label, value)
@@ -79,7 +79,7 @@ class _Number:
 
 
 class Counter(_Number):
-    """A total that only grows."""
+    """A monotonically increasing total."""
 
     __slots__ = ()
     kind = "counter"
@@ -100,7 +100,7 @@ class Counter(_Number):
 
 
 class Gauge(_Number):
-    """A value of now."""
+    """A current value, which may rise and fall."""
 
     __slots__ = ()
     kind = "gauge"
@@ -117,7 +117,7 @@ class Gauge(_Number):
 
 
 class Histogram:
-    """Counts of values by upper bound."""
+    """Counts of values in buckets with upper bounds."""
 
     __slots__ = ("_counts", "_sums", "bounds", "help", "labels", "name")
     kind = "histogram"
@@ -128,7 +128,7 @@ class Histogram:
         self._sums: dict[tuple[str, ...], float] = dict.fromkeys(labels.known, 0.0)
 
     def observe(self, value: float, *labels: str) -> None:
-        """Count a value; one that is negative or not finite is left out, as it would spoil the sum for good."""
+        """Count a value. Negative and non-finite values are ignored: one would spoil the sum for good."""
         if not 0.0 <= value < math.inf:
             return
         counts = self._counts

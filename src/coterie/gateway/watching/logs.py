@@ -1,12 +1,12 @@
 """Log lines: one JSON object per event, on stderr.
 
 Events are the gateway's start and stop, reloads, changes of a worker's state, decisions of the control loop, unexpected
-exceptions, and the end of each request where that is asked for. No line has text of a request, a header or a key: an
-event has the fields of its method and no others, and of an exception the class and the place are logged, as its message
-may quote the request.
+exceptions, and optionally the end of each request. No line holds text of a request, a header or a key: an event has
+only the fields of its method, and of an exception only the class and the place are logged, as its message may quote
+the request.
 
-A thread writes, because a reader that stalls would otherwise stop the event loop. Lines that it cannot write in time
-are dropped, counted, and said.
+A thread writes the lines, because a stalled reader of stderr would otherwise block the event loop. If too many lines
+wait, further ones are dropped and counted, and the count is logged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from coterie.errors import check_at_least
 
 MAX_TEXT = 500
-"""Characters kept of a value."""
+"""Most characters of a text that are logged."""
 
 
 class _Event(NamedTuple):
@@ -38,7 +38,7 @@ class _Event(NamedTuple):
 
 
 class Log:
-    """Writes events as JSON lines. Close it, or the last lines may be lost."""
+    """Writer of events as JSON lines. Close it, or the last lines may be lost."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Log:
         most_waiting: int = 10_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`requests`: log the end of every request. `most_waiting`: lines that may wait to be written."""
+        """`requests`: whether to log the end of every request. `most_waiting`: most lines that wait to be written."""
         check_at_least(1, most_waiting=most_waiting)
         self.requests, self.lost = requests, 0
         self._stream = sys.stderr if stream is None else stream
@@ -58,31 +58,31 @@ class Log:
         self._closed = False
 
     def started(self, url: str, version: str, pools: Mapping[str, str], workers: int) -> None:
-        """`pools`: name → router."""
+        """Log the gateway's start. `pools` maps each pool's name to its router; `workers` is the number of workers."""
         self._put("start", url=url, version=version, pools=dict(pools), workers=workers)
 
     def stopped(self, reason: str, cut: int = 0, seconds: float = 0.0) -> None:
-        """`cut`: requests that had not ended when the drain did; `seconds`: how long the drain took."""
+        """Log the gateway's stop. `cut`: requests cut at the end of the drain; `seconds`: duration of the drain."""
         self._put("stop", reason=reason, cut=cut, seconds=round(seconds, 3))
 
     def reloaded(self, changed: Sequence[str] = (), problem: str | None = None) -> None:
-        """A reload of the configuration; with a problem the old one stays."""
+        """Log a reload of the config; with a problem the old config stays in force."""
         self._put("reload", ok=problem is None, changed=list(changed), problem=problem)
 
     def worker(self, worker: str, pool: str, state: str, reason: str | None = None) -> None:
-        """A worker's change of state: joined, left, healthy, unhealthy, open, half_open, closed, draining…"""
+        """Log a worker's change of state: joined, left, healthy, unhealthy, open, half_open, closed, draining…"""
         self._put("worker", worker=worker, pool=pool, state=state, reason=reason)
 
     def control(self, kind: str, reason: str, values: Mapping[str, Any]) -> None:
-        """A decision of the control loop that changed something, or should have."""
+        """Log a decision of the control loop that changed something, or failed to."""
         self._put("control", kind=kind, reason=reason, values=dict(values))
 
     def warning(self, problem: str) -> None:
-        """A sentence for the operator, of the configuration and not of a request."""
+        """Log a warning for the operator, about the gateway and never about a request."""
         self._put("warning", problem=problem)
 
     def failed(self, error: BaseException, where: str) -> None:
-        """An unexpected exception: its class, and the line that raised it."""
+        """Log an unexpected exception: its class, and the line that raised it."""
         frames = traceback.extract_tb(error.__traceback__)
         line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else None
         self._put("exception", where=where, error=type(error).__name__, line=line)
@@ -104,9 +104,9 @@ class Log:
         output_tokens: int | None = None,
         cached_tokens: int | None = None,
     ) -> None:
-        """The end of a request; nothing unless request lines are asked for. `path` is without its query.
+        """Log the end of a request, if `requests` is set. `path` is without its query.
 
-        `failures` are those before each retry: "WORKER KIND".
+        `failures` holds the failure before each retry, as "WORKER KIND".
         """
         if self.requests:
             self._put(
@@ -128,13 +128,13 @@ class Log:
             )
 
     def capture(self, *names: str) -> None:
-        """Write the warnings of these loggers as events: the format of the message, without its values."""
+        """Log warnings of these Python loggers as events: the message's format string, without its values."""
         for name in names:
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = [_Captured(self)], False
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits; gives up after `timeout_s` if nobody reads."""
+        """Write the waiting lines; give up after `timeout_s` if nobody reads."""
         if not self._closed:
             self._closed = True
             self._waiting.put(None)
@@ -160,7 +160,7 @@ class Log:
                     told = self.lost
                 if self._waiting.empty():
                     self._stream.flush()
-            except Exception:  # the stream is closed, or nobody reads any more; the next line may pass
+            except Exception:  # the stream is closed or its reader is gone; the next line may succeed
                 self.lost += 1
 
 
@@ -181,13 +181,13 @@ def _line(event: _Event) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy as a number; of anything else the name of its class."""
+    """Convert a NumPy scalar to a Python number; return the class name of any other value."""
     return value.item() if isinstance(value, np.generic) else type(value).__name__
 
 
 def _short(value: Any) -> Any:
     if isinstance(value, str):
-        return value[:MAX_TEXT].encode("utf-8", "replace").decode()  # a lone surrogate is no UTF-8
+        return value[:MAX_TEXT].encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded in UTF-8
     if isinstance(value, dict):
         return {_short(key): _short(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,10 +1,10 @@
 """Prometheus metrics of the gateway, in a registry of their own.
 
 One attribute is one metric: ``metrics.requests.inc("/v1/completions", "ok")``, ``metrics.ttft_seconds.observe(0.12)``.
-No label has a request, a prompt, an expert or a caller in it. A worker that leaves takes its series with it
-(:meth:`Metrics.forget_worker`), and unknown paths share one label.
+No label contains a request, a prompt, an expert or a caller. The series of a worker that leaves are removed
+(:meth:`Metrics.forget_worker`), and unknown paths share one label value.
 
-Values that another object keeps anyway are read when they are collected, which costs a request nothing::
+Values that another object keeps anyway are read at collection, at no cost per request::
 
     metrics.worker_running.read = lambda: {(id,): running for id, running in …}
 """
@@ -26,8 +26,8 @@ PREFIX = "coterie_gateway_"
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", OTHER)
 OUTCOMES = ("ok", "refused", "invalid", "failed", "broken", "cancelled", OTHER)
-"""Answered; refused by a limit (401, 403, 429, 503); the request's own fault (other 4xx); failed before the first byte
-(5xx); broken off after it; left by the client."""
+"""Outcomes of a request, in order: answered; refused by a limit (401, 403, 429, 503); invalid request (other 4xx);
+failed before the first byte (5xx); broken off after it; cancelled by the client."""
 REJECTED = (
     "key",
     "rate",
@@ -66,7 +66,7 @@ EXPERT_BOUNDS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class Described(NamedTuple):
-    """One row of the table of metrics."""
+    """Description of one metric."""
 
     name: str
     kind: str
@@ -80,7 +80,7 @@ class Metrics(Collector):
     def __init__(self, version: str = "") -> None:
         self._all: list[Counter | Gauge | Histogram] = []
         self.before_reading: Callable[[], None] | None = None
-        """Counts what was told and not counted yet."""
+        """Function called before collection, to count events that are still buffered elsewhere."""
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
         self.requests = counter("requests_total", "Requests that ended", path=PATHS, outcome=OUTCOMES)
@@ -171,7 +171,7 @@ class Metrics(Collector):
             metric.forget("worker", worker)
 
     def table(self) -> list[Described]:
-        """The table of metrics, in order."""
+        """Return the descriptions of all metrics, in order of definition."""
         return [Described(metric.name, metric.kind, metric.labels.names, metric.help) for metric in self._all]
 
     def collect(self) -> Iterator[Metric]:
@@ -180,13 +180,13 @@ class Metrics(Collector):
         for metric in self._all:
             try:
                 family = metric.collect()
-            except Exception as error:  # a source that fails costs its own metric, not the page
+            except Exception as error:  # a failing source must not hide the other metrics
                 self.errors.inc(type(error).__name__)
                 continue
             yield family
 
     def render(self) -> bytes:
-        """Prometheus text format 0.0.4."""
+        """Return all metrics in Prometheus text format 0.0.4."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help: str, **labels: Sequence[str] | None) -> Counter:

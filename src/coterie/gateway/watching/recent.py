@@ -1,7 +1,7 @@
-"""TTFT and TPOT of the last minutes, in a ring of bins: what the page draws.
+"""TTFT and TPOT of the last minutes, in a ring of time bins, for the dashboard's charts.
 
-A bin counts its values in steps of 5%, so that medians and 95th percentiles are right to 2.5% and the memory of a bin
-does not grow with its requests. Pure: the clock is passed in, in seconds since 1970.
+A bin counts its values in a histogram with steps of 5%, so that medians and 95th percentiles are accurate to 2.5% and
+the memory of a bin does not grow with its requests. The time is passed in, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from coterie.errors import check_at_least, check_positive
 
 STEP = math.log(1.05)
 SHORTEST_S, LONGEST_S = 1e-6, 1e5
-"""Times outside are counted as these."""
+"""Shortest and longest time in seconds; times outside are clipped to them."""
 
 
 class Times:
-    """A histogram of times whose steps are 5% wide."""
+    """A histogram of times with logarithmic steps of 5%."""
 
     __slots__ = ("_counts", "_told")
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self._told: tuple[int, dict[str, float | None]] = (-1, {})
-        """Values there were when the quantiles were last asked for, and these: of most bins they change no more."""
+        """Cache of the quantiles, with the number of values they were computed from: most bins no longer change."""
 
     def add(self, seconds: float) -> None:
         if seconds == seconds:
@@ -39,7 +39,7 @@ class Times:
         return self._counts.total()
 
     def quantile(self, share: float) -> float | None:
-        """Time that `share` of the values do not exceed, to 2.5%; None of no values."""
+        """Return the time in seconds that a `share` of the values does not exceed, to 2.5%; None without values."""
         left = share * len(self)
         for step in sorted(self._counts):
             left -= self._counts[step]
@@ -48,7 +48,7 @@ class Times:
         return None
 
     def told(self) -> dict[str, float | None]:
-        """Median and 95th percentile, in milliseconds."""
+        """Return the median and 95th percentile in milliseconds; None without values."""
         if self._told[0] != len(self):
             found = {"p50": self.quantile(0.5), "p95": self.quantile(0.95)}
             told = {name: None if value is None else float(f"{1e3 * value:.4g}") for name, value in found.items()}
@@ -57,7 +57,7 @@ class Times:
 
 
 class Bin:
-    """What ended within one piece of time."""
+    """Counts and times of the requests that ended within one time bin."""
 
     __slots__ = ("failed", "number", "ok", "output_tokens", "tpot", "ttft")
 
@@ -68,7 +68,7 @@ class Bin:
 
 
 class Recent:
-    """Ring of bins; adding a request takes a microsecond."""
+    """Ring of the last time bins; adding a request takes a microsecond."""
 
     def __init__(self, bins: int = 60, bin_s: float = 5.0) -> None:
         check_at_least(2, bins=bins)
@@ -77,7 +77,7 @@ class Recent:
         self._ring: deque[Bin] = deque(maxlen=bins)
 
     def add(self, now_s: float, ok: bool, ttft_s: float | None, tpot_s: float | None, output_tokens: int = 0) -> None:
-        """A request ended. A clock that went back counts into the newest bin."""
+        """Record the end of a request. If the clock went back, it counts in the newest bin."""
         number = int(now_s // self.bin_s)
         if not self._ring or number > self._ring[-1].number:
             self._ring.append(Bin(number))
@@ -93,7 +93,10 @@ class Recent:
             newest.tpot.add(tpot_s)
 
     def series(self, now_s: float) -> dict[str, Any]:
-        """[bin] oldest first, the last is the current one: requests ended, failed, and times in ms; None where none."""
+        """Return lists [bin], oldest first, current bin last: requests ended, requests failed, and times in ms.
+
+        Times are None in bins without values.
+        """
         last = int(now_s // self.bin_s)
         known = {one.number: one for one in self._ring}
         found = [known.get(number) for number in range(last - self.bins + 1, last + 1)]
@@ -106,7 +109,7 @@ class Recent:
         }
 
     def over(self, now_s: float, seconds: float) -> dict[str, Any]:
-        """All that ended in the last `seconds`, the bin that is not over included."""
+        """Return totals and quantiles of the requests that ended in the last `seconds`, including the current bin."""
         last = int(now_s // self.bin_s)
         bins = [one for one in self._ring if last - seconds / self.bin_s < one.number <= last]
         ttft, tpot = Times(), Times()

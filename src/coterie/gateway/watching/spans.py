@@ -1,12 +1,12 @@
-"""OpenTelemetry spans of requests, where they are asked for; else calls that do nothing.
+"""OpenTelemetry spans of requests, if enabled; otherwise all calls do nothing.
 
-They are asked for by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``…_TRACES_…`` form), or
-``OTEL_TRACES_EXPORTER`` (``otlp``, ``console``, ``none``). Sampling, resource and batching follow their own ``OTEL_``
-variables, which the SDK reads. The SDK comes with ``pip install coterie[telemetry]``.
+The standard variables enable them: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``…_TRACES_…`` form), or
+``OTEL_TRACES_EXPORTER`` (``otlp``, ``console``, ``none``). Sampling, resource and batching follow further ``OTEL_``
+variables, which the SDK reads. Install the SDK with ``pip install coterie[telemetry]``.
 
-A client's trace (W3C ``traceparent``) is continued, and workers get the span's own, so that their spans hang below it.
-Without spans the client's header is passed on as it came. Attributes are those of :meth:`Span.note`: no prompt, no
-header, no key.
+A client's trace (W3C ``traceparent``) is continued; workers get the gateway's span as parent of their spans. Without
+spans the client's header is passed on unchanged. Attributes are those of :meth:`Span.note`: no prompt, no header, no
+key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_REASON = 200
 
 
 class Span:
-    """One operation. This one does nothing; a recorded one is its subclass."""
+    """Span of one operation. This base class does nothing; its subclasses record or pass on the trace."""
 
     __slots__ = ()
     recording = False
@@ -50,28 +50,28 @@ class Span:
         retries: int | None = None,
         outcome: str | None = None,
     ) -> None:
-        """Set attributes; those left out stay as they are."""
+        """Set attributes; those not given stay unchanged."""
 
     def event(self, name: str) -> None:
-        """Mark a moment, such as the first token."""
+        """Mark a point in time, such as the first token."""
 
-    def child(self, name: str) -> Span:  # noqa: ARG002 (a recorded span has the name)
-        """Begin an operation inside this one: the exchange with one worker."""
+    def child(self, name: str) -> Span:  # noqa: ARG002 (recorded spans use the name)
+        """Begin a child span: the exchange with one worker."""
         return self
 
     def outgoing(self, headers: Headers) -> Headers:
-        """Headers for a worker: with this span's trace context in place of the client's."""
+        """Return the headers for a worker, with this span's trace context in place of the client's."""
         return headers
 
     def end(self, problem: str | None = None) -> None:
-        """End it; `problem` is a kind of failure ("timeout"), without text of the request."""
+        """End the span; `problem` is a kind of failure ("timeout"), without text of the request."""
 
 
 NO_SPAN = Span()
 
 
 class Spans:
-    """Makes spans of requests; without a provider, ones that do nothing."""
+    """Factory of request spans; without a provider its spans do nothing."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
@@ -79,7 +79,7 @@ class Spans:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Spans:
-        """Spans as the OTEL_ variables ask; without them, ones that do nothing."""
+        """Make a factory as the OTEL_ variables configure; without them its spans do nothing."""
         kind = exporter_kind(environ)
         return cls() if kind == "none" else cls(_provider(kind, environ))
 
@@ -97,7 +97,7 @@ class Spans:
         return _Recorded(self._tracer, started) if started.is_recording() else _Unsampled(started)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what is left. Gives up after a while: a collector that hangs must not hold the gateway."""
+        """Export the remaining spans. Give up after `timeout_s`: a stalled collector must not block the gateway."""
         if self._provider is not None:
             closing = threading.Thread(target=self._provider.shutdown, name="coterie-spans-close", daemon=True)
             closing.start()
@@ -106,7 +106,7 @@ class Spans:
 
 
 class _Unsampled(Span):
-    """A trace that the sampler left out: only its context goes on, so that workers leave it out too."""
+    """Span of a trace that the sampler dropped: only its context is passed on, so that workers drop it too."""
 
     __slots__ = ("_span",)
 
@@ -114,7 +114,7 @@ class _Unsampled(Span):
         self._span = span
 
     def outgoing(self, headers: Headers) -> Headers:
-        # Formatted here: the SDK's propagator takes twice the time.
+        # Formatted here because the SDK's propagator takes twice the time.
         context = self._span.get_span_context()
         parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
         sent = [header for header in headers if header[0] not in TRACE_HEADERS]
@@ -168,11 +168,11 @@ ATTRIBUTES = {
     "retries": "coterie.retries",
     "outcome": "coterie.outcome",
 }
-"""Argument of :meth:`Span.note` → name of the attribute. No other is ever set."""
+"""Argument of :meth:`Span.note` → name of the attribute. No other attribute is ever set."""
 
 
 def exporter_kind(environ: Mapping[str, str]) -> str:
-    """Exporter that the variables ask for: otlp, console or none."""
+    """Return the exporter that the variables select: otlp, console or none."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "none"
     endpoint = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -207,7 +207,7 @@ def _provider(kind: str, environ: Mapping[str, str]) -> TracerProvider:
 
 
 def _context_of(headers: Headers) -> Any:
-    """Trace context of a client's headers; an empty one where there is none, or one that is not valid."""
+    """Return the trace context in a client's headers; an empty one if it is missing or invalid."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,7 +1,7 @@
 """HTTP/1.1 at protocol level: a bounded server and a pooled client, on asyncio's event loop or uvloop's.
 
-Both write and parse (httptools) messages in the callbacks of the transport, without a task, a stream or a timer per
-request: one sweep looks at all deadlines.
+Both write and parse (httptools) messages in the callbacks of the transport, without an asyncio stream or a timer per
+request: one periodic sweep checks all deadlines.
 """
 
 from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits, passed_on

@@ -1,8 +1,8 @@
-"""One connection of a client: its requests in turn, and their answers.
+"""One connection of a client to the server: reads its requests and answers them in order.
 
 Reading and writing are callbacks of the transport and of the parser; only the handler is a task. `phase` says what is
-being read (idle, head, body), `current` which request is being answered. Requests sent ahead wait, as bytes if they
-can: reading pauses when they take more than a head may.
+being read (idle, head, body), `current` which request is being answered. Pipelined requests wait, unparsed where
+possible: reading pauses when the waiting bytes exceed `Limits.head_bytes`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from coterie.net.http1.responder import Handler, Responder
 logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 4096
-"""Bytes parsed at a time: bounds the requests that one read can leave waiting."""
+"""Bytes parsed at a time: bounds how many parsed requests one read can leave waiting."""
 CORK_BYTES = 65_536
-"""Pieces of a stream are written together at the end of an iteration of the loop, or when they reach this size."""
+"""Bytes of streamed pieces that are written at once; smaller amounts are written together, once per loop iteration."""
 DISCARD_BYTES = 65_536
-"""A refused request with a body up to this size is read to its end, so that its connection can be kept."""
+"""Largest body of a refused request, in bytes, that is read and discarded so that its connection can be kept."""
 LINGER_S = 1.0
-"""Time that a refused client has to read its answer before the connection is cut under what it still sends."""
+"""Seconds that a refused client gets to read its answer before the connection is cut, even if it is still sending."""
 LINGERING = 64
-"""Most connections over the cap whose clients get time to read why. Further ones are closed right after the answer."""
+"""Most connections over the cap that get `LINGER_S` to read the refusal. Others are closed right after the answer."""
 
 CheckHead = Callable[[HttpRequest], int | None]
-"""Sees the head before the body is read: raises HttpError to refuse it, may return the limit of the body in bytes."""
+"""Check of a request's head before its body is read: raises HttpError to refuse, may return a body limit in bytes."""
 
 
 class Host(Protocol):
-    """What a connection needs of its server."""
+    """The part of the server that a connection uses."""
 
     handler: Handler
     limits: Limits
@@ -68,7 +68,7 @@ class Host(Protocol):
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request and its answer, or the refusal of it."""
+    """One request with its answer, or with the error that refuses it."""
 
     request: HttpRequest | None
     responder: Responder
@@ -76,7 +76,7 @@ class _Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One client of a server: what it sends, and what it is answered."""
+    """One client connection of a server."""
 
     def __init__(self, server: Host, loop: asyncio.AbstractEventLoop) -> None:
         self.server = server
@@ -86,17 +86,17 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.parser: HttpRequestParser | None = HttpRequestParser(self)
         self.task: asyncio.Task[None] | None = None
-        # what is being read
+        # state of reading
         self.phase = "head"
-        self.quiet_bytes = 0  # since the last progress: bounds heads, trailers and chunk extensions
+        self.quiet_bytes = 0  # bytes since body data or a whole message: bounds heads, trailers and chunk extensions
         self.url = b""
         self.headers: Headers = []
         self.body: bytes | bytearray = b""
         self.body_room = 0
         self.arriving: _Exchange | None = None
         self.continue_owed = False
-        self.deaf = False  # reads no more: refused, malformed, or closing
-        # what waits and what is answered
+        self.deaf = False  # ignores further input: refused, malformed, or closing
+        # requests waiting and being answered
         self.current: _Exchange | None = None
         self.waiting: deque[_Exchange] = deque()
         self.unparsed = bytearray()
@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
             raise HttpError(413, "the body is over the limit")
         if not self.body:
             self.body = body
-        else:  # in one buffer: a list of 2-byte chunks would take 28 times their size
+        else:  # one buffer: a list of 2-byte chunks would take 28 times their size
             if isinstance(self.body, bytes):
                 self.body = bytearray(self.body)
             self.body += body
@@ -287,11 +287,11 @@ class Connection(asyncio.Protocol):
         self.continue_owed = False
         exchange, self.arriving = self.arriving, None
         if exchange is not None and exchange.request is not None:
-            exchange.request.body = bytes(self.body)  # no copy if it came in one piece
+            exchange.request.body = bytes(self.body)  # no copy if the body arrived in one piece
             self.body = b""
             self._take(exchange)
 
-    # from request to answer
+    # starting requests and answering them
 
     def _take(self, exchange: _Exchange) -> None:
         if self.current is None and not self.waiting and self.room is None and not self.transport.is_closing():
@@ -301,12 +301,12 @@ class Connection(asyncio.Protocol):
             self._turn()
 
     def _refuse_in_turn(self, error: HttpError) -> None:
-        """Answer with an error after the answers that are due, and end the connection."""
+        """Answer with an error after the answers to earlier requests, and end the connection."""
         self.deaf = True
         self._take(_Exchange(None, Responder(self, False, False, True), error))
 
     def _turn(self) -> None:
-        """Begin the next request, if one waits and its client reads its answers."""
+        """Begin the next waiting request, unless one is being answered or the client's write buffer is full."""
         if self.current is not None or self.room is not None or self.transport.is_closing():
             return
         if self.waiting:
@@ -326,7 +326,7 @@ class Connection(asyncio.Protocol):
         self.deadline = math.inf
         self.deadline_kind = ""
         if exchange.refusal is not None or exchange.request is None:
-            # In an iteration of its own: a client that sends thousands of them must not hold up the others.
+            # One loop iteration per refusal: a client that sends thousands of bad requests must not delay the others.
             self.loop.call_soon(self._answer_refusal, exchange)
             return
         if self.task is not None and not self.task.done():
@@ -357,7 +357,7 @@ class Connection(asyncio.Protocol):
             responder.fail(HttpError(500, "internal error"))
 
     def _count_error(self, error: Exception) -> None:
-        """Log where a handler failed, without the message: it may quote the request."""
+        """Count and log where a handler failed, without the error message, which may quote the request."""
         self.server.counters.errors += 1
         frames = extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
@@ -373,7 +373,7 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     def push(self, data: bytes) -> None:
-        """Write a piece of a stream, together with the others of this iteration of the loop."""
+        """Write a piece of a stream, together with the other pieces of this loop iteration."""
         if not self.corked:
             self.loop.call_soon(self.flush)
         self.corked.append(data)
@@ -411,7 +411,10 @@ class Connection(asyncio.Protocol):
             self._shut()
 
     def _shut(self) -> None:
-        """End the connection once its client has read all; what was refused unread must not reset it before."""
+        """End the connection after its client has read everything.
+
+        Closing a socket with unread input resets it, which would discard the answer: a refused client gets `LINGER_S`.
+        """
         self.waiting.clear()
         lingers = self in self.server.connections or self in self.server.lingering
         if self.deaf and lingers and self.transport.can_write_eof() and not self.transport.is_closing():
@@ -429,7 +432,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request has begun."""
+        """Whether no request is being read, waiting or answered."""
         begun = self.phase == "body" or (self.phase == "head" and self.quiet_bytes)
         return self.current is None and not self.waiting and not self.deaf and not begun
 

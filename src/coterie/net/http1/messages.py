@@ -1,7 +1,7 @@
-"""What server and client of HTTP/1.1 share: limits, a request, an error as its JSON answer, and header lines.
+"""Parts shared by the HTTP/1.1 server and client: limits, requests, errors as JSON answers, and header lines.
 
-Headers are pairs of bytes, names in lower case, in the order of the message. No header line is ever written that was
-not checked: a CR, LF or NUL in a value would let its author write the rest of the message.
+Headers are (name, value) pairs of bytes, names in lower case, in the order of the message. Every header line is checked
+before it is written: a CR, LF or NUL in a value would let its author forge the rest of the message.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding "
     b"upgrade".split()
 )
-"""Headers of one connection, which a proxy must not pass on."""
+"""Headers that concern one connection only, which a proxy must not pass on."""
 FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"host"))
-"""Headers that only server and client themselves may write: they decide where a message ends, and for whom it is."""
+"""Headers that only the server and client code may write: they decide where a message ends and who receives it."""
 _NOT_PASSED_ON = HOP_BY_HOP | {b"content-length", b"host", b"expect"}
 _PLAIN_CONNECTIONS = frozenset((b"keep-alive", b"Keep-Alive", b"close"))
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
@@ -39,26 +39,26 @@ _UNSAFE_TARGET = re.compile(rb"[\x00-\x20\x7f-\xff]")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may take from a server."""
+    """Limits on the resources that one client may take from a server; times in seconds."""
 
     head_bytes: int = 32_768
-    """Largest head of a request: its first line and headers. Also the most that trailers may take."""
+    """Largest head of a request in bytes (first line and headers). Also limits the trailers."""
     headers: int = 100
     """Most headers of a request."""
     body_bytes: int = 4 << 20
-    """Largest body, unless the check of the head gives another limit."""
+    """Largest body of a request in bytes, unless the check of the head returns another limit."""
     head_s: float = 10.0
-    """Time for a whole head, from the opening of the connection or from the head's first byte."""
+    """Time in which a whole head must arrive, from the opening of the connection or the head's first byte."""
     body_s: float = 30.0
-    """Time for a whole body, from its head."""
+    """Time in which a whole body must arrive, from the end of its head."""
     idle_s: float = 75.0
     """Time that a connection is kept open without a request."""
     write_s: float = 60.0
-    """Time that a client may leave its full buffer unread."""
+    """Time that a client may leave a full write buffer unread."""
     connections: int = 1024
     """Most connections at a time; further ones get 503."""
     connections_per_peer: int = 0
-    """Most connections of one IP address at a time; 0 for any number."""
+    """Most connections from one IP address at a time; 0 for no limit."""
 
     def __post_init__(self) -> None:
         check_at_least(1, head_bytes=self.head_bytes, headers=self.headers, connections=self.connections)
@@ -68,19 +68,19 @@ class Limits:
 
 @dataclass(slots=True)
 class ServerCounters:
-    """What a server has seen since it started."""
+    """Counts of a server's events since it started."""
 
     accepted: int = 0
     refused: int = 0
-    """Connections over a cap."""
+    """Connections refused because a connection limit was reached."""
     requests: int = 0
     timeouts: Counter[str] = field(default_factory=Counter)
-    """By kind: head, body, idle, write."""
+    """Timeouts by kind: head, body, idle, write."""
     malformed: int = 0
     disconnects: int = 0
-    """Clients that left before their answer ended."""
+    """Clients that disconnected before their answer ended."""
     errors: int = 0
-    """Handlers that failed with anything but HttpError."""
+    """Handlers that raised an exception other than HttpError."""
 
 
 class HttpRequest:
@@ -91,17 +91,17 @@ class HttpRequest:
     def __init__(self, method: str, path: str, query: str, headers: Headers, body: bytes, peer: str) -> None:
         self.method = method
         self.path = path
-        """As sent, without the query and not percent-decoded."""
+        """Path as sent, without the query and not percent-decoded."""
         self.query = query
         self.headers = headers
         self.body = body
         self.peer = peer
         """IP address of the client."""
         self.context: Any = None
-        """What the check of the head wants the handler to know."""
+        """Value that the check of the head passes to the handler."""
 
     def header(self, name: bytes) -> bytes | None:
-        """First value of a header, by its name in lower case."""
+        """Return the first value of a header, given its name in lower case."""
         for known, value in self.headers:
             if known == name:
                 return value
@@ -109,7 +109,7 @@ class HttpRequest:
 
 
 class HttpError(CoterieError):
-    """An answer with an error status, and with a body as OpenAI's clients read it."""
+    """An answer with an error status and a body in OpenAI's error format."""
 
     def __init__(
         self,
@@ -131,7 +131,10 @@ class HttpError(CoterieError):
         return msgspec.json.encode({"error": error})
 
     def event(self) -> bytes:
-        """Last event of a stream that broke, as OpenAI's clients read it; it ends the one before, which may be cut."""
+        """Return the error as last event of a broken stream, in OpenAI's format.
+
+        Starts with a blank line, which ends the event before it even if that was cut short.
+        """
         return b"\n\ndata: " + self.body() + b"\n\n"
 
 
@@ -155,7 +158,7 @@ _STATUS_LINES = {
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return headers as lines, each ended by CR LF; refuse what would change the message around them."""
+    """Return headers as lines, each ended by CR LF; raise ConfigError for one that would break the framing."""
     lines, count = b"", 0
     for name, value in headers:
         if name not in _KNOWN_NAMES:
@@ -177,35 +180,35 @@ def _check_name(name: bytes) -> None:
 
 
 def size_of(headers: Headers) -> int:
-    """Bytes that headers take in a message."""
+    """Return the number of bytes that headers take in a message."""
     return sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 def check_target(target: bytes) -> bytes:
-    """Refuse a method or a target that would end the request line early."""
+    """Return the bytes; raise ConfigError for a method or target that would end the request line early."""
     if _UNSAFE_TARGET.search(target):
         raise ConfigError("a method or a target must not hold spaces, control characters or bytes above 126")
     return target
 
 
 def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    for name, value in headers:  # noqa: SIM110 (a third of the time)
+    for name, value in headers:  # noqa: SIM110 (the loop takes a third of the time of any())
         if name == b"content-type" and value.startswith(b"text/event-stream"):
             return True
     return False
 
 
 def send_at_once(transport: asyncio.BaseTransport) -> None:
-    """Turn Nagle's algorithm off: asyncio leaves it on for sockets whose protocol number is 0, at 40 ms a piece."""
+    """Turn Nagle's algorithm off: asyncio leaves it on for sockets with protocol number 0, at 40 ms a write."""
     connected = transport.get_extra_info("socket")
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def passed_on(headers: Sequence[tuple[bytes, bytes]], but: bytes = b"") -> Headers:
-    """Return the headers that a proxy passes on: without those of the connection, the framing, Host and Expect.
+    """Return the headers that a proxy passes on: all but hop-by-hop headers, Content-Length, Host and Expect.
 
-    `but` names one more that is left out.
+    `but` is the name of one more header to leave out.
     """
     kept: Headers = []
     named: set[bytes] = set()
@@ -223,7 +226,7 @@ _NAMES = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-
 
 
 class Framing:
-    """What the headers say of the body."""
+    """Length, transfer encoding, content encoding and expectation of a request's body, parsed from its headers."""
 
     __slots__ = ("chunked", "encoding", "expect", "expects", "length")
 
@@ -263,9 +266,9 @@ class Framing:
             raise HttpError(417, "only Expect: 100-continue is supported")
 
 
-@lru_cache(64)  # most clients ask for few targets
+@lru_cache(64)  # most clients use few targets
 def split_target(url: bytes) -> tuple[str, str]:
-    """Return path and query of a request target, which may name a scheme and a host."""
+    """Return path and query of a request target; a scheme and a host in it are dropped."""
     target = url.decode("latin-1")
     if not target.startswith("/") and target != "*":
         _, scheme, rest = target.partition("://")

@@ -9,7 +9,7 @@ from coterie.net.http1.messages import HttpError, HttpRequest, header_lines, is_
 
 
 class Line(Protocol):
-    """What an answer needs of its connection."""
+    """The part of the connection that an answer uses."""
 
     @property
     def draining(self) -> bool: ...
@@ -28,9 +28,9 @@ class Responder:
         self._connection = connection
         self._head_only = head_only
         self._keep_alive = keep_alive
-        self._chunked = chunked  # whether the client understands it; then whether the stream is sent so
-        self._left: int | None = None  # of the length that was announced
-        self._headers: Sequence[tuple[bytes, bytes]] = ()  # of a stream
+        self._chunked = chunked  # first: the client supports chunks; after the head: they are used
+        self._left: int | None = None  # bytes of the announced length not yet written
+        self._headers: Sequence[tuple[bytes, bytes]] = ()  # headers of a stream
         self.started = False
         self.ended = False
 
@@ -41,7 +41,7 @@ class Responder:
         content_type: bytes = b"application/json",
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Send a whole answer; an empty content type leaves it to the headers."""
+        """Send a whole answer. With an empty `content_type`, the caller's headers state it."""
         lines = header_lines(headers) if headers else b""
         if body and content_type:
             lines += header_lines(((b"content-type", content_type),))
@@ -50,7 +50,7 @@ class Responder:
         self._connection.finish(head if self._head_only or status in (204, 304) else head + body, self._keep_alive)
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None = None) -> None:
-        """Send the head of a stream: chunked, unless its length is given (which must then be kept)."""
+        """Send the head of a stream: chunked, unless its length in bytes is given, which must then be kept."""
         self._connection.push(self._head(status, header_lines(headers), length))
         self._headers = headers
         self._left = None if self._head_only else length
@@ -68,7 +68,7 @@ class Responder:
             self._chunked = False
         elif self._chunked:
             lines += b"transfer-encoding: chunked\r\n"
-        else:  # HTTP/1.0 knows no chunks: the end of the connection ends the answer
+        else:  # HTTP/1.0 has no chunks: the end of the connection ends the answer
             self._keep_alive = False
         self.started = True
         return b"%b%b\r\n" % (line, lines) if self._keep_alive else b"%b%bconnection: close\r\n\r\n" % (line, lines)
@@ -102,7 +102,7 @@ class Responder:
         self._connection.cut()
 
     def fail(self, error: HttpError) -> None:
-        """Answer with an error. A stream of events that has been started ends with it; another answer is cut."""
+        """Answer with an error. A started event stream gets it as last event; any other started answer is cut."""
         if not self.started:
             self.send(error.status, error.body(), headers=error.headers)
         elif self.ended:

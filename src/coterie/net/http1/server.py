@@ -1,7 +1,7 @@
-"""A bounded HTTP/1.1 server: what a client may send, hold and leave unread is limited.
+"""A bounded HTTP/1.1 server: limits on what a client may send, hold open and leave unread.
 
-Each request is handed to a handler, which is a task: it is cancelled when its client disconnects. No request has a
-timer: each connection has one deadline, and one sweep per server looks at all of them.
+The handler of each request is a task, which is cancelled when its client disconnects. Requests have no timers: each
+connection stores its deadlines, and one periodic sweep per server checks all connections.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from coterie.net.http1.messages import Limits, ServerCounters
 from coterie.net.http1.responder import Handler, Responder
 
 FLUSH_S = 0.01
-"""Time between two looks at what clients have read."""
+"""Seconds between two checks of whether clients have read what was written."""
 
 RESERVE = 8
-"""One place in so many is added to the connections, for clients that have few while another has nearly all."""
+"""Divisor of the connection limit that gives the reserve: extra connections for clients with few, when one has most."""
 
 __all__ = ["CheckHead", "Handler", "HttpServer", "Responder", "ServerCounters"]
 
 
 def most_connections(connections: int) -> int:
-    """Connections at a time, the reserve included."""
+    """Return the most connections at a time, the reserve included."""
     return connections + max(1, connections // RESERVE)
 
 
@@ -47,14 +47,14 @@ class HttpServer:
         self.check_head = check_head
         self.clock = clock
         self.seconds = {"head": limits.head_s, "body": limits.body_s, "idle": limits.idle_s}
-        """Time that each phase of reading may take."""
+        """Seconds that each phase of reading may take."""
         self.counters = ServerCounters()
         self.draining = False
         self.connections: set[Connection] = set()
         self.lingering: set[Connection] = set()
-        """Refused connections that may still read their answer: few, and short-lived."""
+        """Refused connections that may still read their answer: at most `LINGERING`, for `LINGER_S` each."""
         self.tasks: set[asyncio.Task[None]] = set()
-        """Handlers that still run after their answer."""
+        """Handlers that still run after their answer ended or their client left."""
         self.peers: Counter[str] = Counter()
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -62,7 +62,7 @@ class HttpServer:
         self._emptied: asyncio.Event = asyncio.Event()
 
     async def start(self, listener: socket.socket) -> None:
-        """Accept connections. The socket becomes the server's own."""
+        """Start accepting connections. The server takes over the socket and closes it."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: Connection(self, loop), sock=listener, backlog=1024)
         shortest = min(self.limits.head_s, self.limits.body_s, self.limits.idle_s, self.limits.write_s, LINGER_S)
@@ -76,20 +76,20 @@ class HttpServer:
         self._sweeper = loop.call_later(period_s, again)
 
     def sweep(self) -> None:
-        """Close the connections that have passed their deadline."""
+        """Time out the connections that have passed a deadline."""
         now = self.clock()
         for connection in (*self.connections, *self.lingering):
             if now >= connection.deadline or now >= connection.write_deadline:
                 connection.time_out(now)
 
     def pause(self) -> None:
-        """Stop accepting connections; those that are open go on."""
+        """Stop accepting connections; open ones continue."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     async def close(self, drain_s: float) -> int:
-        """Stop accepting, let requests and their handlers end for at most `drain_s`, then cut those left: how many."""
+        """Stop accepting, wait at most `drain_s` for requests and handlers; return how many requests were cut."""
         self.pause()
         self.draining = True
         for connection in list(self.connections):
@@ -103,7 +103,7 @@ class HttpServer:
             if connection not in cut:
                 connection.transport.abort()
         running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
-        for task in running:  # which tells its client why its answer ends
+        for task in running:  # the handler's cancellation sends the client the reason
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._cut(cut)
@@ -112,7 +112,7 @@ class HttpServer:
         return len(cut)
 
     async def _cut(self, cut: list[Connection]) -> None:
-        """Close connections once their clients have got what was written, or do not read."""
+        """Close connections when their clients have received what was written, or after `LINGER_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 while any(waiting.transport.get_write_buffer_size() for waiting in self.connections.intersection(cut)):
@@ -123,13 +123,13 @@ class HttpServer:
             await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
 
     def end_drain(self) -> None:
-        """Cut what is left now, if :meth:`close` waits for it."""
+        """End the wait of :meth:`close` now, so that it cuts the remaining requests."""
         if self._drain is not None and not self._drain.expired():
             with suppress(RuntimeError):  # the drain has ended
                 self._drain.reschedule(-1.0)
 
     async def _ended(self) -> None:
-        """Wait until the connections are closed, and the handlers that go on after them have returned."""
+        """Wait until all connections are closed and all handlers have returned."""
         while self.connections:
             self._emptied.clear()
             await self._emptied.wait()
@@ -137,7 +137,7 @@ class HttpServer:
             await asyncio.wait(self.tasks)
 
     def admit(self, connection: Connection) -> str | None:
-        """Count a new connection; return why it is refused, if it is."""
+        """Count a new connection; return the reason if it is refused, else None."""
         limits = self.limits
         if limits.connections_per_peer and self.peers[connection.peer] >= limits.connections_per_peer:
             return "too many connections from this address"
@@ -149,9 +149,9 @@ class HttpServer:
         return None
 
     def _make_room(self, peer: str) -> bool:
-        """Whether a further connection fits all the same: another client has more than twice as many.
+        """Whether to admit a connection over the limit: only if some client holds at least twice as many as this one.
 
-        That client's connection that was idle longest is closed. If none is idle, a few places are kept for this case.
+        That client's longest-idle connection is closed. If none is idle, the new connection is taken from the reserve.
         """
         greediest, most = self.peers.most_common(1)[0]
         if 2 * (self.peers[peer] + 1) > most:
@@ -174,6 +174,6 @@ class HttpServer:
             self._emptied.set()
 
     def outlive(self, task: asyncio.Task[None]) -> None:
-        """Keep a handler that still works after its answer."""
+        """Keep track of a handler that may run on after its answer or its connection has ended."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

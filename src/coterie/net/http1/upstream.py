@@ -1,8 +1,8 @@
-"""Pooled client connections to one server: requests out, answers in as they come.
+"""Pooled client connections to one server: send requests, read answers as they arrive.
 
-No redirects, no proxies, no decompression: what a worker answers is what the caller sees. Every wait has an end (one
-sweep looks at all deadlines), and what an answer may take of memory is bounded: reading pauses while its consumer is
-slow. Leaving an answer before its end closes the connection, which is how the server learns of it.
+No redirects, no proxies, no decompression: the caller sees exactly what a worker sends. Every wait has a deadline (one
+sweep checks them all), and the memory of an answer is bounded: reading pauses while its consumer is slow. Closing an
+answer before its end closes the connection, which tells the server to stop.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_
 from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once, size_of
 
 FULL_BYTES = 262_144
-"""Bytes of an answer that wait for their consumer before reading pauses."""
+"""Bytes of an answer that may wait for its consumer; reading pauses above this."""
 Kind = Literal["connect", "reset", "timeout", "protocol", "too_large", "incomplete", "unhealthy"]
 
 
 class UpstreamError(CoterieError):
-    """No answer, or no whole one."""
+    """A request failed: no answer, or an incomplete one."""
 
     def __init__(self, kind: Kind, message: str, answered: bool = False) -> None:
         super().__init__(message)
         self.kind: Kind = kind
         self.answered = answered
-        """Whether the head of an answer had come."""
+        """Whether the head of an answer had arrived."""
 
 
 class Answer:
-    """An answer whose head has come. Read it, iterate over it, or close it."""
+    """An answer whose head has arrived. Read the body, iterate over its pieces, or close it."""
 
     __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "begun", "complete", "headers", "status")
 
@@ -50,10 +50,10 @@ class Answer:
         self.status = status
         self.headers = headers
         self.complete = False
-        self.begun = False  # a piece of the body has come
+        self.begun = False  # a piece of the body has arrived
 
     async def read(self, limit: int | None = None) -> bytes:
-        """Return the rest of the body."""
+        """Return the rest of the body; raise UpstreamError if it exceeds `limit` bytes (default: `body_bytes`)."""
         most = self._connection.upstream.limits.body_bytes if limit is None else limit
         if self.complete and len(self._pieces) == 1 and self._buffered <= most:
             return self._take()
@@ -71,7 +71,7 @@ class Answer:
         return self
 
     async def __anext__(self) -> bytes:
-        """Return what has come since the last piece."""
+        """Return the bytes that arrived since the last call, waiting for some if there are none."""
         while not self._pieces:
             if self.complete:
                 raise StopAsyncIteration
@@ -95,13 +95,13 @@ class Answer:
         return data
 
     def close(self) -> None:
-        """Leave the answer: an incomplete one takes its connection with it."""
+        """Abandon the answer; if it is incomplete, its connection is closed."""
         if not self.complete and self._error is None:
             self._error = UpstreamError("reset", "the answer was closed", answered=True)
             self._connection.drop()
 
     def add(self, piece: bytes) -> bool:
-        """Take a piece of the body; return whether reading must pause."""
+        """Buffer a piece of the body; return whether reading must pause."""
         self.begun = True
         self._pieces.append(piece)
         before = self._buffered
@@ -129,21 +129,21 @@ MOST_FIRST_LINES = 16
 
 @dataclass(frozen=True, slots=True)
 class UpstreamLimits:
-    """What one answer may take."""
+    """Limits on one answer and on unused connections; times in seconds."""
 
     connect_s: float = 2.0
     head_s: float = 600.0
-    """Time from the request to the first piece of its answer's body."""
+    """Time from sending the request to the first piece of its answer's body."""
     idle_s: float = 120.0
     """Time between two pieces of a body."""
     head_bytes: int = 32_768
-    """Largest head, and the most that trailers may take."""
+    """Largest head of an answer in bytes. Also limits the trailers."""
     body_bytes: int = 64 << 20
-    """Largest body of :meth:`Answer.read`."""
+    """Largest body that :meth:`Answer.read` returns by default, in bytes."""
     keep_s: float = 4.0
-    """Time that an unused connection is kept: vLLM closes those after 5 s."""
+    """Time that an unused connection is kept: vLLM closes its side after 5 s."""
     idle_connections: int = 64
-    """Most unused connections."""
+    """Most unused connections that are kept."""
 
     def __post_init__(self) -> None:
         check_positive(connect_s=self.connect_s, head_s=self.head_s, idle_s=self.idle_s)
@@ -152,7 +152,7 @@ class UpstreamLimits:
 
 
 def parse_origin(url: str) -> SplitResult:
-    """The parts of a server's URL. Raises ConfigError for one that cannot be asked."""
+    """Split a server's URL; raise ConfigError if requests cannot be sent to it."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -166,7 +166,7 @@ def parse_origin(url: str) -> SplitResult:
 
 
 class Upstream:
-    """One server, by its URL."""
+    """Client of one server, given its URL, with a pool of connections."""
 
     def __init__(
         self, url: str, limits: UpstreamLimits = UpstreamLimits(), clock: Callable[[], float] = time.monotonic
@@ -196,10 +196,10 @@ class Upstream:
         head_s: float | None = None,
         written: Callable[[], None] | None = None,
     ) -> Answer:
-        """Send a request; return its answer when the head has come.
+        """Send a request; return its answer when the head has arrived.
 
-        A kept connection that the server closed meanwhile is replaced by a fresh one, once. `written` is called when
-        there is a connection: from then on the server may have got the request.
+        If the server has closed a pooled connection meanwhile, the request is sent once more on a fresh one. `written`
+        is called just before each attempt: from then on the server may have received the request.
         """
         first = self._first_lines.get((method, target)) or self._first(method, target)
         message = b"%b%bcontent-length: %d\r\n\r\n%b" % (first, header_lines(headers), len(body), body)
@@ -219,7 +219,7 @@ class Upstream:
         return await connection.ask(message, method, limit_s)
 
     def _first(self, method: str, target: str) -> bytes:
-        """The request line and the host, made once for each of a few targets."""
+        """Return the request line and the Host line, cached for the first `MOST_FIRST_LINES` targets."""
         target_of = self._base, check_target(target.encode())
         lines = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (check_target(method.encode()), *target_of, self.host)
         if len(self._first_lines) < MOST_FIRST_LINES:
@@ -254,15 +254,15 @@ class Upstream:
     def _watch(self, connection: _Connection) -> None:
         # Not in connection_made: if connecting is cancelled after it, uvloop closes without connection_lost.
         if connection.parser is None:
-            return  # lost already
+            return  # the connection is lost already
         self.connections.add(connection)
-        if self._closed:  # while it connected
+        if self._closed:  # closed while connecting
             connection.drop()
         elif self._sweeper is None:
             self._sweeper = connection.loop.call_later(SWEEP_S, self._sweep_again, connection.loop)
 
     def give_back(self, connection: _Connection) -> None:
-        """Keep a connection whose answer is complete, unless enough are kept."""
+        """Return a connection whose answer is complete to the pool; close it if the pool is full or no longer used."""
         if len(self._idle) < self.limits.idle_connections and not self._closed and not self._retired:
             connection.since = self.clock()
             self._idle.append(connection)
@@ -274,28 +274,28 @@ class Upstream:
         self._sweeper = loop.call_later(SWEEP_S, self._sweep_again, loop) if self.connections else None
 
     def sweep(self) -> None:
-        """End the answers that are late, and the connections that were unused too long."""
+        """Fail the requests and answers that are late, and close the connections that were unused too long."""
         now = self.clock()
         oldest = now - self.limits.keep_s
-        while self._idle and self._idle[0].since <= oldest:  # the oldest come first
+        while self._idle and self._idle[0].since <= oldest:  # the list is oldest first
             self._idle.pop(0).drop()
         for connection in [connection for connection in self.connections if now >= connection.deadline]:
             connection.time_out()
 
     def give_up(self, method: str) -> None:
-        """End the requests of a method that still wait for the first byte of a body: the server is not well."""
+        """Fail the requests with this HTTP method that still wait for a first body byte: the server is unhealthy."""
         for connection in list(self.connections):
             if connection.method == method and connection.waits:
                 connection.fail("unhealthy", "the server was found not to be well")
 
     def retire(self) -> None:
-        """Keep no connection unused from now on; answers that come go on to their end."""
+        """Close unused connections, now and from now on; answers in progress continue to their end."""
         self._retired = True
         while self._idle:
             self._idle.pop().drop()
 
     async def close(self) -> None:
-        """Close all connections; answers that are not complete fail."""
+        """Close all connections; incomplete answers fail."""
         self._closed = True
         for connection in list(self.connections):
             connection.drop()
@@ -308,7 +308,7 @@ class Upstream:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with one request at a time."""
+    """One connection to the server, with one request at a time."""
 
     def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self.upstream = upstream
@@ -321,14 +321,14 @@ class _Connection(asyncio.Protocol):
         self.method = ""
         self.until_closed = False  # the end of the connection ends the body
         self.reusable = True
-        self.heard = False  # a byte of the present answer has come
-        self.quiet_bytes = 0  # since the last piece of a body: bounds heads and trailers
+        self.heard = False  # a byte of the current answer has arrived
+        self.quiet_bytes = 0  # bytes since the last piece of a body: bounds heads and trailers
         self.since = 0.0
         self.deadline = math.inf
 
     @property
     def waits(self) -> bool:
-        """Whether a request was sent and no byte of a body has come."""
+        """Whether a request was sent and no byte of its answer's body has arrived."""
         return self.waiter is not None if self.answer is None else not self.answer.begun
 
     async def ask(self, message: bytes, method: str, head_s: float) -> Answer:
@@ -346,7 +346,7 @@ class _Connection(asyncio.Protocol):
         except asyncio.CancelledError:
             if waiter.cancelled() or waiter.exception() is not None:
                 self.drop()
-            else:  # the head came at the same moment; a complete answer has given its connection to others
+            else:  # the head arrived just now; if the answer is complete, its connection is back in the pool
                 waiter.result().close()
             raise
 
@@ -368,7 +368,7 @@ class _Connection(asyncio.Protocol):
         self.fail("timeout", what)
 
     def fail(self, kind: Kind, what: str) -> None:
-        """End the present request with an error, and the connection with it."""
+        """Fail the current request with an error and close the connection."""
         error = UpstreamError(kind, f"{self.upstream.url}: {what}", answered=self.answer is not None)
         self.deadline = math.inf
         self.reusable = False
@@ -398,7 +398,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or (self.waiter is None and self.answer is None):
-            self.transport.abort()  # what nobody asked for
+            self.transport.abort()  # bytes that answer no request
             return
         self.heard = True
         self.quiet_bytes += len(data)
@@ -423,11 +423,11 @@ class _Connection(asyncio.Protocol):
             else:
                 self.transport.abort()
         elif not answer.begun:
-            return  # a head alone is no sign of life: engines send it at once, and the first token much later
+            return  # keep the deadline: engines send the head at once, and the first token much later
         elif self.transport.is_reading():
             self.deadline = self.upstream.clock() + self.upstream.limits.idle_s
         else:
-            self.deadline = math.inf  # its consumer is slow
+            self.deadline = math.inf  # reading is paused because the consumer is slow
 
     # the parser's callbacks
 
@@ -461,7 +461,7 @@ class _Connection(asyncio.Protocol):
         if not waiter.done():
             waiter.set_result(self.answer)
         if self.method == "HEAD":
-            self.reusable = False  # the parser would wait for the body that a GET has
+            self.reusable = False  # the parser would wait for the body that a GET would have
             self.answer.finish()
 
     def on_body(self, body: bytes) -> None:

@@ -22,7 +22,7 @@ function box(height, label) {
   return svg;
 }
 
-// Round numbers from 0 to at least `most`, at most five.
+// Return axis ticks: at most five round numbers, from 0 to at least `most`.
 export function ticks(most) {
   if (!(most > 0)) return [0, 1];
   const raw = most / 4;
@@ -57,7 +57,7 @@ function below(parent, marks, height) {
   });
 }
 
-// Lines over time; a hole where a value is null.
+// Draw lines over time; a null value leaves a gap.
 export function lineChart(height = 130) {
   const svg = box(height, "");
   const [grid, labels, times] = [drawn("g"), drawn("g"), drawn("g")];
@@ -95,7 +95,7 @@ export function lineChart(height = 130) {
   return { node: svg, update(values) { last = values; draw(); } };
 }
 
-// Two bars side by side for every rank.
+// Draw two bars side by side for every rank.
 export function pairChart(height = 150) {
   const svg = box(height, "");
   const [grid, labels, names, befores, afters] = [drawn("g"), drawn("g"), drawn("g"), drawn("g"), drawn("g")];

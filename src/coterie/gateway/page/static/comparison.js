@@ -1,4 +1,4 @@
-// The same requests under one router after another: experts that a token's step streams.
+// Comparison of routers on the same requests: distinct experts per layer in a token's decode step.
 
 import { attribute, fill, make, milliseconds, number, shown, text, words } from "./dom.js";
 

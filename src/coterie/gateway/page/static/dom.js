@@ -1,4 +1,4 @@
-// Elements without markup: everything that comes from the gateway is set as text.
+// Helpers that create elements without parsing markup: every value from the gateway is set as text.
 
 export function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -20,14 +20,14 @@ export function shown(node, yes) {
   if (node.hidden === yes) node.hidden = !yes;
 }
 
-// As many children as items: nodes are used again, so that a page that is open for a day has as many as at first.
+// Give an element one child per item. Nodes are reused, so that a page that is open for a day does not accumulate them.
 export function fill(parent, items, create, update) {
   while (parent.children.length > items.length) parent.lastElementChild.remove();
   while (parent.children.length < items.length) parent.append(create());
   items.forEach((item, index) => update(parent.children[index], item, index));
 }
 
-// Options of a select; the chosen one stays, also while the gateway does not know it.
+// Set the options of a select; the chosen option stays, even while the gateway does not list it.
 export function options(select, values, first = null) {
   const wanted = [...(first === null ? [] : [["", first]]), ...values.map((value) => [value, value])];
   if (select.value && !values.includes(select.value)) wanted.push([select.value, select.value]);

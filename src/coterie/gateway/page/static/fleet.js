@@ -1,4 +1,4 @@
-// Workers by pool: what they run, and whether they are well.
+// Workers by pool: their running requests and their health.
 
 import { attribute, make, number, text } from "./dom.js";
 

@@ -1,8 +1,8 @@
-// Tokens of a worker's last window, [layer, expert], as colours; pointer and arrow keys tell the numbers.
+// Tokens of a worker's last window, [layer, expert], as colours; pointer and arrow keys show the numbers.
 
 import { make, number, options, shown, text } from "./dom.js";
 
-// Cividis: even in brightness, and the same to colour-blind eyes.
+// Colour map Cividis: uniform in brightness, and readable for colour-blind users.
 const STOPS = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
 const LEAST_HEIGHT = 260;
 const MOST_HEIGHT = 340;

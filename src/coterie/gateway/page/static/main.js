@@ -1,4 +1,4 @@
-// Puts the panels together: one stream feeds them all.
+// Connects the panels to one stream of snapshots.
 
 import { comparisonPanel } from "./comparison.js";
 import { decisionsPanel } from "./decisions.js";
@@ -14,7 +14,7 @@ const KEY = "coterie-key";
 const THEME = "coterie-theme";
 const [main, state, banner, said, verdict, keyForm, keyField, keyNote, theme] = ["main", "state", "banner", "banner-text", "verdict", "key-form", "key", "key-note", "theme"].map((id) => document.getElementById(id));
 
-// A browser may forbid storage: the page works without.
+// A browser may forbid storage: the page works without it.
 function remembered(store, name) {
   try {
     return store()?.getItem(name) ?? "";
@@ -27,7 +27,7 @@ function remember(store, name, value) {
   try {
     store().setItem(name, value);
   } catch {
-    // it is asked for again
+    // not stored: the page asks for the value again
   }
 }
 

@@ -1,4 +1,4 @@
-// Placement advice: what each rank carries before and after, what it is predicted to gain, and the actions.
+// Placement advice: time of each rank before and after, predicted gain, and actions.
 
 import { pairChart } from "./charts.js";
 import { bytes, clock, fill, make, number, shown, text, words } from "./dom.js";

@@ -1,6 +1,6 @@
-// GET /live with fetch rather than EventSource: a key goes into a header, never into the address.
+// GET /live with fetch rather than EventSource, so that the key is sent in a header, never in the URL.
 
-const SILENT_MS = 4000; // the gateway sends twice a second
+const SILENT_MS = 4000; // longest silence before a reconnect; the gateway sends twice a second
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8000;
 const MOST_BUFFER = 16 << 20;
@@ -12,15 +12,15 @@ export class Stream {
     this.query = {};
     this.key = "";
     this.waitMs = FIRST_WAIT_MS;
-    this.lastMs = 0; // of the last data, on the clock that does not jump
-    this.lastAt = null; // the same as a time of day
-    this.turn = 0; // of the connection that counts; earlier ones have been given up
+    this.lastMs = 0; // time of the last data, on the monotonic clock
+    this.lastAt = null; // time of day of the last data
+    this.turn = 0; // number of the current connection; earlier ones are abandoned
     this.abort = null;
     this.timer = null;
     setInterval(() => this.#watch(), 500);
   }
 
-  // Connect anew: at the start, with another key, with another question.
+  // Connect again: at the start, with another key or with another query.
   open() {
     this.turn += 1;
     clearTimeout(this.timer);
