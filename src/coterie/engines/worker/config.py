@@ -21,7 +21,7 @@ class WorkerConfig:
     model: Path
     """Folder of a checkpoint that transformers loads."""
     role: Role = "both"
-    """prefill generates one token and stages the KV; decode fetches staged KV and generates the rest; both does either."""
+    """prefill generates one token and stages the KV; decode continues from staged KV; both can do either."""
     host: str = "127.0.0.1"
     port: int = 8100
     """Port to listen on; 0 picks a free port, which the ready line prints."""

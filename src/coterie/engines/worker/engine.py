@@ -89,7 +89,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------- from any thread
 
     def start(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """Start the engine's thread; `on_end` is called in it if it ends by itself (only after a bug; see `failure`)."""
+        """Start the engine's thread; it calls `on_end` if it ends by itself, which only a bug can cause."""
         self._on_end = on_end
         self._thread = threading.Thread(target=self._loop, name="coterie-engine", daemon=True)
         self._thread.start()
