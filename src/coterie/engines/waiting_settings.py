@@ -22,7 +22,9 @@ from coterie.wire.footprints import WireFootprint
 T = TypeVar("T", bound=Hashable)
 
 TYPICAL_TOKENS = 1024
-"""Context length of a typical request, in tokens, for the part of a step's time that is independent of its requests."""
+"""Prompt (prefill) or context (decode) tokens of a typical request, for the part of a step's time that is independent
+of its requests.
+"""
 
 
 class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +48,7 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Path of a token table that predicts the load of requests without a footprint."""
     device: str | None = None
     """Device preset for `latency_aware`, which then minimises the predicted step time on that device. Without a preset
-    the strategy evens out expert load, which suits several ranks but slows down decode on a single device.
+    the strategy evens out expert load, which is right across ranks but wrong for decode on a single device.
     """
     seed: int = 0
     """Seed for strategies that draw at random."""

@@ -51,7 +51,7 @@ def shuffle_rows(rows: Any, schedule: ShuffleSchedule) -> Any:
 def shuffled_reduce_scatter(
     group: Group, partial: Any, schedule: ShuffleSchedule, *, already_shuffled: bool = False
 ) -> Any:
-    """Sum `partial` [token, hidden] over ranks; return this rank's block without padding, [token of this rank, hidden]."""
+    """Sum `partial` [token, hidden] over ranks; return this rank's rows, [token of this rank, hidden]."""
     places = len(schedule.order) if already_shuffled else len(schedule.inverse)
     if len(partial) != places:
         raise ConfigError(f"partial has {len(partial)} rows; the schedule asks for {places}")

@@ -1,6 +1,6 @@
 """Coterie inside vLLM, as a KV connector and a scheduler class: no patch, no fork, inactive unless configured.
 
-    process              function                                                            module
+    process              function                                                           module
     worker (rank 0)      a hook in every MoE layer, one write a step to the position store  capture
     engine core          reads a finished request's positions: footprint, expert events     connector, publisher
     API server           Prometheus metrics                                                 metrics

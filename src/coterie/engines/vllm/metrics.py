@@ -51,7 +51,7 @@ class CoterieStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Values for vLLM's log line."""
+        """Return the values for vLLM's log line."""
         return {f"coterie_{name}": value for name, value in self.data.get("counters", {}).items() if value}
 
     def is_empty(self) -> bool:

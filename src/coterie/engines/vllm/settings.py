@@ -88,7 +88,7 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     planning_s: float | None = None
     """With when=pays, seconds that planning blocks serving; None uses the measured time of the slowest rank."""
     target_balance: float = 1.0
-    """Balance (mean ÷ max rank time) above which a layer is not changed; values below 1 save moves."""
+    """Balance (even ÷ slowest rank time) from which a layer is not improved further; values below 1 save moves."""
     exposed: float = 1.0
     """Share of the movement time that serving waits for. 1 is exact without use_async, and cautious with it."""
     movement: Literal["stops", "staged"] = "stops"

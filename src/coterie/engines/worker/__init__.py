@@ -6,7 +6,7 @@ KV blocks and prefix hits, the handoff of KV between workers, and the recorded e
     config    settings                        protocol  parsing of request bodies, building of answers
     blocks    the block table and its events  requests  one request's state: tokens, text, stop strings, sampling
     model     the forward pass over blocks    engine    the loop: waiting → prefill → decode, in one thread
-    transfer  staging of KV for other workers fetching  fetching of KV from other workers
+    transfer  KV staged for other workers     fetching  fetching of KV from other workers
     events    event streams                   server    HTTP
     metrics   Prometheus series               embedded  the worker on NumPy, without torch
 """

@@ -117,7 +117,7 @@ class WorkerConfig:
             raise ConfigError("kv_replay needs kv_events: there is nothing to send again")
 
     def _check_access(self) -> None:
-        """Require secrets for whatever other machines can reach."""
+        """Raise ConfigError if other machines can reach this worker, or it uses other machines, without secrets."""
         needed = {SECRET_VARIABLE: self.fleet_secret, KEY_VARIABLE: self.worker_key}
         for variable, value in needed.items():
             if value is not None:

@@ -100,7 +100,7 @@ class Block:
     num_experts: int = 0
 
     def renamed(self, name: str, slot: int) -> str:
-        """Name of one expert's tensor with the expert's new index."""
+        """Return the name of one expert's tensor with the expert's new index."""
         return f"{self.path}.experts.{slot}.{name.removeprefix(f'{self.path}.experts.').partition('.')[2]}"
 
 

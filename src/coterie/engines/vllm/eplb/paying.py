@@ -239,7 +239,7 @@ class Payoff:
         self._skip = False
 
     def ranks_changed(self) -> None:
-        """Drop all states and skip the next window, on remaining and on new ranks alike."""
+        """Drop all states and skip the next window, on remaining ranks and on new ones."""
         self.forget()
         self._skip = True
 
