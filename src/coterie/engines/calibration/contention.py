@@ -48,7 +48,7 @@ class ContentionSettings:
     rounds: int = 7
     """Timings of steps alone and beside copies, alternating; a cell is the median over rounds."""
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
-    """Shares of the path's full speed to copy at, besides one expert a step."""
+    """Shares of the path's full speed to copy at, in addition to one expert per step."""
 
     def __post_init__(self) -> None:
         check_at_least(1, batch=self.batch, context=self.context, steps=self.steps, rounds=self.rounds)

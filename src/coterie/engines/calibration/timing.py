@@ -96,7 +96,10 @@ class Timer:
         return round(statistics.median(self.us(calls) for _ in range(self.settings.passes)), 3)
 
     def us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Return the median microseconds per call; calls run in rotation, so each finds the cache as the others left it."""
+        """Return the median microseconds per call.
+
+        Calls run in rotation, so that each finds the cache as the others left it.
+        """
         if self.device.type == "cuda":
             return self._graph_us(calls)
         for call in calls:

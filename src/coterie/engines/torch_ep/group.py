@@ -94,7 +94,7 @@ class Group:
         return received
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
-        """Return the row counts that each rank will send to this one, given those that this one will send to each."""
+        """Exchange row counts: given the rows for each rank, [rank], return the rows that each rank will send, [rank]."""
         sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
         ones = [1] * self.size
         return [int(count) for count in self.all_to_all(sent, ones, ones, "counts").tolist()]

@@ -27,7 +27,7 @@ class StepMap(NamedTuple):
     """Locations of the experts during one step; a switch during the step does not change them."""
 
     tables: tuple[SlotTable, ...]
-    """[layer] slots of each expert."""
+    """[layer] table of each expert's slots."""
     rows: Rows
     """[layer][slot of this rank] row of the weights."""
 

@@ -72,8 +72,8 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     options: dict[str, Any] = {}
     """Settings of the planner, such as {"max_moves": 500}."""
     when: Literal["always", "pays", "never"] = "always"
-    """When to change the map in a round: always plan; pays: keep the map until a change pays, planning included; never:
-    change it only by a file.
+    """When to change the map. always: plan in every round; pays: keep the map until a change pays for its moves and
+    planning; never: change it only by a file.
     """
     horizon: float = 3000.0
     """Steps between two rearrangements: step_interval of vLLM's --eplb-config. With when=always, moves must pay for

@@ -62,7 +62,7 @@ class EplbRound(NamedTuple):
 
 
 class MapDecision(NamedTuple):
-    """A map and the reason for it."""
+    """A map and the reason to use it."""
 
     slot_experts: Slots
     reason: str

@@ -57,7 +57,7 @@ class MapFiles:
     def begin(self, asked: EplbRound, current: Placement) -> Placement | None:
         """Return the initial map, once, and only if vLLM still has the map it starts with.
 
-        A rank that joins later must not apply the initial map alone.
+        A rank that joins later must not go back to the initial map while the other ranks do not.
         """
         initial = self._initial
         if initial is None or not self._fits(initial, asked, str(self._settings.initial_map)):
