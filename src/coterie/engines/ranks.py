@@ -171,7 +171,7 @@ class _Rank:
         return "before it joined the others" if self.at is None else f"at {self.at}"
 
     def end(self, patience_s: float) -> None:
-        """Wait `patience_s` seconds for the process to end, then kill it: a stopped process would not handle SIGTERM."""
+        """Wait `patience_s` seconds for the process to end, then kill it: a stopped process does not handle SIGTERM."""
         self.process.join(patience_s)
         if self.process.is_alive():
             self.process.kill()

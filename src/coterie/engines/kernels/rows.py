@@ -43,7 +43,7 @@ def gather_rows(
 ) -> Any:
     """Return the rows of x [row, width] at `index` [n], as [n, width]; index -1 gives zeros.
 
-    An index out of range raises ConfigError on a CPU. On CUDA a check would synchronise the device, so the row is zeros.
+    An index out of range raises ConfigError on a CPU. On CUDA a check would synchronise the device: the row is zeros.
     """
     check_rows(x, "x")
     if index.dim() != 1 or index.is_floating_point():

@@ -94,7 +94,7 @@ class Group:
         return received
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
-        """Exchange row counts: given the rows for each rank, [rank], return the rows that each rank will send, [rank]."""
+        """Exchange row counts: from the rows to send to each rank, return the rows to receive from each rank."""
         sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
         ones = [1] * self.size
         return [int(count) for count in self.all_to_all(sent, ones, ones, "counts").tolist()]
