@@ -1,1 +1,1 @@
-"""Everything that needs torch or an engine. Importing a module here imports neither; using it does."""
+"""Code that needs torch or a serving engine. Importing these modules imports neither; using them does."""

@@ -1,8 +1,8 @@
-"""Processes that form one group of torch.distributed: started together, and failed together.
+"""Start the processes of one torch.distributed group and fail them together.
 
-The caller's process starts them, hosts the store by which they find each other, and listens to each by a pipe. A rank
-that raises says so; one that dies is noticed by its pipe, which closes. Either is written into the store, where
-:class:`coterie.engines.torch_ep.group.Group` hears of it, so that no rank waits for one that will not come.
+The caller's process starts the ranks, hosts the TCP store of their rendezvous, and reads one pipe per rank. A rank
+that raises sends its error through the pipe; the pipe of a rank that dies closes. The caller writes either failure
+into the store, where :class:`coterie.engines.torch_ep.group.Group` reads it, so that no rank waits for a dead peer.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ except ImportError:
     torch = dist = None
 
 GRACE_S = 2.0
-"""Seconds to wait for the other ranks after the first failure, by default: their errors may tell the cause."""
+"""Default seconds to wait for the other ranks after the first failure: their errors may show the cause."""
 HOST = "127.0.0.1"
-"""Address of the store: all ranks run on this machine."""
+"""Address of the TCP store: all ranks run on this machine."""
 CAUSE = "coterie/failed"
-"""Key of the store: why the first rank failed."""
+"""Store key of the reason why the first rank failed."""
 FAILED = "coterie/failed/{}"
-"""Key of the store that a rank watches: the cause, again."""
+"""Store key, formatted with a rank, that this rank watches; its value is a copy of the reason under `CAUSE`."""
 
 PRELOADED = ["torch.distributed", "coterie.engines.torch_ep.migration"]
-"""Modules that are imported once, for all ranks: each would take seconds over it."""
+"""Modules that the fork server imports once for all ranks: importing them in each rank would take seconds."""
 
 Report = Callable[[str, int, int], None]
 
 
 class _Step(NamedTuple):
-    """A rank says what it starts on."""
+    """Message from a rank: the step that it starts."""
 
     done: int
     what: str
@@ -51,7 +51,7 @@ class _Step(NamedTuple):
 class _Failure(NamedTuple):
     reason: str
     monotonic_s: float
-    """Time of failure: the first is the cause, the others follow within milliseconds."""
+    """Time of the failure. The earliest failure is the cause; the others follow within milliseconds."""
 
 
 class _Answer(NamedTuple):
@@ -60,13 +60,13 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankMember:
-    """One rank of a group, as the function that it runs sees it. The process group is initialised."""
+    """One rank of a group, passed to the function that the rank runs. The process group is initialised."""
 
     rank: int
     processes: int
     backend: str
     timeout_s: float
-    """Seconds per operation."""
+    """Timeout of one collective operation, in seconds."""
     channel: Connection
 
     @property
@@ -74,12 +74,12 @@ class RankMember:
         return torch.device("cuda", self.rank) if self.backend == "nccl" else torch.device("cpu")
 
     def say(self, what: str, done: int = 0) -> None:
-        """Tell the caller what comes next: progress, and the place an error names."""
+        """Tell the caller which step starts now: it is reported as progress and named in error messages."""
         self.channel.send(_Step(done, what))
 
 
 class _Plan(NamedTuple):
-    """Settings of every rank."""
+    """Settings that all ranks share."""
 
     target: Callable[[RankMember, Any], Any]
     argument: Any
@@ -90,7 +90,7 @@ class _Plan(NamedTuple):
 
 
 def choose_backend(processes: int, backend: str = "auto") -> str:
-    """NCCL where there is a CUDA device for each rank, else gloo on the CPU."""
+    """Return "nccl" if there is a CUDA device for each rank, else "gloo" (CPU)."""
     if torch is None:
         raise UnavailableError("processes of a group need torch: pip install 'coterie[torch]'")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -116,18 +116,19 @@ def run_ranks(
     report: Report | None = None,
     steps: int = 0,
 ) -> list[Any]:
-    """[rank] what ``target(member, argument)`` returned on it; both travel by pickle.
+    """Run ``target(member, argument)`` on every rank and return the results, [rank]. Both are pickled.
 
-    Raises UnavailableError, which names the rank that failed first, if one fails, dies or has not answered after
-    `timeout_s`. `doing` says in the message what failed. `report` hears what rank 0 starts on, of `steps`. A script
-    must call this under ``if __name__ == "__main__":``, since each process imports the script once more.
+    Raises UnavailableError, which names the rank that failed first, if a rank fails, dies or has not answered after
+    `timeout_s`. `doing` names the failed activity in that message. `report` is called with each step that rank 0
+    starts and the total `steps`. A script must call this under ``if __name__ == "__main__":``, since each process
+    imports the script again.
     """
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s={timeout_s} must be positive")
     backend = choose_backend(processes, backend)
     deadline = time.monotonic() + timeout_s
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    # Half of the time per operation: ranks that wait for a silent one fail before the caller gives up.
+    # Half of the total time per operation: ranks that wait for a silent rank fail before the caller gives up.
     plan = _Plan(target, argument, processes, backend, timeout_s / 2, store.port)
     ranks: list[_Rank] = []
     patience_s = 0.0
@@ -138,7 +139,7 @@ def run_ranks(
         if any(rank.answer is None for rank in ranks):
             raise UnavailableError(f"{doing} with {processes} {backend} processes: {_verdict(ranks)}")
         for rank in ranks:
-            with contextlib.suppress(OSError):  # it has answered: how it ends does not matter
+            with contextlib.suppress(OSError):  # the rank has answered: how its process ends does not matter
                 rank.channel.send(None)
         patience_s = 5.0
         return [rank.answer.value for rank in ranks if rank.answer is not None]
@@ -148,7 +149,7 @@ def run_ranks(
 
 
 class _Rank:
-    """A process, from the caller's side."""
+    """The caller's handle of one rank's process."""
 
     def __init__(self, number: int, plan: _Plan) -> None:
         context = torch.multiprocessing.get_context("forkserver")
@@ -158,7 +159,7 @@ class _Rank:
             target=_process, args=(number, plan, theirs), name=f"coterie-rank-{number}", daemon=True
         )
         self.process.start()
-        theirs.close()  # else the channel would stay open when the process dies
+        theirs.close()  # otherwise the channel would stay open when the process dies
         self.number = number
         self.at: str | None = None
         self.answer: _Answer | None = None
@@ -170,7 +171,7 @@ class _Rank:
         return "before it joined the others" if self.at is None else f"at {self.at}"
 
     def end(self, patience_s: float) -> None:
-        """Leave no process behind. Killed, not asked: a stopped one would not hear."""
+        """Wait `patience_s` seconds for the process to end, then kill it: a stopped process does not handle SIGTERM."""
         self.process.join(patience_s)
         if self.process.is_alive():
             self.process.kill()
@@ -180,7 +181,7 @@ class _Rank:
 
 
 def _listen(ranks: Sequence[_Rank], deadline: float, grace_s: float, store: Any, steps: int, report: Report) -> None:
-    """Wait until every rank has answered, failed or died, or time is up."""
+    """Wait until every rank has answered, failed or died, or until the deadline."""
     waiting = {rank.channel: rank for rank in ranks}
     troubled = False
     while waiting:
@@ -210,14 +211,14 @@ def _listen(ranks: Sequence[_Rank], deadline: float, grace_s: float, store: Any,
 
 
 def announce_failure(store: Any, processes: int, reason: str) -> None:
-    """Tell every rank that watches the store. Several may find a cause at the same time: all hear of the first."""
+    """Write the failure where every rank watches. If several failures are announced, all ranks read the first."""
     cause = store.compare_set(CAUSE, "", reason).decode()
     for rank in range(processes):
         store.compare_set(FAILED.format(rank), "", cause)
 
 
 def _verdict(ranks: Sequence[_Rank]) -> str:
-    """Why there is no result: the dead first, since the others then fail for their lack."""
+    """Say why there is no result: dead ranks first, since the other ranks then fail for lack of a peer."""
     problems = [f"rank {rank.number} {_death(rank)} {rank.where}" for rank in ranks if rank.gone]
     failed = [
         (rank.failure.monotonic_s, rank.number, rank.where, rank.failure.reason) for rank in ranks if rank.failure
@@ -229,7 +230,7 @@ def _verdict(ranks: Sequence[_Rank]) -> str:
 
 
 def _death(rank: _Rank) -> str:
-    rank.process.join(1.0)  # its channel closed a moment ago
+    rank.process.join(1.0)  # the channel closed a moment ago: the process may still be ending
     code = rank.process.exitcode
     if code is None:
         return "closed its channel"
@@ -241,8 +242,8 @@ def _death(rank: _Rank) -> str:
 
 
 def _process(rank: int, plan: _Plan, channel: Connection) -> None:
-    """One rank: join, run, answer, and stay until all have answered."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends its ranks
+    """Run one rank: join the group, run the target, answer, and stay until all ranks have answered."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the caller, which ends its ranks
     member = RankMember(rank, plan.processes, plan.backend, plan.timeout_s, channel)
     try:
         torch.set_num_threads(1)
@@ -259,9 +260,9 @@ def _process(rank: int, plan: _Plan, channel: Connection) -> None:
             device_id=member.device if member.device.type == "cuda" else None,
         )
         channel.send(_Answer(plan.target(member, plan.argument)))
-        channel.recv()  # a rank that left now would break the last transfer of a slower one
-    except Exception as error:  # whatever it is, the caller must hear of it; its ending tells the other ranks
+        channel.recv()  # wait for the caller: leaving now would break the last transfer of a slower rank
+    except Exception as error:  # report any error to the caller; the exit of this process tells the other ranks
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         channel.send(_Failure(reason, time.monotonic()))
-        os._exit(1)  # an operation that waits for a peer would hold up an orderly end
+        os._exit(1)  # a normal exit would block on operations that still wait for a peer
     dist.destroy_process_group()

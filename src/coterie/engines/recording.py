@@ -1,4 +1,4 @@
-"""Sending prompts to a server that is recorded, for any engine."""
+"""Send prompts to a server whose routing is recorded; used by the recorders of all engines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from coterie.prompts import Prompt
 Progress = Callable[[str, int, int], None]
 
 FLUSH_S = 10.0
-"""Seconds of recording that a crash may lose."""
+"""Seconds between two flushes of a recording to disk: a crash loses at most this much."""
 
 
 CONNECT_S = 5.0
 
 
 def check_listening(address: str, start: str) -> None:
-    """Raise UnavailableError at once if no server listens at a URL or ZMQ endpoint; `start` says what to start.
+    """Raise UnavailableError if no server listens at a URL or ZMQ endpoint; `start` tells the user what to start.
 
-    Only TCP is tried: other transports of ZMQ say for themselves what is wrong.
+    Only TCP is tried: the other ZMQ transports report their own errors.
     """
     parts = urlsplit(address)
     try:
@@ -48,13 +48,13 @@ def _no_report(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Prompts for a server, and how to send them. Without prompts it is only listened to."""
+    """Prompts to send to a server, and how to send them. Without prompts the recorder only listens."""
 
     prompts: Sequence[Prompt] = ()
     duration_s: float | None = None
-    """No prompt is sent after this time; without prompts, how long to listen."""
+    """Seconds after which no prompt is sent; without prompts, seconds to listen."""
     concurrency: int = 8
-    """Requests in flight."""
+    """Maximum number of requests in flight."""
     max_tokens: int = 64
     """Largest number of tokens per answer."""
     chat: bool = True
@@ -68,7 +68,7 @@ class Sending:
     async def send(
         self, client: Client, path: str, bodies: Iterable[Mapping[str, Any]]
     ) -> AsyncGenerator[HttpResult, None]:
-        """Answers to the prompts' bodies, as they arrive."""
+        """Send one request per body and yield the answers as they arrive."""
         done = 0
         self.report("Recording requests", 0, len(self.prompts))
         async with aclosing(client.send(path, bodies, self.concurrency, self.duration_s)) as answers:

@@ -11,7 +11,7 @@ TINY = "coterie-tiny"
 
 
 def tiny_model_path() -> Path:
-    """The folder of coterie-tiny, as any loader takes one."""
+    """Return the folder of coterie-tiny, in the layout of a Hugging Face model."""
     folder = Path(str(files("coterie").joinpath("data", TINY)))
     missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:

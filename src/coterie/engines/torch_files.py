@@ -1,26 +1,27 @@
-"""Dumps of SGLang's expert distribution recorder: ``expert_distribution_recorder_*.pt``. Needs torch to unpickle.
+"""Read dumps of SGLang's expert distribution recorder: ``expert_distribution_recorder_*.pt``. Needs torch to unpickle.
 
     mode             file                holds                                                  becomes
     stat(_approx)    …_{time}.pt         logical_count [step, layer, expert]                    LoadTable
     per_pass         …_{time}_{rank}.pt  records of global_physical_count [layer, slot]         LoadTable
     per_token        …_{time}_{rank}.pt  records of topk_ids_of_layer [layer, token, 8]         ActivationTrace
 
-Give a file, or for stat and per_pass a folder: ranks are summed pass by pass, as SGLang itself does in stat mode. With
-tensor parallel attention every rank sees every token, so counts are then that many times too high; their shares hold.
+The path is a file or, for stat and per_pass, a folder: ranks are summed pass by pass, as SGLang does in stat mode.
+With tensor parallel attention every rank sees every token, so the counts are too high by the tensor parallel size;
+the shares between experts are right.
 
-What is exact and what is not:
+Exactness:
 
-- Counts and expert ids are exact. Those of per_pass and per_token name slots, turned into experts by the map in force
-  when the dump was written; the dump does not tell if the map changed before.
+- Counts and expert ids are exact. per_pass and per_token record slots; these are mapped to experts by the slot map at
+  the time of the dump. The dump does not say whether the map changed during the recording.
 - The step buffer of stat is a ring: after it wraps, windows are rotated in time. Steps and layers without any load
   (unused rows of the ring, dense layers) are dropped.
-- per_token lists tokens by pass, without request ids. Tokens of one pass are split exactly (extend_seq_lens); passes
-  are joined by position and batch order: a token at position p continues the first request in the batch that stands
-  at p. Two requests at the same position can be swapped if one leaves the batch, and a prompt that starts past
-  position 0 is a further chunk of a request standing there, else a prompt with a cached prefix. Tokens that were
-  cached or came before the recording have no routing: `extra["missing_tokens"]` counts them, as tokens of the prompt.
-  The end of a prompt and every decode pass generate a token, so output_tokens is the decode rows + 1.
-- Speculative passes record tokens that were later rejected: refused.
+- per_token lists tokens by pass, without request ids. Tokens of one pass are split exactly (extend_seq_lens). Passes
+  are joined by position and batch order: a token at position p continues the first request in the batch whose next
+  position is p. Two requests at the same position can be swapped if one leaves the batch. A prompt that starts past
+  position 0 continues a chunked prompt at that position; if there is none, it is a prompt with a cached prefix. Tokens
+  that were cached or ran before the recording have no routing: `extra["missing_tokens"]` counts them, and they count
+  as prompt tokens. The end of a prompt and every decode pass generate a token, so output_tokens is decode rows + 1.
+- Speculative passes are refused: they record tokens that were later rejected.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from coterie.traces.readers.base import Reader, ReadOptions, Trace
 from coterie.types import DECODE, PREFILL
 
 EXTEND_PASS, DECODE_PASS, MIXED_PASS, IDLE_PASS = 1, 2, 3, 4
-"""SGLang's ForwardMode; the numbers above these are speculative or differ between versions."""
+"""Values of SGLang's ForwardMode. Larger values are speculative passes or differ between SGLang versions."""
 
 
 def read_sglang_recorder(path: Path, options: ReadOptions) -> Trace:
-    """Any of the three forms; which one follows from the content."""
+    """Read a dump of any of the three modes; the mode follows from the content."""
     if not path.is_dir():
         dump = _load(path)
         if "logical_count" in dump:
@@ -76,7 +77,7 @@ def _load(path: Path) -> dict[str, Any]:
     check_input_file(path)
     try:
         dump = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch lets out pickle, zip, runtime, key and type errors on damaged files
+    except Exception as error:  # torch raises pickle, zip, runtime, key and type errors on damaged files
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise TraceError(path, "file", f"torch cannot load it: {first}") from None
     if not isinstance(dump, dict) or not ("logical_count" in dump or "records" in dump):
@@ -92,7 +93,7 @@ def _records(path: Path, dump: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _integers(path: Path, name: str, value: Any, ndim: int) -> NDArray[np.int64]:
-    """A tensor or list of integers as an array."""
+    """Convert a tensor or list of integers to an array of `ndim` dimensions."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
@@ -124,7 +125,7 @@ def _table(
 
 def _stat(path: Path, dump: dict[str, Any], options: ReadOptions) -> Trace:
     tensor = dump["logical_count"]
-    flat = getattr(tensor, "ndim", 3) == 2  # older dumps are summed over steps already
+    flat = getattr(tensor, "ndim", 3) == 2  # older dumps are already summed over steps
     counts = _integers(path, "logical_count", tensor, 2 if flat else 3)
     return _table(path, counts[None] if flat else counts, options, None, mode="stat")
 
@@ -150,7 +151,7 @@ def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]]
 
 
 def _slot_map(path: Path, dump: dict[str, Any]) -> NDArray[np.int64]:
-    """[layer, slot] expert. Every expert has a slot in every layer, so the map says how many there are."""
+    """Return the expert of each slot, [layer, slot]. Every expert has a slot, so the maximum gives their number."""
     experts = _integers(path, "last_physical_to_logical_map", dump.get("last_physical_to_logical_map"), 2)
     if not experts.size or int(experts.min()) < 0 or int(experts.max()) >= experts.shape[1]:
         problem = f"of shape {experts.shape} must hold experts, no more of them than slots"
@@ -165,7 +166,7 @@ def _slot_map(path: Path, dump: dict[str, Any]) -> NDArray[np.int64]:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request as far as the passes tell: the rows of its tokens, in order."""
+    """A request rebuilt from the passes: the rows of its tokens, in order."""
 
     first_position: int
     rows: list[int] = field(default_factory=list)
@@ -173,7 +174,7 @@ class _Request:
 
     @property
     def position(self) -> int:
-        """Position of its next token."""
+        """Position of the request's next token."""
         return self.first_position + len(self.rows)
 
     def take(self, rows: range, phase: int) -> None:
@@ -183,22 +184,22 @@ class _Request:
 
 @dataclass(slots=True)
 class _Joiner:
-    """Joins the tokens of successive passes into requests."""
+    """Join the tokens of successive passes into requests."""
 
     requests: list[_Request] = field(default_factory=list)
     live: list[_Request] = field(default_factory=list)
     """Requests that may continue, in batch order."""
     chunked: _Request | None = None
-    """The last prompt of the last prompt pass: the only one that may be unfinished."""
+    """Last prompt of the latest prompt pass: the only prompt that may be unfinished."""
 
     def extend(self, row: int, lengths: Sequence[int], positions: NDArray[np.int64], mixed: bool) -> None:
-        """A pass of prompts; a mixed one holds single tokens of running requests as well."""
+        """Add a pass of prompts; a mixed pass also holds single tokens of running requests."""
         chunked, self.chunked = self.chunked, None
         running = list(self.live) if mixed else []
         at = 0
         for length in lengths:
             position, phase = int(positions[at]), PREFILL
-            if at == 0 and chunked is not None and chunked.position == position:  # it goes first, so none comes later
+            if at == 0 and chunked is not None and chunked.position == position:  # an unfinished prompt goes first
                 request = self.chunked = chunked
                 running = [other for other in running if other is not chunked]
             elif length == 1 and (known := _standing_at(position, running)) is not None:
@@ -210,7 +211,7 @@ class _Joiner:
             at += length
 
     def decode(self, row: int, positions: NDArray[np.int64]) -> None:
-        """A pass of one token for every running request: one that is not in it has left."""
+        """Add a pass with one token of every running request; requests that are absent have left the batch."""
         waiting, self.live = self.live, []
         for at, position in enumerate(positions.tolist()):
             request = _standing_at(position, waiting)
@@ -317,9 +318,9 @@ def _join(
 def _experts(
     path: Path, slots: NDArray[np.int64], experts: NDArray[np.int64], layers: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Slots [token, layer, 8] → experts [token, MoE layer, k].
+    """Map slots [token, layer, 8] to experts [token, MoE layer, k].
 
-    The buffer is 8 wide whatever k is, and as deep as the model: what was not written is -1.
+    The recorder's buffer has 8 columns for any k and a row for every layer, dense ones too: unused entries are -1.
     """
     top_k = int((slots >= 0).sum(axis=2).max(initial=0))
     if not top_k:
@@ -335,7 +336,7 @@ def _experts(
 
 
 def sniff_sglang_recorder(path: Path) -> bool:
-    """Without torch: a .pt is a zip, and the pickle in it starts with the names of the fields."""
+    """Detect a dump without torch: a .pt file is a zip, and its pickle starts with the field names."""
     if path.is_dir():
         return any(path.glob("expert_distribution_recorder_*.pt"))
     if path.suffix != ".pt":
@@ -347,7 +348,7 @@ def sniff_sglang_recorder(path: Path) -> bool:
                 return False
             with archive.open(name) as stream:
                 head = stream.read(4096)
-    except Exception:  # no zip, or a damaged one, which raises many kinds; sniffing never does
+    except Exception:  # not a zip, or a damaged zip, which raises many types; detection must not raise
         return False
     return b"logical_count" in head or (b"records" in head and b"forward_pass_id" in head)
 

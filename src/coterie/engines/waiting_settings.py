@@ -1,4 +1,4 @@
-"""How waiting requests are ordered: the user's settings, the loads of requests, the cost of a step."""
+"""Ordering of waiting requests: the user's settings, the expert loads of requests, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from coterie.wire.footprints import WireFootprint
 T = TypeVar("T", bound=Hashable)
 
 TYPICAL_TOKENS = 1024
-"""Tokens of a typical request, for the part of a step's time that does not depend on its requests."""
+"""Prompt (prefill) or context (decode) tokens of a typical request, for the part of a step's time that is independent
+of its requests.
+"""
 
 
 class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How waiting requests are ordered."""
+    """Settings for the ordering of waiting requests."""
 
     strategy: str
     """Name of a registered strategy."""
@@ -35,29 +37,32 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     window_size: int = 32
     """Number of oldest waiting requests that a strategy may choose from."""
     batch_size: int = 8
-    """Requests selected at once, or as many as there are free places if that is more. With 1 an engine that frees
-    one place at a time always takes the oldest."""
+    """Requests selected at once, or the number of free places if that is larger. With 1, an engine that frees one place
+    at a time always takes the oldest request.
+    """
     max_skips: int | None = DEFAULT_MAX_SKIPS
-    """Times a request may be passed over before it must be taken; null never forces one."""
+    """Times a request may be passed over before it must be selected; null sets no limit."""
     phase: Literal["decode", "prefill"] = "decode"
-    """What counts as a request's load: one decode step (1 token), or all tokens it has still to compute."""
+    """Tokens that a request's load is computed for: one decode step (1 token), or all tokens still to be prefilled."""
     loads: str | None = None
-    """File of a token table that predicts the load of a request that comes without a footprint."""
+    """Path of a token table that predicts the load of requests without a footprint."""
     device: str | None = None
-    """Preset of the device, for `latency_aware`: it then minimises predicted time there. Without, it evens the load
-    out, which is right across ranks and wrong in one device's decode."""
+    """Device preset for `latency_aware`, which then minimises the predicted step time on that device. Without a preset
+    the strategy evens out expert load, which is right across ranks but wrong for decode on a single device.
+    """
     seed: int = 0
     """Seed for strategies that draw at random."""
     decisions: str | None = None
-    """File to append a line of JSON to for every selection: who was in the window, who was taken and why. For looking
-    into things: it grows without bound."""
+    """File that receives a line of JSON for every selection: the window, the selected requests and the reason. For
+    debugging only: the file grows without bound.
+    """
 
     def __post_init__(self) -> None:
         check_at_least(1, window_size=self.window_size, batch_size=self.batch_size, max_skips=self.max_skips)
 
     @classmethod
     def parse(cls, given: object, where: str) -> OrderingSettings:
-        """`where` names the place the user wrote them in."""
+        """Check and convert the user's settings; `where` names their source in error messages."""
         try:
             settings = msgspec.convert(given, cls)
         except (msgspec.ValidationError, ConfigError) as error:
@@ -65,7 +70,7 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return settings
 
     def make(self, cost: StepCost | None = None) -> Strategy:
-        """The strategy; `cost` is of the device, where one is set."""
+        """Create the strategy; `cost` is the step cost of `device`, if `device` is set."""
         if "max_skips" in self.options:
             raise ConfigError(f"options={self.options}: max_skips is a setting of its own, beside options")
         if cost is not None and "cost" not in strategies.parameters(self.strategy):
@@ -79,9 +84,10 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def chooser(
         self, view: RequestView[T], shape: tuple[int, int] = (1, 1), cost: StepCost | None = None
     ) -> Chooser[T]:
-        """The strategy as an engine's waiting lists ask it: where it fails, serving goes on.
+        """Create a chooser that an engine's waiting queue can call; serving continues if the strategy fails.
 
-        It is warmed up for loads of `shape` [layer, expert], if known; `cost` is of the device, where one is set.
+        The strategy is warmed up for loads of `shape` [layer, expert]. `cost` is the step cost of `device`, if
+        that is set.
         """
         chooser = Chooser(
             strategy=self.make(cost),
@@ -97,10 +103,10 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class LoadSource:
-    """Load of a request's token on each expert: from its footprint, else predicted by a table."""
+    """Expert load per token of a request: from its footprint, or predicted by a token table."""
 
     def __init__(self, table: TokenTable | None, num_layers: int = 0, num_experts: int = 0) -> None:
-        """The shape is the model's, dense layers counted; with a table it is the table's."""
+        """Set the shape of the loads: the table's if there is one, else the given shape, which counts dense layers."""
         self.table = table
         self.layer_ids = tuple(range(num_layers))
         self.shape = (num_layers, num_experts)
@@ -116,9 +122,9 @@ class LoadSource:
         return cls(table, num_layers, num_experts)
 
     def share(self, token_ids: Sequence[int] | None, footprint: WireFootprint | None) -> Loads | None:
-        """[layer, expert] activations a token; None if nothing is known.
+        """Return the activations per token, [layer, expert]; None if nothing is known.
 
-        Of layers that a footprint leaves out the table speaks; without one they count as nothing.
+        Layers that the footprint lacks are predicted by the table; without a table their load is 0.
         """
         load: Loads | None = None
         if self.table is not None:
@@ -131,13 +137,13 @@ class LoadSource:
         load = np.zeros(self.shape) if load is None else load
         row_of = {layer: row for row, layer in enumerate(footprint.layer_ids)}
         for row, layer in enumerate(self.layer_ids):
-            if layer in row_of:  # a client may have made it up: no token goes to an expert twice
+            if layer in row_of:  # a client's footprint may be wrong: a token activates an expert at most once
                 load[row] = np.minimum(footprint.counts[row_of[layer]] / footprint.tokens, 1.0)
         return load
 
 
 def step_cost(device: str, phase: str, config: Mapping[str, Any], requests: int, num_ranks: int = 1) -> StepCost:
-    """What a step of about that many requests takes on a preset's device; `config` is the model's ``config.json``."""
+    """Return the cost of a step of about `requests` requests on a preset's device; `config` is from ``config.json``."""
     spec = model_from_config(config)
     placement = None
     if num_ranks > 1:

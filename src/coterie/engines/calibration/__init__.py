@@ -1,1 +1,1 @@
-"""Measuring a device: kernels, copies and collectives, for the step-time model."""
+"""Measurement of a device for the step-time model: kernels, copies and collectives."""

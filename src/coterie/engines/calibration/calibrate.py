@@ -1,11 +1,11 @@
-"""Measure a model's shape on the device at hand: the MoE layer, routing, dense projections, attention, copies.
+"""Measure a model's shape on this device: the MoE layer, routing, dense projections, attention, copies.
 
-Experts run as ``torch._grouped_mm`` (bf16) and ``torch._scaled_grouped_mm`` (fp8, row-wise scales, activations
-quantised inside the timed region, as a server must). On a CPU they run as one matrix product per expert, which is
-what CPU engines do. The cache is cold unless a cell says `warm`: calls rotate over enough copies of the layer that
-none finds its weights in the cache, as in a real model, where the other layers have just passed through.
+Experts run as ``torch._grouped_mm`` (bf16) and ``torch._scaled_grouped_mm`` (fp8, row-wise scales; activations are
+quantised inside the timed region, as in a server). On a CPU they run as one matrix product per expert, as in CPU
+engines. The cache is cold unless a cell says `warm`: calls rotate over enough copies of the layer that none finds its
+weights in the cache, as in a real model, where the other layers have run in between.
 
-Costs made from this are wrong for kernels that differ: an engine with a faster grouped GEMM wants its own cells.
+The measured costs do not hold for other kernels: an engine with a faster grouped GEMM needs its own cells.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from coterie.models import models
 from coterie.types import ModelSpec, WeightDtype
 
 LAUNCHES = 8
-"""Calls of a small kernel in one CUDA graph, so that launching the graph itself does not count."""
+"""Calls of a small kernel in one CUDA graph, so that the launch of the graph adds little to the time of a call."""
 CPU_FLOPS = 1e10
-"""Attention past this is left out on a CPU, where it would take seconds a call."""
+"""Maximum FLOPs of an attention cell on a CPU; larger cells are skipped since a call would take seconds."""
 
 
 def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings) -> tuple[RoutingCell, ...]:
-    """Gate, top-k, softmax, sort by expert, gather, and the weighted sum at the end, as plain torch kernels.
+    """Time gate, top-k, softmax, sort by expert, gather and the final weighted sum, as plain torch kernels.
 
-    Engines fuse most of this: their share of a step is smaller.
+    Engines fuse most of these kernels, so that routing takes a smaller share of their steps.
     """
     timer, dtype = Timer(device, settings), activation_dtype(device)
     gate = torch.randn(spec.hidden_size, spec.num_experts, device=device).to(dtype)
@@ -78,7 +78,7 @@ def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings)
 
 
 def gemm_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(n, k) of the dense projections, each once: attention in and out, shared and dense MLPs."""
+    """Return the distinct (n, k) shapes of the dense projections: attention in and out, shared and dense MLPs."""
     return sorted({shape for shapes, _ in dense_shapes(spec) for shape in shapes})
 
 
@@ -105,7 +105,10 @@ class _Attention(NamedTuple):
 
 
 def attention_grid(settings: CalibrationSettings) -> list[_Attention]:
-    """Decode: one query a request over its context. Prefill: a prompt over itself, and chunks over what came before."""
+    """Return the attention shapes to measure.
+
+    Decode: one query per request over its context. Prefill: whole prompts, and chunks over a cached context.
+    """
     contexts = settings.contexts
     decode = [_Attention(batch, 1, context) for batch in (1, 4, 16, 64, 256) for context in contexts]
     between = [(a + b) // 2 for a, b in pairwise(contexts)]
@@ -115,7 +118,7 @@ def attention_grid(settings: CalibrationSettings) -> list[_Attention]:
 
 
 def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSettings) -> tuple[AttentionCell, ...]:
-    """Attention of one layer, its cache cold.
+    """Time the attention of one layer with a cold cache.
 
     Grouped heads run as ``scaled_dot_product_attention``. Latent attention (DeepSeek, GLM) decodes in its absorbed
     form, every head over one shared latent, as two batched products around a softmax (slower than a fused kernel),
@@ -129,7 +132,7 @@ def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSetting
         flops = attention_work(spec, one.batch, one.query, one.batch * (one.context + one.query)).flops
         if nbytes > limit or (device.type != "cuda" and flops > CPU_FLOPS):
             continue
-        causal = not (one.query > 1 and one.context)  # torch aligns a causal mask with the first token, not the last
+        causal = not (one.query > 1 and one.context)  # torch aligns a causal mask with the first cached token
         launches = _launches(device)
         turns = min(launches, copies_to_flush(device, nbytes))
         calls = [_attention_call(spec, device, one, causal and one.query > 1) for _ in range(turns)]
@@ -163,7 +166,7 @@ def _attention_call(spec: ModelSpec, device: Any, one: _Attention, causal: bool)
 
 
 def measure_copies(device: Any, settings: CalibrationSettings) -> tuple[CopyCell, ...]:
-    """Weights moving inside the device, from and to pinned host memory, and to a peer device if there is one."""
+    """Time copies inside the device, from and to pinned host memory, and to a peer device if there is one."""
     cells = []
     for nbytes in (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28):
         here = _filled(nbytes, device)
@@ -180,7 +183,7 @@ def measure_copies(device: Any, settings: CalibrationSettings) -> tuple[CopyCell
 
 
 def _filled(nbytes: int, device: Any) -> Any:
-    """Bytes whose pages exist. On a CPU a repeated pattern: random ones take far longer to make than to copy."""
+    """Return `nbytes` bytes in mapped pages. A CPU gets a repeated pattern: random bytes take longer than the copy."""
     if device.type != "cuda":
         return torch.arange(256, dtype=torch.uint8).repeat(nbytes // 256)
     return torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
@@ -207,11 +210,11 @@ except ImportError:
     torch = None
 
 Report = Callable[[str, int, int], None]
-"""progress(what, done, total)"""
+"""Progress callback, called as ``report(what, done, total)``."""
 
 
 def active_levels(spec: ModelSpec) -> list[int]:
-    """Numbers of active experts to measure: top_k doubled up to all, and three eighths and quarters of all."""
+    """Return the numbers of active experts to measure: top_k doubled up to all experts, and 3/8 and 6/8 of all."""
     levels = {spec.num_experts, *(max(spec.top_k, spec.num_experts * part // 8) for part in (3, 6))}
     level = spec.top_k
     while level < spec.num_experts:
@@ -221,7 +224,7 @@ def active_levels(spec: ModelSpec) -> list[int]:
 
 
 def moe_grid(spec: ModelSpec, settings: CalibrationSettings) -> Iterator[MoeCell]:
-    """The cells to measure, with no time yet."""
+    """Yield the cells to measure; their times are still 0."""
     for tokens in settings.tokens:
         for active in active_levels(spec):
             if spec.top_k <= active <= tokens * spec.top_k:
@@ -255,7 +258,7 @@ def measure_moe(
             chosen = rng.permutation(spec.num_experts)[: cell.active]
             counts[chosen] = expert_tokens(cell.tokens, spec.top_k, cell.active, cell.zipf)
             x = torch.randn(int(counts.sum()), spec.hidden_size, device=device, dtype=torch.float32).to(activations)
-            # Enough copies of the layer in turn to flush the cache and no more; a warm cell repeats the first.
+            # Rotate over just enough copies of the layer to flush the cache; a warm cell repeats the first copy.
             turns = copies_to_flush(device, cell.active * spec.expert_bytes(dtype))
             ends = torch.from_numpy(np.cumsum(counts).astype(np.int32)).to(device)
             rows = (x, ends, counts.tolist())
@@ -272,7 +275,7 @@ def measure_moe(
 def calibrate(
     specs: Sequence[ModelSpec], settings: CalibrationSettings, device: str = "auto", report: Report | None = None
 ) -> Measurement:
-    """Measure every shape on one device. What does not fit in its memory is left out, and the note says so."""
+    """Measure every shape on one device. Dtypes that do not fit in memory are skipped and named in the note."""
     at = find_device(device, "calibration")
     report = report or (lambda *_: None)
     dtypes = _dtypes(settings, at)

@@ -1,10 +1,10 @@
-"""Measure what joins the ranks: all-to-all between all of them, and messages between two.
+"""Measure the links between ranks: all-to-all between all ranks, and messages between two.
 
-Every rank is a process of its own: NCCL with one CUDA device each where there are enough, else gloo on the CPU. What
-arrives is compared with what was sent, so that a time never stands for a transfer that did not happen.
+Every rank is a separate process: NCCL with one CUDA device per rank if there are enough, else gloo on the CPU. The
+received bytes are compared with the sent ones, so that no time is reported for a failed transfer.
 
-Wrong for a fabric between machines: all ranks run on this one, and gloo's numbers are those of its loopback. Small
-NCCL messages include what a launch from Python costs, which a server that replays CUDA graphs does not pay.
+The times do not hold for a fabric between machines: all ranks run on this machine, and gloo uses its loopback. Small
+NCCL messages include the launch overhead of Python, which a server that replays CUDA graphs does not pay.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ except ImportError:
 Backend = Literal["auto", "gloo", "nccl"]
 
 SIZES = tuple(1 << power for power in range(12, 25))
-"""Bytes to send: 4 KB to 16 MB, from a decode step's tokens to a prefill's."""
+"""Message sizes in bytes: 4 KB to 16 MB, from the tokens of a decode step to those of a prefill."""
 REPEATS = 25
 TIMEOUT_S = 300.0
-"""Seconds for everything, including the start of the processes."""
+"""Timeout of the whole measurement in seconds, including the start of the processes."""
 BURST = 10
-"""Calls between two CUDA events, so that the host runs ahead and launches hide behind the transfers."""
+"""Calls between two CUDA events, so that the host runs ahead and launch overhead hides behind the transfers."""
 POISON = 255
 """Initial value of receiving buffers; no payload contains it."""
 
 
 class CollectiveMeasurement(msgspec.Struct, frozen=True):
-    """Transfers between `world_size` ranks; a cell's `nbytes` is what leaves a rank."""
+    """Transfers between `world_size` ranks; a cell's `nbytes` is the number of bytes that leave a rank."""
 
     cells: tuple[CollectiveCell, ...]
-    """All-to-all with even splits. A rank also copies its own share, of nbytes ÷ (ranks - 1), which is not counted."""
+    """All-to-all with even splits. `nbytes` leaves out the nbytes ÷ (ranks - 1) that a rank copies to itself."""
     peers: tuple[CopyCell, ...]
-    """From rank 0 to rank 1: half of there and back."""
+    """Messages from rank 0 to rank 1: half of the round trip."""
     backend: str
     world_size: int
     note: str = ""
 
 
 class _Plan(NamedTuple):
-    """Settings of every rank."""
+    """Settings that all ranks share."""
 
     sizes: tuple[int, ...]
     repeats: int
@@ -76,8 +76,8 @@ def measure_collectives(
 ) -> CollectiveMeasurement:
     """Time all-to-all between `processes` ranks, and send and receive between the first two, for each size.
 
-    A size that does not split evenly between the other ranks is rounded down; the cell says what was sent. A script
-    must call this under ``if __name__ == "__main__":``, since each process imports the script once more.
+    A size that does not split evenly between the other ranks is rounded down; the cell holds the size sent. A script
+    must call this under ``if __name__ == "__main__":``, since each process imports the script again.
     """
     _check(processes, backend, sizes, repeats, timeout_s)
     if torch is None:
@@ -145,16 +145,16 @@ def _send_receive(member: RankMember, plan: _Plan, nbytes: int) -> CopyCell:
             dist.recv(received, peer)
             dist.send(sent, peer)
         else:
-            received.copy_(expected)  # takes no part, but must meet the others at the barriers
+            received.copy_(expected)  # this rank does not transfer, but must reach the barriers with the others
 
     us = _timed(there_and_back, plan, device, received, expected, apart=rank > 1)
     return CopyCell("peer", nbytes, round(us / 2, 3))
 
 
 def payload(source: int, to: int, nbytes: int) -> Any:
-    """[nbytes] uint8 that counts up from the sender in even places, from the receiver in odd ones.
+    """Return [nbytes] uint8 that count up from the sender's rank at even indices and the receiver's at odd ones.
 
-    So a share that came to the wrong rank or place is seen.
+    A share that arrives at the wrong rank or offset is therefore detected.
     """
     values = torch.arange(nbytes, dtype=torch.int32)
     values[0::2] += source
@@ -163,7 +163,7 @@ def payload(source: int, to: int, nbytes: int) -> Any:
 
 
 def check_received(received: Any, expected: Any) -> None:
-    """Raise if one byte differs."""
+    """Raise UnavailableError if any byte differs."""
     wrong = torch.nonzero(received.cpu() != expected)
     if len(wrong):
         at = int(wrong[0])
@@ -174,9 +174,10 @@ def check_received(received: Any, expected: Any) -> None:
 def _timed(
     call: Callable[[], Any], plan: _Plan, device: Any, received: Any, expected: Any, apart: bool = False
 ) -> float:
-    """Microseconds of a call: the slowest rank's in each repeat, and the median of these.
+    """Return the microseconds of a call: the median over repeats of the slowest rank's time.
 
-    What arrived is checked after the first, untimed call, and again after the last.
+    The received bytes are checked after the first, untimed call and after the last. The time of a rank that is
+    `apart` does not count.
     """
     call()
     check_received(received, expected)

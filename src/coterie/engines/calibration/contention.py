@@ -1,14 +1,15 @@
-"""What moving weights costs the steps it runs behind: decode steps under a CUDA graph, with copies beside them.
+"""Measure how much decode steps slow down while weights are copied in the background.
 
-An engine that stages a move copies the weights on a stream of its own while steps go on. The copy then costs what it
-takes from the step: memory bandwidth, and for copies inside the device some multiprocessors. Both are timed alone and
-together, at one expert a step and at shares of the path's full speed.
+An engine that stages a move copies the weights on a separate stream while steps go on. The copy takes memory
+bandwidth from the step, and copies inside the device also take some multiprocessors. Steps and copies are timed alone
+and together, at one expert per step and at shares of the path's full speed.
 
-The step holds every kernel of a decode step in order (projections, attention, routing, experts, output head), each on
-weights of its own; values are not handed from one to the next, which no kernel's time depends on. Wrong for copies
-between devices: with one device, a copy inside it stands for them, which reads and writes the same memory.
+The step is a CUDA graph of every kernel of a decode step in order (projections, attention, routing, experts, output
+head), each on separate weights. Outputs are not passed from kernel to kernel, since no kernel's time depends on
+values. Copies between devices are not measured: a copy inside the device, which reads and writes the same memory,
+stands in for them.
 
-Needs torch and NumPy alone.
+Needs only torch and NumPy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ except ImportError:
 
 PATHS = ("host-to-device", "device")
 POOL = 8
-"""Buffers that copies take in turn, so that none is found in the cache."""
+"""Number of buffers that copies rotate over, so that no copy finds its source in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,13 @@ class ContentionSettings:
     batch: int = 64
     """Requests that decode in a step."""
     context: int = 1024
-    """Tokens that each has cached."""
+    """Cached tokens per request."""
     steps: int = 12
-    """Steps of one timing."""
+    """Steps per timing."""
     rounds: int = 7
-    """Timings of steps alone and beside copies, in turn; a cell is the median over them."""
+    """Timings of steps alone and beside copies, alternating; a cell is the median over rounds."""
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
-    """Shares of the path's full speed to copy at, besides one expert a step."""
+    """Shares of the path's full speed to copy at, in addition to one expert per step."""
 
     def __post_init__(self) -> None:
         check_at_least(1, batch=self.batch, context=self.context, steps=self.steps, rounds=self.rounds)
@@ -56,19 +57,19 @@ class ContentionSettings:
 
 
 class ContentionTiming(NamedTuple):
-    """Steps beside copies of one size; a plain form of :class:`coterie.costs.cells.ContentionCell`."""
+    """Time of steps beside a given rate of copies; a plain form of :class:`coterie.costs.cells.ContentionCell`."""
 
     path: str
     nbytes: int
     """Bytes moved per step."""
     copy_us: float
-    """Time of these copies with no step beside them."""
+    """Time of these copies with no step running."""
     alone_us: float
-    """A step with no copies beside it."""
+    """Time of a step with no copies running."""
     beside_us: float
-    """A step beside them."""
+    """Time of a step with these copies running."""
     spread_us: float
-    """Half of the range of the middle half of the slowdowns measured."""
+    """Half of the interquartile range of the measured slowdowns."""
 
 
 class DecodeStep:
@@ -120,7 +121,7 @@ class DecodeStep:
 
 
 class _Copies:
-    """Copies of one expert's weights over one path, on a stream of their own."""
+    """Copies of one expert's weights over one path, on a separate stream."""
 
     def __init__(self, path: str, nbytes: int, device: Any) -> None:
         self.path, self.stream = path, torch.cuda.Stream(device)
@@ -136,7 +137,7 @@ class _Copies:
             self.targets[at % POOL].copy_(self.sources[at % POOL], non_blocking=True)
 
     def prepare(self, count: int) -> None:
-        """Copies inside the device are many and short: as a graph, they are one launch, and the host stays ahead."""
+        """Capture copies inside the device as a graph: they are many and short, and one launch keeps the host ahead."""
         if self.path == "device" and count not in self.graphs:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -152,11 +153,11 @@ class _Copies:
                 self._copy(count)
 
     def alone_us(self, count: int) -> float:
-        """`count` copies with nothing beside them."""
+        """Return the time of `count` copies in microseconds with nothing else running."""
         self.prepare(count)
         start, end = _marks(2)
         torch.cuda.synchronize()
-        self.enqueue(count)  # the timed ones queue behind it, so that the launch does not count
+        self.enqueue(count)  # untimed: the timed copies queue behind these, which hides the launch overhead
         start.record(self.stream)
         self.enqueue(count)
         end.record(self.stream)
@@ -164,7 +165,7 @@ class _Copies:
         return float(start.elapsed_time(end)) * 1e3
 
     def check(self) -> None:
-        """Raise unless what was copied arrived."""
+        """Raise UnavailableError if a target differs from its source."""
         torch.cuda.synchronize()
         for target, source in zip(self.targets, self.sources, strict=True):
             if not torch.equal(target.cpu(), source.cpu()):
@@ -178,7 +179,7 @@ def measure_contention(
     dtype: WeightDtype = "bf16",
     report: Callable[[str, int, int], None] | None = None,
 ) -> list[ContentionTiming]:
-    """Time decode steps of a shape alone and beside copies, over both paths; needs CUDA."""
+    """Time decode steps of a model shape alone and beside copies, over both paths; needs CUDA."""
     settings, report = settings or ContentionSettings(), report or (lambda *_: None)
     if device.type != "cuda":
         raise UnavailableError(f"contention is measured on CUDA devices, not on {device.type}")
@@ -244,13 +245,13 @@ def _cell(
 
 class _Timed(NamedTuple):
     us: float
-    """Time of a step."""
+    """Time per step."""
     moved: float = 0.0
-    """Share of the copies that were done when the steps were: those that lag behind slowed nothing down."""
+    """Share of the copies that finished before the steps did: later copies did not slow any step down."""
 
 
 def _steps(graph: Any, steps: int, copies: _Copies | None = None, count: int = 0) -> _Timed:
-    """Time of a step over several, each with so many copies started beside it, after one that is not timed."""
+    """Time `steps` steps after one untimed step; with `copies`, start `count` copies beside each step."""
     main, marks, done = torch.cuda.current_stream(), _marks(steps + 2), _marks(1)[0]
     torch.cuda.synchronize()
     for at in range(steps + 1):

@@ -1,4 +1,4 @@
-"""One MoE layer's experts as calibration runs them; needs torch alone."""
+"""Experts of one MoE layer, for calibration; needs only torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Experts:
         hidden, inner, count = spec.hidden_size, spec.expert_intermediate_size, spec.num_experts
         self.layers: list[tuple[Any, Any]] = []
         for _ in range(copies):
-            # [expert, out, in], viewed as [expert, in, out]: the layout both grouped GEMMs want.
+            # [expert, out, in], viewed as [expert, in, out]: the layout that both grouped GEMMs need.
             up = self._weights(count, 2 * inner, hidden)
             down = self._weights(count, hidden, inner)
             self.layers.append((up.transpose(1, 2), down.transpose(1, 2)))
@@ -43,7 +43,10 @@ class Experts:
         return out
 
     def forward(self, layer: int, x: Any, ends: Any, counts: Sequence[int]) -> Any:
-        """x [row, hidden], sorted by expert; ends [expert] where each expert's rows end, counts [expert] rows."""
+        """Run one copy of the layer on x [row, hidden], sorted by expert.
+
+        `ends` [expert] is the row after each expert's last row; `counts` [expert] is the number of its rows.
+        """
         up, down = self.layers[layer]
         if self.device.type != "cuda":
             return self._loop(up, down, x, counts)

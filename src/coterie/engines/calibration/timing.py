@@ -1,6 +1,6 @@
-"""Timing on one device, and its description; needs torch and NumPy alone.
+"""Timing on one device, and the device's description; needs only torch and NumPy.
 
-On CUDA every timing is a graph replay between events: launch gaps of eager Python would hide what is measured.
+On CUDA every timing is a graph replay between events: launch gaps of eager Python would dominate short kernels.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ except ImportError:
     torch = None
 
 MAX_COPIES = 64
-"""Copies of a layer to rotate over, at most: tiny shapes would need thousands to fill a cache."""
+"""Maximum number of layer copies to rotate over: tiny shapes would need thousands to fill a cache."""
 
 
 def _flush_bytes(device: Any) -> float:
-    """Weights to rotate over so that none stays cached: four times the last-level cache."""
+    """Return the bytes of weights to rotate over so that none stays cached: four times the L2 cache, 64 MB on a CPU."""
     return 4.0 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64e6
 
 
@@ -41,7 +41,7 @@ class CalibrationSettings:
     """Settings of a calibration."""
 
     dtypes: tuple[WeightDtype, ...] = ()
-    """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16. None given: bf16 and fp8, or fp32."""
+    """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16. If empty: bf16 and fp8 on CUDA, fp32 on a CPU."""
     tokens: tuple[int, ...] = (
         1,
         2,
@@ -67,15 +67,15 @@ class CalibrationSettings:
         6144,
         8192,
     )
-    """Batch sizes of the MoE cells. Powers of two alone would hide what a partly filled tile costs."""
+    """Batch sizes of the MoE cells, in tokens. Powers of two alone would hide the cost of a partly filled tile."""
     skews: tuple[float, ...] = (0.5, 1.0, 1.5)
     """Zipf exponents measured in addition to the even spread."""
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
     """Context lengths of the attention cells."""
     cell_ms: float = 20.0
-    """Time to spend on one cell in one pass."""
+    """Milliseconds to spend on one cell in one pass."""
     passes: int = 3
-    """Passes over all MoE cells, each in another order; a cell's time is the median of its passes."""
+    """Passes over all MoE cells, each in a different order; a cell's time is the median of its passes."""
     min_repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -92,11 +92,14 @@ class Timer:
         self.settings = settings
 
     def median_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Median over the passes, for the kernels too few to be measured in shuffled passes."""
+        """Return the median over `passes` timings, for kernels that are not measured in shuffled passes."""
         return round(statistics.median(self.us(calls) for _ in range(self.settings.passes)), 3)
 
     def us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Microseconds of one call; the calls take turns, so each finds the cache as the others left it."""
+        """Return the median microseconds per call.
+
+        Calls run in rotation, so that each finds the cache as the others left it.
+        """
         if self.device.type == "cuda":
             return self._graph_us(calls)
         for call in calls:
@@ -104,7 +107,7 @@ class Timer:
         samples: list[float] = []
         stop = time.perf_counter() + self.settings.cell_ms / 1e3
         while len(samples) < self.settings.min_repeats or time.perf_counter() < stop:
-            for call in calls:  # each timed alone: a tiny shape has 64 copies to go round, and one round is enough
+            for call in calls:  # timed one by one: a tiny shape has 64 copies, and one round over them is enough
                 start = time.perf_counter()
                 call()
                 samples.append((time.perf_counter() - start) * 1e6)
@@ -146,7 +149,7 @@ def activation_dtype(device: Any) -> Any:
 
 
 def find_device(device: str, purpose: str) -> Any:
-    """The device of that name, made the current one; `auto` is a GPU where there is one."""
+    """Return the named device, made current if it has an index; `auto` is a GPU if there is one."""
     if torch is None:
         raise UnavailableError(f"{purpose} needs torch: pip install 'coterie[torch]'")
     if device == "auto":
@@ -156,7 +159,7 @@ def find_device(device: str, purpose: str) -> Any:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
     if ":" in device:
-        torch.cuda.set_device(device)  # streams and events are made on the current one
+        torch.cuda.set_device(device)  # streams and events are created on the current device
     return torch.device(device)
 
 

@@ -1,12 +1,12 @@
-"""The Triton side: stable counting sorts without atomics on global memory, and row copies.
+"""Triton kernels: stable counting sorts without atomics on global memory, and row copies.
 
-A place is where an entry (one expert of one token, ``token x k + slot``) lands in the order by expert.
+An entry is one expert of one token, ``token x k + slot``. A place is an entry's index in the order by expert.
 
-``pairs_kernel``, for small batches, one launch: a program compares its entries with all others and copies its rows at
-once. That is work in the square of the batch, but a launch and a barrier over the device cost more than it does.
+``pairs_kernel``, for small batches, takes one launch: a program compares its entries with all others and copies its
+rows at once. Its work grows with the square of the batch, but a second launch or a barrier would cost more.
 
-``histogram_kernel``, ``places_kernel``, ``copy_kernel``, for large ones: tokens per expert in chunks of entries, then
-places from the tables of the chunks before, then the copy. Every row is read once and written k times.
+``histogram_kernel``, ``places_kernel`` and ``copy_kernel`` are for large batches: count entries per expert in each
+chunk, compute places from the counts of earlier chunks, then copy. Every row is read once and written k times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def _expert(ids, index, inside, experts):  # type: ignore[no-untyped-def]
-    """Expert of an entry; an id out of range counts as the nearest, so that no place is ever out of bounds."""
+    """Return the expert of an entry; an id out of range is clamped, so that no place is ever out of bounds."""
     found = tl.load(ids + index, mask=inside, other=0).to(tl.int32)
     return tl.minimum(tl.maximum(found, 0), experts - 1)
 
@@ -42,14 +42,17 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (ceil(tokens / TURN) + ceil(experts / EXPERTS)) x parts programs; BLOCK 0 sorts without copying rows."""
+    """Sort and copy in one launch; with BLOCK 0, only sort.
+
+    Grid: (ceil(tokens / TURN) + ceil(experts / EXPERTS)) x parts programs.
+    """
     program = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     entries = tokens * K
     every = tl.arange(0, PADDED)
     inside = every < entries
     found = _expert(ids, every, inside, experts)
-    key = tl.where(inside, found * PADDED + every, 0x7FFFFFFF)  # by expert, then by entry: stable
+    key = tl.where(inside, found * PADDED + every, 0x7FFFFFFF)  # order by expert, then by entry: a stable sort
     groups = (tokens + TURN - 1) // TURN
     if program < groups:
         for turn in range(TURN):
@@ -80,13 +83,13 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def histogram_kernel(ids, table, entries, experts, CHUNK: tl.constexpr, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Grid: chunks. table [chunk, BINS] entries of each expert."""
+    """Count each chunk's entries per expert into table [chunk, BINS]. Grid: chunks."""
     chunk = tl.program_id(0)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = index < entries
     counted = tl.histogram(_expert(ids, index, inside, experts), BINS)
     bins = tl.arange(0, BINS)
-    padding = CHUNK - tl.sum(inside.to(tl.int32), axis=0)  # was counted as expert 0
+    padding = CHUNK - tl.sum(inside.to(tl.int32), axis=0)  # masked entries were counted as expert 0
     tl.store(table + chunk * BINS + bins, counted - tl.where(bins == 0, padding, 0))
 
 
@@ -107,7 +110,10 @@ def places_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     SUB: tl.constexpr,
 ):
-    """Grid: chunks x SPLIT. Place = entries of smaller experts + the expert's in chunks before + those before it."""
+    """Compute the place of each entry. Grid: chunks x SPLIT.
+
+    Place = entries of smaller experts + the same expert's entries in earlier chunks + those earlier in this chunk.
+    """
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     bins = tl.arange(0, BINS)
@@ -140,7 +146,7 @@ def places_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def copy_kernel(hidden, places, rows, width, stride, parts, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Grid: tokens x parts. Each row is read once and written to its k places."""
+    """Copy each hidden row to its k places; every row is read once. Grid: tokens x parts."""
     token = (tl.program_id(0) // parts).to(tl.int64)
     columns = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
     keep = columns < width
@@ -152,7 +158,7 @@ def copy_kernel(hidden, places, rows, width, stride, parts, K: tl.constexpr, BLO
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gather_kernel(source, index, rows, count, width, stride, parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Grid: rows x parts. Row of `source` at each index; zeros where the index is out of range."""
+    """Copy the row of `source` at each index; write zeros if the index is out of range. Grid: rows x parts."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     columns = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
     keep = columns < width

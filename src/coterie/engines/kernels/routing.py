@@ -2,8 +2,8 @@
 
     ids [token, k] → order, places [token x k], counts, ends [expert] → rows [token x k, hidden]
 
-What a grouped GEMM takes: `rows` and `ends`. torch does this as a sort, a search for the boundaries and a gather that
-reads every row k times. A counting sort needs one or two launches, and the copy reads a row once.
+A grouped GEMM takes `rows` and `ends`. Plain torch needs a sort, a search for the boundaries and a gather that reads
+every row k times. A counting sort needs one or two launches, and the copy reads each row once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coterie.engines.kernels.rows import Backend, check_rows, column_blocks, run
 from coterie.errors import ConfigError
 
 MAX_PAIRS = 16384
-"""Entries that the one-launch sort holds in the registers of a program, at most."""
+"""Maximum number of entries for the one-launch sort: a program holds all of them in registers."""
 MAX_EXPERTS = 1024
 
 
@@ -25,11 +25,11 @@ class SortedBatch(NamedTuple):
     """A batch sorted by expert; an entry is one expert of one token, ``token x k + slot``. All int32."""
 
     order: Any
-    """[entry] entry at each place; its token is ``order // k``."""
+    """[place] entry at each place; its token is ``order // k``."""
     places: Any
     """[entry] place of each entry: the inverse of `order`."""
     counts: Any
-    """[expert] entries."""
+    """[expert] number of entries."""
     ends: Any
     """[expert] place after the expert's last entry."""
 
@@ -44,26 +44,26 @@ class Permuted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to launch; results never depend on it. :func:`launch_for` chooses."""
+    """Launch parameters of the kernels; results do not depend on them. :func:`launch_for` chooses."""
 
     pairs: bool
-    """One launch that compares all pairs of entries; else tables of chunks, then places, then the copy."""
+    """True: one launch that compares all pairs of entries. False: chunk tables, then places, then the copy."""
     turn: int = 1
-    """Tokens of a program, one after the other (pairs)."""
+    """Tokens per program, processed one after the other (pairs)."""
     chunk: int = 512
-    """Entries of a chunk (tables)."""
+    """Entries per chunk (tables)."""
     split: int = 1
     """Programs that share the places of a chunk (tables)."""
     block: int = 1024
-    """Columns that a program copies, at most."""
+    """Maximum number of columns that a program copies."""
     warps: int = 4
-    """Warps of a program that copies rows."""
+    """Warps per program that copies rows."""
 
 
 def launch_for(entries: int, *, copies: bool = True) -> Launch:
-    """The fastest launch measured on an H200 for so many entries, with or without the copy of rows."""
+    """Return the launch that was fastest on an H200 for this number of entries, with or without the copy of rows."""
     if entries <= (8192 if copies else 4096):
-        # Few rows: split each over programs so that all multiprocessors write.
+        # Few rows: split each row over programs so that all multiprocessors write.
         return Launch(pairs=True, block=2048, warps=4) if entries <= 512 else Launch(pairs=True, block=8192, warps=8)
     if entries <= 8192:
         return Launch(pairs=False, chunk=256, split=2)
@@ -73,9 +73,9 @@ def launch_for(entries: int, *, copies: bool = True) -> Launch:
 def sort_by_expert(
     ids: Any, num_experts: int, *, backend: Backend = "auto", launch: Launch | None = None
 ) -> SortedBatch:
-    """Stable order of the entries of ids [token, k] by expert.
+    """Sort the entries of ids [token, k] by expert, stably.
 
-    On a CPU an id out of range is refused; on CUDA, where looking would stop the device, it counts as the nearest.
+    An id out of range raises ConfigError on a CPU. On CUDA a check would synchronise the device, so the id is clamped.
     """
     _check_ids(ids, num_experts)
     if not runs_triton(ids, backend):
@@ -95,7 +95,7 @@ def sort_by_expert(
 def permute_by_expert(
     hidden: Any, ids: Any, num_experts: int, *, backend: Backend = "auto", launch: Launch | None = None
 ) -> Permuted:
-    """Rows of hidden [token, width] in the order by expert, each k times; ids [token, k]."""
+    """Copy the rows of hidden [token, width] into the order by expert, k copies of each; ids [token, k]."""
     _check_ids(ids, num_experts)
     check_rows(hidden, "hidden")
     if len(hidden) != len(ids):
@@ -131,7 +131,7 @@ def _check_ids(ids: Any, num_experts: int) -> None:
 
 
 def _empty(ids: Any, num_experts: int) -> SortedBatch:
-    """Space for the result; one block, so that small batches pay for one allocation."""
+    """Allocate the result as one block, so that small batches pay for one allocation."""
     entries = ids.numel()
     fill = torch.zeros if not entries else torch.empty
     block = fill(2 * entries + 2 * num_experts, dtype=torch.int32, device=ids.device)

@@ -1,7 +1,7 @@
-"""Rows by index, for the shuffles around a collective: -1 gives a row of zeros.
+"""Gather rows by index, for the shuffles around a collective; index -1 gives a row of zeros.
 
-A shuffle schedule pads each rank's share with -1, so that a reduce-scatter takes equal shares; restoring the order is
-the same gather with the inverse.
+A shuffle schedule pads each rank's share with -1, so that a reduce-scatter has equal shares. Restoring the order is
+the same gather with the inverse index.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from coterie.errors import ConfigError, check_one_of
 
 Backend = Literal["auto", "triton", "torch"]
-"""`auto` is Triton for tensors on CUDA, torch for all others."""
+"""Kernel implementation; `auto` is Triton for tensors on CUDA, torch for all others."""
 
 BLOCK = 1024
-"""Columns of a row that one program copies, at most."""
+"""Maximum number of columns that one program copies."""
 
 
 def runs_triton(tensor: Any, backend: Backend) -> bool:
-    """Whether to launch Triton kernels for a tensor."""
+    """Return whether to launch Triton kernels for this tensor."""
     check_one_of(("auto", "triton", "torch"), backend=backend)
     return backend == "triton" or (backend == "auto" and bool(tensor.is_cuda))
 
 
 def column_blocks(width: int, block: int) -> tuple[int, int]:
-    """Columns per program, a power of two, and programs per row."""
+    """Return the columns per program, a power of two, and the programs per row."""
     block = min(block, 1 << max(0, width - 1).bit_length())
     return block, -(-width // block)
 
@@ -41,9 +41,9 @@ def check_rows(x: Any, name: str) -> None:
 def gather_rows(
     x: Any, index: Any, *, backend: Backend = "auto", block: int = BLOCK, warps: int = 4, out: Any = None
 ) -> Any:
-    """[len(index), width] rows of x [row, width]; -1 in `index` [n] gives zeros.
+    """Return the rows of x [row, width] at `index` [n], as [n, width]; index -1 gives zeros.
 
-    On a CPU an index out of range is refused; on CUDA, where looking would stop the device, it gives zeros too.
+    An index out of range raises ConfigError on a CPU. On CUDA a check would synchronise the device: the row is zeros.
     """
     check_rows(x, "x")
     if index.dim() != 1 or index.is_floating_point():

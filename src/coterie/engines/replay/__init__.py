@@ -1,1 +1,1 @@
-"""Decode batches that routers formed, run through real MoE layers."""
+"""Replay of routers' decode batches through real MoE layers."""

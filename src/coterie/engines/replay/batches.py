@@ -1,8 +1,8 @@
-"""Decode batches as routers formed them: the file that ``coterie replay`` reads, and its writer.
+"""Decode batches as routers formed them: reader and writer of the file that ``coterie replay`` takes.
 
-A group (one load level, say) holds the decode steps of every router. A step is the expert ids [token, layer, k] of the
-tokens that one worker decoded in it. On disk an .npz: `header` is JSON with the names, `ids_G_R` the ids of router R in
-group G, all steps one after the other, and `tokens_G_R` the tokens of each step.
+A group (for example one load level) holds the decode steps of every router. A step is the expert ids [token, layer, k]
+of the tokens that one worker decoded in it. The file is an .npz: `header` is JSON with the names, `ids_G_R` the ids of
+router R in group G, all steps concatenated, and `tokens_G_R` the number of tokens of each step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from coterie.types import ModelSpec, narrowest_uint
 VERSION = 1
 
 Steps = tuple[NDArray[np.unsignedinteger], ...]
-"""Per step, the expert ids [token, layer, k]."""
+"""Expert ids [token, layer, k] of each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayBatches:
-    """Groups of routers' decode steps, in the order they were formed."""
+    """Decode steps by group and router, in the order they were formed."""
 
     model: str
     groups: Mapping[str, Mapping[str, Steps]]
@@ -60,7 +60,7 @@ class ReplayBatches:
         return tuple(next(iter(self.groups.values())))
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuse batches that are not of this shape."""
+        """Raise ConfigError unless the batches fit the model's shape."""
         expected = (spec.num_moe_layers, spec.top_k)
         for group, routers in self.groups.items():
             for router, steps in routers.items():
@@ -75,16 +75,16 @@ class ReplayBatches:
 
 
 def step_load(ids: NDArray[np.unsignedinteger], num_experts: int) -> NDArray[np.int64]:
-    """[layer, expert] tokens of one step."""
+    """Return the load of one step: tokens per expert, [layer, expert]."""
     layers = ids.shape[1]
     flat = ids.astype(np.int64) + np.arange(layers)[None, :, None] * num_experts
     return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
 
 
 def write_batches(path: Path, model: str, groups: Mapping[str, Mapping[str, Sequence[NDArray[np.integer]]]]) -> None:
-    """Write group → router → steps, each the expert ids [token, layer, k] of one worker's step; replaces no file.
+    """Write group → router → steps, each the expert ids [token, layer, k] of one worker's step. The file must be new.
 
-    A few hundred steps a router are enough; take them far apart, since neighbours share their requests.
+    A few hundred steps per router are enough. Take them far apart, since neighbouring steps share their requests.
     """
     if path.suffix != ".npz":
         raise ConfigError(f"{path} must end in .npz")
@@ -110,7 +110,7 @@ def _narrow(steps: Sequence[NDArray[np.integer]]) -> Steps:
 
 
 def read_batches(path: Path) -> ReplayBatches:
-    """What :func:`write_batches` wrote."""
+    """Read a file that :func:`write_batches` wrote."""
     if not path.is_file():
         raise TraceError(path, "file", "not found; expected batches that write_batches wrote (.npz)")
     arrays = read_arrays(path)
@@ -151,7 +151,7 @@ def _steps(path: Path, arrays: Mapping[str, Any], key: str) -> Steps:
     ids, tokens = arrays[f"ids_{key}"], arrays[f"tokens_{key}"]
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens.size and tokens.min() < 1):
         raise TraceError(path, f"tokens_{key}", "must be whole numbers [step] of at least 1")
-    total = sum(tokens.tolist())  # in Python: numbers near 2**63 add up to anything in NumPy
+    total = sum(tokens.tolist())  # Python integers: NumPy sums of numbers near 2**63 overflow
     if ids.ndim != 3 or len(ids) != total:
         raise TraceError(path, f"ids_{key}", f"shape {ids.shape} must be [token, layer, k] of {total} tokens")
     return tuple(np.split(ids, np.cumsum(tokens)[:-1])) if len(tokens) else ()

@@ -1,7 +1,7 @@
-"""What a replay says: each router's measured time beside the predicted one, and what it saves.
+"""Report of a replay: each router's measured and predicted time, and its saving against the first router.
 
-Intervals come from resampling steps in blocks of neighbours, which share their requests: n^(1/3) steps a block. They
-are too narrow where requests stay far longer than that; take the steps further apart then.
+Intervals come from a bootstrap over blocks of n^(1/3) neighbouring steps, since neighbours share their requests. The
+intervals are too narrow if requests stay much longer than a block; use steps that are further apart then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAWS = 2000
 
 
 class ReplayRow(NamedTuple):
-    """One router in one group. Times are of the experts over all MoE layers of a step."""
+    """Result of one router in one group. Times are of the experts over all MoE layers of a step."""
 
     group: str
     router: str
@@ -32,18 +32,18 @@ class ReplayRow(NamedTuple):
     tokens: float
     """Mean tokens per step."""
     active_experts: float
-    """Distinct experts per layer of a step, mean."""
+    """Mean number of distinct experts per layer and step."""
     mean_us: float
     median_us: float
     predicted_us: float
-    """Mean predicted microseconds."""
+    """Mean predicted microseconds per step."""
     saving_pct: float
-    """Saving of mean step time against the group's first router."""
+    """Saving of mean step time against the group's first router, in percent."""
     saving_low_pct: float
     saving_high_pct: float
-    """95% interval."""
+    """Upper end of the saving's 95% interval; `saving_low_pct` is the lower end."""
     paired: bool
-    """Whether step i of both routers has the same number of tokens; they are then resampled together."""
+    """Whether step i has the same number of tokens as step i of the first router; steps are then resampled in pairs."""
     predicted_saving_pct: float
     mape_pct: float
     """Mean over steps of |predicted ÷ measured − 1|."""
@@ -52,7 +52,7 @@ class ReplayRow(NamedTuple):
 
 
 def predict_us(steps: Steps, model: StepModel) -> NDArray[np.float64]:
-    """[step] predicted microseconds of the experts over all layers."""
+    """Predict the microseconds of the experts over all layers, [step]."""
     return np.array([1e6 * model.moe_s(step_load(ids, model.spec.num_experts), len(ids)).sum() for ids in steps])
 
 
@@ -63,7 +63,7 @@ def _saving_pct(base: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 def saving_interval(
     base: NDArray[np.float64], other: NDArray[np.float64], paired: bool, rng: Generator, draws: int = DRAWS
 ) -> tuple[float, float]:
-    """95% bootstrap interval of the saving in mean step time; `paired` draws the same steps of both."""
+    """Return the 95% bootstrap interval of the saving in mean step time; `paired` draws the same steps of both."""
     first = _blocks(len(base), draws, rng)
     second = first if paired else _blocks(len(other), draws, rng)
     savings = 1.0 - other[second].mean(axis=1) / base[first].mean(axis=1)
@@ -72,14 +72,14 @@ def saving_interval(
 
 
 def _blocks(steps: int, draws: int, rng: Generator) -> NDArray[np.int64]:
-    """[draw, step] indices: blocks of neighbours, the last step followed by the first."""
+    """Draw step indices [draw, step] in blocks of neighbours; the first step follows the last."""
     length = max(1, round(steps ** (1 / 3)))
     starts = rng.integers(0, steps, size=(draws, -(-steps // length)))
     return ((starts[:, :, None] + np.arange(length)) % steps).reshape(draws, -1)[:, :steps]
 
 
 def replay_rows(batches: ReplayBatches, measured: Measured, model: StepModel, rng: Generator) -> list[ReplayRow]:
-    """One row per group and router."""
+    """Return one row per group and router."""
     check_step_times(batches, measured)
     rows = []
     for group, routers in batches.groups.items():
@@ -127,7 +127,7 @@ def _row(group: str, run: _Run, first: _Run, num_experts: int, rng: Generator) -
 
 
 def check_step_times(batches: ReplayBatches, measured: Measured) -> None:
-    """Refuse times of other batches."""
+    """Raise ConfigError unless the times have the groups, routers and step counts of the batches."""
     wanted = {g: {r: len(steps) for r, steps in routers.items()} for g, routers in batches.groups.items()}
     counts = {g: {r: len(times) for r, times in routers.items()} for g, routers in measured.step_us.items()}
     if wanted != counts:
@@ -135,7 +135,7 @@ def check_step_times(batches: ReplayBatches, measured: Measured) -> None:
 
 
 def read_measured(path: Path) -> Measured:
-    """The times in a file that ``coterie replay -o`` wrote."""
+    """Read the times from a file that ``coterie replay -o`` wrote."""
 
     class File(msgspec.Struct):
         measured: Measured
@@ -154,7 +154,7 @@ def read_measured(path: Path) -> Measured:
 
 
 def replay_notes(measured: Measured, model: StepModel, preset: str) -> list[str]:
-    """Caveats for reading the numbers."""
+    """Return caveats for reading the numbers."""
     notes = [
         f"{measured.model} in {measured.dtype} on {measured.hardware['device']}, {measured.kernel}; "
         f"predicted for {preset}",

@@ -1,12 +1,13 @@
-"""Run decode batches through real MoE layers on the device at hand, and set the time beside the predicted one.
+"""Run decode batches through real MoE layers on this device and measure their time.
 
-Every MoE layer of the model has weights of its own (random, of the right shape and dtype) and runs through the kernels
-that calibration measured, so weights stream from memory as they do in a model: by the time a layer comes round again,
-all others have passed through the cache. Timed are the experts (gate and up, activation, down) of all layers of a step;
-gating, gathering and the weighted sum are not. Routers take turns, step by step, so a drifting clock hits all alike.
+Every MoE layer of the model has its own weights (random, of the right shape and dtype) and runs the kernels that
+calibration measured. Weights therefore stream from memory as in a model: before a layer runs again, all others have
+passed through the cache. The timed part is the experts (gate and up, activation, down) of all layers of a step; gating,
+gathering and the weighted sum are not timed. Routers alternate step by step, so that clock drift affects all equally.
 
-On CUDA a step is one graph that reads the tokens of each expert from device memory: no host time is in. Wrong for
-engines with other kernels, and where a step is so short that the host cannot keep the device busy (tiny shapes).
+On CUDA a step is one graph that reads the tokens of each expert from device memory, so that host time does not count.
+The times do not hold for engines with other kernels, nor for steps so short that the host cannot keep the device busy
+(tiny shapes).
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ except ImportError:
     torch = None
 
 Report = Callable[[str, int, int], None]
-"""progress(what, done, total)"""
+"""Progress callback, called as ``report(what, done, total)``."""
 Pending = Callable[[], float]
-"""Microseconds of a step that was started; on CUDA only once the device is done."""
+"""Returns the microseconds of a started step; on CUDA, call it only after the device is done."""
 
 WARM_UP_STEPS = 20
-"""Steps of each router run before any is timed: clocks rise within milliseconds."""
+"""Untimed steps of each router before the measurement: clocks rise within milliseconds."""
 MEMORY_SHARE = 0.9
-"""Share of the free memory that weights may take."""
+"""Maximum share of the free memory for weights."""
 TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 2e-2, "fp8": 0.1}
-"""Largest ‖out − reference‖ ÷ ‖reference‖: products in bf16 come to 0.005, fp8 activations to 0.05."""
+"""Maximum ‖out − reference‖ ÷ ‖reference‖ by dtype: bf16 products give 0.005, fp8 activations 0.05."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of the steps, and what they were measured with."""
+    """Times of the steps, and the model, device and kernels of the measurement."""
 
     model: str
     dtype: WeightDtype
@@ -52,14 +53,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     hardware: dict[str, str | int | float]
     software: dict[str, str]
     layers_held: int
-    """MoE layers with weights of their own; fewer than the model's where memory is short, and then used in turn."""
+    """Number of MoE layers with their own weights; fewer than the model's if memory is short, then used in rotation."""
     repeats: int
     output_error: float
     """Largest relative error of the layers' outputs against products in float32."""
     spread_pct: float
     """Median over steps of (longest − shortest repeat) ÷ 2 ÷ the median."""
     step_us: dict[str, dict[str, list[float]]]
-    """Microseconds of each step's experts over all layers by group and router, median of the repeats."""
+    """Microseconds of each step's experts over all layers, by group and router; median of the repeats."""
 
 
 class _Plan(NamedTuple):
@@ -67,15 +68,15 @@ class _Plan(NamedTuple):
 
     tokens: int
     counts: NDArray[np.int64]
-    """[layer, expert] rows."""
+    """[layer, expert] number of rows."""
     sources: Any
-    """[layer, row] the token of each row, rows sorted by expert; a tensor on the device."""
+    """[layer, row] token of each row, rows sorted by expert; a tensor on the device."""
     ends: Any
-    """[layer, expert] where each expert's rows end; a tensor on the device."""
+    """[layer, expert] row after each expert's last row; a tensor on the device."""
 
 
 class _Graph(NamedTuple):
-    """All layers of a step of one batch size; it reads `rows` and `ends`."""
+    """CUDA graph of all layers of a step, for one batch size; reads `rows` and `ends`."""
 
     graph: Any
     rows: Any
@@ -106,7 +107,7 @@ class Layers:
         return _Plan(len(ids), counts, *on_device)
 
     def start(self, plan: _Plan) -> Pending:
-        """Run one step; on CUDA without waiting for it, so that the device never waits for the host."""
+        """Start one step; on CUDA without waiting, so that the device never waits for the host."""
         if self.device.type != "cuda":
             rows, counts = self._rows(plan), plan.counts.tolist()
             began = time.perf_counter()
@@ -122,7 +123,7 @@ class Layers:
         return lambda: float(before.elapsed_time(after)) * 1e3
 
     def outputs(self, plan: _Plan) -> list[Any]:
-        """[row, hidden] of each layer, as the timed path computes them."""
+        """Return each layer's output [row, hidden], computed by the timed path."""
         if self.device.type == "cuda":
             graph = self._fill(plan)
             for output in graph.outputs:
@@ -133,7 +134,7 @@ class Layers:
         return [self.experts.forward(at % self.held, rows[at], None, count) for at, count in enumerate(counts)]
 
     def error(self, plan: _Plan) -> float:
-        """‖out − reference‖ ÷ ‖reference‖, the reference in float32; NaN where an output was not written."""
+        """Return ‖out − reference‖ ÷ ‖reference‖ with a float32 reference; NaN if an output was not written."""
         rows, difference, norm = self._rows(plan), 0.0, 0.0
         for layer, found in enumerate(self.outputs(plan)):
             expected = self._reference(layer, rows[layer].float(), plan.counts[layer])
@@ -158,7 +159,7 @@ class Layers:
         return out
 
     def _fill(self, plan: _Plan) -> _Graph:
-        """The graph for this batch size, its inputs set to this step."""
+        """Return the graph for this batch size, with its inputs set to this step."""
         graph = self._graphs.get(plan.tokens) or self._capture(plan)
         torch.index_select(self.x, 0, plan.sources.view(-1), out=graph.rows.view(-1, self.spec.hidden_size))
         graph.ends.copy_(plan.ends)
@@ -184,7 +185,7 @@ class Layers:
 
 
 def layers_that_fit(spec: ModelSpec, dtype: WeightDtype, free_bytes: float) -> int:
-    """MoE layers whose weights fit in the memory that is free; all of them where it is enough."""
+    """Return the number of MoE layers whose weights fit in free memory, at most the model's."""
     layer_bytes = spec.num_experts * spec.expert_bytes(dtype)
     fit = int(MEMORY_SHARE * free_bytes / layer_bytes)
     if fit < 1:
@@ -209,7 +210,7 @@ def measure_batches(
     repeats: int = 3,
     report: Report | None = None,
 ) -> Measured:
-    """Time every step `repeats` times. Without a dtype: bf16 on CUDA, fp32 on a CPU."""
+    """Time every step `repeats` times. Default dtype: bf16 on CUDA, fp32 on a CPU."""
     from coterie.engines.calibration.timing import describe_hardware, describe_software, find_device
 
     check_at_least(1, repeats=repeats)
@@ -257,7 +258,7 @@ def _measure_group(
     errors: dict[int, float],
     report: Callable[[int, int], None],
 ) -> list[list[list[float]]]:
-    """[router][step][repeat] microseconds; `errors` gains the outputs' error for every batch size not seen before."""
+    """Return microseconds [router][step][repeat]; add each new batch size's output error to `errors`."""
     plans = [[layers.plan(ids) for ids in steps] for steps in routers.values()]
     for plan in (plan for one in plans for plan in one):
         if plan.tokens not in errors:
@@ -282,7 +283,7 @@ def _measure_group(
 
 
 def _turns(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """(router, step): step 0 of every router, then step 1 …; another router is first each time."""
+    """Return the order of (router, step): step 0 of every router, then step 1, …; the first router rotates."""
     routers = len(steps)
     return [
         (router, step)

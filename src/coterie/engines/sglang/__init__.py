@@ -1,1 +1,1 @@
-"""SGLang, over its HTTP endpoints: nothing here imports it, and it need not run on this machine."""
+"""SGLang through its HTTP endpoints: SGLang is not imported and may run on another machine."""

@@ -1,7 +1,7 @@
-"""The dumps of SGLang's expert distribution recorder, fresh from a server: which files are new, and what they hold.
+"""Find and read new dumps of SGLang's expert distribution recorder.
 
-Every rank writes its own. Their counts add up; their tokens are the same where they attend to the same requests, so
-one rank of each such group is read.
+Every rank writes its own dump. Counts of ranks are summed. Ranks that attend to the same requests record the same
+tokens, so that only one rank of each attention group is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.traces import ActivationTrace, LoadTable, RequestTrace
 from coterie.traces.readers.base import ReadOptions
 
 SETTLE_S, DUMP_WAIT_S = 1.0, 60.0
-"""A dump is whole when no file has grown for the first, and is given up after the second."""
+"""A dump is complete when no file has grown for `SETTLE_S` seconds; waiting ends after `DUMP_WAIT_S` seconds."""
 
 
 def dumps_in(folder: Path) -> dict[Path, int]:
@@ -31,7 +31,7 @@ def dumps_in(folder: Path) -> dict[Path, int]:
 
 
 async def new_dumps(folder: Path, before: Mapping[Path, int]) -> list[Path]:
-    """The files that came since, once none grows any more."""
+    """Wait until the new dump files stop growing and return them; `before` are the old files."""
     seen: dict[Path, int] = {}
     changed = begun = time.monotonic()
     while time.monotonic() - begun < DUMP_WAIT_S:
@@ -45,7 +45,7 @@ async def new_dumps(folder: Path, before: Mapping[Path, int]) -> list[Path]:
 
 
 def ranks_sharing_tokens(info: Mapping[str, Any]) -> int:
-    """How many ranks in a row attend to the same tokens: with data-parallel attention a part of them, else all (0)."""
+    """Return how many consecutive ranks attend to the same tokens with data-parallel attention; 0 means all ranks."""
     ranks, groups = info.get("tp_size"), info.get("dp_size")
     if not info.get("enable_dp_attention") or not isinstance(ranks, int) or not isinstance(groups, int) or groups < 1:
         return 0
@@ -53,7 +53,7 @@ def ranks_sharing_tokens(info: Mapping[str, Any]) -> int:
 
 
 def read_dumps(files: Sequence[Path], options: ReadOptions, shared_by: int) -> ActivationTrace | LoadTable:
-    """What the new files of one dump hold; `shared_by` is :func:`ranks_sharing_tokens`."""
+    """Read the new files of one dump; `shared_by` is :func:`ranks_sharing_tokens`."""
     ranks = {path: int(found[1]) for path in files if (found := re.search(r"_(\d{1,6})\.pt$", path.name))}
     if len(files) == 1 or len(ranks) < len(files):
         return _known(read_sglang_recorder(files[-1], options), files[-1])
@@ -75,7 +75,7 @@ def _known(trace: Any, path: Path) -> ActivationTrace | LoadTable:
 
 @contextmanager
 def _folder_of(files: Sequence[Path]) -> Iterator[Path]:
-    """A folder with these dumps only: that of the server may hold older ones."""
+    """Yield a temporary folder with links to only these dumps: the server's folder may hold older ones."""
     with tempfile.TemporaryDirectory() as name:
         for path in files:
             (Path(name) / path.name).symlink_to(path.resolve())
@@ -83,7 +83,7 @@ def _folder_of(files: Sequence[Path]) -> Iterator[Path]:
 
 
 def _joined(traces: Sequence[ActivationTrace | LoadTable]) -> ActivationTrace:
-    """One trace of those of several ranks, rank by rank."""
+    """Concatenate the traces of several ranks, rank by rank."""
     held = [trace for trace in traces if isinstance(trace, ActivationTrace)]
     parts = [trace.arrays() for trace in held]
     lengths = np.concatenate([trace.lengths for trace in held])

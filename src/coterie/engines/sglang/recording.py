@@ -1,15 +1,15 @@
-"""Record a trace from a running SGLang server, which goes on serving.
+"""Record a trace from a running SGLang server without interrupting it.
 
-    mode       needs of the server                      holds
-    routed     --enable-return-routed-experts           the requests sent here: every token's experts
-    recorder   --expert-distribution-recorder-mode M    whatever the server served meanwhile: with per_token every
-                                                        token's experts, else a load table
+    mode       required server option                   records
+    routed     --enable-return-routed-experts           the prompts that this recorder sends: every token's experts
+    recorder   --expert-distribution-recorder-mode M    all requests that the server runs meanwhile: with per_token
+                                                        every token's experts, else a load table
 
-Without a mode the first that the server offers is taken, but if no prompts are given it is only listened to. The
-recorder writes its dump where the *server* runs, so that folder must be reachable from here.
+Without a mode, the first one that the server supports is used; without prompts, only `recorder` is possible. The
+recorder writes its dump on the *server's* machine, so that folder must be reachable from this machine.
 
-Whether an option is on is asked of the server first: up to some version, a request to start a recorder that was not
-configured raises inside the scheduler, which serves everybody.
+The server's settings are checked first: in some SGLang versions, starting a recorder that was not configured raises
+inside the scheduler and stops serving for all clients.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from coterie.wire.routed_experts import decode_sglang
 Mode = Literal["routed", "recorder"]
 
 DUMP_DIR = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
-"""Variable by which SGLang is told where to write its dumps; /tmp without it."""
+"""Environment variable with SGLang's dump folder; the default is /tmp."""
 
 
 class SGLangRecording(NamedTuple):
     """A finished recording."""
 
     trace: ActivationTrace | LoadTable
-    """The load table is what the recorder's coarser modes hold."""
+    """Activations, or a load table from the recorder's coarser modes."""
     tally: Tally
-    """Tally of the requests that were sent."""
+    """Outcomes of the requests that were sent."""
 
 
 def record_sglang(
@@ -63,7 +63,7 @@ def record_sglang(
     dump_dir: str | Path | None = None,
     model: str | None = None,
 ) -> SGLangRecording:
-    """Write the trace `out` (a new folder). `model` names the shape if the server's model is not one that ships."""
+    """Write the trace `out` (a new folder). `model` names the shape if the server's model is not a shipped one."""
     if not sending.prompts and sending.duration_s is None:
         raise ConfigError("give prompts to send, or for how long to listen (--prompts, --duration)")
     asked = _Asked(check_new_folder(out), sending, model)
@@ -81,7 +81,7 @@ class _Asked(NamedTuple):
         return self.sending.prompts
 
     def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[HttpResult, None]:
-        """Answers to the prompts, in order of arrival."""
+        """Send the prompts and return the answers in order of arrival."""
         most = self.sending.max_tokens
         if self.sending.chat:
             bodies = (completion_body(p, served, most, True, **more) for p in self.prompts)
@@ -102,7 +102,7 @@ async def _record(url: str, asked: _Asked, mode: Mode | None, dump_dir: Path | N
 
 
 async def _server_info(client: Client) -> dict[str, Any]:
-    """The server's settings; older versions have them under another name."""
+    """Return the server's settings; older versions serve them at another path."""
     for path in ("/server_info", "/get_server_info"):
         status, text = await client.call("GET", path)
         if status == 404:
@@ -150,7 +150,7 @@ async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGL
         raise ConfigError(f"{client.url} returns no experts: start it with --enable-return-routed-experts")
     spec, tally = _spec(info, asked.model), Tally()
     served = str(info.get("served_model_name") or info.get("model_path") or spec.name)
-    # Versions that do not know how to list token ids ignore that they are asked; /generate lists the output's always.
+    # Versions that cannot list token ids ignore these fields; /generate always lists the output's.
     more = {"return_routed_experts": True, "return_prompt_token_ids": True}
     if asked.sending.chat:
         more["return_token_ids"] = True
@@ -201,9 +201,9 @@ def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
 
 
 class _InOrder:
-    """Writes requests in the order they were sent, which is that of a trace; they are answered in another.
+    """Write requests to the trace in the order they were sent; answers arrive in another order.
 
-    The trace is begun with the first request worth writing: a run that fails leaves no folder behind.
+    The trace is created with the first request to write, so that a failed run leaves no folder behind.
     """
 
     def __init__(self, asked: _Asked, meta: TraceMeta, stack: ExitStack, tally: Tally) -> None:
@@ -231,7 +231,7 @@ class _InOrder:
             self.flushed = time.monotonic()
 
     def _write(self, prompt: Prompt, sent_s: float, row: RoutedAnswer) -> str | None:
-        """Why it cannot be written, if so."""
+        """Write one request; return the reason if it cannot be written."""
         if self.writer is None:
             self.with_tokens = row.token_ids is not None
             self.writer = self.stack.enter_context(ActivationWriter(self.asked.out, self.meta))
@@ -264,7 +264,7 @@ async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump
     await _control(client, "start")
     try:
         await _meanwhile(client, info, asked, tally)
-    finally:  # an interrupted recording must not leave the server recording
+    finally:  # stop the server's recorder even if this recording is interrupted
         await _control(client, "stop")
     asked.sending.report("Waiting for the dump", 0, 1)
     await _control(client, "dump")
@@ -301,34 +301,33 @@ async def _meanwhile(client: Client, info: Mapping[str, Any], asked: _Asked, tal
         raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")
 
 
-# What SGLang answers when asked to return routed experts, as rows of a trace.
+# Answers of SGLang with routed experts, parsed to rows of a trace.
 #
 #     /generate              {"output_ids": […], "prompt_token_ids": […],
 #                             "meta_info": {"routed_experts": BASE64, "prompt_tokens": …, "completion_tokens": …}}
 #     OpenAI's endpoints     {"choices": [{"token_ids": […], "prompt_token_ids": […], …}], "usage": {…},
 #                             "sglext": {"routed_experts": BASE64}}       also "sgl_ext", and inside the choice
 #
-# The bytes do not say their shape, which must come from the model's. Token ids are there if the version knows how to
-# return them.
+# The bytes carry no shape, so the model's is used. Token ids are present if the SGLang version can return them.
 
 
 class NotReturnedError(InputError):
-    """The answer is sound but carries no routed experts: no other answer of this server will."""
+    """The answer is valid but has no routed experts; neither will this server's other answers."""
 
 
 class RoutedAnswer(NamedTuple):
     """One generated sequence."""
 
     expert_ids: NDArray[np.integer]
-    """[token, MoE layer, k]; the last token generated has no row."""
+    """[token, MoE layer, k] expert ids; the last generated token has no row."""
     prompt_tokens: int
     output_tokens: int
     token_ids: NDArray[np.int32] | None
-    """[token] of every row."""
+    """[token] token id of every row; None if the server does not list them."""
 
 
 def parse_answer(body: Mapping[str, Any], spec: ModelSpec) -> RoutedAnswer:
-    """Raises InputError in one line, whatever the answer is."""
+    """Parse one answer; any malformed answer raises InputError."""
     places = list(_places(body))
     payload = _first(places, "routed_experts", str)
     prompt, output = (_first(places, name, int) for name in ("prompt_tokens", "completion_tokens"))
@@ -342,7 +341,7 @@ def parse_answer(body: Mapping[str, Any], spec: ModelSpec) -> RoutedAnswer:
 
 
 def _places(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Where fields may lie, the nearest first."""
+    """Yield the objects that may hold the fields, the most specific first."""
     choices = body.get("choices")
     if isinstance(choices, list) and len(choices) > 1:
         raise InputError(f"has {len(choices)} choices, expected one")
@@ -356,12 +355,12 @@ def _places(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _first(places: list[Mapping[str, Any]], name: str, kind: type) -> Any:
-    """The first value of that type; True is no number."""
+    """Return the first value of exactly this type: a bool is not accepted as an int."""
     return next((place[name] for place in places if type(place.get(name)) is kind), None)
 
 
 def _moe_rows(payload: str, dtype: str | None, rows: int, spec: ModelSpec) -> NDArray[np.integer]:
-    """SGLang counts all hidden layers; should a version count the MoE ones only, the number of rows tells."""
+    """Decode the rows of the MoE layers. SGLang sends all hidden layers; payloads of MoE layers only are detected."""
     problem = ""
     for layers in (spec.num_layers, spec.num_moe_layers):
         try:
@@ -378,7 +377,7 @@ def _moe_rows(payload: str, dtype: str | None, rows: int, spec: ModelSpec) -> ND
 def _check_rows(ids: NDArray[np.integer], spec: ModelSpec) -> None:
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < spec.num_experts:
         raise InputError(f"routed_experts from {ids.min()} to {ids.max()}; {spec.name} has {spec.num_experts} experts")
-    if spec.top_k > 1 and ids.size:  # a router picks k different experts: a row of zeros was never written
+    if spec.top_k > 1 and ids.size:  # a router picks k different experts: a row of zeros was not captured
         empty = np.argwhere((ids == 0).all(axis=2))
         if empty.size:
             token, layer = int(empty[0][0]), spec.moe_layer_ids[int(empty[0][1])]

@@ -1,15 +1,15 @@
-"""Dispatch and combine: tokens' hidden states to the ranks of their experts, and the results back.
+"""Dispatch and combine: send tokens' hidden states to the ranks of their experts, and the results back.
 
-Two modes, by what is sent:
+Two modes:
 
-    deduplicated      one row per token and distinct rank; the rank sums what its experts give, by their weights
+    deduplicated      one row per token and distinct rank; that rank sums its experts' weighted results
     per activation    one row per token and expert; the token's own rank sums, in the order of its top-k
 
-Deduplicated sends less, the more so the more experts of a token share a rank. Per activation adds up in the same order
-as a layer on one device, so the placement of experts does not change a sum's rounding.
+Deduplicated sends fewer rows if experts of a token share a rank. Per activation sums in the same order as a layer on
+one device, so that the placement of experts does not change a sum's rounding.
 
-With each row go its slots and weights, top-k of both or one of each: tens of bytes, where a row has thousands. They are
-counted apart, as "routing".
+Each row carries its slots and weights, top-k of both or one of each: tens of bytes, compared with thousands for the
+row. They are counted separately, as "routing".
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ DISPATCH, ROUTING, COMBINE = "dispatch", "routing", "combine"
 
 
 class ReceivedRows(NamedTuple):
-    """Rows that came to this rank's experts."""
+    """Rows received for this rank's experts."""
 
     rows: Any
     """[row, hidden]"""
     slots: Any
-    """[row, j] slot of this rank, from 0, or -1."""
+    """[row, j] slot index within this rank; -1 if unused."""
     weights: Any
     """[row, j] weight of that slot's result."""
     ticket: Any
-    """What `combine` needs to send the results back."""
+    """State that `combine` needs to send the results back."""
 
 
 class Exchange(Protocol):
-    """A way to send rows there and back."""
+    """Interface to send rows to the experts' ranks and the results back."""
 
     def dispatch(self, hidden: Any, slots: Any, weights: Any) -> ReceivedRows:
-        """Send `hidden` [token, hidden] to the ranks of `slots` [token, k], slots of the whole group."""
+        """Send `hidden` [token, hidden] to the ranks of `slots` [token, k], slot indices of the whole group."""
         ...
 
     def combine(self, results: Any, ticket: Any) -> Any:
-        """Send `results` [row, hidden], of received rows, back; returns each token's sum, [token, hidden]."""
+        """Send `results` [row, hidden] of the received rows back; return each token's sum, [token, hidden]."""
         ...
 
 
 class Ticket(NamedTuple):
     tokens: Any
-    """[sent row] token it is of, grouped by the rank it went to."""
+    """[sent row] token of each row, grouped by receiving rank."""
     places: Any
-    """[sent row] position among the token's k; None where rows are one per rank."""
+    """[sent row] index among the token's k experts; None if rows are deduplicated per rank."""
     send_counts: list[int]
     receive_counts: list[int]
     num_tokens: int
@@ -66,7 +66,7 @@ class Ticket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchExchange:
-    """All-to-all with uneven splits of torch.distributed."""
+    """Exchange by torch.distributed's all-to-all with uneven splits."""
 
     group: Group
     slots_per_rank: int
@@ -101,7 +101,7 @@ class TorchExchange:
         back = self.group.all_to_all(results, ticket.receive_counts, ticket.send_counts, COMBINE)
         summed = results.new_zeros((ticket.num_tokens, results.shape[1]))
         if ticket.places is None:
-            # A rank sends a token back once, so within its rows no two add to the same one: the order is that of ranks.
+            # A rank returns each token once, so indices within its part are distinct; parts add in rank order.
             for tokens, part in zip(
                 ticket.tokens.split(ticket.send_counts), back.split(ticket.send_counts), strict=True
             ):

@@ -1,18 +1,18 @@
-"""Collectives of a group of ranks, with two things that torch.distributed leaves out: bytes counted, failures shared.
+"""Collectives of a group of ranks that count bytes and share failures, which torch.distributed does not.
 
 **Bytes.** Each collective adds the bytes that left this rank for another one to :class:`ByteCounters`, under the name
-of what they carried. What stays on the rank is not counted.
+of their content. Bytes that stay on the rank are not counted.
 
 **Failures.** A rank that raises, times out or loses a peer writes the cause into the group's store. Every rank watches
-one key of it in a thread, and an operation waits for its end *or* for that key, so all ranks raise RankFailedError with
-the first cause, at once, whatever they wait for. gloo alone tells only the peers of a dead rank, and has no way to end
-an operation that waits for a rank which is alive but does something else. An operation that was given up still holds
-its buffers: after a failure a group is of no use, and its process should end.
+one key of the store in a thread, and an operation waits for its end *or* for that key, so that all ranks raise
+RankFailedError with the first cause, at once. gloo alone notifies only the peers of a dead rank, and cannot end an
+operation that waits for a rank which is alive but busy elsewhere. An abandoned operation still holds its buffers: after
+a failure the group is unusable, and its process should end.
 
-The reduce-scatter on gloo is an all-to-all and a sum in the order of ranks. gloo's own one is an all-reduce inside and
-sends twice as much; and the order of a sum that is always the same makes results independent of the shuffle.
+The reduce-scatter on gloo is an all-to-all and a sum in the order of ranks. gloo's own reduce-scatter is an all-reduce
+internally and sends twice as much; and the fixed order of the sum makes results independent of the shuffle.
 
-Written for NCCL too, where torch's own collectives and its watchdog are used; only gloo was run.
+On NCCL, torch's own collectives and watchdog are used; that path is untested, only gloo was run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ except ImportError:
 
 FOREVER = datetime.timedelta(days=365)
 WATCH_S = 30.0
-"""Seconds to wait for the store's answer to a failure; it takes milliseconds unless its host is stopped."""
+"""Seconds to wait for the store after a failure; it takes milliseconds unless its host is stopped."""
 CLOSED = "closed"
-"""Value of a rank's own failure key that ends its watch; no other rank sees it."""
+"""Value of a rank's own failure key that ends its watch thread; other ranks do not read it."""
 
 
 class ByteCounters:
-    """Bytes that left this rank for others, and calls, by what they carried."""
+    """Bytes sent from this rank to others, and calls, by content."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class ByteCounters:
 
 
 class Group:
-    """The ranks of the default process group, which must be initialised. Made by all ranks at the same time."""
+    """The ranks of the default process group, which must be initialised. All ranks create it at the same time."""
 
     def __init__(self, device: Any = None, timeout_s: float = 300.0) -> None:
         if dist is None or not dist.is_initialized():
@@ -71,9 +71,9 @@ class Group:
         self._failure: str | None = None
         self._waiting: threading.Event | None = None
         self._store = dist.distributed_c10d._get_default_store()
-        while hasattr(self._store, "underlying_store"):  # prefixes of torch: the caller of run_ranks does not know them
+        while hasattr(self._store, "underlying_store"):  # run_ranks uses no key prefix
             self._store = self._store.underlying_store
-        # A connection of its own: one that waits lets no other call through.
+        # A separate connection: a wait blocks all other calls on its connection.
         watched = self._store.clone()
         watched.set_timeout(FOREVER)
         self._watch = threading.Thread(target=self._watch_failures, args=(watched,), name="coterie-watch", daemon=True)
@@ -82,11 +82,11 @@ class Group:
     # --------------------------------------------------------------------------------------------------- collectives
 
     def all_to_all(self, sent: Any, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Any:
-        """Rows of `sent` [row, ...], grouped by receiver; returns the rows received, grouped by sender."""
+        """Send the rows of `sent` [row, ...], grouped by receiver; return the received rows, grouped by sender."""
         received = sent.new_empty((sum(receive_counts), *sent.shape[1:]))
         row_bytes = sent.element_size() * (sent[0].numel() if len(sent) else 0)
         self.bytes.add(what, row_bytes * (sum(send_counts) - send_counts[self.rank]))
-        # Bytes, since gloo does not know every type of number.
+        # Send bytes, since gloo does not support every dtype.
         there, here = (_as_bytes(tensor) for tensor in (received, sent))
         self._run(
             what, lambda: dist.all_to_all_single(there, here, list(receive_counts), list(send_counts), async_op=True)
@@ -94,13 +94,13 @@ class Group:
         return received
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
-        """Rows that each rank will send here, from the rows that this one will send to each."""
+        """Exchange row counts: from the rows to send to each rank, return the rows to receive from each rank."""
         sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
         ones = [1] * self.size
         return [int(count) for count in self.all_to_all(sent, ones, ones, "counts").tolist()]
 
     def reduce_scatter(self, blocks: Any, what: str) -> Any:
-        """[place, ...] this rank's block of `blocks` [rank, place, ...], summed over all ranks."""
+        """Sum `blocks` [rank, place, ...] over all ranks and return this rank's block, [place, ...]."""
         if self.device.type == "cuda":
             out = torch.empty_like(blocks[0])
             self.bytes.add(what, (self.size - 1) * blocks[0].numel() * blocks.element_size())
@@ -110,7 +110,7 @@ class Group:
         return _sum_in_order(self.all_to_all(blocks, ones, ones, what))
 
     def all_gather(self, block: Any, what: str) -> Any:
-        """[rank, ...] the block of every rank; all have the same shape."""
+        """Return the block of every rank, [rank, ...]; all blocks have the same shape."""
         gathered = block.new_empty((self.size, *block.shape))
         self.bytes.add(what, (self.size - 1) * block.numel() * block.element_size())
         here = _as_bytes(block.contiguous().unsqueeze(0))
@@ -122,7 +122,7 @@ class Group:
 
     @contextlib.contextmanager
     def guard(self, doing: str) -> Iterator[None]:
-        """What raises inside is told to all ranks: none waits for this one."""
+        """Announce an error inside to all ranks, so that none waits for this one."""
         try:
             yield
         except RankFailedError:
@@ -132,17 +132,17 @@ class Group:
             raise
 
     def fail(self, reason: str) -> None:
-        """Make every rank of the group raise; the first cause given counts."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone has failed them already
+        """Make every rank of the group raise; the first reason given is used."""
+        with contextlib.suppress(RuntimeError):  # if the store is gone, all ranks have failed already
             announce_failure(self._store, self.size, " ".join(reason.split())[:300])
 
     def check(self) -> None:
-        """Raise if some rank has failed."""
+        """Raise RankFailedError if any rank has failed."""
         if self._failure is not None:
             raise RankFailedError(self._failure)
 
     def close(self) -> None:
-        """End the watch; the process group stays, for another Group too. Not for a group that failed."""
+        """End the watch thread of a group that has not failed; the process group stays usable for another Group."""
         key = FAILED.format(self.rank)
         self._store.compare_set(key, "", CLOSED)
         self._watch.join()
@@ -150,18 +150,18 @@ class Group:
             self._store.delete_key(key)
 
     def _run(self, what: str, start: Callable[[], Any]) -> None:
-        """Start an operation; return when it has ended, raise when it, or any rank, has failed."""
+        """Start an operation; return when it has ended, raise when the operation or any rank has failed."""
         self.check()
         try:
             work = start()
         except RuntimeError as error:
             raise self._lost(what, error) from error
         if self.device.type == "cuda":
-            work.wait()  # orders streams and returns: torch's watchdog ends what does not come
+            work.wait()  # orders streams and returns; torch's watchdog ends operations that hang
             return
         ended = threading.Event()
         self._waiting = ended
-        self.check()  # a failure told since the last check found nothing to wake
+        self.check()  # a failure announced before `_waiting` was set woke nothing
         work.get_future().add_done_callback(lambda _: ended.set())
         in_time = ended.wait(self.timeout_s)
         self._waiting = None
@@ -177,7 +177,7 @@ class Group:
         return self._first_cause(f"rank {self.rank} lost a peer in {what}: {_first_sentence(error)}")
 
     def _first_cause(self, problem: str) -> RankFailedError:
-        """Tell what this rank found. Another may have told of a cause a moment ago: that one counts, on all ranks."""
+        """Announce a problem; return the error with the first announced cause, which may be another rank's."""
         self.fail(problem)
         self._watch.join(WATCH_S)
         return RankFailedError(self._failure or problem)
@@ -194,24 +194,24 @@ class Group:
         self._failure = cause
         if (waiting := self._waiting) is not None:
             waiting.set()
-        if self.device.type == "cuda":  # the host may wait for a kernel of a collective that will not end
+        if self.device.type == "cuda":  # the host may wait for a collective's kernel that will not end
             with contextlib.suppress(RuntimeError):
                 dist.distributed_c10d._get_default_group().abort()
 
 
 def torch_reduce_scatter(out: Any, given: Any, async_op: bool = False) -> Any:
-    """torch's own collective, by the name that this torch has for it."""
+    """Call torch's reduce-scatter, under the name that this version of torch has for it."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(out, given, async_op=async_op)
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """First sentence of gloo's message, without the source line that stands before it."""
+    """Return the first sentence of gloo's message, without the source location before it."""
     return re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).partition(". ")[0]
 
 
 def _as_bytes(tensor: Any) -> Any:
-    """[row, bytes] view of [row, ...]."""
+    """View [row, ...] as [row, bytes]."""
     flat = tensor.contiguous().flatten(1) if tensor.dim() > 1 else tensor.contiguous().unsqueeze(1)
     return flat.view(torch.uint8)
 

@@ -1,8 +1,8 @@
-"""Expert-parallel MoE layers: route, send, compute, send back.
+"""Expert-parallel MoE layers: choose slots, dispatch, compute, combine.
 
-A token stays on its rank; its experts may be on any rank, in one slot or several. The output is that of the same
-layers on one device, up to rounding: a matrix product may round differently with the number of its rows, and where rows
-are deduplicated sums are grouped by rank. Where arithmetic is exact it is bit-equal.
+A token stays on its rank; its experts may be on any rank, in one slot or several. The output equals that of the same
+layers on one device, up to rounding: a matrix product may round differently with the number of its rows, and with
+deduplicated rows sums are grouped by rank. If the arithmetic is exact, the output is bit-equal.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ except ImportError:
 
 
 class StepMap(NamedTuple):
-    """Where experts are, for the length of one step: a switch in the meantime does not touch it."""
+    """Locations of the experts during one step; a switch during the step does not change them."""
 
     tables: tuple[SlotTable, ...]
-    """[layer]"""
+    """[layer] table of each expert's slots."""
     rows: Rows
     """[layer][slot of this rank] row of the weights."""
 
 
 class ExpertParallelLayers:
-    """MoE layers of one rank. All ranks call it together, layer by layer, each with its own tokens."""
+    """MoE layers of one rank. All ranks call `forward` together, layer by layer, each with its own tokens."""
 
     def __init__(self, group: Group, placement: Placement, weights: SlotWeights, exchange: Exchange) -> None:
         if placement.num_ranks != group.size:
@@ -44,7 +44,7 @@ class ExpertParallelLayers:
         self.map = self.step_map(placement.slot_experts.tolist())
 
     def step_map(self, rows: Sequence[Sequence[int]]) -> StepMap:
-        """Map of a step by [layer][slot] experts, with the weights as they lie now."""
+        """Build a step's map from [layer][slot] experts and the current rows of the weights."""
         keys = [tuple(row) for row in rows]
         self._tables = {
             key: self._tables.get(key) or SlotTable.of(key, self.num_experts, self.group.size) for key in keys
@@ -52,7 +52,10 @@ class ExpertParallelLayers:
         return StepMap(tuple(self._tables[key] for key in keys), self.weights.rows)
 
     def forward(self, layer: int, hidden: Any, experts: Any, weights: Any) -> Any:
-        """[token, hidden] sum of each token's experts [token, k] by its weights [token, k]; tokens may be none."""
+        """Return each token's weighted sum over its experts, [token, hidden]; experts and weights [token, k].
+
+        A rank may have no tokens.
+        """
         step = self.map
         with self.group.guard(f"layer {layer}"):
             if experts.shape != weights.shape or len(experts) != len(hidden):
@@ -66,7 +69,7 @@ class ExpertParallelLayers:
             return self.exchange.combine(self._compute(received, step.rows[layer]), received.ticket)
 
     def _compute(self, received: ReceivedRows, rows: Sequence[int]) -> Any:
-        """[row, hidden] weighted sum over the slots of each received row, slot by slot."""
+        """Return the weighted sum over the slots of each received row, [row, hidden], computed slot by slot."""
         results = torch.zeros_like(received.rows)
         at, place = (received.slots >= 0).nonzero(as_tuple=True)
         order = received.slots[at, place].argsort(stable=True)

@@ -1,12 +1,12 @@
-"""Migration under traffic: carries out a schedule between steps, by the same state machine on every rank.
+"""Live migration: carry out a schedule between steps, with the same state machine on every rank.
 
 Every rank runs its own :class:`~coterie.placement.migration.migrator.Migrator` on the same events in the same order, so
-all have the same state and none is in charge. Only the rank that a copy goes to knows when it has ended; so before each
-step the ranks tell each other, in one small gather, and then switch, roll back or go on together. Copies run behind the
-steps (:mod:`.mover`); a step sees new weights only where all ranks switched before it.
+that all have the same state without a coordinator. Only the receiving rank knows when a copy has ended. Before each
+step the ranks therefore exchange the ended copies in one small gather, and then switch, roll back or go on together.
+Copies run in the background (:mod:`.mover`); a step uses new weights only if all ranks switched before it.
 
-A rank that dies takes the group with it: torch.distributed has no smaller group to go on with. A migration that was
-begun is then as good as not begun, as nothing that it has not switched was used.
+If a rank dies, the whole group fails: torch.distributed cannot go on with a smaller group. Weights that had not been
+switched were never used.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ except ImportError:
     torch = None
 
 REPORTS = "migration reports"
-"""Name of the byte counter of the gathers before steps."""
+"""Byte counter of the gathers before steps."""
 REASON_WORDS = 14
-"""Length of the reason in a report, in 8 bytes."""
+"""Length of the failure reason in a report, in words of 8 bytes."""
 
 
 class MigrationReport(NamedTuple):
-    """What a migration did, on this rank."""
+    """Result of a migration on this rank."""
 
     switches: int
     rolled_back: tuple[RolledBack, ...]
     stopped: str | None
     steps: int
-    """Steps that ran meanwhile."""
+    """Number of steps that ran during the migration."""
     sent_bytes: int
     """Bytes of weights that this rank sent."""
     stall_s: float
-    """Time between steps that the migration took: what a step waits for."""
+    """Seconds that the migration took between steps, which delay the steps."""
     copy_s: float
-    """Time of copying, behind the steps."""
+    """Seconds of copying in the background."""
 
 
 class LiveMigration:
-    """One schedule, from its start to its end. All ranks make it, and take its steps, together."""
+    """Execution of one schedule. All ranks create it, and run its steps, together."""
 
     def __init__(self, layers: ExpertParallelLayers, schedule: Schedule, mover: Mover) -> None:
         weights = layers.weights
@@ -84,8 +84,8 @@ class LiveMigration:
             )
         self._layers, self._mover, self._schedule = layers, mover, schedule
         self._migrator = Migrator(schedule)
-        self._staged: dict[int, int | None] = {}  # transfer → row of this rank
-        self._old: dict[int, list[int]] = {}  # switch → rows of this rank that it replaced
+        self._staged: dict[int, int | None] = {}  # transfer → staging row of this rank
+        self._old: dict[int, list[int]] = {}  # switch → rows of this rank that the switch replaced
         self._steps, self._stall_s = 0, 0.0
         self._sent_before, self._busy_before = layers.group.bytes.sent[MIGRATION], mover.busy_s
         outcome = self._migrator.start()
@@ -94,18 +94,18 @@ class LiveMigration:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended and holds no staging."""
+        """Whether the migration has ended and holds no staging rows."""
         return self._migrator.is_over(self._state)
 
     @property
     def placement(self) -> Placement:
-        """Where the experts are now."""
+        """Current placement of the experts."""
         current = self._schedule.current
         return Placement(np.array(self._state.rows, np.int32), current.num_ranks, current.num_experts)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the forward pass of a step: news first, then the pass, by one map to its end."""
+        """Wrap the forward pass of a step: process ended copies first, then run the pass with one unchanging map."""
         group = self._layers.group
         start = time.perf_counter()
         with group.guard("migration"):
@@ -122,7 +122,7 @@ class LiveMigration:
         self._stall_s += time.perf_counter() - start
 
     def cancel(self, reason: str) -> None:
-        """Roll back what has not switched; called by all ranks between the same steps."""
+        """Roll back what has not switched; all ranks must call this between the same steps."""
         self._handle(Cancel(reason))
 
     def report(self) -> MigrationReport:
@@ -140,7 +140,7 @@ class LiveMigration:
     # ---------------------------------------------------------------------------------------------------------- events
 
     def _news(self) -> list[Event]:
-        """Copies that have ended anywhere, the same on every rank and in the same order."""
+        """Return the copies that have ended on any rank, the same on every rank and in the same order."""
         limit = self._schedule.staging_experts
         mine = torch.zeros((limit, 2 + REASON_WORDS), dtype=torch.int64, device=self._layers.group.device)
         for place, ended in enumerate(self._mover.ended(limit)):
@@ -173,7 +173,7 @@ class LiveMigration:
                     weights.free += self._old.pop(switch)
 
     def _begin(self, transfer: Transfer) -> None:
-        """The ranks at both ends take part; the others have nothing to do."""
+        """Start a transfer on its source and target ranks; other ranks do nothing."""
         rank, per_rank = self._layers.group.rank, self._schedule.current.slots_per_rank
         to = transfer.slot // per_rank
         if rank not in (transfer.source, to):
@@ -197,7 +197,7 @@ class LiveMigration:
 
 
 def _encode(ended: Ended) -> np.ndarray:
-    """[word] number of the copy from 1, whether it failed, and why."""
+    """Encode as 8-byte words: transfer id + 1, whether it failed, and the reason."""
     text = (ended.error or "").encode()[: 8 * REASON_WORDS].ljust(8 * REASON_WORDS, b"\0")
     return np.concatenate([[ended.id + 1, ended.error is not None], np.frombuffer(text, np.int64)])
 

@@ -1,16 +1,16 @@
-"""Copies of experts between ranks, in a thread of its own, while steps run.
+"""Copy experts between ranks in a separate thread while steps run.
 
-Messages go by a process group of their own, so that they do not mix with those of the layers. Both ends may fail, and
-each must hear of the other's failure instead of waiting for it:
+Messages use a separate process group, so that they do not mix with those of the layers. Both ends may fail, and each
+must learn of the other's failure instead of waiting for it:
 
-    receiver ──▶ sender     ready, or not: it has no staging
+    receiver ──▶ sender     ready or not (no free staging row)
     sender   ──▶ receiver   a header: whether the weights follow, and their checksum
     sender   ──▶ receiver   the weights
 
-A rank copies in the order of transfers, so that of all that are not done the first can always go on. A copy that is no
-longer wanted is let run to its end: gloo cannot end one in the middle.
+A rank copies in the order of transfers, so that the first unfinished transfer can always proceed. A cancelled copy runs
+to its end: gloo cannot abort one.
 
-On a GPU weights go through the host's memory, by gloo: right, and slower than NCCL would be; it was not run.
+On a GPU, weights go through host memory with gloo: correct but slower than NCCL would be; not tested.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ except ImportError:
     torch = dist = None
 
 READY, HEADER, WEIGHTS = range(3)
-"""Tags of the messages."""
+"""Message tags."""
 MIGRATION = "migration"
-"""Name of the byte counter."""
+"""Byte counter of sent weights."""
 
 
 class Ended(NamedTuple):
-    """A copy to this rank that has ended."""
+    """A finished or failed copy to this rank."""
 
     id: int
     error: str | None
@@ -52,12 +52,12 @@ class _Job(NamedTuple):
     from_row: int | None
     """Row of the weights on the sending rank."""
     into_row: int | None
-    """Row that the receiving rank has for it; None where it has not."""
+    """Staging row on the receiving rank; None if none was free."""
     error: str
 
 
 class Mover:
-    """One per rank, made by all ranks at the same time; serves any number of migrations."""
+    """Copies experts for any number of migrations. One per rank; all ranks create it at the same time."""
 
     def __init__(self, group: Group, weights: SlotWeights) -> None:
         self.group, self.weights = group, weights
@@ -70,18 +70,18 @@ class Mover:
         self._thread.start()
 
     def begin(self, transfer: Transfer, to: int, from_row: int | None) -> int | None:
-        """Take part in a copy to rank `to`; returns the row that it fills on this rank, if it does."""
+        """Queue this rank's part of a copy to rank `to`; return the row that is filled on this rank, or None."""
         into_row, error = None, ""
         if to == self.group.rank:
             try:
                 into_row = self.stage(transfer)
-            except Exception as caught:  # told to the sender, and by way of `ended` to all
+            except Exception as caught:  # sent to the sender, and to all ranks through `ended`
                 error = f"rank {to} has no staging: {caught}"
         self._jobs.put(_Job(transfer, to, from_row, into_row, error))
         return into_row
 
     def ended(self, limit: int) -> list[Ended]:
-        """Copies to this rank that have ended since the last call, at most `limit` of them."""
+        """Return the copies to this rank that have ended since the last call, at most `limit`."""
         ended: list[Ended] = []
         while len(ended) < limit:
             try:
@@ -91,18 +91,18 @@ class Mover:
         return ended
 
     def close(self) -> None:
-        """End the thread, after what it was told to copy."""
+        """End the thread after the queued copies."""
         self._jobs.put(None)
         self._thread.join()
 
     # ------------------------------------------------------------------------------------------------- what may fail
 
     def stage(self, transfer: Transfer) -> int:  # noqa: ARG002  a mover may stage by expert
-        """Row for arriving weights."""
+        """Return a free row for arriving weights."""
         return self.weights.free.pop()
 
     def read(self, transfer: Transfer, row: int) -> Any:  # noqa: ARG002
-        """Weights to send."""
+        """Return the weights to send, in host memory."""
         return self.weights.block[row].cpu()
 
     def send(self, weights: Any, to: int) -> None:
@@ -117,7 +117,7 @@ class Mover:
             error = None
             try:
                 self._copy(job)
-            except Exception as caught:  # whatever it was, the layer is rolled back; a lost peer ends the group besides
+            except Exception as caught:  # any error rolls the layer back; a lost peer also ends the group
                 error = " ".join(str(caught).split()) or type(caught).__name__
             self.busy_s += time.perf_counter() - start
             if job.to == self.group.rank:
@@ -160,7 +160,7 @@ class Mover:
             return
         try:
             weights = self.read(job.transfer, job.from_row if job.from_row is not None else -1)
-        except Exception:  # the receiver reports it
+        except Exception:  # the receiver reports the failure
             self._send_numbers(HEADER, job.to, 0, 0)
             return
         self._send_numbers(HEADER, job.to, 1, _checksum(weights))

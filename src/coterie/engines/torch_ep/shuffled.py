@@ -1,17 +1,17 @@
-"""Attention-TP: a shuffled reduce-scatter in place of the all-reduce, and the gather deferred past the experts.
+"""Attention-TP with a shuffled reduce-scatter instead of the all-reduce; the gather is deferred past the experts.
 
     all-reduce               partial sums [token, hidden] ──▶ every rank: all tokens summed; each then routes its share
     shuffled reduce-scatter  partial sums, rows in the schedule's order ──▶ rank r: its own tokens summed, and no others
     ... residual added, norm, router, experts, on tokens that mostly need no dispatch ...
-    gather                   every rank's tokens ──▶ every rank: all tokens, in their own order again
+    gather                   every rank's tokens ──▶ every rank: all tokens, back in their original order
 
-An all-reduce is a reduce-scatter and a gather, so this sends no more: the gather only waits. The residual stream is
-replicated before attention, so a rank takes the rows of its tokens from its own copy; what is gathered is the residual
-stream after the experts.
+An all-reduce is a reduce-scatter and a gather, so this sends no more bytes: the gather only runs later. The residual
+stream is replicated before attention, so a rank takes its tokens' rows from its own copy. The gather collects the
+residual stream after the experts.
 
-The shuffle is a copy of rows. Done on the partial sums it touches [token, hidden]; done before the row-parallel
-projection that makes them (`already_shuffled`), it touches [token, hidden ÷ ranks], since the rows of a product follow
-those of its left factor.
+The shuffle copies rows. On the partial sums it copies [token, hidden]; before the row-parallel projection that computes
+them (`already_shuffled`), it copies [token, hidden ÷ ranks], since the rows of a product follow those of its left
+factor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ except ImportError:
     torch = None
 
 REDUCE_SCATTER, GATHER = "reduce-scatter", "gather"
-"""Names of the byte counters."""
+"""Byte counters of the two collectives."""
 
 
 class RouterAnswer(NamedTuple):
-    """Answer of a router."""
+    """Experts chosen by a router."""
 
     experts: Any
     """[token, k]"""
@@ -43,7 +43,7 @@ class RouterAnswer(NamedTuple):
 
 
 def shuffle_rows(rows: Any, schedule: ShuffleSchedule) -> Any:
-    """[rank x per_rank, ...] rows in the schedule's order; padding repeats the first row, and is never read."""
+    """Return the rows in the schedule's order, [rank x per_rank, ...]; padding repeats row 0 and is never read."""
     order = torch.from_numpy(schedule.order).to(rows.device)
     return rows.index_select(0, order.clamp(min=0)) if len(order) else rows[:0]
 
@@ -51,7 +51,7 @@ def shuffle_rows(rows: Any, schedule: ShuffleSchedule) -> Any:
 def shuffled_reduce_scatter(
     group: Group, partial: Any, schedule: ShuffleSchedule, *, already_shuffled: bool = False
 ) -> Any:
-    """[token of this rank, hidden] sum over ranks of `partial` [token, hidden], in the order of the rank's block."""
+    """Sum `partial` [token, hidden] over ranks; return this rank's rows, [token of this rank, hidden]."""
     places = len(schedule.order) if already_shuffled else len(schedule.inverse)
     if len(partial) != places:
         raise ConfigError(f"partial has {len(partial)} rows; the schedule asks for {places}")
@@ -61,7 +61,7 @@ def shuffled_reduce_scatter(
 
 
 def deferred_gather(group: Group, own: Any, schedule: ShuffleSchedule) -> Any:
-    """[token, hidden] of all ranks, in the tokens' own order, from each rank's `own` [token of this rank, hidden]."""
+    """Gather every rank's `own` [token of this rank, hidden]; return all tokens in original order, [token, hidden]."""
     block = own.new_zeros((schedule.per_rank, *own.shape[1:]))
     block[: len(own)] = own
     gathered = group.all_gather(block, GATHER).flatten(0, 1)
@@ -79,10 +79,10 @@ def shuffled_experts(
     route: Callable[[Any], RouterAnswer],
     already_shuffled: bool = False,
 ) -> Any:
-    """[token, hidden] residual stream after attention and experts, the same on every rank.
+    """Return the residual stream after attention and experts, [token, hidden], the same on every rank.
 
-    `partial` [token, hidden] is this rank's share of the attention's output, `residual` [token, hidden] the stream
-    before it, and `route` gives the experts of normed rows.
+    `partial` [token, hidden] is this rank's share of the attention output, `residual` [token, hidden] the stream before
+    attention; `route` returns the experts of normalised rows.
     """
     group = layers.group
     with group.guard(f"layer {layer}"):

@@ -1,7 +1,7 @@
-"""Weights of a rank's experts: one block of memory with a row per slot, and spare rows for experts that arrive.
+"""Weights of a rank's experts: one block of memory with a row per slot, and spare rows for arriving experts.
 
-A slot is a number of a row, so a switch of a migration changes numbers and copies nothing. A row holds an expert's
-three matrices one after the other, as they travel: gate and up [2 x inner, hidden], down [hidden, inner].
+A slot maps to a row index, so that a switch of a migration changes indices and copies nothing. A row holds an expert's
+three matrices one after the other, in the order they are sent: gate and up [2 x inner, hidden], down [hidden, inner].
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ except ImportError:
 
 Activation = Literal["silu", "relu"]
 LoadExpert = Callable[[int, int], tuple[Any, Any]]
-"""(layer, expert) → its gate and up in one [2 x inner, hidden], and down [hidden, inner]: a checkpoint, or memory."""
+"""Loads (layer, expert) → gate and up as one [2 x inner, hidden], and down [hidden, inner]."""
 Rows = tuple[tuple[int, ...], ...]
 """[layer][slot of this rank] row of the block."""
 
 
 class SlotWeights:
-    """Experts of one rank, all layers."""
+    """Experts of one rank, for all layers."""
 
     def __init__(
         self, placement: Placement, rank: int, load: LoadExpert, staging: int = 0, activation: Activation = "silu"
@@ -55,19 +55,19 @@ class SlotWeights:
         return int(self.block.shape[1] * self.block.element_size())
 
     def fill(self, row: int, layer: int, expert: int) -> None:
-        """Load an expert into a row, from where all experts can be had."""
+        """Load an expert into a row with the `load` function, which can load any expert."""
         up, down = self.load(layer, expert)
         torch.cat([up.flatten(), down.flatten()], out=self.block[row])
 
     def replace(self, layer: int, arriving: dict[int, int]) -> list[int]:
-        """Let slots of a layer be other rows; returns the rows they were."""
+        """Point slots of a layer to other rows, {slot: row}; return the rows they pointed to before."""
         old = self.rows[layer]
         changed = tuple(arriving.get(slot, row) for slot, row in enumerate(old))
         self.rows = (*self.rows[:layer], changed, *self.rows[layer + 1 :])
         return [old[slot] for slot in arriving]
 
     def run(self, row: int, hidden: Any) -> Any:
-        """One expert on rows [row, hidden]."""
+        """Run the expert in a row of the block on hidden states [token, hidden]."""
         cut = 2 * self.inner * self.hidden
         gate, up = (hidden @ self.block[row, :cut].view(2 * self.inner, self.hidden).T).chunk(2, dim=1)
         activate = torch.nn.functional.silu if self.activation == "silu" else torch.relu

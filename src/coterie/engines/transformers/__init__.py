@@ -1,6 +1,6 @@
 """Hugging Face transformers: exact capture of expert ids, the router dry run, recording. See docs/engines/record.md.
 
-``import transformers`` inside this package means the library. Nothing here imports it, or torch, until it is used.
+``import transformers`` inside this package imports the library. These modules import it, and torch, only on use.
 """
 
 from coterie.engines.transformers.capture import CapturedStep, ExpertCapture

@@ -1,10 +1,10 @@
-"""The experts a transformers model really used, layer by layer, without changing what it computes.
+"""Capture the experts that a transformers model uses, layer by layer, without changing its results.
 
-From version 5 on the library gives every MoE family one seam: the router's choice goes as two tensors, ids and weights
-[row, k], into the module that holds the experts' weights. A hook in front of that module sees exactly what the layer is
-about to use, whatever the family's formula (groups, score corrections, hash tables) and whatever kernel multiplies.
-Shared experts are other modules, so they are never counted. A layer that computes its experts in some other way is
-noticed: its rows are missing, and :meth:`ExpertCapture.take` says so rather than return less.
+Since version 5 all MoE families of the library share one interface: the router's choice is passed as two tensors, ids
+and weights [row, k], to the module that holds the experts' weights. A hook before that module sees exactly what the
+layer is about to use, for any routing formula (groups, score corrections, hash tables) and any kernel. Shared experts
+are separate modules and never counted. A layer that computes its experts in another way is detected: its rows are
+missing, and :meth:`ExpertCapture.take` raises instead of returning an incomplete result.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, UnavailableError
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Model types this is tested with; any other whose experts take the router's choice in the same way works too."""
+"""Model types that are tested. Other types work if their experts module receives the router's choice the same way."""
 
 _IDS = ("top_k_index", "router_indices")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 class CapturedStep(NamedTuple):
-    """What one forward pass used (or several in a row, if they were not taken apart)."""
+    """Experts that one forward pass used, or several passes if `take` was not called between them."""
 
     expert_ids: NDArray[np.int32]
-    """[row, layer, k] with rows = batch x sequence, in the order the model flattens them. Padding is still there."""
+    """[row, layer, k] with rows = batch x sequence, in the order the model flattens them; includes padding rows."""
     gate_weights: NDArray[np.float32] | None
-    """[row, layer, k] the weight each expert's output was multiplied by."""
+    """[row, layer, k] weight of each expert's output; None if not captured."""
 
 
 class ExpertLayer(NamedTuple):
     """One MoE layer of a model."""
 
     layer_id: int
-    """Index in the model, dense layers counted."""
+    """Index of the layer in the model; dense layers are counted too."""
     path: str
     experts: Any
-    """The module that holds the experts and is given the router's choice."""
+    """Module that holds the experts and receives the router's choice."""
 
 
 class ExpertCapture:
@@ -80,8 +80,8 @@ class ExpertCapture:
 
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids, weights = router_choice(args, kwargs)
-            # Copied, since a kernel may work on its input in place; stays on the device, since a copy to the host
-            # would wait for every layer in turn.
+            # Copied, since a kernel may modify its input in place. Stays on the device, since a copy to the host would
+            # synchronise at every layer.
             self._ids[index].append(ids.detach().reshape(-1, ids.shape[-1]).to(torch.int32, copy=True))
             if self.gate_weights:
                 self._weights[index].append(
@@ -91,12 +91,12 @@ class ExpertCapture:
         return note
 
     def clear(self) -> None:
-        """Forget what was collected, as after a forward pass that failed half way."""
+        """Discard what was collected, for example after a forward pass that failed."""
         self._ids = [[] for _ in self.layers]
         self._weights = [[] for _ in self.layers]
 
     def take(self) -> CapturedStep:
-        """What was collected since the last take: every layer must have seen the same rows."""
+        """Return what was collected since the last call; raise unless every layer saw the same number of rows."""
         ids, weights = self._ids, self._weights
         self.clear()
         rows = [sum(len(part) for part in parts) for parts in ids]
@@ -117,11 +117,11 @@ class ExpertCapture:
 
 
 def expert_layers(model: Any) -> list[ExpertLayer]:
-    """The MoE layers of a model, in order; an error names what keeps one from being captured."""
+    """Return the MoE layers of a model, in order; raise UnavailableError if one cannot be captured."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     layers: list[ExpertLayer] = []
     for path, module in model.named_modules():
-        # The class, not the instance: tools that move weights between devices put a bare wrapper on the instance.
+        # The class's signature: tools that move weights between devices wrap `forward` on the instance.
         if set(_IDS) & set(inspect.signature(type(module).forward).parameters):
             numbers = [int(part) for part in path.split(".") if part.isdigit()]
             layers.append(ExpertLayer(numbers[0] if numbers else len(layers), path, module))
@@ -141,7 +141,7 @@ def expert_layers(model: Any) -> list[ExpertLayer]:
 
 
 def num_experts(experts: Any) -> int:
-    """Experts a router may choose, those that compute nothing included."""
+    """Return the number of experts that a router may choose, including experts that compute nothing."""
     for name in ("total_experts", "num_experts"):
         count = getattr(experts, name, None)
         if isinstance(count, int):
@@ -150,7 +150,7 @@ def num_experts(experts: Any) -> int:
 
 
 def router_choice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Ids and weights [row, k] out of the arguments of a call of the experts: (hidden states, ids, weights)."""
+    """Extract ids and weights [row, k] from a call of the experts module: (hidden states, ids, weights)."""
     given = [*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")]
     return given[0], given[1]
 
@@ -180,7 +180,7 @@ def _one(values: list[int], what: str, layers: list[ExpertLayer]) -> int:
 
 
 def _stack(parts: list[list[Any]]) -> NDArray[Any]:
-    """[row, layer, k] in one copy to the host."""
+    """Stack the layers' tensors to [row, layer, k] with one copy to the host."""
     import torch
 
     whole = [layer[0] if len(layer) == 1 else torch.cat(layer) for layer in parts]

@@ -1,12 +1,12 @@
-"""The router dry run: what would each layer's gate choose if it saw the bare token embeddings?
+"""The router dry run: predict each layer's experts by applying its gate to the bare token embeddings.
 
-Each layer's gate (with the norm in front of it) is given the embeddings as they enter the first layer: no attention, no
-experts, so it costs a small matrix product a layer. The guess is good where a token's identity decides its experts and
-poor where its context does; :func:`score_dry_run` says by layer.
+Each layer's gate, with the norm before it, gets the embeddings that enter the first layer. Attention and experts do not
+run, so that a layer costs one small matrix product. The prediction is good where a token's identity determines its
+experts and poor where its context does; :func:`score_dry_run` gives the quality by layer.
 
-Nothing here knows a family. One token runs through the real model to see which module's output the MoE block is given:
-that is the norm. The block itself is then called, so that the family's own formula chooses, and stopped where it hands
-its choice to the experts.
+The code is independent of model families. One token runs through the real model to find the module whose output the
+MoE block receives: that is the norm. Then the block itself is called, so that the family's own formula chooses, and
+stopped when it passes its choice to the experts.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from coterie.traces import ActivationTrace, TraceMeta
 
 
 class DryRun(NamedTuple):
-    """What the gates chose for one request's tokens."""
+    """Predicted experts of one request's tokens."""
 
     expert_ids: NDArray[np.int32]
-    """[token, layer, k]"""
+    """[token, layer, k] predicted expert ids."""
     num_experts: int
     layer_ids: tuple[int, ...]
 
     @property
     def footprint(self) -> NDArray[np.uint32]:
-        """[layer, expert] activations predicted."""
+        """Predicted activation counts, [layer, expert]."""
         return footprint(self.expert_ids, self.num_experts)
 
 
 class DryRunScore(NamedTuple):
-    """How near a dry run came to what the model then used."""
+    """Agreement of a dry run with the experts that the model used."""
 
     cosine: NDArray[np.float64]
-    """[layer] between the footprints: 1 is the same shares."""
+    """[layer] cosine similarity of the footprints; 1 means equal shares."""
     recall: NDArray[np.float64] | None
-    """[layer] share of the experts used that were predicted for the same token; None if the tokens are others."""
+    """[layer] share of the used experts that were predicted for the same token; None if the token counts differ."""
 
 
 class _Stop(Exception):
-    """Ends a forward pass where all that is wanted is known."""
+    """Ends a forward pass once the wanted value is known; carries the value."""
 
 
 class _Gate(NamedTuple):
     layer: ExpertLayer
     block: Any
     norm: Any
-    """None where the block is given the residual stream as it is."""
+    """Norm before the block; None if the block gets the residual stream directly."""
 
 
 def dry_run(model: Any, requests: Sequence[Sequence[int]]) -> list[DryRun]:
-    """Predicted expert ids of each request, given as token ids."""
+    """Predict the expert ids of each request, given as token ids."""
     import torch
 
     capture = ExpertCapture(model)
@@ -79,9 +79,10 @@ def dry_run(model: Any, requests: Sequence[Sequence[int]]) -> list[DryRun]:
 
 
 def score_dry_run(predicted: DryRun, truth: NDArray[np.integer]) -> DryRunScore:
-    """Compare with the ids [token, layer, k] that the model used.
+    """Compare a dry run with the ids [token, layer, k] that the model used.
 
-    For the same tokens (the prompt's) recall is given too; for others, such as those generated, footprints alone.
+    For the same tokens (the prompt's) recall is computed too; for other tokens, such as generated ones, only the
+    cosine.
     """
     ids = predicted.expert_ids
     if truth.ndim != 3 or truth.shape[1:] != ids.shape[1:] or not len(truth):
@@ -95,7 +96,7 @@ def score_dry_run(predicted: DryRun, truth: NDArray[np.integer]) -> DryRunScore:
 
 
 def _find_gates(model: Any, layers: list[ExpertLayer], device: Any) -> list[_Gate]:
-    """Run one token for real and see whose output each MoE block is given."""
+    """Run one token through the model and find the module whose output each MoE block receives."""
     import torch
 
     norms: dict[int, Any] = {}
@@ -116,7 +117,7 @@ def _find_gates(model: Any, layers: list[ExpertLayer], device: Any) -> list[_Gat
         def note(_: Any, args: tuple[Any, ...], index: int = index, seen: list[tuple[Any, Any]] = seen) -> None:
             if len(args) != 1:
                 raise UnavailableError(f"{layers[index].path}: its block takes more than the hidden states")
-            # By place, as a block may be given a view of what the norm returned.
+            # Compare memory addresses: a block may get a view of the norm's output.
             norms[index] = next((m for m, out in reversed(seen) if _same_place(out, args[0])), None)
 
         handles.append(block.register_forward_pre_hook(note))
@@ -133,7 +134,7 @@ def _same_place(out: Any, given: Any) -> bool:
 
 
 def _embeddings(model: Any, tokens: Any) -> Any:
-    """[1, token, hidden] as the first decoder layer is given them: scaled, where a family scales them."""
+    """Return the input of the first decoder layer, [1, token, hidden], including a family's scaling of embeddings."""
     first = next(m for path, m in model.named_modules() if path.rpartition(".")[2] == "0" and _is_decoder(model, path))
 
     def stop(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -178,27 +179,28 @@ def _hooked(module: Any, hook: Any) -> Iterator[None]:
 
 
 CHUNK_TOKENS = 1024
-"""Tokens of the vocabulary in one pass, at most: attention masks grow with its square."""
+"""Maximum vocabulary tokens per pass: attention masks grow with the square of this."""
 SAMPLE_TOKENS = 256
 MAX_DIFFERENT = 0.01
-"""Share of a sample's choices that may differ when its tokens stand elsewhere: rounding decides between near-equals."""
+"""Maximum share of a sample's choices that may differ in another token order: rounding decides near-ties."""
 
 
 def dry_run_table(model: Any, name: str | None = None) -> TokenTable:
-    """The dry run of every token of the model's vocabulary, as a table that predicts what :func:`dry_run` would.
+    """Run the dry run for every token of the vocabulary and return a table with the predictions of :func:`dry_run`.
 
-    What a dry run chooses depends on the token alone, so this table, of vocabulary x layers x top_k x 3 bytes, is used
-    without torch or the model. It equals the dry run except where two gate scores are so near that the shape of a
-    matrix product decides between them.
+    A dry run's choice depends on the token alone, so that the table, of vocabulary x layers x top_k x 3 bytes, works
+    without torch and the model. It equals the dry run unless two gate scores are so close that the shape of a matrix
+    product decides between them.
 
-    Not so where a family adds something to the embedding that depends on the place (learned positions), or limits how
-    many tokens an expert takes. A sample run in another order is compared, and a table that would differ is refused.
-    Nothing is smoothed. Popularity, which only ids past the vocabulary go by, is the mean over the vocabulary.
+    The choice also depends on other tokens if a family adds position-dependent values to the embedding (learned
+    positions) or limits the tokens per expert. A sample is therefore run in another order, and the table is refused if
+    it differs. No smoothing is applied. Ids past the vocabulary are predicted by popularity, the mean over the
+    vocabulary.
     """
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CHUNK_TOKENS
     chunk = min(CHUNK_TOKENS, int(limit), vocabulary)
-    # Spread over the vocabulary, and far from where they stand in it.
+    # A random sample of the vocabulary, in another order than in the table.
     sample = np.random.default_rng(0).permutation(vocabulary)[: min(SAMPLE_TOKENS, chunk)]
     spans = [list(range(start, min(start + chunk, vocabulary))) for start in range(0, vocabulary, chunk)]
     *runs, again = dry_run(model, [*spans, sample.tolist()])
@@ -208,12 +210,12 @@ def dry_run_table(model: Any, name: str | None = None) -> TokenTable:
     meta = TraceMeta(name or str(model.config.model_type), again.num_experts, layers, top_k, again.layer_ids)
     every = np.arange(vocabulary, dtype=np.int32)
     trace = ActivationTrace.from_arrays(meta, ids, np.array([0, vocabulary]), token_ids=every)
-    whole = vocabulary * (layers * top_k * 4 + 12)  # room for all of it, whatever the ids take
+    whole = vocabulary * (layers * top_k * 4 + 12)  # enough for the whole table with any ids
     return TokenTable(smoothing=0.0, experts_kept=top_k, max_bytes=whole).fit(trace)
 
 
 def _check(table: NDArray[np.int32], again: DryRun, kind: str) -> None:
-    """Raises where the same tokens choose otherwise in another order."""
+    """Raise UnavailableError if the same tokens choose other experts in another order."""
     same = (table[..., :, None] == again.expert_ids[..., None, :]).any(axis=-1)  # [token, layer, k]
     different = 1.0 - float(same.mean())
     if different > MAX_DIFFERENT:

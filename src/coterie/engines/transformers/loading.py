@@ -1,7 +1,7 @@
-"""Checkpoints from a local folder, in the precision asked. Never from a hub: a name that is no folder is an error.
+"""Load checkpoints from a local folder in a given precision. Nothing is downloaded: hub names raise an error.
 
-NF4 needs bitsandbytes. The library quantises linear layers alone, and from version 5 on the experts of a layer are one
-parameter [expert, out, in] each: they are quantised here, or nine tenths of a model would stay as they were.
+NF4 needs bitsandbytes. The library quantises only linear layers, but since version 5 the experts of a layer are
+parameters [expert, out, in]. They are quantised here; otherwise nine tenths of a model would stay unquantised.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """Load a checkpoint and its tokenizer; what is wrong or missing is said in one line."""
+    """Load a checkpoint and its tokenizer; errors are one-line messages."""
     folder = check_model_folder(path)
     check_torch_dtype(dtype)
     torch, library = _libraries()
@@ -42,7 +42,7 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
         if quantised:
             raise ConfigError(f"{folder} is quantised already ({quantised}); nf4 needs a checkpoint that is not")
         options |= {"quantization_config": _nf4(library, torch), "device_map": {"": where}}
-    elif quantised == "mxfp4":  # as published, gpt-oss: its own kernels go around the experts' seam
+    elif quantised == "mxfp4":  # gpt-oss as published: its kernels bypass the experts module
         options["quantization_config"] = library.Mxfp4Config(dequantize=True)
     with _quiet(library):
         try:
@@ -59,7 +59,7 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
 
 
 def check_model_folder(path: str | Path) -> Path:
-    """A local checkpoint: a folder with a config.json."""
+    """Return the folder of a local checkpoint; raise unless it is a folder with a config.json."""
     folder = Path(path)
     if not folder.is_dir():
         problem = "is a file; a model is a folder" if folder.exists() else "does not exist; nothing is downloaded"
@@ -73,10 +73,10 @@ def check_torch_dtype(dtype: str) -> None:
 
 
 def model_digest(path: str | Path) -> str:
-    """Tells one checkpoint from another without reading it whole.
+    """Return a digest that identifies a checkpoint without reading all of it.
 
-    Of small files every byte counts; of weights the size and three samples, since retraining changes nearly all of
-    them.
+    Small files are hashed completely. Of weights, the size and three samples are hashed, since retraining changes
+    nearly all of them.
     """
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
@@ -95,7 +95,7 @@ def model_digest(path: str | Path) -> str:
 
 
 def _libraries() -> tuple[Any, Any]:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers reads it on import
     try:
         import torch
         import transformers
@@ -132,12 +132,12 @@ def _quantise_experts(model: Any) -> None:
 
     for layer in expert_layers(model):
         for name, parameter in list(layer.experts.named_parameters(recurse=False)):
-            if parameter.ndim != 3:  # biases are small and stay
+            if parameter.ndim != 3:  # biases are small and stay unquantised
                 continue
             before = parameter.detach()
             replace_parameter_4bit(layer.experts, name, compress_statistics=True, quant_type="nf4")
             error = float((getattr(layer.experts, name) - before).abs().mean() / before.abs().mean())
-            # NF4 errs by 9% of the mean weight. bitsandbytes 0.50 on a CPU returns 36% for rows shorter than its block.
+            # NF4's error is 9% of the mean weight; bitsandbytes 0.50 on a CPU has 36% for rows shorter than its block.
             if not error < 0.15:
                 raise UnavailableError(
                     f"{layer.path}.{name} {tuple(before.shape)} comes back from bitsandbytes {error:.0%} off; "
@@ -147,7 +147,7 @@ def _quantise_experts(model: Any) -> None:
 
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """No progress bar of the library's own while it loads."""
+    """Disable the library's progress bar while it loads."""
     shown = library.utils.logging.is_progress_bar_enabled()
     library.utils.logging.disable_progress_bar()
     try:

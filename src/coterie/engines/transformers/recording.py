@@ -1,9 +1,9 @@
-"""Record a trace with a transformers model: prompts in, every token's experts out.
+"""Record a trace with a transformers model: generate for prompts and store every token's experts.
 
-Prompts are batched with others of about their length. Which batches there are, and their order, follows from the
-prompts and the settings alone, and a batch is written whole: a recording that was interrupted goes on at the first
-batch that is missing, and its files end up the same, byte for byte. Batches come in random order, so that what an
-interrupted recording holds is a fair sample, not the short prompts.
+Prompts are batched with others of similar length. The batches and their order depend only on the prompts and the
+settings, and a batch is written whole. An interrupted recording therefore resumes at the first missing batch, and its
+files end up the same, byte for byte. Batches run in random order, so that an interrupted recording is a fair sample
+and not just the short prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Generated(NamedTuple):
     gate_weights: NDArray[np.float32] | None
     """[prompt + output - 1, layer, k]"""
     stopped: bool
-    """Whether it ended by an end token; else by the limit."""
+    """Whether an end token ended the request; False if max_tokens did."""
 
 
 def generate_batch(
@@ -60,13 +60,13 @@ def generate_batch(
 ) -> list[Generated]:
     """Generate for a batch of prompts with a KV cache, and keep each token's experts.
 
-    Greedy at temperature 0, otherwise sampled with each request's own generator. The library's own ``generate`` hides
-    the steps; here every pass is taken apart. Prompts of a batch are padded on the left, and the rows of padding, like
-    those of a request that has ended while others go on, are dropped before anything is kept: a request's tokens and
-    experts are those it would have alone (to the last bit of a float, which can decide a tie).
+    Greedy at temperature 0, otherwise sampled with each request's own generator. The library's ``generate`` hides the
+    steps, so this function runs every pass itself. Prompts of a batch are padded on the left. Rows of padding and of
+    requests that have ended are dropped: a request's tokens and experts are those it would have alone, up to rounding,
+    which can decide a tie.
 
-    The last token generated is never fed back, so it has no experts: a request of p prompt and n output tokens has p
-    rows of prefill and n - 1 of decode, as engines that serve report it too.
+    The last generated token is never fed back and has no experts: a request of p prompt and n output tokens has p
+    rows of prefill and n - 1 of decode, as serving engines report it too.
     """
     import torch
 
@@ -78,7 +78,7 @@ def generate_batch(
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1  # type: ignore[assignment]
     outputs: list[list[int]] = [[] for _ in prompts]
-    steps: list[tuple[CapturedStep, list[int]]] = []  # of decode, with the requests that were still going
+    steps: list[tuple[CapturedStep, list[int]]] = []  # decode steps and the requests that were still generating
     alive = list(range(len(prompts)))
     capture.clear()
     with torch.no_grad():
@@ -117,7 +117,7 @@ def _rows_of(
     prefill: CapturedStep, steps: list[tuple[CapturedStep, list[int]]], request: int, batch: int, length: int, name: str
 ) -> NDArray[Any]:
     first: NDArray[Any] = getattr(prefill, name)
-    whole = first.reshape(batch, -1, *first.shape[1:])[request, -length:]  # what lies before it is padding
+    whole = first.reshape(batch, -1, *first.shape[1:])[request, -length:]  # rows before the last `length` are padding
     later = [getattr(step, name)[request : request + 1] for step, alive in steps if request in alive]
     return np.concatenate([whole, *later])
 
@@ -125,7 +125,7 @@ def _rows_of(
 def _choose(
     logits: Any, temperature: float, rngs: Sequence[np.random.Generator] | None, alive: list[int]
 ) -> NDArray[np.int64]:
-    """[request] next tokens; of a request that has ended, any."""
+    """Return the next token of each request, [request]; arbitrary for requests that have ended."""
     if temperature == 0.0 or rngs is None:
         greedy: NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
         return greedy
@@ -139,17 +139,17 @@ def _choose(
 
 
 FLUSH_S = 10.0
-"""Seconds of recording that a crash may lose; an interruption loses the batch under way."""
+"""Seconds between two flushes to disk: a crash loses at most this much, an interruption only the current batch."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingSettings:
-    """Settings of a recording; with the model and the prompts they determine it."""
+    """Settings of a recording; together with the model and the prompts they determine its content."""
 
     max_tokens: int = 64
-    """Largest number of tokens to generate per prompt."""
+    """Maximum number of tokens to generate per prompt."""
     batch_size: int = 8
     dtype: str = "float32"
     """Precision of the weights: float32, float16, bfloat16 or nf4."""
@@ -160,7 +160,7 @@ class RecordingSettings:
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
     chat: bool | None = None
-    """Whether to apply the model's chat template; None does if it has one."""
+    """Whether to apply the model's chat template; None applies it if there is one."""
 
     def __post_init__(self) -> None:
         check_at_least(1, max_tokens=self.max_tokens, batch_size=self.batch_size)
@@ -174,7 +174,7 @@ class Recorded(NamedTuple):
 
     trace: ActivationTrace
     kept: int
-    """Requests that an earlier, interrupted run had recorded."""
+    """Number of requests kept from an earlier, interrupted run."""
 
 
 class _Item(NamedTuple):
@@ -194,7 +194,7 @@ def record(
     """Generate for every prompt and write the experts of each token to the trace `out`."""
     report = on_progress or (lambda *_: None)
     folder = Path(out)
-    if resume:  # before the model is loaded, which may take minutes
+    if resume:  # check before loading the model, which may take minutes
         ActivationTrace.open(folder)
         check_unfinished(folder)
     else:
@@ -291,7 +291,7 @@ def _rows(
         output_tokens=np.array([len(g.output_ids) for g in generated]),
         ids=[item.prompt.id for item in batch],
         domains=[item.prompt.domain or "unknown" for item in batch] if with_domains else None,
-        # The last token has no row of its own; with it the whole answer can be read back.
+        # The last token has no row; storing its id makes the whole answer readable.
         extra={
             "last_token_id": [g.output_ids[-1] for g in generated],
             "finish_reason": ["stop" if g.stopped else "length" for g in generated],
@@ -309,7 +309,7 @@ def _plan(items: list[_Item], settings: RecordingSettings) -> list[list[_Item]]:
 
 
 def _recorded(folder: Path, batches: list[list[_Item]]) -> int:
-    """Requests that are there already: they must be the first batches of the plan, whole."""
+    """Return the number of requests already recorded; raise unless they are whole first batches of the plan."""
     request_ids = list(ActivationTrace.open(folder).requests.ids or [])
     planned = [item.prompt.id for batch in batches for item in batch]
     ends = np.cumsum([0, *map(len, batches)])

@@ -5,8 +5,8 @@
     name = register_scheduler(OrderingSettings(strategy="greedy_variance", loads="table.safetensors"))
     model.generate_batch(prompts, continuous_batching_config=ContinuousBatchingConfig(scheduler_type=name))
 
-It is the library's `fifo` but for the order of requests that have not started. What was offloaded to the host's memory
-keeps the place that `fifo` gives it.
+It equals the library's `fifo` except for the order of requests that have not started. Requests offloaded to host
+memory keep their place in `fifo`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("coterie.scheduler")
 
 
 class _View(RequestView[str]):
-    """Requests, by their ids, as the library's scheduler sees them."""
+    """View of the library scheduler's requests, by request id."""
 
     def __init__(self, scheduler: Any, source: LoadSource, phase: str) -> None:
         super().__init__(WaitingReport(_tell))
@@ -62,7 +62,7 @@ class _View(RequestView[str]):
 
 
 class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library is not installed where types are checked
-    """Made by :func:`register_scheduler`, which gives it its settings."""
+    """Scheduler for one group of settings; :func:`register_scheduler` creates a subclass with the settings."""
 
     settings: ClassVar[OrderingSettings]
     source: ClassVar[LoadSource]
@@ -72,7 +72,7 @@ class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library 
 
     def reset(self) -> None:
         super().reset()
-        if not hasattr(self, "chooser"):  # called by the base's constructor too
+        if not hasattr(self, "chooser"):  # reset() is also called by the base class's constructor
             self._view = _View(self, self.source, self.settings.phase)
             self.chooser = self.settings.chooser(self._view, self.source.shape, self.cost)
         self._order: WaitingList[str] = WaitingList(self.chooser, urgent=self._view.offloaded)
@@ -91,7 +91,7 @@ class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library 
         return scheduled
 
     def _get_waiting_candidates(self) -> Any:
-        """Asked in every step; only when one can start is it worth a selection."""
+        """Return the waiting requests; called in every step, but a selection runs only if a request can start."""
         if self._view.free_places() < 1:
             return super()._get_waiting_candidates()
         arrived = self.waiting_requests_order
@@ -107,10 +107,10 @@ def _tell(message: str) -> None:
 
 
 def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any = None, typical_batch: int = 32) -> str:
-    """Make the library know a scheduler with these settings under `name`, which is returned.
+    """Register a scheduler with these settings in the library under `name`; return `name`.
 
-    A name may be registered again, with other settings; those of the library itself may not. With a `device` in the
-    settings the model is needed, for its shape, and how many requests usually run at once.
+    A name may be registered again with other settings, but the library's own names are refused. If the settings have a
+    `device`, `model` is required for its shape, and `typical_batch` is the number of requests that usually run at once.
     """
     taken = SCHEDULER_MAPPING.get(name)
     if taken is not None and not issubclass(taken, ExpertAwareScheduler):
@@ -120,7 +120,7 @@ def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any 
         if model is None:
             raise ConfigError(f"device={settings.device!r} needs the model: its shape decides what a step takes")
         cost = step_cost(settings.device, settings.phase, model.config.to_dict(), typical_batch)
-    settings.make(cost)  # what is wrong is said here, not in the library's thread
+    settings.make(cost)  # raise configuration errors here, not in the library's thread
     made = type(
         "ExpertAwareScheduler",
         (ExpertAwareScheduler,),

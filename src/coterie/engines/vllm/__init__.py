@@ -1,14 +1,14 @@
-"""Coterie inside vLLM, as a KV connector and a scheduler class: no patch, no fork, nothing unless it is configured.
+"""Coterie inside vLLM, as a KV connector and a scheduler class: no patch, no fork, inactive unless configured.
 
-    process              what runs there                                                    module
+    process              function                                                           module
     worker (rank 0)      a hook in every MoE layer, one write a step to the position store  capture
     engine core          reads a finished request's positions: footprint, expert events     connector, publisher
     API server           Prometheus metrics                                                 metrics
     engine core          the order in which waiting requests are admitted, if chosen        scheduler, waiting
 
-`plugin` is vLLM's entry point: it gives vLLM the connector's name, or, where it does not know the version of vLLM, a
-connector of that name which does nothing. See docs/engines/vllm.md.
+`plugin` is vLLM's entry point: it registers the connector or, for an unknown version of vLLM, a connector of the same
+name that does nothing. See docs/engines/vllm.md.
 """
 
 EPLB_VARIABLE = "COTERIE_EPLB"
-"""Environment variable with the settings of the EPLB policy, as a JSON object; unset, vLLM keeps its own."""
+"""Environment variable with the EPLB policy's settings, as a JSON object; if unset, vLLM keeps its own policy."""

@@ -1,12 +1,12 @@
-"""The worker's half: expert ids out of every MoE layer, into the position store once a step.
+"""Capture in the worker: copy expert ids out of every MoE layer and write them to the position store once per step.
 
-The hook runs inside the model. Under CUDA graphs it runs only while a graph is captured, and what it did is then
-replayed: so it does nothing but copy tensors into buffers that stay where they are. It takes the positions from the
-forward context in the same way, because both model runners keep the slot mapping in a buffer of their own that a graph
-reads again at each replay. How many rows of a step are real comes from the scheduler.
+The hook runs inside the model. Under CUDA graphs it runs only during graph capture, and its kernels are then replayed:
+it may therefore only copy tensors into buffers with fixed addresses. It copies the positions from the forward context
+in the same way, because both model runners keep the slot mapping in a fixed buffer that a graph reads at each replay.
+The scheduler provides the number of real rows of a step.
 
-On a CPU the buffers are read in place. On a GPU they are copied to pinned memory in the order of the stream, and a
-thread writes them to the store when the copy is done.
+On a CPU the buffers are read in place. On a GPU they are copied to pinned memory in stream order, and a thread writes
+them to the store when the copy is done.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from coterie.errors import UnavailableError
 from coterie.footprints.positions import PositionStore
 
 RING = 8
-"""Steps in transit from a GPU to the store; one more waits."""
+"""Maximum number of steps in transit from a GPU to the store; the next step waits."""
 
 
 class StepEdits(NamedTuple):
-    """What the scheduler says of a step, for the store. Sent from its process to the worker's."""
+    """A step's changes to the position store, sent from the scheduler's process to the worker's."""
 
     step: int
     num_tokens: int
     forget: list[int]
-    """Positions that a request was just given: they hold another's rows until they are written."""
+    """Positions newly allocated to a request: they hold another request's rows until they are written."""
     copies: list[tuple[int, int]]
     """(source, target) blocks copied on write before the step."""
 
 
 class Layout(NamedTuple):
-    """Where this worker's tokens stand among the rows a MoE layer routes."""
+    """Range of this worker's tokens among the rows that a MoE layer routes."""
 
     start: int
     stop: int
     gather: bool = False
-    """The rows are a shard: gather the tensor-parallel group's first."""
+    """Whether the rows are a shard, so that the tensor-parallel group's rows must be gathered first."""
 
 
 def local_rows(
     rows: int, tokens_by_rank: Sequence[int] | None, rank: int, shards: Sequence[int] | None, tp_size: int
 ) -> Layout:
-    """Under data parallelism a layer may see this rank's tokens, all ranks' (padded by shard or not), or a shard.
+    """Find this rank's tokens among the rows that a layer routes.
 
-    `tokens_by_rank` [data-parallel rank] and `shards` [data-parallel rank x shard] are the forward context's; without
-    data parallelism all rows are local.
+    Under data parallelism a layer may see this rank's tokens, all ranks' (padded by shard or not), or a shard.
+    `tokens_by_rank` [data-parallel rank] and `shards` [data-parallel rank x shard] come from the forward context;
+    without data parallelism all rows are local.
     """
     if tokens_by_rank is None:
         return Layout(0, rows)
@@ -74,7 +75,7 @@ def local_rows(
 
 
 class StepCapture:
-    """The hook of every MoE layer, and the buffers it fills. One a worker."""
+    """The hook of every MoE layer, and the buffers it fills. One per worker."""
 
     def __init__(
         self,
@@ -97,12 +98,12 @@ class StepCapture:
         self._positions_of = positions_of
         self._rank, self._tp_size, self._gather = rank, tp_size, gather
         self.on = True
-        """Whether the hook copies. A graph that was captured with it on goes on copying."""
+        """Whether the hook copies. A graph captured while this was True keeps copying."""
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor, context: Any) -> None:
-        """Called by the layer with its tokens' experts [row, k], before replicas are chosen."""
+        """Copy a layer's expert ids [row, k], before replicas are chosen; called by the layer."""
         column = self._columns.get(layer_id)
-        if column is None:  # a draft model's layer
+        if column is None:  # the layer of a draft model
             return
         data = context.dp_metadata
         if data is None:
@@ -112,16 +113,16 @@ class StepCapture:
             layout = local_rows(len(topk_ids), by_rank, self._rank, getattr(data, "local_sizes", None), self._tp_size)
             rows = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
             rows = rows[layout.start : layout.stop]
-        if not self.on:  # after the gather, in which every rank must take part
+        if not self.on:  # checked after the gather, in which every rank must take part
             return
         if layer_id == self._first:
             positions = self._positions_of(context)
-            if positions is None:  # a warm-up step: nothing of it is kept
+            if positions is None:  # warm-up step: keep nothing
                 self.positions.fill_(-1)
             else:
                 mapped = min(len(positions), len(self.positions))
                 self.positions[:mapped].copy_(positions[:mapped])
-        if rows.shape[1] != self.top_k or len(rows) > len(column):  # shared experts behind the routed ones; padding
+        if rows.shape[1] != self.top_k or len(rows) > len(column):  # drop shared experts, padding rows
             rows = rows[: len(column), : self.top_k]
         column[: len(rows)].copy_(rows)
 
@@ -132,12 +133,12 @@ def as_numpy(ids: torch.Tensor) -> NDArray[np.unsignedinteger]:
 
 
 class StoreWriter:
-    """Takes each step's buffers to the store, in the order of the steps."""
+    """Writes each step's buffers to the store, in step order."""
 
     def __init__(
         self, store: PositionStore, capture: StepCapture, block_size: int, failed: Callable[[Exception], None]
     ) -> None:
-        """`failed` is told why a step could not be written, and counts it."""
+        """Create the writer; `failed` is called with the error if a step could not be written."""
         self.store = store
         self.capture = capture
         self._block_size = block_size
@@ -147,9 +148,9 @@ class StoreWriter:
             self._ring = _Ring(self)
 
     def submit(self, edits: StepEdits) -> None:
-        """After a step's forward pass; on a GPU returns before the step has run."""
+        """Queue a step's buffers after its forward pass; on a GPU this returns before the step has run."""
         wanted = self.store.enabled
-        enabled = wanted and self.capture.on  # the hook was on during this step's forward pass
+        enabled = wanted and self.capture.on  # the hook was on during this step's pass
         self.capture.on = wanted
         epoch = self.store.epoch if enabled else None
         if self._ring is not None:
@@ -159,7 +160,7 @@ class StoreWriter:
         self.write(edits, self.capture.positions[:count], self.capture.ids[:count], epoch)
 
     def write(self, edits: StepEdits, positions: torch.Tensor, ids: torch.Tensor, epoch: int | None) -> None:
-        """`epoch` is that of the forward pass; None if nothing was captured then."""
+        """Write a step to the store. `epoch` is the store's at the forward pass; None if nothing was captured."""
         if edits.forget:
             self.store.forget(np.asarray(edits.forget, np.int64))
         for source, target in edits.copies:
@@ -171,7 +172,7 @@ class StoreWriter:
             self.store.skip(edits.step)
 
     def lost(self, edits: StepEdits, error: Exception) -> None:
-        """Forget everything after a step that could not be written: its positions may hold older rows."""
+        """Forget all positions after a step that could not be written: its positions may hold older rows."""
         self._failed(error)
         self.store.forget_all()
         self.store.skip(edits.step)
@@ -190,7 +191,7 @@ class _Copy(NamedTuple):
 
 
 class _Ring:
-    """Pinned copies of the buffers, and the thread that writes them to the store."""
+    """Pinned copies of the buffers, and the thread that writes the copies to the store."""
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
@@ -221,7 +222,7 @@ class _Ring:
                 copy.done.synchronize()
                 ids, positions = self._ids[copy.place, : copy.rows], self._positions[copy.place, : copy.rows]
                 self._writer.write(copy.edits, positions, ids, copy.epoch)
-            except Exception as error:  # the thread must live: a ring that is never emptied would stop the worker
+            except Exception as error:  # the thread must go on: a ring that is never emptied would block the worker
                 self._writer.lost(copy.edits, error)
             finally:
                 self._free.put(copy.place)

@@ -1,12 +1,12 @@
-"""CoterieConnector: vLLM's KV connector that moves no KV and watches experts.
+"""CoterieConnector: a KV connector for vLLM that moves no KV and records experts.
 
-One instance lives in the worker and fills the position store (:mod:`coterie.engines.vllm.capture`); another is beside
-the scheduler, tells the worker what it needs to know of each step, and reads a request's positions when it ends, before
-its blocks are freed. That order makes a footprint exact even for a prefill of one step, whose worker metadata would
-arrive after the answer is built.
+One instance runs in the worker and fills the position store (:mod:`coterie.engines.vllm.capture`). Another runs in the
+scheduler's process: it sends the worker each step's changes, and reads a request's positions when the request ends,
+before its blocks are freed. That order makes a footprint exact even for a prefill of one step, whose worker metadata
+would arrive after the answer is built.
 
-Used alone or as a child of MultiConnector, beside whatever moves KV. Nothing here may take serving down: a failure is
-logged once, counted, and the hook returns what a connector without work returns.
+Used alone or as a child of MultiConnector, beside a connector that moves KV. Nothing in this class may stop serving: a
+failure is logged once and counted, and the hook returns the result of a connector without work.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from coterie.net.access import SECRET_VARIABLE, read_secret
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
 from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
 
-logger = init_logger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+logger = init_logger("vllm.coterie")  # a child of vLLM's logger, so that its handlers print the messages
 
 WRITTEN_TIMEOUT_S = 0.25
-"""Seconds a finished request waits for the GPU's copy of its last step; after that it has no footprint."""
+"""Seconds to wait for the GPU's copy of a finished request's last step; after that it has no footprint."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass
 class CoterieMetadata(KVConnectorMetadata):
-    """Scheduler to worker, every step."""
+    """Metadata from the scheduler to the worker, every step."""
 
     edits: StepEdits
 
 
 @dataclass
 class CoterieWorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler, every step: which step's output this is."""
+    """Metadata from the worker to the scheduler, every step: the number of the step."""
 
     step: int
 
@@ -77,7 +77,7 @@ class CoterieWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def _guarded(default: Any) -> Callable[[F], F]:
-    """A hook that fails is logged, counted, and answers `default`."""
+    """Decorate a hook: log and count an exception and return `default` instead."""
 
     def decorate(hook: F) -> F:
         @functools.wraps(hook)
@@ -94,7 +94,7 @@ def _guarded(default: Any) -> Callable[[F], F]:
 
 
 class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module's docstring; settings are :class:`~coterie.engines.vllm.settings.ConnectorSettings`."""
+    """KV connector that records experts; settings: :class:`~coterie.engines.vllm.settings.ConnectorSettings`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -136,7 +136,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _failed(self, where: str, error: Exception) -> None:
         if self._store is not None and self._role == KVConnectorRole.WORKER:
-            self._store.note_error()  # the scheduler's half reports it
+            self._store.note_error()  # the scheduler's instance reports it
         else:
             self._count("errors")
         self._tell(where, repr(error), trace=not isinstance(error, CoterieError))
@@ -187,7 +187,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         )
         bind_capture(modules, capture, functools.partial(self._failed, "capture"))
         if group.rank_in_group != 0:
-            return  # every rank sees the same experts; the first writes them down
+            return  # every rank sees the same experts; only the first writes them
         for path in sweep(store_folder(), PREFIX):
             logger.info("coterie: removed the position store of a dead engine: %s", path.name)
         self._store = PositionStore.create(shape, self._path, layer_ids, self._owner)
@@ -219,14 +219,14 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(None)
     def wait_for_save(self) -> None:
-        """Once a step, after the forward pass."""
+        """Write the step's experts to the store; called once per step, after the forward pass."""
         metadata = self._connector_metadata
         if self._writer is None or not isinstance(metadata, CoterieMetadata):
             return
         self._writer.submit(metadata.edits)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        metadata = self._connector_metadata  # still bound, even where saving is put off until after a draft model
+        metadata = self._connector_metadata  # still bound, even if saving is deferred until after a draft model
         return CoterieWorkerMetadata(metadata.edits.step) if isinstance(metadata, CoterieMetadata) else None
 
     # Scheduler side.
@@ -245,7 +245,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("coterie: %s", error)
 
     def _attached(self) -> PositionStore | None:
-        """The worker's store, once it exists."""
+        """Return the worker's store, attached on first use; None until it exists."""
         if self._store is None and self._path.exists():
             try:
                 self._store = PositionStore.attach(self._path, self._owner)
@@ -265,9 +265,9 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks that a request was just given hold another's rows until a step writes them, or KV is loaded into them.
+        """Mark a request's new blocks as unknown: they hold another request's rows until a step or KV load writes them.
 
-        Forgotten at once, not when the request runs: loaded blocks may be found by a second request before that.
+        Done at once, not when the request runs: a second request may find loaded blocks before that.
         """
         local = self._local.get(request.request_id)
         if local is None or self._group < 0:
@@ -303,7 +303,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Called before the blocks are freed. Never asks to keep them."""
+        """Build the request's footprint and event before its blocks are freed; never ask to keep the blocks."""
         self._local.pop(request.request_id, None)
         cached = self._cached.pop(request.request_id, 0)
         asked = self._wants_footprint(request)
@@ -330,11 +330,11 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         return self._settings.footprint == "always"
 
     def _wait_written(self, store: PositionStore, request: Any) -> bool:
-        """Whether the step whose output ended the request is in the store. On a CPU it always is."""
+        """Wait until the request's last step is in the store; return whether it is. On a CPU it always is."""
         step = self._processed if aborted(request) else self._processed + 1
         until = time.monotonic() + WRITTEN_TIMEOUT_S
         while store.step < step:
-            if store.step == self._stuck_at:  # waited in vain before, and nothing moved since
+            if store.step == self._stuck_at:  # an earlier wait timed out at this step
                 return False
             if time.monotonic() > until:
                 self._stuck_at = store.step
@@ -346,7 +346,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         counts, known = store.footprint(positions)
         layer_ids = self._layer_ids
         kept = [row for row, layer in enumerate(layer_ids) if layer in (self._settings.layers or ())]
-        if kept:  # none: no choice was made, or only of layers that do not route, which was said at the start
+        if kept:  # empty: no layers chosen, or only layers without routing, which was logged at the start
             counts, layer_ids = counts[kept], tuple(layer_ids[row] for row in kept)
         self._count("footprints")
         self._count("footprints_incomplete", int(known < len(positions)))
@@ -356,7 +356,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self, store: PositionStore, request: Any, positions: np.ndarray[Any, np.dtype[np.int64]], cached: int
     ) -> None:
         assert self._publisher is not None
-        rows = store.read(positions)  # a copy, now: the blocks are freed when this returns
+        rows = store.read(positions)  # copy now: the blocks are freed when this returns
         token_ids = np.asarray(request.all_token_ids[: len(positions)], np.int32)
         build = functools.partial(
             RequestExperts.pack,
@@ -387,7 +387,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(None)
     def get_kv_connector_stats(self) -> CoterieStats | None:
-        """Called on the scheduler's side, once per interval."""
+        """Return metrics once per interval, on the scheduler's side; None otherwise."""
         if self._role != KVConnectorRole.SCHEDULER:
             return None
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the connector reads off vLLM's own objects: the only module that knows their insides."""
+"""Access to vLLM's internal objects; no other connector module depends on their structure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.errors import UnavailableError
 
 
 def check_supported(config: Any) -> None:
-    """Refuse what would be captured wrongly."""
+    """Raise UnavailableError for configurations in which experts would be captured wrongly."""
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -34,7 +34,7 @@ def check_supported(config: Any) -> None:
 
 
 def attention_group(kv_cache_config: Any) -> tuple[int, int]:
-    """Index and block size of the KV cache group that keeps every token: not a sliding window, not a draft."""
+    """Return index and block size of the KV cache group that keeps every token: no sliding window, no draft model."""
     groups = kv_cache_config.kv_cache_groups
     for index, group in enumerate(groups):
         spec = group.kv_cache_spec
@@ -46,13 +46,13 @@ def attention_group(kv_cache_config: Any) -> tuple[int, int]:
 
 
 def moe_modules(config: Any) -> torch.nn.ModuleList:
-    """The model's layers that vLLM keeps by name in its forward context."""
+    """Return the model's layers that vLLM registers by name in its static forward context."""
     layers = config.compilation_config.static_forward_context.values()
     return torch.nn.ModuleList([layer for layer in layers if isinstance(layer, torch.nn.Module)])
 
 
 def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
-    """Layers of the target model that route, in order; a draft model's come after its last."""
+    """Return the target model's MoE layers, in order; a draft model's layers have higher ids."""
     last = config.model_config.get_total_num_hidden_layers()
     layer_ids = {int(module.layer_id) for module in modules.modules() if isinstance(module, MoERunner)}
     layers = sorted(layer for layer in layer_ids if layer < last)
@@ -62,7 +62,7 @@ def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
 
 
 class _Capturer:
-    """The interface vLLM's own binding expects. Called inside the model: nothing may come out of it."""
+    """Capturer interface of vLLM's binding. It is called inside the model, so it must not raise."""
 
     def __init__(self, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
         self._capture, self._failed = capture, failed
@@ -71,12 +71,12 @@ class _Capturer:
         try:
             self._capture.capture(layer_id, topk_ids, get_forward_context())
         except Exception as error:
-            self._capture.positions.fill_(-1)  # nothing of this step is kept
+            self._capture.positions.fill_(-1)  # discard this step's rows
             self._failed(error)
 
 
 def bind_capture(modules: torch.nn.ModuleList, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
-    """Set the hook of every MoE layer, as vLLM's own capturer does (kernels that route inside included)."""
+    """Set the hook of every MoE layer with vLLM's own binding, including kernels that route internally."""
     try:
         bind_routed_experts_capturer(modules, _Capturer(capture, failed))
     except ValueError as error:
@@ -84,7 +84,7 @@ def bind_capture(modules: torch.nn.ModuleList, capture: StepCapture, failed: Cal
 
 
 def positions_of(layer_name: str, context: Any) -> torch.Tensor | None:
-    """[row] KV position, from a forward context; None in a warm-up step."""
+    """Return the KV position of each row, [row], from a forward context; None in a warm-up step."""
     mapping = context.slot_mapping
     return mapping.get(layer_name) if isinstance(mapping, dict) else None
 
@@ -104,6 +104,6 @@ def aborted(request: Any) -> bool:
 
 
 def computed_tokens(request: Any) -> int:
-    """Tokens whose experts are in the store. The last token sampled was never fed back."""
+    """Return the number of tokens whose experts are in the store; the last sampled token was never fed back."""
     processed = int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))
     return max(0, min(processed, int(request.num_tokens) - 1))

@@ -1,4 +1,4 @@
-"""A CoterieConnector that does nothing, for a vLLM whose interfaces are not known."""
+"""A CoterieConnector that does nothing, for vLLM versions with unknown interfaces."""
 
 from __future__ import annotations
 

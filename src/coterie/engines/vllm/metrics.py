@@ -1,7 +1,7 @@
 """Metrics of expert load, in vLLM's own Prometheus endpoint.
 
-Labels are bounded: a layer at most, never an expert. A model of 58 layers x 256 experts would make 14,848 series of
-each metric; how uneven a layer is says the same in one number.
+Series are labelled by layer at most, never by expert: a model of 58 layers x 256 experts would have 14,848 series per
+metric. A layer's imbalance summarises its experts in one number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_LAYERS = 256
 
 @dataclass
 class CoterieStats(KVConnectorStats):
-    """What the engine core tells the API server: counters since the last time, gauges as they are."""
+    """Metrics from the engine core to the API server: counters since the last report, and current gauges."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -51,7 +51,7 @@ class CoterieStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Values for vLLM's log line."""
+        """Return the values for vLLM's log line."""
         return {f"coterie_{name}": value for name, value in self.data.get("counters", {}).items() if value}
 
     def is_empty(self) -> bool:
@@ -59,7 +59,7 @@ class CoterieStats(KVConnectorStats):
 
 
 class CoterieMetrics(KVConnectorPromMetrics):
-    """The series, made once; `observe` moves them."""
+    """Prometheus series, created once; `observe` updates them."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
@@ -71,7 +71,7 @@ class CoterieMetrics(KVConnectorPromMetrics):
             name: self._gauge_cls(name=f"coterie_{name}", documentation=text, labelnames=labelnames)
             for name, text in GAUGES.items()
         }
-        for labels in labelvalues.values():  # a counter that never moved reads 0, not nothing
+        for labels in labelvalues.values():  # so that an unused counter reads 0 instead of being absent
             for counter in self._counters.values():
                 counter.labels(*labels)
         self._imbalance = self._gauge_cls(
@@ -94,7 +94,7 @@ class CoterieMetrics(KVConnectorPromMetrics):
 def interval_gauges(
     load: NDArray[np.integer], layer_ids: tuple[int, ...], distinct: int, steps: int
 ) -> tuple[dict[str, float], dict[int, float]]:
-    """Gauges of an interval's load [layer, expert], and each layer's max / mean."""
+    """Return the gauges of an interval's load [layer, expert], and each layer's max / mean."""
     mean = load.mean(axis=1)
     busy = mean > 0
     if not busy.any():

@@ -1,10 +1,10 @@
-"""vLLM's entry point (``vllm.general_plugins``): gives vLLM the name CoterieConnector, in every process.
+"""vLLM's entry point (``vllm.general_plugins``): registers CoterieConnector in every process.
 
-Nothing else happens unless ``--kv-transfer-config`` names it, or the environment asks for the EPLB policy. A vLLM whose
-interfaces were never tried gets a connector of the same name that does nothing, and keeps its own policy: the engine
-runs as if the plugin were absent, and the log says so.
+Nothing else happens unless ``--kv-transfer-config`` names the connector or the environment sets the EPLB policy. An
+untested version of vLLM gets a connector of the same name that does nothing, and keeps its own policy: the engine runs
+as if the plugin were absent, and the log says so.
 
-Imports next to nothing: vLLM's CPU workers go through every loaded module as they start, and stumble over llvmlite's.
+Imports as little as possible: vLLM's CPU workers inspect every loaded module at start and fail on llvmlite's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 from coterie.engines.vllm import EPLB_VARIABLE
 
 KNOWN_VERSIONS = ("0.32",)
-"""Minor versions of vLLM whose interfaces were read and run."""
+"""Minor versions of vLLM that this plugin was tested with."""
 
 NAME = "CoterieConnector"
 
@@ -25,7 +25,7 @@ def known(version: str) -> bool:
 
 
 def register() -> None:
-    """Called by vLLM when a process starts; may be called more than once."""
+    """Register the connector and the policy; vLLM calls this at process start, possibly more than once."""
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -1,7 +1,7 @@
-"""Publishes expert events on ZMQ from a thread of its own: serving never waits for a subscriber.
+"""Publish expert events on ZMQ from a separate thread, so that serving never waits for a subscriber.
 
-A message that finds the thread's queue full is dropped and counted. An XPUB socket tells whether anyone subscribes, so
-events are gathered only for a subscriber. How a full subscriber is noticed: `coterie.wire.publishing`.
+A message is dropped and counted if the thread's queue is full. The XPUB socket reports subscriptions, so that events
+are built only if there is a subscriber. `coterie.wire.publishing` explains how full subscribers are detected.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ POLL_MS = 100
 class PublisherCounts(NamedTuple):
     published: int
     dropped: int
-    """Messages the thread's queue had no room for, and times a subscriber's queue was found full."""
+    """Messages dropped because the thread's queue was full, plus times a subscriber's queue was full."""
     failed: int
     """Events that could not be built."""
 
 
 class EventPublisher:
-    """One a data-parallel rank; `publish` may be called from any thread."""
+    """Publisher of one data-parallel rank; `publish` may be called from any thread."""
 
     def __init__(self, endpoint: str, rank: int, capacity: int, secret: str | None = None) -> None:
-        """With a fleet's `secret` only those who know it can subscribe."""
+        """Bind the endpoint and start the thread. With the fleet's `secret`, only its holders can subscribe."""
         self.endpoint = endpoint
         self._rank = rank
         self._queue: queue.Queue[tuple[int, Build | Event | None]] = queue.Queue(capacity)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         limit_queues(self._socket, capacity)
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscriber, not only the first
+        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first
         if secret is not None:
             secure_publisher(self._socket, secret)
         try:
@@ -56,7 +56,7 @@ class EventPublisher:
         self._numbering = threading.Lock()
         self._published = self._dropped = self._failed = 0
         self.last_error: str | None = None
-        """Why the last event that failed could not be built."""
+        """Error of the last event that could not be built."""
         self._subscribers = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coterie-events", daemon=True)
@@ -72,13 +72,13 @@ class EventPublisher:
         return PublisherCounts(self._published, self._dropped, self._failed)
 
     def publish(self, event: Event | Build) -> bool:
-        """Queue an event, or a function that builds it in the thread. False if it was dropped."""
+        """Queue an event, or a function that builds it in the thread. Return False if it was dropped."""
         return self._put(event)
 
     def _put(self, item: Build | Event | None) -> bool:
         with self._numbering:
             number = self._seq
-            self._seq += 1  # taken here, so that a subscriber sees what the queue had no room for
+            self._seq += 1  # counted before queueing, so that a subscriber sees a gap if the message is dropped
             try:
                 self._queue.put_nowait((number, item))
             except queue.Full:
@@ -101,7 +101,7 @@ class EventPublisher:
                 event = item() if callable(item) else item
                 events = [] if event is None else [event]
                 payload = encode_expert_events(ExpertEvents(time.time(), events, self._rank))
-            except Exception as error:  # one event that cannot be built must not end the stream
+            except Exception as error:  # a failed event must not end the stream
                 self._failed += 1
                 self.last_error = repr(error)
                 continue
@@ -117,6 +117,6 @@ class EventPublisher:
             self._subscribers = max(0, self._subscribers - 1)
 
     def close(self) -> None:
-        """Send queued messages for a short time."""
+        """Stop the thread; queued messages are sent for at most 2 seconds."""
         self._closing.set()
         self._thread.join(timeout=2)

@@ -1,12 +1,12 @@
-"""Record a trace from a running server that publishes expert events, which goes on serving.
+"""Record a trace from a running server that publishes expert events, without interrupting it.
 
-That is vLLM with CoterieConnector, or the reference worker.
+The server is vLLM with CoterieConnector, or the reference worker.
 
-With prompts, these are sent and recorded; other requests the server has meanwhile are left out. Without, whatever the
-server finishes is recorded, for a time or until interrupted. Requests are written as they finish.
+With prompts, these are sent and recorded, and other requests of the server are ignored. Without prompts, every request
+that the server finishes is recorded, for a given time or until interrupted. Requests are written as they finish.
 
 A token whose experts the server never saw (its KV came from another worker, or from before capture was turned on) has
-no row; the column ``missing_tokens`` counts them. Messages that were lost on the way are counted, never made up.
+no row; the column ``missing_tokens`` counts these. Lost messages are counted, never reconstructed.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from coterie.wire.framing import Gaps, from_frames
 
 
 def events_endpoint(url: str, events: str | None) -> str:
-    """Endpoint of a server's events: as given, or the default port of its host."""
+    """Return the endpoint of a server's events: as given, or the default port of the server's host."""
     if events is not None:
         return events.replace("*", urlsplit(url).hostname or "localhost")
     return f"tcp://{urlsplit(url).hostname or 'localhost'}:{DEFAULT_PORT}"
 
 
 GREETING_S = 1.0
-"""Seconds within which a connected server greets, if it does."""
+"""Seconds to wait for a connected server's greeting."""
 EVENT_S = 0.5
-"""Seconds to wait for the event of an answered request before the next is sent."""
+"""Seconds to wait for a probe request's event before the next probe is sent."""
 
 
 class Subscriber:
-    """A connection to one endpoint; iterate with :meth:`events`."""
+    """A subscription to one endpoint; iterate over its events with :meth:`events`."""
 
     def __init__(self, endpoint: str, capacity: int = 100_000, secret: str | None = None) -> None:
-        """`secret` is that of the fleet, where its streams are protected."""
+        """Connect to the endpoint; `secret` is the fleet's, if its streams are protected."""
         self.endpoint = endpoint
         self.gaps = Gaps()
         self.damaged = 0
-        """Messages that could not be read."""
+        """Number of messages that could not be decoded."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, capacity)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -75,10 +75,10 @@ class Subscriber:
         self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the server greets (vLLM's plugin), or is connected and does not greet (the reference worker).
+        """Wait until the server greets (vLLM's plugin), or is connected but does not greet (the reference worker).
 
-        Whether it greeted: if not, events of the next moments may be missed; see :func:`hear`. Raises UnavailableError
-        if there is no connection in time.
+        Return whether the server greeted. If it did not, the next events may be missed; see :func:`hear`. Raises
+        UnavailableError if there is no connection within `timeout_s`.
         """
         poller = zmq.Poller()
         for one in (self._socket, self._monitor):
@@ -94,7 +94,7 @@ class Subscriber:
         return bool(self._socket.poll(int(min(timeout_s, GREETING_S) * 1000)))
 
     def events(self, seconds: float) -> Iterator[RequestExperts | ExpertLoad]:
-        """What arrives within that time; ends early only when the caller stops."""
+        """Yield the events that arrive within `seconds`."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if not self._socket.poll(max(1, int(left * 1000))):
@@ -121,7 +121,7 @@ class Subscriber:
 
 
 async def hear(client: Client, subscriber: Subscriber, body: Mapping[str, Any], timeout_s: float) -> None:
-    """Send a request until its event arrives: a PUB socket does not tell when a subscription has reached it."""
+    """Send probe requests until an event arrives: a PUB socket does not report when a subscription is active."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         answer = await client.post(completion_path(chat=False), body, "hear")
@@ -138,7 +138,7 @@ START = (
     "start vLLM with CoterieConnector and its setting events, or coterie worker --expert-events tcp://127.0.0.1:5602"
 )
 LAST_EVENT_S = 5.0
-"""Seconds to wait for the event of an answered request."""
+"""Seconds to wait for the events of the last answered requests."""
 
 
 class VllmRecording(NamedTuple):
@@ -146,11 +146,11 @@ class VllmRecording(NamedTuple):
 
     trace: ActivationTrace
     tally: Tally
-    """Tally of the requests that were sent."""
+    """Outcomes of the requests that were sent."""
     lost: int
-    """Messages of the server that never arrived."""
+    """Number of messages from the server that never arrived."""
     unknown: int
-    """Requests left out because none of their tokens' experts was known."""
+    """Number of requests left out because no token's experts were known."""
 
 
 def record_vllm(
@@ -162,7 +162,7 @@ def record_vllm(
 ) -> VllmRecording:
     """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; None takes the default port of url's host.
 
-    Where the server protects its events, the fleet's secret must be in the environment, as it is there.
+    If the server protects its events, the environment must have the fleet's secret, as on the server.
     """
     folder, prompts, report = check_new_folder(out), sending.prompts, sending.report
     endpoint = events_endpoint(server_url(url), events)
@@ -210,12 +210,12 @@ _RUN = uuid.uuid4().hex[:8]
 
 
 def _marker(number: int) -> str:
-    """Names a request so that its event is found: vLLM puts a prefix and a suffix around the id it is given."""
+    """Return a request name by which its event is found: vLLM adds a prefix and a suffix to the given id."""
     return f"coterie{_RUN}x{number}x"
 
 
 async def _hear(url: str, subscriber: Subscriber) -> None:
-    """Make sure that events arrive before any prompt is sent."""
+    """Wait until events arrive, before any prompt is sent."""
     async with Client(url) as client:
         probe = Prompt("hear", "", "", "a b")
         await hear(client, subscriber, completion_body(probe, await served_model(client), 2, chat=False), HEARD_S)
@@ -246,7 +246,7 @@ def _listen(listener: _Listener, duration_s: float | None, report: Progress) -> 
 
 
 class _Listener(threading.Thread):
-    """Takes events as they come, so that none is dropped while requests are sent."""
+    """Thread that reads events while requests are sent, so that none is dropped."""
 
     def __init__(self, subscriber: Subscriber, sink: EventSink) -> None:
         super().__init__(name="coterie-recorder", daemon=True)
@@ -260,7 +260,7 @@ class _Listener(threading.Thread):
                     if isinstance(event, RequestExperts):
                         self.sink.take(event)
                 self.sink.flush_now_and_then()
-        except Exception as error:  # a full disk, say: whoever waits for this thread must hear of it
+        except Exception as error:  # for example a full disk: the main thread raises it
             self.sink.problem = self.sink.problem or error
 
     def wait_for(self, requests: int) -> None:
@@ -274,10 +274,10 @@ class _Listener(threading.Thread):
 
 
 class EventSink:
-    """Writes events to the trace, which is begun with the first: a run that fails leaves no folder behind."""
+    """Writes events to the trace. The trace is created with the first event: a failed run leaves no folder behind."""
 
     def __init__(self, out: Path, wanted: dict[str, Prompt] | None, engine: str = "vllm") -> None:
-        """`wanted` are the prompts whose events are taken, by the name of the request; None takes all."""
+        """Set the output; `wanted` are the prompts to record, by request name; None records all requests."""
         self.out, self.engine = out, engine
         self.writer: ActivationWriter | None = None
         self.written = self.unknown = 0
@@ -351,5 +351,5 @@ def _shape(meta: TraceMeta) -> tuple[int, int, int]:
 
 
 def _markers(request_id: str) -> list[str]:
-    """Parts of an id that may be a name made by :func:`_marker`."""
+    """Return the parts of a request id that may be a name made by :func:`_marker`."""
     return [part for part in request_id.split("-") if part.startswith("coterie")]

@@ -1,10 +1,10 @@
-"""vLLM's schedulers with the waiting queues in a strategy's order.
+"""vLLM's schedulers with waiting queues in a strategy's order.
 
     --scheduler-cls coterie.engines.vllm.scheduler.ExpertAwareScheduler
     --additional-config '{"coterie": {"scheduler": {"strategy": "greedy_variance", "loads": "table.safetensors"}}}'
 
-Only the order in which requests start changes; what runs, what is preempted and every output stay vLLM's. A version of
-vLLM that is not known keeps its own queues.
+Only the order in which requests start changes; batching, preemption and every output stay vLLM's. An unknown version
+of vLLM keeps its own queues.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from coterie.errors import ConfigError
 if TYPE_CHECKING:
     from coterie.engines.vllm.waiting import ChosenQueue
 
-logger = init_logger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+logger = init_logger("vllm.coterie")  # a child of vLLM's logger, so that its handlers print the messages
 
 WHERE = "additional-config coterie.scheduler"
 REPORT_S = 10.0
-"""Seconds between lines of counters in the log, while they move."""
+"""Seconds between log lines of the counters, while they change."""
 
 
 def read_settings(additional_config: object) -> OrderingSettings:
-    """Settings from vLLM's ``--additional-config``; an invalid one raises in one line."""
+    """Read the settings from vLLM's ``--additional-config``; invalid settings raise ConfigError."""
     config = additional_config if isinstance(additional_config, Mapping) else {}
     ours = config.get("coterie", {})
     if not isinstance(ours, Mapping):
@@ -47,7 +47,7 @@ def read_settings(additional_config: object) -> OrderingSettings:
 
 
 class ExpertAwareMixin:
-    """Over either of vLLM's schedulers."""
+    """Mixin for either of vLLM's schedulers that replaces the waiting queues."""
 
     _chooser: Chooser[Any] | None = None
     _queues: tuple[ChosenQueue, ...] = ()
@@ -63,7 +63,7 @@ class ExpertAwareMixin:
                 ", ".join(KNOWN_VERSIONS),
             )
             return
-        from coterie.engines.vllm.waiting import chosen_queues  # of a version that is not known, it might not import
+        from coterie.engines.vllm.waiting import chosen_queues  # may fail to import with an unknown vLLM
 
         mine: Any = self
         settings = read_settings(mine.vllm_config.additional_config)

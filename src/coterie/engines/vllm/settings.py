@@ -1,6 +1,6 @@
 """Settings of the connector (``kv_connector_extra_config`` in vLLM's ``--kv-transfer-config``) and of the EPLB policy.
 
-The policy's come in an environment variable: vLLM loads plugins before it has a configuration to look into.
+The policy's settings are in an environment variable: vLLM loads plugins before it has a configuration.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Settings of the connector."""
 
     footprint: Literal["handoff", "always", "never"] = "handoff"
-    """Which answers carry the request's footprint: those of a prefill for another worker, all, or none."""
+    """Answers that carry the request's footprint: those of a prefill for another worker, all, or none."""
     layers: list[int] | None = None
-    """Layers of the model whose counts travel in the footprint; None sends all. Recording is not affected."""
+    """Layers whose counts are in the footprint; None means all. Recordings always have all layers."""
     events: str | None = None
-    """ZMQ endpoint to publish expert events on, such as tcp://*:5602; a data-parallel rank adds its number."""
+    """ZMQ endpoint to publish expert events on, such as tcp://*:5602; the data-parallel rank is added to the port."""
     events_queue: int = 100
-    """Messages kept for a slow subscriber, and for the publishing thread; past that they are dropped and counted."""
+    """Messages queued for a slow subscriber and for the publishing thread; further messages are dropped and counted."""
     load_interval_s: float = 1.0
     """Seconds between ExpertLoad events and updates of the metrics."""
     store: str | None = None
-    """Name of the position store's file; None names it after the engine. Processes of one engine must agree."""
+    """File name of the position store; None uses the engine's id. All processes of an engine need the same name."""
 
     def __post_init__(self) -> None:
         check_at_least(1, events_queue=self.events_queue)
@@ -57,7 +57,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return store_folder() / f"{PREFIX}{self.store or engine_id}-{rank}{SUFFIX}"
 
     def endpoint(self, rank: int) -> str | None:
-        """Where this data-parallel rank publishes: the port moves by the rank, a path gets it at its end."""
+        """Return the endpoint of a data-parallel rank: the port plus the rank, or the path with the rank appended."""
         if self.events is None or rank == 0:
             return self.events
         base, _, port = self.events.rpartition(":")
@@ -65,50 +65,55 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the EPLB policy. All ranks must have the same."""
+    """Settings of the EPLB policy. All ranks must have the same settings."""
 
     planner: str = "latency_optimal"
     """Name of a registered planner."""
     options: dict[str, Any] = {}
     """Settings of the planner, such as {"max_moves": 500}."""
     when: Literal["always", "pays", "never"] = "always"
-    """When vLLM asks, plan every time, or keep the map until a change pays, planning included, or until a file says."""
+    """When to change the map. always: plan in every round; pays: keep the map until a change pays for its moves and
+    planning; never: change it only by a file.
+    """
     horizon: float = 3000.0
-    """Steps between two rearrangements: step_interval of vLLM's --eplb-config. With when=always moves must pay for
-    themselves within it; with when=pays it is the clock, and what moves are worth is learned."""
+    """Steps between two rearrangements: step_interval of vLLM's --eplb-config. With when=always, moves must pay for
+    themselves within this many steps; with when=pays, it is the time between rounds, and the value of moves is learned.
+    """
     window: float = 1000.0
-    """Steps whose tokens vLLM counts: window_size of its --eplb-config."""
+    """Steps of vLLM's load window: window_size of its --eplb-config."""
     rebalancing: dict[str, float] = {}
-    """With when=pays, settings of the Rebalancer, such as {"min_interval": 2000, "margin": 0.5}. Its intervals are
-    `horizon` at first and at least, and 100 times that at most, unless given."""
+    """With when=pays, settings of the Rebalancer, such as {"min_interval": 2000, "margin": 0.5}. Its first and minimum
+    intervals default to `horizon`, its maximum interval to 100 times `horizon`.
+    """
     planning_s: float | None = None
-    """With when=pays, seconds that planning holds up serving; None takes the slowest rank's, measured."""
+    """With when=pays, seconds that planning blocks serving; None uses the measured time of the slowest rank."""
     target_balance: float = 1.0
-    """Balance (even / slowest) at which a layer is left alone; below 1 it saves moves."""
+    """Balance (even ÷ slowest rank time) from which a layer is not improved further; values below 1 save moves."""
     exposed: float = 1.0
-    """Share of the movement that serving waits for. 1 is right without use_async, and cautious with it."""
+    """Share of the movement time that serving waits for. 1 is exact without use_async, and cautious with it."""
     movement: Literal["stops", "staged"] = "stops"
-    """staged takes `exposed` from the device's measured contention: right with use_async. It needs a device."""
+    """staged computes `exposed` from the device's measured contention, for use_async; it needs `device`."""
     model: str | None = None
-    """Shipped shape, for the bytes of an expert and, with a device, the time of its tokens."""
+    """Name of a shipped model shape, for the bytes of an expert and, with `device`, the time of its tokens."""
     device: str | None = None
-    """Preset of the device; needs a model."""
+    """Device preset; needs `model`."""
     expert_bytes: float | None = None
-    """Weights of one expert of one layer; None takes the model's, or 44e6 without one."""
+    """Bytes of one expert's weights in one layer; None uses the model's, or 44e6 without a model."""
     intra_gb_s: float = 450.0
-    """Link between ranks of a node, one direction."""
+    """Bandwidth between ranks of a node, one direction, in GB/s."""
     inter_gb_s: float = 50.0
-    """Link between nodes."""
+    """Bandwidth between nodes, in GB/s."""
     initial_map: str | None = None
-    """File of the map that the first rearrangement brings about; it may be missing if it is also save_map."""
+    """File of a map that the first rearrangement applies; it may be missing if it is also save_map."""
     load_map: str | None = None
-    """File of a map made elsewhere. Whenever it is new, the next rearrangement brings it about; it may be missing."""
+    """File of a map made elsewhere. Whenever the file changes, the next rearrangement applies it; it may be missing."""
     save_map: str | None = None
-    """File that gets each new map."""
+    """File that each new map is written to."""
     scenarios: str | None = None
-    """File of single steps to plan for, as coterie plan --save-scenarios writes it; it may be replaced. Its steps are
-    brought to the mean step that vLLM reports. Without one, or where ranks have read different ones, plans are for the
-    mean step."""
+    """File of single steps to plan for, written by coterie plan --save-scenarios; it may be replaced. Its steps are
+    scaled to the mean step that vLLM reports. Without a file, or if ranks have read different files, plans are for
+    the mean step.
+    """
 
     def __post_init__(self) -> None:
         check_positive(window=self.window, intra_gb_s=self.intra_gb_s, inter_gb_s=self.inter_gb_s)
@@ -136,8 +141,8 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self.rebalancing_settings()
 
     def rebalancing_settings(self) -> RebalancingSettings:
-        """How the Rebalancer decides."""
-        from coterie.placement import RebalancingSettings  # not for every process that has a connector
+        """Return the Rebalancer's settings, with intervals from `horizon`."""
+        from coterie.placement import RebalancingSettings  # not needed in every process
 
         steps = self.horizon
         intervals = {"first_interval": steps, "min_interval": steps, "max_interval": 100 * steps}
@@ -149,7 +154,7 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def parse(cls, text: str) -> EplbSettings:
-        """From the environment variable's value."""
+        """Parse the environment variable's value."""
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, ConfigError) as error:

@@ -1,4 +1,4 @@
-"""vLLM's waiting queues in a strategy's order, and what the order needs to know of vLLM's scheduler."""
+"""vLLM's waiting queues in a strategy's order, and the view of vLLM's scheduler that strategies use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.wire.footprints import footprint_of
 
 
 class SchedulerView(RequestView[Any]):
-    """Requests as vLLM's scheduler sees them."""
+    """View of the requests in vLLM's scheduler."""
 
     def __init__(self, scheduler: Any, source: LoadSource, phase: str, report: WaitingReport) -> None:
         super().__init__(report)
@@ -40,11 +40,14 @@ class SchedulerView(RequestView[Any]):
         return int(scheduler.max_num_active_reqs - taken)
 
     def urgent(self, request: Any) -> bool:
-        """Whether it ran already and was preempted."""
+        """Return whether the request was preempted."""
         return bool(request.num_preemptions > 0)
 
     def blocked(self, request: Any) -> bool:
-        """It could not start now: as Scheduler._handle_blocked_waiting_request decides, which also changes it."""
+        """Return whether the request cannot start now.
+
+        Same rule as Scheduler._handle_blocked_waiting_request, which cannot be called since it changes the request.
+        """
         status = request.status
         if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return request.request_id not in self._scheduler.finished_recving_kv_req_ids
@@ -58,10 +61,11 @@ class SchedulerView(RequestView[Any]):
 
 
 class ChosenQueue(RequestQueue):
-    """A waiting queue of vLLM's, either policy. Iterating goes by arrival: what comes next is decided when asked.
+    """A waiting queue for either policy of vLLM. Iteration is by arrival; the next request is chosen on peek or pop.
 
-    vLLM puts back what it preempted, and what it looked at and could not start. The first goes before all others; the
-    rest is the oldest of what may be chosen. Under the priority policy both keep their place by priority and arrival.
+    vLLM returns requests that it preempted, and requests that it examined but could not start. Preempted requests go
+    first; the others become the oldest of those that may be chosen. Under the priority policy both keep their place by
+    priority and arrival.
     """
 
     def __init__(self, chooser: Chooser[Any], view: SchedulerView, name: str, policy: SchedulingPolicy) -> None:
@@ -112,7 +116,7 @@ def _priority_and_age(request: Any) -> tuple[int, tuple[float, str]]:
 
 
 def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
-    """Cost of this server's steps. Without expert parallelism it is that of one device."""
+    """Return the cost of this server's steps, or None without a device. Without expert parallelism, assume one rank."""
     if settings.device is None:
         return None
     config, parallel = scheduler.vllm_config, scheduler.parallel_config
@@ -124,11 +128,11 @@ def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
 def chosen_queues(
     scheduler: Any, settings: OrderingSettings, tell: Any
 ) -> tuple[Chooser[Any], ChosenQueue, ChosenQueue]:
-    """Make queues for `waiting` and `kv_holding_waiting`, with the requests they already hold."""
+    """Create the queues for `waiting` and `kv_holding_waiting`, with the requests that vLLM's queues already hold."""
     model = scheduler.vllm_config.model_config
     source = LoadSource.open(settings.loads, model.get_total_num_hidden_layers(), model.get_num_experts())
     if source.table is not None:
-        source.share([0], None)  # compiles what it needs
+        source.share([0], None)  # compile now, not at the first request
     view = SchedulerView(scheduler, source, settings.phase, WaitingReport(tell))
     chooser = settings.chooser(view, source.shape, cost_of(scheduler, settings))
     queues = []

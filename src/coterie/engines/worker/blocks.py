@@ -1,10 +1,10 @@
-"""The block table: which block holds which prefix, who uses it, which goes first when room is needed.
+"""The block table: the prefix that each KV block holds, its users, and the order of eviction.
 
-A block is *used* (held by requests or staged for another worker), *cached* (held by nobody, but its prefix is known, so
-a later request may find it) or *empty*. Its hash covers its own tokens and, through its parent, all before them and the
-tenant's cache salt: the same prefix has the same hash in every worker, and tenants find none of each other's. Room is
-made by taking the cached block released longest ago; what is stored, removed and cleared is noted as KV events, in
-order.
+A block is *used* (held by requests or staged for another worker), *cached* (held by no request, but a later request
+with the same prefix may reuse it) or *empty*. Its hash covers its own tokens, all tokens before them (through the hash
+of its parent) and the tenant's cache salt: the same prefix has the same hash in every worker, and tenants cannot find
+each other's blocks. When no block is empty, the cached block released longest ago is evicted. KV events record what is
+stored, removed and cleared, in order.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from coterie.errors import ConfigError, CoterieError
 from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 MEDIUM = "GPU"
-"""What vLLM calls the cache that requests are served from, on a CPU too; other media are tiers behind it."""
+"""vLLM's name for the cache that requests are served from, also on a CPU; other media are slower cache tiers."""
 GROUP = 0
 
 
 class OutOfBlocksError(CoterieError):
-    """More blocks are wanted than are empty or cached."""
+    """More blocks were requested than are empty or cached."""
 
 
 def salt_digest(salt: str | None) -> bytes:
-    """What stands before a prompt's first block; nothing without a salt."""
+    """Return the bytes hashed before a prompt's first block; empty without a salt."""
     return b"" if salt is None else hashlib.sha256(b"cache salt\0" + salt.encode()).digest()
 
 
 def block_digests(
     tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: str | None = None
 ) -> list[bytes]:
-    """Hash of each full block, the first len(known) of which are given. Another salt gives other hashes."""
+    """Return the hash of each full block; the first len(known) hashes are given. Each salt gives different hashes."""
     digests = list(known)
     for index in range(len(digests), len(tokens) // block_size):
         block = np.asarray(tokens[index * block_size : (index + 1) * block_size], "<i4").tobytes()
@@ -44,12 +44,12 @@ def block_digests(
 
 
 def wire_hash(digest: bytes) -> int:
-    """The 64 bits of a hash that KV events carry."""
+    """Return the first 64 bits of a hash, the form in KV events."""
     return int.from_bytes(digest[:8], "big")
 
 
 class BlockTable:
-    """Blocks by number. Not for two threads at once."""
+    """KV blocks by number. Not thread-safe."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -62,7 +62,7 @@ class BlockTable:
 
     @property
     def available(self) -> int:
-        """Blocks that can be given out, at the price of what is cached in them."""
+        """Number of blocks that can be taken, empty or cached; taking a cached block evicts its prefix."""
         return len(self._empty) + len(self._cached)
 
     @property
@@ -71,11 +71,11 @@ class BlockTable:
 
     @property
     def cached(self) -> int:
-        """Blocks held by nobody whose prefix can be found again."""
+        """Number of blocks without users whose prefix can be found again."""
         return len(self._cached)
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix that is held."""
+        """Return the blocks of the longest known prefix."""
         blocks = []
         for digest in digests:
             if digest not in self._by_digest:
@@ -84,13 +84,13 @@ class BlockTable:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more user for each."""
+        """Add one user to each block."""
         for block in blocks:
             self._cached.pop(block, None)
             self._users[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks for a new user, all or none."""
+        """Take `count` blocks for a new user; raise OutOfBlocksError, and take none, if there are too few."""
         if count > self.available:
             raise OutOfBlocksError(
                 f"{count} KV blocks are wanted; {self.available} of {self.num_blocks} are not in use"
@@ -105,7 +105,7 @@ class BlockTable:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less for each. The end of a prefix goes before its beginning, which more requests share."""
+        """Remove one user from each block. The end of a prefix is evicted first: more requests share its start."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -122,10 +122,10 @@ class BlockTable:
         start: int,
         salt: str | None = None,
     ) -> None:
-        """Blocks `start` … of a request are full: from now on they can be found.
+        """Make a request's full blocks findable, from index `start` on.
 
-        `blocks`, `digests` and `tokens` are the request's from its beginning; `salt` is in the digests. A prefix that
-        another block holds already is not stored twice.
+        `blocks`, `digests` and `tokens` start at the request's beginning; `salt` is already in the digests. A prefix
+        that another block already holds is not stored again.
         """
         fresh: list[int] = []
         for index in range(start, len(digests)):
@@ -139,7 +139,7 @@ class BlockTable:
         self._note_stored(fresh, digests, tokens, salt)
 
     def clear(self) -> None:
-        """Forget every prefix. Nothing may be in use: a block stored later would have a parent nobody knows."""
+        """Forget every prefix. No block may be in use: a block stored later would have an unknown parent."""
         if self.used:
             raise ConfigError(
                 f"{self.used} of {self.num_blocks} KV blocks are in use; the cache is cleared when none is"
@@ -151,12 +151,12 @@ class BlockTable:
         self._events.append(AllBlocksCleared())
 
     def take_events(self) -> list[KVEvent]:
-        """What happened since the last call."""
+        """Return the KV events since the last call."""
         events, self._events = self._events, []
         return events
 
     def check_integrity(self) -> None:
-        """Every block in exactly one state, and found under its own hash alone."""
+        """Raise AssertionError unless every block is in exactly one state and is found under its own hash only."""
         empty, cached = set(self._empty), set(self._cached)
         used = {block for block, users in enumerate(self._users) if users > 0}
         whole = len(empty) + len(cached) + len(used)
@@ -190,7 +190,7 @@ class BlockTable:
         if not indices:
             return
         first, end = indices[0], indices[-1] + 1
-        # As vLLM publishes it: the salt among the keys of a prompt's first block; the others follow from their parents.
+        # As in vLLM: the salt is an extra key of the prompt's first block; later blocks inherit it by their parents.
         salted = salt is not None and first == 0
         self._events.append(
             BlockStored(

@@ -21,54 +21,55 @@ class WorkerConfig:
     model: Path
     """Folder of a checkpoint that transformers loads."""
     role: Role = "both"
-    """prefill answers one token and hands over the KV; decode takes such handoffs; both serves alone too."""
+    """prefill generates one token and stages the KV; decode continues from staged KV; both can do either."""
     host: str = "127.0.0.1"
     port: int = 8100
-    """Port to listen on; 0 takes any free port, which the ready line names."""
+    """Port to listen on; 0 picks a free port, which the ready line prints."""
     advertise: str | None = None
-    """Host under which other workers find this one; None takes `host`, or this machine's name where that is any
-    address."""
+    """Host name at which other workers reach this one; None uses `host`, or this machine's name if `host` is a wildcard
+    address.
+    """
     served_model_name: str | None = None
-    """Model name in requests; None takes the folder's name."""
+    """Model name in requests; None uses the folder's name."""
     dtype: str = "float32"
     device: str = "cpu"
     max_batch: int = 16
-    """Largest number of requests per step."""
+    """Maximum number of requests per step."""
     max_step_tokens: int = 2048
-    """Largest number of tokens per step; a longer prompt is prefilled in chunks."""
+    """Maximum number of tokens per step; a longer prompt is prefilled in chunks."""
     block_size: int = 16
     """Tokens per KV block."""
     kv_blocks: int = 2048
     kv_ttl_s: float = 60.0
     """Seconds to keep prefilled KV for a decode worker to fetch."""
     fetch_timeout_s: float = 30.0
-    """Seconds a decode worker waits for KV before it computes the prompt itself."""
+    """Seconds that a decode worker waits for KV before it computes the prompt itself."""
     drain_s: float = 30.0
     """Seconds to let running requests finish after SIGTERM."""
     fleet_secret: str | None = field(default=None, repr=False)
-    """Secret that all workers of a fleet share: it signs handoffs and encrypts event streams."""
+    """Secret shared by all workers of a fleet: it signs handoffs and encrypts event streams."""
     worker_key: str | None = field(default=None, repr=False)
     """Key for private endpoints, the same in all workers of a fleet."""
     peers: tuple[str, ...] = ()
     """Workers, HOST:PORT, that KV may be fetched from. Without a secret and without peers: any port of this machine."""
     max_waiting: int = 256
-    """Requests that may wait for the batch; more are answered 429."""
+    """Maximum number of waiting requests; further requests are answered 429."""
     head_s: float = 10.0
-    """Seconds within which a request's head must have come."""
+    """Seconds within which a request's head must arrive."""
     body_s: float = 30.0
-    """Seconds within which its body must have come after that."""
+    """Seconds within which a request's body must arrive after its head."""
     tokenise_s: float = 10.0
-    """Seconds a prompt may wait for the tokenizer and take in it; past that it is answered 429."""
+    """Seconds for a prompt to wait for the tokenizer and be tokenised; after that the request is answered 429."""
     kv_events: str | None = None
     """ZMQ endpoint to publish KV events on."""
     kv_replay: str | None = None
-    """ZMQ endpoint that sends past KV events again, to subscribers that missed some."""
+    """ZMQ endpoint that resends past KV events to subscribers that missed some."""
     expert_events: str | None = None
     """ZMQ endpoint to publish expert events on."""
     event_queue: int = 1000
-    """Messages kept for a slow subscriber; past that it misses some, and that is counted."""
+    """Messages queued for a slow subscriber; further messages are dropped and counted."""
     replay_queue: int = 10_000
-    """Past messages kept for the replay, as in vLLM."""
+    """Past messages kept for replay, as in vLLM."""
     load_interval_s: float = 1.0
     """Seconds between two ExpertLoad events."""
 
@@ -116,7 +117,7 @@ class WorkerConfig:
             raise ConfigError("kv_replay needs kv_events: there is nothing to send again")
 
     def _check_access(self) -> None:
-        """Closed by default: what others can reach needs secrets."""
+        """Raise ConfigError if other machines can reach this worker, or it uses other machines, without secrets."""
         needed = {SECRET_VARIABLE: self.fleet_secret, KEY_VARIABLE: self.worker_key}
         for variable, value in needed.items():
             if value is not None:
@@ -133,16 +134,16 @@ class WorkerConfig:
 
     @property
     def advertised(self) -> str:
-        """Host that the answers of a prefill name."""
+        """Host name in a prefill's answers, at which other workers fetch KV."""
         return self.advertise or (socket.gethostname() if self.host in WILDCARDS else self.host)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that all blocks hold together: no request may be longer."""
+        """Token capacity of all blocks together: no request may be longer."""
         return self.block_size * self.kv_blocks
 
 
 def _stays_here(endpoint: str) -> bool:
-    """Whether a ZMQ endpoint is bound on this machine alone."""
+    """Return whether a ZMQ endpoint is reachable from this machine only."""
     scheme, _, address = endpoint.partition("://")
     return scheme != "tcp" or is_loopback(address.rpartition(":")[0])

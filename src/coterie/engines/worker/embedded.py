@@ -1,9 +1,9 @@
-"""The reference worker on NumPy: coterie-tiny in a process of its own, where torch is not installed.
+"""The reference worker on NumPy: serves coterie-tiny in a separate process, without torch.
 
     python -m coterie.engines.worker.embedded --role decode --port 8102 --expert-events tcp://127.0.0.1:5602
 
-Server, protocol, engine, blocks, counters and events are the reference worker's; the forward pass is
-:mod:`coterie.engines.worker.numpy_model`, and KV travels as plain arrays. Such workers hand KV to each other only.
+Server, protocol, engine, blocks, counters and events are those of the reference worker. The forward pass is
+:mod:`coterie.engines.worker.numpy_model`, and KV is sent as NumPy arrays: these workers hand KV to each other only.
 Secrets are read from the environment; :func:`embedded_fleet` gives a fleet fresh ones.
 """
 
@@ -32,15 +32,15 @@ from coterie.net.processes import ServerProcess, bind, free_port
 
 
 class EmbeddedEngine(Engine):
-    step_clock = staticmethod(time.thread_time)  # several on few cores wait for each other: the clock would count that
+    step_clock = staticmethod(time.thread_time)  # CPU time: wall time would count waiting for other workers' cores
     codec = staticmethod(numpy_codec)
 
 
 class EmbeddedWorker(NamedTuple):
-    """A worker on free ports of this machine, and where its streams are."""
+    """A worker process on free ports of this machine, and the endpoints of its streams."""
 
     process: ServerProcess
-    """Not started yet."""
+    """The process, not started yet."""
     role: Role
     expert_events: str
     kv_events: str
@@ -53,7 +53,7 @@ class EmbeddedWorker(NamedTuple):
 
     @property
     def address(self) -> str:
-        """HOST:PORT, as its peers name it."""
+        """HOST:PORT of the worker, as other workers list it in `peers`."""
         return urlsplit(self.url).netloc
 
 
@@ -65,10 +65,10 @@ def embedded_worker(
     peers: Sequence[str] = (),
     port: int | None = None,
 ) -> EmbeddedWorker:
-    """A worker that is not started yet, with its log in `folder`.
+    """Create a worker without starting it; its log goes to `folder`.
 
-    Workers of one fleet share `access`; without it this one gets fresh secrets. `peers` are the addresses it may fetch
-    KV from. See :func:`embedded_fleet`.
+    Workers of one fleet share `access`; without it, this worker gets fresh secrets. It may fetch KV from the addresses
+    in `peers`. See :func:`embedded_fleet`.
     """
     access = access or FleetAccess.fresh()
     port = port or free_port()
@@ -76,14 +76,14 @@ def embedded_worker(
     argv = [sys.executable, "-m", __name__, "--role", role, "--port", str(port)]
     argv += ["--expert-events", experts, "--kv-events", kv, "--kv-replay", replay]
     argv += [word for peer in peers for word in ("--peer", peer)]
-    # One thread each: several workers share the machine, and this model's matrices are small.
+    # One BLAS thread each: several workers share the machine, and this model's matrices are small.
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **access.environment}
     process = ServerProcess(argv, f"http://127.0.0.1:{port}", folder / f"{name}.log", env)
     return EmbeddedWorker(process, role, experts, kv, replay, access)
 
 
 def embedded_fleet(roles: Sequence[Role], folder: Path) -> list[EmbeddedWorker]:
-    """Workers that share fresh secrets and may fetch KV from those among them that prefill; not started yet."""
+    """Create workers with fresh shared secrets that may fetch KV from the prefilling ones; none is started."""
     access = FleetAccess.fresh()
     ports = [free_port() for _ in roles]
     peers = [f"127.0.0.1:{port}" for port, role in zip(ports, roles, strict=True) if role != "decode"]
@@ -94,7 +94,7 @@ def embedded_fleet(roles: Sequence[Role], folder: Path) -> list[EmbeddedWorker]:
 
 
 def serve_embedded(config: WorkerConfig) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
         streams = open_streams(config, stack)

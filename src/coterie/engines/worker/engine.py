@@ -1,11 +1,11 @@
-"""The loop: waiting → prefill → decode, one forward pass a step, in one thread.
+"""The engine loop: waiting → prefill → decode, one forward pass per step, in one thread.
 
-Every step takes one token of each request that decodes, and prompts (or chunks of them) of those that do not yet, up to
-`max_step_tokens`. Blocks are taken as a request grows; when they run out, KV that waits for another worker goes first
-(that worker can compute it), then the newest request goes back to the queue and is computed again later.
+A step holds one token of each decoding request, and prompts (or chunks of prompts) of the others, up to
+`max_step_tokens`. Blocks are taken as a request grows. When they run out, KV staged for another worker is evicted first
+(that worker can recompute it); then the newest request returns to the queue and is recomputed later.
 
-The experts of every token lie beside its KV: a block found again brings its experts along, so a request's footprint is
-exact whatever was cached, fetched or computed twice.
+The expert ids of every token are stored beside its KV: a reused block also provides its expert ids, so a request's
+footprint is exact even if parts of it were cached, fetched or recomputed.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class _Part(NamedTuple):
 
 
 class Engine:
-    """Drive it with :meth:`start` (a thread of its own) or, in tests, by calling :meth:`step`."""
+    """Scheduler and KV cache of a worker. Run with :meth:`start` (a thread) or, in tests, by calling :meth:`step`."""
 
     step_clock = staticmethod(time.perf_counter)
-    """Clock that times forward passes in the log of steps."""
+    """Clock for the forward passes in the step log."""
     codec = staticmethod(torch_codec)
-    """Makes the codec of handed-over KV, for the arrays of the model."""
+    """Factory of the codec for staged KV; it must fit the model's array type."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Engine:
         self.engine_id = uuid.uuid4().hex
         self.metrics = WorkerMetrics({"model": self.served_name, "role": config.role})
         self.log = StepLog()
-        """Log of steps with decode rows; counts those rows alone."""
+        """Log of the steps that have decode rows; counts only those rows."""
         self.blocks = BlockTable(config.kv_blocks, config.block_size)
         shape = (config.max_tokens, len(model.capture.layer_ids), model.capture.top_k)
         self._experts = np.zeros(shape, model.expert_dtype)  # [position, layer, k]
@@ -77,25 +77,25 @@ class Engine:
         self._staged = StagedKV(self.blocks, self.metrics, config.kv_ttl_s)
         self.grants = Grants(config.fleet_secret)
         self._reports = Reports(self.served_name, model.capture, config.load_interval_s, kv_stream, expert_stream)
-        footprint(self._experts[:1], model.capture.num_experts)  # compiles, or loads what was compiled
+        footprint(self._experts[:1], model.capture.num_experts)  # compile the kernel now, or load it from the cache
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._on_end: Callable[[], None] = lambda: None
         self.failure: str | None = None
-        """Error that ended the thread, if any."""
+        """Error that ended the engine's thread, if any."""
 
     # ------------------------------------------------------------------------------------------- from any thread
 
     def start(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """`on_end` is called in the thread if it ends by itself, which only a bug can cause; see `failure`."""
+        """Start the engine's thread; it calls `on_end` if it ends by itself, which only a bug can cause."""
         self._on_end = on_end
         self._thread = threading.Thread(target=self._loop, name="coterie-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread: abort remaining requests and release staged KV."""
+        """End the engine's thread: abort remaining requests and release staged KV."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -120,7 +120,7 @@ class Engine:
         self._post(lambda: self._waiting.append(request))
 
     def abort(self, key: str) -> None:
-        """End the request of a client that is gone, and release its KV. Unknown keys do nothing."""
+        """End the request of a disconnected client and release its KV. Unknown keys are ignored."""
         self._post(lambda: self._abort(key))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -131,7 +131,7 @@ class Engine:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except Exception as error:  # belongs to the caller
+                except Exception as error:  # the caller handles it
                     future.set_exception(error)
 
         self._post(run)
@@ -145,7 +145,7 @@ class Engine:
     # ------------------------------------------------------------------------- in the engine's thread, between steps
 
     def export(self, key: str) -> bytes | None:
-        """Staged KV as bytes; None for an unknown key. It stays staged until it is released."""
+        """Return staged KV as bytes; None for an unknown key. The KV stays staged until it is released."""
         staged = self._staged.get(key)
         if staged is None:
             return None
@@ -155,7 +155,7 @@ class Engine:
         return self.codec().to_bytes(Prefilled(self.model.identity, tokens, expert_ids, tensors))
 
     def hand_out(self, key: str, grant: str | None) -> bytes | None:
-        """Staged KV as bytes, once: it is released. None for an unknown key; a wrong grant raises GrantError."""
+        """Return staged KV as bytes and release it. None for an unknown key; a wrong grant raises GrantError."""
         staged = self._staged.get(key)
         if staged is None:
             return None
@@ -166,11 +166,11 @@ class Engine:
         return data
 
     def release(self, key: str, why: str) -> bool:
-        """Release staged KV; whether there was any."""
+        """Release staged KV; return whether there was any."""
         return self._staged.release(key, why)
 
     def clear_cache(self) -> None:
-        """Forget all cached prefixes; refused while blocks are in use."""
+        """Forget all cached prefixes; raises ConfigError while blocks are in use."""
         self.blocks.clear()
         self._reports.blocks(self.blocks.take_events())
 
@@ -208,12 +208,12 @@ class Engine:
             self._shut_down()
 
     def _patience(self) -> float | None:
-        """Seconds until a report or expiry is due; None to wait for a command."""
+        """Return the seconds until a load report or an expiry is due; None to wait for a command."""
         due = [at for at in (self._staged.due, self._reports.due) if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def step(self) -> bool:
-        """Execute commands, run one forward pass if there is work, and report it. False: nothing to run."""
+        """Execute commands, run one forward pass if there is work, and report it. Return False if nothing ran."""
         while self._inbox:
             self._inbox.popleft()()
         self._staged.release_expired()
@@ -228,15 +228,15 @@ class Engine:
         budget = self.config.max_step_tokens
         batch: list[_Part] = []
         preempted = self.metrics.get("preemptions_total")
-        # One token each before the chunks of prompts, which would take the whole budget.
+        # Decoding requests (one token each) first: chunks of prompts would take the whole budget.
         for request in sorted(self._running, key=lambda one: one.length - one.computed > 1):
-            if request not in self._running or budget == 0:  # preempted by an earlier request of this loop
+            if request not in self._running or budget == 0:  # preempted earlier in this loop, or no budget left
                 continue
             count = min(request.length - request.computed, budget)
             if self._grow(request, request.computed + count):
                 batch.append(_part(request, count))
                 budget -= count
-        if self.metrics.get("preemptions_total") > preempted:  # no room: an admitted request would be preempted at once
+        if self.metrics.get("preemptions_total") > preempted:  # no room: a new request would be preempted at once
             return batch
         while self._waiting and budget and len(self._running) < self.config.max_batch:
             request = self._waiting[0]
@@ -246,7 +246,7 @@ class Engine:
                 if not self._running and self._staged.evict_oldest():
                     continue
                 break
-            except Exception as error:  # KV that does not fit its blocks fails its own request only
+            except Exception as error:  # fetched KV that does not fit fails only its own request
                 self._end(request, "error", _words(error))
                 continue
             self._waiting.popleft()
@@ -257,7 +257,7 @@ class Engine:
         return batch
 
     def _grow(self, request: WorkerRequest, tokens: int) -> bool:
-        """Take blocks for the first `tokens` of a running request; False if it was preempted itself."""
+        """Take blocks for the first `tokens` tokens of a running request; False if the request itself was preempted."""
         wanted = -(-tokens // self.config.block_size) - len(request.blocks)
         while wanted > self.blocks.available:
             if self._staged.evict_oldest():
@@ -276,11 +276,11 @@ class Engine:
         self.metrics.add("preemptions_total")
 
     def _admit(self, request: WorkerRequest) -> None:
-        """Take blocks for all its tokens: cached ones first, then KV from another worker; the rest is computed."""
+        """Take blocks for all tokens of a request: cached ones first, then fetched KV; the rest is computed."""
         size = self.config.block_size
         tokens = request.tokens(0, request.length)
         request.digests = block_digests(tokens, size, request.digests, request.salt)
-        findable = request.digests[: (request.length - 1) // size]  # the last token is computed in any case: its logits
+        findable = request.digests[: (request.length - 1) // size]  # the last token is always computed, for its logits
         cached = self.blocks.find(findable)
         self.blocks.hold(cached)
         try:
@@ -294,7 +294,7 @@ class Engine:
         fetched = 0
         if request.prefilled is not None:
             fetched = self._take_over(request, request.prefilled)
-            request.prefilled = None  # if it is put back to wait, its blocks may still be found; else it is computed
+            request.prefilled = None  # after a preemption its blocks may still be cached; else they are recomputed
         if not request.output:
             request.cached_tokens = hit
             self.metrics.add("prefix_blocks_total", "hit", len(cached))
@@ -304,7 +304,7 @@ class Engine:
             self.metrics.add("prompt_tokens_total", "computed", len(request.prompt) - hit - fetched)
 
     def _take_over(self, request: WorkerRequest, prefilled: Prefilled) -> int:
-        """Put fetched KV into the request's blocks, all but the last token's; returns the tokens saved."""
+        """Write fetched KV, all but the last prompt token's, to the request's blocks; return the tokens written."""
         start, end = request.computed, len(request.prompt) - 1
         if start >= end:
             return 0
@@ -319,7 +319,7 @@ class Engine:
         started, worked = time.perf_counter(), self.step_clock()
         try:
             result = self.model.step([part.rows for part in batch])
-        except Exception as error:  # other requests must not fail with it
+        except Exception as error:  # only the requests of this step fail
             self.metrics.add("step_failures_total")
             for part in batch:
                 self._end(part.request, "error", _words(error))
@@ -342,7 +342,7 @@ class Engine:
     def _count(self, batch: list[_Part], result: StepResult, seconds: float) -> None:
         phases = np.concatenate(
             [np.arange(rows.start, rows.start + len(rows.tokens)) >= len(request.prompt) for request, rows in batch]
-        )  # [row] whether it was generated
+        )  # [row] whether the token was generated
         decoded = int(phases.sum())
         self.metrics.add("steps_total")
         self.metrics.add("step_rows_total", "decode", decoded)
@@ -356,7 +356,7 @@ class Engine:
         self._reports.step(result.expert_ids)
 
     def _store_full(self, request: WorkerRequest) -> None:
-        """Offer the blocks that became full to the table."""
+        """Make the request's newly full blocks findable in the block table."""
         full = request.computed // self.config.block_size
         if full <= request.stored:
             return
@@ -381,7 +381,7 @@ class Engine:
         request.emit(output)
 
     def _stage(self, request: WorkerRequest) -> dict[str, Any]:
-        """Keep the prompt's KV for another worker; returns its location and the prompt's footprint."""
+        """Stage the prompt's KV for another worker; return ``kv_transfer_params`` with its location and footprint."""
         count = len(request.prompt)
         digest = prompt_digest(request.prompt, request.salt)
         self._staged.add(request.key, request.prompt, request.blocks, digest)
@@ -408,7 +408,7 @@ class Engine:
         self.release(key, "dropped")
 
     def _end(self, request: WorkerRequest, finish: FinishReason, error: str | None = None) -> None:
-        """End a request that did not end by itself."""
+        """End a request before it finished, by abort or error."""
         (self._running if request in self._running else self._waiting).remove(request)
         if request.computed:
             self._reports.request(request, self._ids_of(request.blocks, request.computed), finish)
@@ -422,14 +422,14 @@ class Engine:
         request.computed = request.stored = 0
 
     def _ids_of(self, blocks: Sequence[int], count: int) -> NDArray[np.unsignedinteger]:
-        """[token, layer, k] of a request's first `count` tokens."""
+        """Return the expert ids of a request's first `count` tokens, [token, layer, k]."""
         return self._experts[block_positions(blocks, self.config.block_size, 0, count)]
 
     def _shut_down(self) -> None:
         for request in (*self._running, *self._waiting):
             self._end(request, "abort")
         self._staged.release_all("shutdown")
-        while self._inbox:  # callers that wait for an answer get one
+        while self._inbox:  # answer the callers that still wait
             self._inbox.popleft()()
         for request in list(self._waiting):
             self._end(request, "abort")

@@ -1,7 +1,7 @@
-"""An event stream on ZMQ that never makes the engine wait.
+"""Event streams on ZMQ that never block the engine.
 
-A subscriber that does not read loses messages, which it sees in their numbers, and costs no other subscriber one:
-see `coterie.wire.publishing`.
+A subscriber that reads too slowly loses messages and sees a gap in their sequence numbers. Other subscribers lose
+nothing: see `coterie.wire.publishing`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from coterie.wire.publishing import limit_queues, send_to_all
 
 KV_TOPIC = b"kv"
 MAX_ASKED = 4096
-"""Largest message of a subscriber: it sends topics and numbers."""
+"""Maximum bytes of a subscriber's message: subscribers send only topics and sequence numbers."""
 LINGER_MS = 500
-"""Milliseconds to send queued messages at the end."""
+"""Milliseconds to keep sending queued messages on close."""
 
 
 class EventStream:
-    """Owned by one thread at a time: made and bound in one, then handed to the engine's.
+    """A publisher socket. Used by one thread at a time: created and bound in one thread, then passed to the engine's.
 
-    With a fleet's `secret` only those who know it can subscribe. With `replay`, an endpoint, the last `keep` messages
-    can be asked for again there.
+    With the fleet's `secret`, only its holders can subscribe. With the endpoint `replay`, subscribers can request the
+    last `keep` messages again there.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class EventStream:
     def publish(self, payload: bytes) -> None:
         frames = to_frames(self.topic, self.published, payload)
         self.published += 1
-        if self._replay is not None:  # before it is sent: who misses the next message may ask for this one at once
+        if self._replay is not None:  # before sending: a subscriber may request this message at once
             self._replay.keep(frames)
         self.dropped += not send_to_all(self._socket, frames)
 
     def close(self) -> None:
         self._socket.close()
-        self._context.term()  # ends the replay's thread too
+        self._context.term()  # also ends the replay thread
 
 
 class Replay:
-    """Sends past messages again to those who ask, as vLLM does, in a thread that ends with the context.
+    """Resend past messages on request, as vLLM does, in a thread that ends with the context.
 
-    A request is eight bytes, the first number wanted, from a REQ or DEALER socket; the answer is every message from
-    there on that is kept, then one numbered -1.
+    A request is eight bytes, the first sequence number wanted, from a REQ or DEALER socket. The answer is every kept
+    message from that number on, then an end message with number -1.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret: str | None, keep: int) -> None:
@@ -96,8 +96,8 @@ class Replay:
         self._lock = threading.Lock()
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
-        # A whole answer has room: libzmq hears of what was read in halves of this, so up to keep + 1 messages late. A
-        # subscriber that asks again without reading loses the rest.
+        # Twice a whole answer: libzmq learns in batches of half this limit how much was read, up to keep + 1 messages
+        # late. A subscriber that requests again without reading loses the excess.
         socket.setsockopt(zmq.SNDHWM, 2 * (keep + 1))
         try:
             self.endpoint = _bind(socket, endpoint, secret)
@@ -115,13 +115,13 @@ class Replay:
             try:
                 asked = socket.recv_multipart()
                 if len(asked) == 3 and asked[1] == b"" and len(asked[2]) == 8:
-                    socket.getsockopt(zmq.EVENTS)  # reads the socket's commands: see coterie.wire.publishing
+                    socket.getsockopt(zmq.EVENTS)  # makes libzmq process pending commands: see coterie.wire.publishing
                     for frames in self._since(int.from_bytes(asked[2], "big")):
                         socket.send_multipart([asked[0], b"", *frames])
             except zmq.ContextTerminated:
                 socket.close()
                 return
-            except zmq.ZMQError:  # who asked is gone
+            except zmq.ZMQError:  # the requester has disconnected
                 continue
 
     def _since(self, first: int) -> list[list[bytes]]:
@@ -132,7 +132,7 @@ class Replay:
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str, secret: str | None) -> str:
-    """The endpoint as bound: with its port, where any was asked for."""
+    """Bind the socket and return its endpoint, with the actual port if a wildcard port was given."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED)
     if secret is not None:
         secure_publisher(socket, secret)
@@ -144,7 +144,7 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str, secret: str | None) -> str:
 
 
 class Streams(NamedTuple):
-    """Event streams of a worker; None for one that is not configured."""
+    """Event streams of a worker; None if a stream is not configured."""
 
     kv: EventStream | None
     experts: EventStream | None
@@ -163,11 +163,11 @@ def open_streams(config: WorkerConfig, stack: contextlib.ExitStack) -> Streams:
     return Streams(kv, experts)
 
 
-# What the engine tells subscribers: the blocks it holds, the experts of requests that ended, the load in between.
+# Events of the engine: changes of KV blocks, the experts of finished requests, and the load at intervals.
 
 
 class Reports:
-    """Streams may be None: then nothing is built for them."""
+    """Builds and publishes the engine's events; a stream that is None costs nothing."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Reports:
 
     @property
     def due(self) -> float | None:
-        """Monotonic time of the next load report; None if there is none."""
+        """Monotonic time of the next load report; None if no step ran since the last."""
         return self._since + self._interval_s if self._steps else None
 
     def blocks(self, events: list[KVEvent]) -> None:
@@ -192,14 +192,14 @@ class Reports:
             self.kv_stream.publish(encode_kv_events(KVEvents(time.time(), events, 0)))
 
     def step(self, expert_ids: NDArray[np.unsignedinteger]) -> None:
-        """Count a step's rows [row, layer, k]."""
+        """Add a step's expert ids [row, layer, k] to the load."""
         if self.expert_stream is not None:
             accumulate_load(expert_ids, self._load)
             self._steps += 1
             self._tokens += len(expert_ids)
 
     def request(self, request: WorkerRequest, expert_ids: NDArray[np.unsignedinteger], finish: str) -> None:
-        """A request ended; ids [token, layer, k] are those of its first tokens, all that were computed."""
+        """Publish the expert ids [token, layer, k] of a finished request, for all its computed tokens."""
         if self.expert_stream is None:
             return
         count = len(expert_ids)
@@ -219,7 +219,7 @@ class Reports:
         self.expert_stream.publish(encode_expert_events(ExpertEvents(time.time(), [event])))
 
     def load(self, now: bool = False) -> None:
-        """Tell the load if it is due, or `now`."""
+        """Publish the load if it is due or `now` is set."""
         if self.expert_stream is None or self.due is None or not (now or self.due <= time.monotonic()):
             return
         until = time.monotonic()

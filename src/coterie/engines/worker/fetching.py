@@ -1,9 +1,9 @@
-"""KV from another worker: asked of configured peers alone, with the fleet's grant, and checked before it is used.
+"""Fetch KV from another worker: only from configured peers, with the fleet's grant, and checked before use.
 
-Where KV lies is written in a body, and bodies come from clients. So the address must be a peer's, the grant must be
-signed with the fleet's secret for this very prompt, redirects are not followed, nothing is unpacked, and no more is
-read than the prompt's own KV can take. Whatever goes wrong, the prompt is computed here: a fetch can cost time, never
-an answer.
+The location of the KV is in the request body, which comes from a client. Therefore the address must be a peer's, the
+grant must be signed with the fleet's secret for this exact prompt, redirects are not followed, the answer is not
+decompressed, and no more bytes are read than this prompt's KV can take. If anything fails, the prompt is computed on
+this worker: a failed fetch costs time but never the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coterie.net.http1 import Headers, Upstream, UpstreamError, UpstreamLimits
 
 CONNECT_S = 2.0
 DROP_S = 5.0
-"""Seconds for telling a peer that nobody will fetch its KV; it expires there in any case."""
+"""Seconds for telling a peer to drop KV that will not be fetched; the KV expires there in any case."""
 
 
 class Fetcher:
@@ -32,7 +32,7 @@ class Fetcher:
         self._drops: set[asyncio.Task[None]] = set()
 
     async def fetch(self, remote: Remote, prompt: Sequence[int], salt: str | None) -> Prefilled | None:
-        """Fetch KV of this prompt; None if it cannot be had: it is then computed here."""
+        """Fetch the KV of this prompt; None if that fails, and this worker then computes it."""
         outcome = "refused"
         try:
             if self._allowed(remote.address) and self._granted(remote, prompt, salt):
@@ -47,20 +47,20 @@ class Fetcher:
                     outcome = "ok"
                     self._engine.metrics.add("kv_fetch_bytes_total", by=len(data))
                     return prefilled
-        except asyncio.CancelledError:  # the client is gone: nobody will fetch it now
+        except asyncio.CancelledError:  # the client has disconnected: the KV will not be fetched
             self._drop(remote)
             outcome = "cancelled"
             raise
         except UpstreamError as error:
             outcome = "damaged" if error.answered else "unreachable"
-        except Exception:  # whatever a peer sends must not reach the client's answer: the counter tells
+        except Exception:  # a bad answer of a peer must not fail the request; the counter records it
             return None
         finally:
             self._engine.metrics.add("kv_fetch_total", outcome)
         return None
 
     async def close(self) -> None:
-        """Wait until peers were told to drop what nobody will fetch."""
+        """Wait until the pending drop requests to peers are sent."""
         await asyncio.gather(*self._drops, return_exceptions=True)
 
     def _allowed(self, address: Address) -> bool:
@@ -72,7 +72,7 @@ class Fetcher:
         return self._engine.grants.valid(remote.grant, remote.key, prompt_digest(prompt, salt))
 
     async def _read(self, remote: Remote, most: int) -> bytes | None:
-        """The body of the peer's answer; None if it has no such KV."""
+        """Return the body of the peer's answer; None if the peer does not have this KV."""
         async with asyncio.timeout(self._config.fetch_timeout_s), self._peer(remote.address) as peer:
             answer = await peer.send("GET", f"/kv/{remote.key}", self._headers(remote))
             if answer.status != 200:
@@ -81,7 +81,7 @@ class Fetcher:
 
     @contextlib.asynccontextmanager
     async def _peer(self, address: Address) -> AsyncIterator[Upstream]:
-        """A connection for this fetch alone: one that is kept may be closed by the peer just as it is used."""
+        """Open a connection for this fetch only: the peer may close a kept-alive connection just as it is reused."""
         peer = Upstream(f"http://{address}", self._limits)
         try:
             yield peer

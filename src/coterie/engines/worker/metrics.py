@@ -1,7 +1,7 @@
-"""Metrics of a worker, in a Prometheus registry of its own.
+"""Metrics of a worker, in a separate Prometheus registry.
 
-Labels come from short fixed lists: no request, no expert. Counts are kept in plain numbers and collected when asked
-for: several are totals that other objects keep, which a client's counter cannot be set to.
+Label values come from short fixed lists, never from requests or experts. Values are plain numbers, collected on
+scrape: some are totals kept by other objects, and a prometheus_client Counter cannot be set to a value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIX = "coterie_worker_"
 
 class WorkerMetric(NamedTuple):
     kind: Literal["counter", "gauge", "sum"]
-    """A `sum` is shown with the count of what was added up, as a summary."""
+    """Type of the metric; a `sum` is exported as a summary, with the count of the added values."""
     label: str | None
     values: tuple[str, ...]
     help: str
@@ -81,11 +81,11 @@ METRICS: dict[str, WorkerMetric] = {
 
 
 COUNT_OF = {"distinct_experts_sum": "distinct_experts_steps_total"}
-"""Sum → counter of the values added to it."""
+"""Maps a sum to the counter of the values added to it."""
 
 
 class WorkerMetrics(Collector):
-    """Counts by name and label value; a wrong one raises. `constant` labels are on every series."""
+    """Values by metric name and label value; unknown names and labels raise. Every series has the `constant` labels."""
 
     def __init__(self, constant: Mapping[str, str]) -> None:
         self._constant = dict(constant)
@@ -121,14 +121,14 @@ class WorkerMetrics(Collector):
             yield family
 
     def render(self) -> bytes:
-        """Prometheus text format 0.0.4."""
+        """Return all metrics in the Prometheus text format 0.0.4."""
         return generate_latest(self._registry)
 
 
 def _family(
     name: str, metric: WorkerMetric, labels: list[str]
 ) -> CounterMetricFamily | GaugeMetricFamily | SummaryMetricFamily:
-    """The client puts ``_total`` or ``_sum`` at a name's end by itself."""
+    """Create the metric family; prometheus_client appends ``_total`` or ``_sum`` to the name itself."""
     if metric.kind == "counter":
         return CounterMetricFamily(PREFIX + name.removesuffix("_total"), metric.help, labels=labels)
     if metric.kind == "sum":

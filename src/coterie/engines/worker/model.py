@@ -1,12 +1,12 @@
 """The forward pass of a step: rows of many requests in one pass, each attending to its own blocks.
 
-Rows are packed, not padded: a step is one sequence [1, row] to every layer but attention, which is replaced by
-:func:`packed_attention`. It puts the rows' keys and values into their blocks, then lets each request's rows attend to
-that request's blocks alone. So prompts, chunks of prompts and single decode tokens share a step, and what a request
-gets does not depend on who else is in it, up to the rounding of a matrix product with another number of rows.
+Rows are packed, not padded: every layer sees a step as one sequence [1, row], except attention, which is replaced by
+:func:`packed_attention`. It writes the rows' keys and values to their blocks; then each request's rows attend to that
+request's blocks only. So prompts, chunks of prompts and single decode tokens share a step, and a request's result does
+not depend on the other requests, up to the rounding of matrix products with different numbers of rows.
 
-It works for every family whose attention goes through the library's attention interface. KV is kept as attention sees
-it: latent attention (DeepSeek) is stored expanded.
+Works for every model family that uses the attention interface of transformers. KV is stored as attention sees it:
+latent attention (DeepSeek) is stored expanded.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ NAME = "coterie_packed"
 
 
 class RequestRows(NamedTuple):
-    """Rows of one request in a step: its tokens `start` … `start + len(tokens) - 1`."""
+    """Rows of one request in a step: tokens `start` … `start + len(tokens) - 1` of the request."""
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
-    """The request's blocks from its beginning, enough for the last row."""
+    """Blocks of the request from its first token to at least the last row."""
     sample: bool
-    """Whether the logits of the last row are wanted."""
+    """Whether to compute the logits of the last row."""
 
 
 class StepResult(NamedTuple):
     logits: NDArray[np.float32]
-    """[sampled request, vocabulary], in the order of the rows."""
+    """[sampled request, vocabulary], in batch order."""
     expert_ids: NDArray[np.unsignedinteger]
-    """[row, layer, k]"""
+    """[row, layer, k] expert ids."""
 
 
 class KVStore:
-    """Keys and values of every block, in one tensor each a layer: [block, offset, head, width].
+    """Keys and values of every block, one tensor of each per layer: [block, offset, head, width].
 
-    Made when a layer is first written: only then is its shape known.
+    A layer's tensors are allocated at its first write, when their shape is known.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -70,19 +70,19 @@ class KVStore:
             store[layer].flatten(0, 1)[kv_positions] = rows
 
     def read(self, layer: int, blocks: Any, length: int) -> tuple[Any, Any]:
-        """Key and value [head, token, width] of the first `length` tokens of a request."""
+        """Return key and value [head, token, width] of a request's first `length` tokens."""
         key = self.keys[layer].index_select(0, blocks).flatten(0, 1)[:length]
         value = self.values[layer].index_select(0, blocks).flatten(0, 1)[:length]
         return key.transpose(0, 1), value.transpose(0, 1)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's KV."""
+        """Bytes of one token's KV over all layers."""
         positions = self.num_blocks * self.block_size
         return sum(int(t.nbytes) for store in (self.keys, self.values) for t in store.values()) // positions
 
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Any]:
-        """Name → tensor [token, head, width], on the host: what another worker needs."""
+        """Return the KV of a request as name → tensor [token, head, width] on the host, for another worker."""
         index = torch.tensor(blocks)
         out = {}
         for name, store in (("key", self.keys), ("value", self.values)):
@@ -92,7 +92,7 @@ class KVStore:
         return out
 
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
-        """Raise ConfigError unless tensors of another worker fit here."""
+        """Raise ConfigError unless another worker's tensors match this store's names, dtypes, shapes and are finite."""
         expected = {
             f"{name}.{layer}": (tensor.dtype, (length, *tensor.shape[2:]))
             for name, store in (("key", self.keys), ("value", self.values))
@@ -108,9 +108,9 @@ class KVStore:
                 raise ConfigError(f"{name} holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
-        """Write rows `start` … of checked tensors to their KV positions."""
+        """Write the checked tensors' rows from `start` on to their KV positions."""
         index = torch.from_numpy(kv_positions)
-        with torch.inference_mode():  # as the store was made
+        with torch.inference_mode():  # the store's tensors were created in inference mode
             for name, rows in tensors.items():
                 kind, _, layer = name.partition(".")
                 tensor = (self.keys if kind == "key" else self.values)[int(layer)]
@@ -120,11 +120,11 @@ class KVStore:
 
 
 class _Layout(NamedTuple):
-    """Layout of a step, for attention."""
+    """Layout of a step, passed to attention."""
 
     store: KVStore
     kv_positions: Any
-    """[row]"""
+    """[row] KV position of each row."""
     parts: list[_Part]
 
 
@@ -142,14 +142,14 @@ def packed_attention(
     query: Any,
     key: Any,
     value: Any,
-    _attention_mask: Any,  # the layout says who sees what
+    _attention_mask: Any,  # unused: the layout determines what each row attends to
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Any = None,
     coterie_layout: _Layout | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """query, key, value [1, head, row, width] → [1, row, head, width]."""
+    """Store the rows' KV and attend: query, key, value [1, head, row, width] → [1, row, head, width]."""
     if coterie_layout is None:
         raise ConfigError("this model was prepared for the worker: call PackedModel.step")
     store, kv_positions, parts = coterie_layout
@@ -165,7 +165,7 @@ def packed_attention(
 
 
 def _attend(query: Any, key: Any, value: Any, start: int, scaling: float | None, window: int | None, sinks: Any) -> Any:
-    """Rows [head, row, width] that are tokens `start` … of a request, over its keys [kv head, token, width]."""
+    """Attend from rows [head, row, width], tokens `start` … of a request, to its keys [kv head, token, width]."""
     rows, tokens = query.shape[1], key.shape[1]
     windowed = window is not None and tokens > window
     mask = None
@@ -187,17 +187,17 @@ def _attend(query: Any, key: Any, value: Any, start: int, scaling: float | None,
     scores = scores * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    # A sink takes part in the softmax and adds nothing to the sum.
+    # A sink is part of the softmax but adds nothing to the sum.
     sink = sinks.reshape(-1, 1, 1).expand(-1, rows, 1).to(scores.dtype)
     shares = torch.softmax(torch.cat([scores, sink], dim=-1).float(), dim=-1)[..., :-1]
     return shares.to(value.dtype) @ value.repeat_interleave(groups, 0)
 
 
 class PackedModel:
-    """A checkpoint, its tokenizer and its KV store, ready for steps. Everything but loading is for one thread."""
+    """A checkpoint, its tokenizer and its KV store, ready for steps. Everything except loading is single-threaded."""
 
     def __init__(self, folder: Path, dtype: str, device: str, num_blocks: int, block_size: int) -> None:
-        loaded = load_model(folder, dtype, device)  # says it if torch or transformers is missing
+        loaded = load_model(folder, dtype, device)  # raises if torch or transformers is missing
         import transformers
 
         transformers.AttentionInterface.register(NAME, packed_attention)
@@ -215,9 +215,9 @@ class PackedModel:
         self.eos = _eos(self._model, self.tokenizer)
         self.store = KVStore(num_blocks, block_size)
         self.longest_token = max(map(len, self.tokenizer.get_vocab()))
-        """Characters of the longest token: bounds the texts that can fit the context."""
-        self.tokenizer.encode("warm")  # the first call may change the tokenizer; later ones only read it
-        self.step([RequestRows([0], 0, [0], True)])  # makes the store, and shows that capture works
+        """Characters of the longest token; bounds the length of a text that can fit the context."""
+        self.tokenizer.encode("warm")  # the first call may change the tokenizer; later calls only read it
+        self.step([RequestRows([0], 0, [0], True)])  # allocates the store and checks that expert capture works
         missing = set(range(config.num_hidden_layers)) - set(self.store.keys)
         if missing:
             raise UnavailableError(

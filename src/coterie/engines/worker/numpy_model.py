@@ -1,9 +1,9 @@
-"""coterie-tiny on NumPy: the same steps as :mod:`coterie.engines.worker.model`, where torch is not installed.
+"""coterie-tiny on NumPy: the same steps as :mod:`coterie.engines.worker.model`, without torch.
 
-Qwen3-MoE as published: RMS norms, normed queries and keys, rotary positions, grouped-query attention over a request's
-own blocks, softmax over all experts and the top k of it renormalised. An expert's weights are read once a step, if any
-row chose it: so a step's time follows its distinct experts here as on a GPU. float32 throughout. For this model's size;
-a real model belongs on torch.
+Implements Qwen3-MoE as published: RMS norms, normalised queries and keys, rotary positions, grouped-query attention
+over a request's own blocks, a softmax over all experts with its top k renormalised. An expert's weights are read once
+per step if any row chose the expert, so that a step's time follows its distinct experts, as on a GPU. All arithmetic
+is float32. Only for models of this size; larger models need torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Array = NDArray[np.float32]
 
 
 class Shape(NamedTuple):
-    """What the engine asks of a capture."""
+    """Attributes that the engine reads from an expert capture."""
 
     layer_ids: tuple[int, ...]
     num_experts: int
@@ -54,7 +54,7 @@ class _Layer(NamedTuple):
 
 
 class NumpyStore:
-    """Keys and values of every block: [layer, KV position, head, width] each."""
+    """Keys and values of every block, two arrays [layer, KV position, head, width]."""
 
     def __init__(self, layers: int, num_blocks: int, block_size: int, heads: int, width: int) -> None:
         self.block_size = block_size
@@ -63,16 +63,16 @@ class NumpyStore:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's KV."""
+        """Bytes of one token's KV over all layers."""
         return (self.keys.nbytes + self.values.nbytes) // self.keys.shape[1]
 
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Array]:
-        """Name → [layer, token, head, width]: what another worker needs."""
+        """Return the KV of a request as name → array [layer, token, head, width], for another worker."""
         kv_positions = block_positions(blocks, self.block_size, 0, length)
         return {"keys": self.keys[:, kv_positions], "values": self.values[:, kv_positions]}
 
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
-        """Raise ConfigError unless arrays of another worker fit here."""
+        """Raise ConfigError unless another worker's arrays match this store's names, dtypes, shapes and are finite."""
         layers, _, heads, width = self.keys.shape
         right = {name: ((layers, length, heads, width), np.dtype(np.float32)) for name in ("keys", "values")}
         received = {name: (array.shape, array.dtype) for name, array in tensors.items()}
@@ -82,13 +82,13 @@ class NumpyStore:
             raise ConfigError("KV holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
-        """Write rows `start` … of checked arrays to their KV positions."""
+        """Write the checked arrays' rows from `start` on to their KV positions."""
         for store, name in ((self.keys, "keys"), (self.values, "values")):
             store[:, kv_positions] = tensors[name][:, start : start + len(kv_positions)]
 
 
 class NumpyModel:
-    """Stands in for :class:`~coterie.engines.worker.model.PackedModel`."""
+    """NumPy replacement of :class:`~coterie.engines.worker.model.PackedModel`."""
 
     def __init__(self, folder: Path, num_blocks: int, block_size: int) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ class NumpyModel:
         self.vocab_size, self.max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
         pieces = (self.tokenizer.decode([number], skip_special_tokens=False) for number in range(self.vocab_size))
         self.longest_token = max(map(len, pieces))
-        """Characters of the longest token: bounds the texts that can fit the context."""
+        """Characters of the longest token; bounds the length of a text that can fit the context."""
         ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
         self.eos: frozenset[int] = frozenset(ends)
         self.capture = Shape(tuple(range(layers)), experts, int(config["num_experts_per_tok"]))
@@ -122,7 +122,7 @@ class NumpyModel:
         self.store = NumpyStore(layers, num_blocks, block_size, self._kv_heads, self._width)
 
     def step(self, batch: Sequence[RequestRows]) -> StepResult:
-        """One forward pass of rows of many requests, each attending to its own blocks."""
+        """Run one forward pass of rows of many requests, each attending to its own blocks."""
         size = self.store.block_size
         kv_positions = [block_positions(rows.blocks, size, rows.start, rows.start + len(rows.tokens)) for rows in batch]
         seen = [block_positions(rows.blocks, size, 0, rows.start + len(rows.tokens)) for rows in batch]
@@ -148,7 +148,7 @@ class NumpyModel:
         return StepResult(np.asarray(logits, np.float32), expert_ids)
 
     def _projected(self, layer: _Layer, hidden: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """Query, key and value [row, head, width], turned to their positions."""
+        """Compute query, key and value [row, head, width]; rotary positions are applied to query and key."""
         heads, kv_heads = self._heads, self._kv_heads
         all_heads = (_normed(hidden, layer.norm, self._eps) @ layer.qkv).reshape(len(hidden), -1, self._width)
         query = _normed(all_heads[:, :heads], layer.query_norm, self._eps)
@@ -156,12 +156,12 @@ class NumpyModel:
         return _turned(query, cos, sin), _turned(key, cos, sin), all_heads[:, heads + kv_heads :]
 
     def _experts(self, layer: _Layer, hidden: Array) -> tuple[Array, NDArray[np.int64]]:
-        """Output of the experts [row, hidden], and their ids [row, k]."""
+        """Return the output of the experts [row, hidden], and their ids [row, k]."""
         scores = _softmax(hidden @ layer.router)
         chosen = np.argsort(-scores, axis=1, kind="stable")[:, : self.capture.top_k]
         weights = np.take_along_axis(scores, chosen, axis=1)
         weights /= weights.sum(axis=1, keepdims=True)
-        # Rows in the order of their experts, so that an expert's are a slice, and all else is one call for all experts.
+        # Sort rows by expert, so that each expert's rows are a slice; the rest is one call for all experts.
         k = self.capture.top_k
         order = np.argsort(chosen.ravel(), kind="stable")
         experts, starts = np.unique(chosen.ravel()[order], return_index=True)
@@ -177,7 +177,7 @@ class NumpyModel:
             np.matmul(inner[start:end], layer.down[expert], out=made[start:end])
         by_choice = np.empty_like(made)
         by_choice[order] = made * weights.ravel()[order, None]
-        # Summed in the order of expert ids: a row's result does not depend on the rows beside it.
+        # Sum in the order of expert ids: a row's result does not depend on the other rows.
         ranked = by_choice.reshape(len(hidden), k, -1)[np.arange(len(hidden))[:, None], np.argsort(chosen, axis=1)]
         out = np.zeros_like(hidden)
         for place in range(k):
@@ -223,7 +223,7 @@ def _softmax(values: Array) -> Array:
 
 
 def _attend(query: Array, keys: Array, values: Array, start: int) -> Array:
-    """Rows [row, head, width] that are tokens `start` … of a request, over its keys [token, kv head, width]."""
+    """Attend from rows [row, head, width], tokens `start` … of a request, to its keys [token, kv head, width]."""
     rows, heads, width = query.shape
     kv_heads = keys.shape[1]
     grouped = query.reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3)  # [kv head, group, row, width]
@@ -237,23 +237,22 @@ def _attend(query: Array, keys: Array, values: Array, start: int) -> Array:
 
 # coterie-tiny's tokenizer without a library: byte-level BPE read from its ``tokenizer.json``.
 #
-# Text is cut at special tokens, every digit apart, the rest into words as GPT-2 does; each word's bytes are merged in
-# the order the merges were learned. Only what that file uses is supported: anything else in it is refused, never
-# guessed.
+# Text is split at special tokens, then into single digits and GPT-2 words; each word's bytes are merged in the order
+# in which the merges were learned. Only the features of that file are supported: a file with others is refused.
 
 PRETOKENIZERS = [
     {"type": "Digits", "individual_digits": True},
     {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
 ]
 CACHED_WORDS, LONGEST_CACHED = 1 << 16, 32
-"""Most words whose ids are kept, and characters of the longest: under 100 MB, whatever texts come."""
+"""Maximum number of cached words, and characters of the longest cached word: under 100 MB for any input."""
 _GONE = -1
-# Digits are cut out before: what is left of \w but the underscore is a letter.
+# Digits are split off before, so what is left of \w except the underscore is a letter.
 WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
 
 class BytePairs:
-    """What the worker asks of a tokenizer; the chat template is ChatML, as that model's."""
+    """The tokenizer interface that the worker uses; the chat template is ChatML, as in coterie-tiny."""
 
     chat_template = "ChatML"
 
@@ -284,7 +283,7 @@ class BytePairs:
         self._word = lru_cache(maxsize=CACHED_WORDS)(self._merged)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; none is added at its ends, in either case."""
+        """Return the token ids of a text; no special tokens are added, whatever `add_special_tokens` is."""
         del add_special_tokens
         out: list[int] = []
         for part in self._cut.split(text):
@@ -306,9 +305,9 @@ class BytePairs:
         return said + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
     def _merged(self, word: str) -> tuple[int, ...]:
-        """Ids of one word: of its neighbours, the pair learned first is merged, the leftmost of equals, until none is.
+        """Return the ids of one word: merge the pair learned first, the leftmost of equals, until no pair is left.
 
-        A heap of the pairs and links between the parts that are left: O(n log n). The plain loop, which looks at all
+        Uses a heap of pairs and a linked list of the remaining parts: O(n log n). The plain loop, which scans all
         neighbours before each merge, takes a minute for one word of 100 KB.
         """
         ids = [self._byte_ids[byte] for byte in word.encode("utf-8", "surrogatepass")]
@@ -320,7 +319,7 @@ class BytePairs:
         while heap:
             rank, at = divmod(heappop(heap), size)
             right = after[at]
-            if right == size or ranks.get((ids[at], ids[right])) != rank:  # merged in the meantime: no id is negative
+            if right == size or ranks.get((ids[at], ids[right])) != rank:  # stale: merged since; `_GONE` is in no pair
                 continue
             ids[at], ids[right] = self._made[rank], _GONE
             left, after[at] = before[at], after[right]
@@ -334,7 +333,7 @@ class BytePairs:
 
 
 def _apart(text: str) -> list[str]:
-    """Every numeric character alone, what lies between them whole."""
+    """Split a text into single numeric characters and the pieces between them."""
     out, start = [], 0
     for at, letter in enumerate(text):
         if category(letter).startswith("N"):
@@ -344,7 +343,7 @@ def _apart(text: str) -> list[str]:
 
 
 def _byte_letters() -> list[str]:
-    """[byte] the letter that stands for it in the vocabulary: itself if it can be printed, else one past 255."""
+    """Return each byte's character in the vocabulary, [byte]: itself if printable, else a character past 255."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     out, next_free = [], 256
     for byte in range(256):

@@ -1,7 +1,7 @@
-"""OpenAI bodies in, OpenAI answers out: pure functions, no sockets.
+"""Parse OpenAI request bodies and build OpenAI answers: pure functions, no sockets.
 
-A body is checked whole before anything runs. What would change the answer and is not supported is refused, not ignored;
-unknown fields are ignored, as OpenAI's own clients send ever new ones.
+A body is checked completely before anything runs. Unsupported fields that would change the answer are refused, not
+ignored. Unknown fields are ignored, since OpenAI's clients keep adding new ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from coterie.errors import CoterieError
 from coterie.net.access import Address
 
 DEFAULT_MAX_TOKENS = 16
-"""Default tokens of a completion, as in OpenAI's interface; a chat answer may fill the remaining context."""
+"""Default max_tokens of a completion, as in OpenAI's API; a chat answer may fill the remaining context."""
 MAX_STOPS = 16
 MAX_SALT = 1024
-"""Most characters of a cache salt; a random one of 256 bits has 43 in base64."""
+"""Maximum characters of a cache salt; a random salt of 256 bits has 43 in base64."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -47,13 +47,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Unsupported fields and the values with which they change nothing; null is always allowed."""
+"""Unsupported fields and the values with which they have no effect; null is always allowed."""
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
 
 
 class RequestError(CoterieError):
-    """A body that cannot be served: becomes an OpenAI error answer."""
+    """A request that cannot be served; it is answered with an OpenAI error body."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class RequestError(CoterieError):
 
 
 class Remote(NamedTuple):
-    """Where prefilled KV is said to be. From a body, so not to be trusted: see :mod:`fetching`."""
+    """Location of prefilled KV as given in a request body, so untrusted: see :mod:`fetching`."""
 
     address: Address
     key: str
@@ -70,22 +70,22 @@ class Remote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A body, checked; tokens are not known yet."""
+    """A checked request body, not tokenised yet."""
 
     chat: bool
     prompt: str | list[int] | list[dict[str, str]]
-    """Text, token ids, or the messages of a chat."""
+    """Text, token ids, or chat messages."""
     max_tokens: int | None
-    """None takes as many as fit."""
+    """Maximum tokens to generate; None: as many as fit the context."""
     sampling: SamplingSettings
-    """SamplingSettings settings without max_tokens."""
+    """Sampling settings; their max_tokens is set later."""
     stream: bool
     include_usage: bool
     return_token_ids: bool
     hand_over: bool
-    """Whether to prefill for another worker."""
+    """Whether to prefill only and stage the KV for another worker."""
     remote: Remote | None
-    """KV prefilled by another worker."""
+    """Location of KV prefilled by another worker."""
     salt: str | None = None
     """Cache salt of the tenant."""
 
@@ -93,7 +93,7 @@ class Asked:
 def parse_json(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
-    except (ValueError, RecursionError) as error:  # a wrong encoding is a ValueError too
+    except (ValueError, RecursionError) as error:  # wrong encodings also raise ValueError
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, found {_kind(body)}")
@@ -101,7 +101,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> Asked:
-    """Check everything that can be checked without the tokenizer; raises RequestError."""
+    """Check everything that does not need the tokenizer; raises RequestError."""
     model = body.get("model")
     if model is not None and model != served:
         shown = _short(model)
@@ -134,7 +134,7 @@ def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> 
 
 
 def check_max_tokens(prompt: Sequence[int], max_tokens: int | None, limit: int, vocab_size: int) -> int:
-    """Tokens that may be generated; raises RequestError if the request cannot fit."""
+    """Return the maximum number of tokens to generate; raises RequestError if the request cannot fit."""
     if not prompt:
         raise RequestError("the prompt has no tokens; give at least one", "prompt")
     wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
@@ -351,12 +351,12 @@ def error_body(
     message: str, param: str | None = None, code: str | None = None, kind: str | None = None
 ) -> dict[str, Any]:
     kind = kind or "invalid_request_error"
-    message = " ".join(message.split()).encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
+    message = " ".join(message.split()).encode(errors="backslashreplace").decode()  # may hold half a surrogate pair
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class AnswerBuilder:
-    """Builds what is sent for one request, whole or in chunks."""
+    """Builds the answer to one request, whole or in chunks."""
 
     def __init__(self, asked: Asked, name: str, model: str, created: int, prompt: Sequence[int]) -> None:
         self._asked, self._prompt = asked, list(prompt)
@@ -373,7 +373,7 @@ class AnswerBuilder:
         self._text.append(output.text)
 
     def whole(self, last: Output) -> dict[str, Any]:
-        """The answer of a request that is not streamed; every output was added, the last one too."""
+        """Return the answer to a request that is not streamed; all outputs, including `last`, must have been added."""
         text = "".join(self._text)
         choice: dict[str, Any] = {"index": 0}
         if self._asked.chat:
@@ -389,7 +389,7 @@ class AnswerBuilder:
         return out
 
     def chunk(self, output: Output) -> dict[str, Any]:
-        """One piece of a streamed answer; `output` was added."""
+        """Return one chunk of a streamed answer; `output` must have been added."""
         choice: dict[str, Any] = {"index": 0}
         if self._asked.chat:
             choice["delta"] = {**({"role": "assistant"} if self._first else {}), "content": output.text}

@@ -1,4 +1,4 @@
-"""One request inside the worker: what was asked, how far it is, and how its tokens become text."""
+"""One request inside the worker: its settings, its progress, and the decoding of its tokens to text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from coterie.engines.worker.transfer import Prefilled
 
 GREEDY_BELOW = 1e-5
-"""A temperature under this would overflow; its limit is the largest logit."""
+"""Temperatures below this are greedy (argmax): dividing by them would overflow."""
 MAX_HELD = 16
-"""Most tokens held back until they complete a character."""
+"""Maximum number of tokens held back until they complete a character."""
 BROKEN = "\ufffd"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -36,13 +36,13 @@ class SamplingSettings:
 
 
 class Output(NamedTuple):
-    """What a step added to a request; the last one says why it ended."""
+    """Tokens and text that a step added to a request; the last output has the finish reason."""
 
     token_ids: tuple[int, ...]
     text: str
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or token that ended it; None for the model's own end token."""
+    """Stop string or stop token id that ended the request; None for the model's own end token."""
     kv_transfer_params: dict[str, Any] | None = None
     cached_tokens: int = 0
     error: str | None = None
@@ -54,28 +54,28 @@ class _Stopped(NamedTuple):
 
 
 class Text:
-    """Tokens to text, piece by piece, with stop strings.
+    """Incremental decoding of tokens to text, with stop strings.
 
-    A token may end inside a character, and a stop string may begin in one piece and end in the next: both are held back
-    until they are decided, so that the pieces joined are the whole text and nothing of a stop string is ever sent.
+    A token may end inside a character, and a stop string may span two pieces. Both are held back until they are
+    complete, so that the joined pieces equal the whole text and no part of a stop string is ever sent.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
         self._hold = max((len(word) for word in self._stop), default=1) - 1
         self._ids: list[int] = []
-        self._from = self._read = 0  # text of ids[_from:_read] is known; it gives later tokens their context
+        self._from = self._read = 0  # ids[_from:_read] are already decoded; they are context for later tokens
         self._text = ""
         self._sent = 0
         self.stopped: str | None = None
 
     def add(self, token: int) -> str:
-        """Return the text that is certain now."""
+        """Add a token and return the text that can no longer change."""
         self._ids.append(token)
         return self._grow(final=len(self._ids) - self._read > MAX_HELD, last=False)
 
     def end(self) -> str:
-        """Return the text held back."""
+        """Return the text that was held back."""
         return self._grow(final=True, last=True)
 
     def _grow(self, final: bool, last: bool) -> str:
@@ -100,7 +100,7 @@ class Text:
 
 @dataclass(slots=True, eq=False)
 class WorkerRequest:
-    """Mutable; belongs to the engine's thread once submitted."""
+    """State of a request; only the engine's thread may use it once submitted."""
 
     key: str
     """Key, unique in this worker."""
@@ -110,22 +110,22 @@ class WorkerRequest:
     sampling: SamplingSettings
     text: Text
     emit: Callable[[Output], None]
-    """Called in the engine's thread."""
+    """Callback for each output, called in the engine's thread."""
     hand_over: bool = False
-    """Prefill for another worker: keep the KV until it is fetched."""
+    """Prefill only: keep the KV until another worker fetches it."""
     prefilled: Prefilled | None = None
-    """KV from another worker."""
+    """KV fetched from another worker."""
     address: tuple[str, int] = ("127.0.0.1", 0)
-    """Host and port where another worker finds this one."""
+    """Host and port at which other workers reach this one."""
     salt: str | None = None
-    """Cache salt: its blocks are found by requests with the same one only."""
+    """Cache salt: only requests with the same salt find this request's blocks."""
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     stored: int = 0
-    """Full blocks that were offered to the table."""
+    """Number of full blocks entered in the block table."""
     computed: int = 0
-    """Tokens whose KV is in the blocks."""
+    """Number of tokens whose KV is in the blocks."""
     cached_tokens: int = 0
     rng: np.random.Generator = field(init=False)
 
@@ -138,21 +138,21 @@ class WorkerRequest:
         return len(self.prompt) + len(self.output)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens `start` … `end - 1` of prompt and output together."""
+        """Return tokens `start` … `end - 1` of prompt and output together."""
         split = len(self.prompt)
         if start >= split:
             return self.output[start - split : end - split]
         return self.prompt[start:end] + self.output[: max(0, end - split)]
 
     def append(self, token: int, eos: frozenset[int]) -> Output:
-        """One more token; says whether it ends the request."""
+        """Append a token; the returned output has a finish reason if the token ends the request."""
         self.output.append(token)
         piece = self.text.add(token)
         stopped = self._stopped(token, eos)
         if stopped is None:
             return Output((token,), piece)
         piece += self.text.end()
-        if self.text.stopped is not None:  # may have come to light only now
+        if self.text.stopped is not None:  # the held-back text may have completed a stop string
             stopped = _Stopped("stop", self.text.stopped)
         return Output((token,), piece, stopped.finish, stopped.stop_reason, cached_tokens=self.cached_tokens)
 
@@ -169,14 +169,17 @@ class WorkerRequest:
 
 
 def draw_token(logits: NDArray[np.float32], sampling: SamplingSettings, rng: np.random.Generator) -> int:
-    """The next token of logits [vocabulary]. One number of `rng` a token, so a seed means the same in any batch."""
+    """Sample the next token from logits [vocabulary].
+
+    Uses one number of `rng` per token, so that a seed gives the same tokens in any batch.
+    """
     if sampling.greedy:
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / sampling.temperature
     weights = np.exp(scaled - scaled.max())
     order = np.argsort(-weights, kind="stable")
     cumulative = np.cumsum(weights[order])
-    # The smallest set whose share reaches top_p: the token that crosses the line is in.
+    # The smallest set whose share reaches top_p, including the token that crosses it.
     kept = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
     kept = min(kept, len(order))
     at = np.searchsorted(cumulative[:kept], rng.random() * cumulative[kept - 1], side="right")

@@ -1,8 +1,9 @@
 """HTTP: OpenAI's endpoints, health, metrics, and the KV that one worker hands to another.
 
-The event loop owns sockets and clients, the engine's thread owns requests; they meet in :meth:`Engine.submit` and in
-the outputs sent back. A client that goes away cancels its handler, and that aborts the request. What a client may send
-and hold is bounded by :mod:`coterie.net.http1`; how many may wait, and what needs the worker's key, is decided here.
+The event loop owns sockets and clients; the engine's thread owns requests. They exchange requests through
+:meth:`Engine.submit` and outputs through callbacks. A client that disconnects cancels its handler, which aborts the
+request. :mod:`coterie.net.http1` limits the size and duration of requests; this module limits the number of waiting
+requests and checks the worker's key.
 """
 
 from __future__ import annotations
@@ -46,29 +47,29 @@ from coterie.net.processes import bind
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
 NEEDS = ("torch", "transformers")
-"""Packages of the extra `torch`."""
+"""Packages that the worker needs, from the extra `torch`."""
 BODY_BYTES = 65_536
 BODY_BYTES_PER_TOKEN = 64
-"""A body may have so many bytes, and so many more for every token of the context."""
+"""Maximum size of a body: `BODY_BYTES` plus `BODY_BYTES_PER_TOKEN` for every token of the context."""
 MAX_NAME = 256
 RETRY_AFTER: Headers = [(b"retry-after", b"1")]
 UNAUTHORIZED: Headers = [(b"www-authenticate", b"Bearer")]
 CLOSE_S = 1.0
-"""Seconds in which answers under way may still be read, when the worker ends."""
+"""Seconds for clients to read unfinished answers when the worker ends."""
 Handler = Callable[[HttpRequest, Responder], Awaitable[None]]
 
 
 class Route(NamedTuple):
     handlers: dict[str, Handler]
-    """By method."""
+    """Handlers by HTTP method."""
     private: bool = False
-    """Whether the worker's key is needed."""
+    """Whether requests need the worker's key."""
 
 
 def serve_worker(config: WorkerConfig, ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `ready` is called once with the URL.
 
-    Everything wrong raises before that. What can fail is tried in the order of its cost: ports before the model.
+    All configuration errors raise before that. Cheap checks come first: ports are bound before the model is loaded.
     """
     check_requirements()
     check_model_folder(config.model)
@@ -94,7 +95,7 @@ class Server:
         self.port = config.port
         self.draining = False
         self.live = 0
-        """Completions under way, from their body to the end of their answer."""
+        """Number of completions in progress, from their body to the end of their answer."""
         self.fetcher = Fetcher(engine, config)
         self.tokenising = Tokenising(engine.model.tokenizer, self.limit * engine.model.longest_token, config.tokenise_s)
         self.routes = {
@@ -141,7 +142,7 @@ class Server:
             await asyncio.to_thread(self.engine.close)
 
     def _on_signal(self, stop: asyncio.Event) -> None:
-        if self.draining:  # asked twice: end now
+        if self.draining:  # second signal: end now
             self.config = dataclasses.replace(self.config, drain_s=1e-9)
         self.draining = True
         stop.set()
@@ -154,7 +155,7 @@ class Server:
     # ------------------------------------------------------------------------------------------------------- dispatch
 
     def check_head(self, request: HttpRequest) -> None:
-        """Refuse what can be refused before the body is read."""
+        """Raise HttpError for requests that can be refused before their body is read."""
         key = self.config.worker_key if self._route(request).private else None
         if key is not None and not shows_key(request.header(b"authorization"), key):
             self.engine.metrics.add("rejected_total")
@@ -163,7 +164,7 @@ class Server:
         self._handler(request)
 
     async def answer(self, request: HttpRequest, responder: Responder) -> None:
-        """Every refusal has OpenAI's error body."""
+        """Handle a request; every refusal is answered with an OpenAI error body."""
         try:
             await self._handler(request)(request, responder)
         except RequestError as error:
@@ -182,7 +183,7 @@ class Server:
 
     def _handler(self, request: HttpRequest) -> Handler:
         route = self._route(request)
-        method = "GET" if request.method == "HEAD" and not route.private else request.method  # KV is sent once
+        method = "GET" if request.method == "HEAD" and not route.private else request.method  # a GET of KV releases it
         handler = route.handlers.get(method)
         if handler is None:
             self.engine.metrics.add("rejected_total")
@@ -214,13 +215,13 @@ class Server:
         responder.send(200, self.engine.metrics.render(), CONTENT_TYPE.encode())
 
     async def steps(self, request: HttpRequest, responder: Responder) -> None:
-        """Steps that decoded: all but the first `after` since the start, or the last ones."""
+        """Send the log of decode steps: all but the first `after` since the start, or the latest ones."""
         after = parse_qs(request.query, keep_blank_values=True).get("after", [None])[0]
         if after is not None and not (after.isascii() and after.isdigit()):
             raise RequestError(f"after={after[:40]!r} must be a number of steps", "after")
         try:
             steps = self.engine.log.read(None if after is None else int(after))
-        except (InputError, ValueError) as error:  # or more digits than Python takes
+        except (InputError, ValueError) as error:  # ValueError: more digits than Python converts
             raise RequestError(str(error), "after") from None
         columns = ["ended_s", "rows", "distinct", "seconds"]
         _send_json(responder, {"total": steps.total, "columns": columns, "steps": steps.rows.tolist()})
@@ -245,7 +246,7 @@ class Server:
     # --------------------------------------------------------------------------------------------------------- KV
 
     async def send_kv(self, request: HttpRequest, responder: Responder) -> None:
-        """Hand staged KV out, once: it is released, whether it arrives or not."""
+        """Send staged KV and release it, whether it arrives or not."""
         key, grant = request.path.removeprefix("/kv/"), request.header(GRANT_HEADER.lower().encode())
         shown = None if grant is None else grant.decode("latin-1")
         try:
@@ -292,7 +293,7 @@ class Server:
         loop = asyncio.get_running_loop()
 
         def emit(output: Output) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no handler waits any more
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         prefilled = await self.fetcher.fetch(asked.remote, prompt, asked.salt) if asked.remote else None
@@ -318,7 +319,7 @@ class Server:
             else:
                 await self._whole(responder, answer, outputs)
         except BaseException:
-            self.engine.abort(key)  # ends it wherever it is, and lets go of KV nobody heard of
+            self.engine.abort(key)  # also releases staged KV, whose location the client never received
             raise
 
     async def _whole(self, responder: Responder, answer: AnswerBuilder, outputs: asyncio.Queue[Output]) -> None:

@@ -1,8 +1,8 @@
-"""Text to tokens, off the event loop, in a bounded pool.
+"""Tokenise text in a bounded thread pool, off the event loop.
 
-A text that no prompt can be that long is refused unread. What waits for a thread is cancelled with its client, and so
-is what waits too long; a text that is being tokenised keeps its thread until it is done, and counts until then, so that
-slow texts cannot pile up.
+A text that is too long for any prompt is refused without tokenising. A text that waits for a thread is cancelled if
+its client disconnects or it waits too long. A text that is being tokenised keeps its thread and counts as pending
+until it is done, so that slow texts cannot pile up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coterie.engines.worker.protocol import Asked, RequestError
 
 THREADS = 2
 MAX_QUEUED = 64
-"""Texts that may wait for a thread."""
+"""Maximum number of texts that wait for a thread."""
 
 
 class Tokenising:
@@ -26,10 +26,10 @@ class Tokenising:
         self._pool = ThreadPoolExecutor(THREADS, "coterie-tokenise")
         self._lock = threading.Lock()
         self.pending = 0
-        """Texts in the pool, waiting or being tokenised."""
+        """Number of texts in the pool, waiting or being tokenised."""
 
     async def tokens(self, asked: Asked) -> list[int]:
-        """Ids of a request's prompt; raises RequestError if it cannot be had in time."""
+        """Return the token ids of a request's prompt; raises RequestError if it is too long or takes too long."""
         if asked.chat:
             if not self._tokenizer.chat_template:
                 raise RequestError("this model has no chat template; use /v1/completions", "messages")
@@ -79,7 +79,7 @@ class Tokenising:
     def _chat_tokens(self, messages: Any) -> list[int]:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program: whatever it raises is about these messages
+        except Exception as error:  # templates run code: any error is caused by these messages
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids

@@ -1,11 +1,11 @@
-"""Handing KV from one worker to another: the prefilled request as bytes, its staging, and the grant to fetch it.
+"""Transfer of KV between workers: serialisation of prefilled requests, staging, and the grant to fetch them.
 
 A prefilled request is one safetensors file: its KV, its tokens and their experts.
 
-A prefill worker puts a grant into the ``kv_transfer_params`` of its answer: an expiry and an HMAC, with the fleet's
-secret, over the request's key, the digest of its prompt and cache salt, and the expiry. The decode worker checks it
-before it opens a connection, so a client cannot make up an address or use another prompt's KV; the prefill worker
-checks it before it sends KV, and sends it once.
+A prefill worker puts a grant into the ``kv_transfer_params`` of its answer: an expiry time and an HMAC, keyed with the
+fleet's secret, over the request's key, the digest of its prompt and cache salt, and the expiry time. The decode worker
+checks the grant before it connects, so that a client cannot invent an address or use another prompt's KV. The prefill
+worker checks it before it sends the KV, and sends the KV once.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from coterie.engines.worker.model import PackedModel
 from coterie.errors import ConfigError, CoterieError, InputError
 
 GRANT_FIELD = "coterie_grant"
-"""Name in ``kv_transfer_params``."""
+"""Field of ``kv_transfer_params`` that holds the grant."""
 GRANT_HEADER = "X-Coterie-Grant"
 _FORM = re.compile(r"1\.([0-9]{1,12})\.([0-9a-f]{64})")
 
 
 class GrantError(CoterieError):
-    """KV was asked for without a grant for it."""
+    """KV was requested without a valid grant."""
 
 
 def prompt_digest(prompt: Sequence[int], salt: str | None) -> bytes:
-    """Digest of a prompt in its tenant's cache."""
+    """Return the digest of a prompt and its cache salt."""
     return hashlib.sha256(salt_digest(salt) + np.asarray(prompt, "<i4").tobytes()).digest()
 
 
 class Grants:
-    """Signs and checks grants; without a secret there are none, and none is asked for."""
+    """Signs and checks grants; without a secret, grants are neither issued nor required."""
 
     def __init__(self, secret: str | None) -> None:
         self._key = None if secret is None else hmac.digest(secret.encode(), b"coterie grants 1", "sha256")
 
     def sign(self, request: str, digest: bytes, until: float) -> str | None:
-        """Grant for the KV of a request, until a time in seconds since the epoch."""
+        """Return a grant for the KV of a request, valid until a time in seconds since the epoch."""
         if self._key is None:
             return None
         seconds = math.ceil(until)
@@ -75,24 +75,24 @@ class Grants:
 
 VERSION = "1"
 HEADER_BYTES = 1 << 18
-"""Bound of a safetensors header; a model of 100 layers has 20 KB."""
+"""Maximum bytes of a safetensors header; a model of 100 layers has 20 KB."""
 
 
 class Prefilled(NamedTuple):
-    """A prefilled prompt: what a decode worker needs to continue without computing it."""
+    """A prefilled prompt: the data with which a decode worker continues without computing the prompt."""
 
     identity: str
-    """Model and dtype; see :class:`PackedModel`."""
+    """Identity of model and dtype; see :class:`PackedModel`."""
     token_ids: NDArray[np.int32]
-    """[token] the prompt."""
+    """[token] token ids of the prompt."""
     expert_ids: NDArray[np.unsignedinteger]
-    """[token, layer, k]"""
+    """[token, layer, k] expert ids of the prompt."""
     tensors: dict[str, Any]
-    """key.LAYER and value.LAYER: [token, head, width]."""
+    """KV by tensor name, as packed by the model's store."""
 
 
 class SafetensorsCodec(NamedTuple):
-    """Prefilled requests to bytes and back, with one library's arrays."""
+    """Converts prefilled requests to bytes and back, for one array library."""
 
     save: Callable[..., bytes]
     load: Callable[[bytes], dict[str, Any]]
@@ -100,14 +100,14 @@ class SafetensorsCodec(NamedTuple):
 
     def to_bytes(self, prefilled: Prefilled) -> bytes:
         expert_ids: NDArray[Any] = prefilled.expert_ids
-        if expert_ids.dtype.kind == "u" and expert_ids.itemsize > 1:  # older torch has no other unsigned integer
+        if expert_ids.dtype.kind == "u" and expert_ids.itemsize > 1:  # older torch lacks wider unsigned integers
             expert_ids = expert_ids.astype(np.int32)
         ids = {"token_ids": prefilled.token_ids, "expert_ids": expert_ids}
         arrays = {name: self.from_numpy(np.ascontiguousarray(array)) for name, array in ids.items()}
         return self.save({**prefilled.tensors, **arrays}, {"version": VERSION, "identity": prefilled.identity})
 
     def from_bytes(self, data: bytes) -> Prefilled:
-        """Raises InputError in one line, whatever the bytes are."""
+        """Parse a prefilled request; any malformed input raises InputError."""
         try:
             tensors = self.load(data)
             metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
@@ -133,14 +133,14 @@ def numpy_codec() -> SafetensorsCodec:
 
 
 def _save_numpy(arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> bytes:
-    # The library writes the bytes of an array as they lie in memory, whatever its strides.
+    # safetensors writes an array's memory as it is and ignores strides.
     return bytes(
         safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)
     )
 
 
 def most_bytes(model: PackedModel, tokens: int) -> int:
-    """Upper bound of a prefilled prompt's size on the wire."""
+    """Return the maximum size in bytes of a serialised prefilled prompt."""
     capture = model.capture
     each = model.store.token_bytes + 4 + 4 * len(capture.layer_ids) * capture.top_k
     return tokens * each + HEADER_BYTES
@@ -162,7 +162,7 @@ def check_prefilled(prefilled: Prefilled, prompt: Sequence[int], model: PackedMo
     model.store.check(prefilled.tensors, len(prompt))
 
 
-# KV of prefilled requests, kept until another worker fetches it, it expires or its blocks are needed.
+# KV of prefilled requests is kept until another worker fetches it, it expires, or its blocks are needed.
 
 
 class Staged(NamedTuple):
@@ -171,13 +171,13 @@ class Staged(NamedTuple):
     prompt: list[int]
     blocks: list[int]
     digest: bytes
-    """Digest of prompt and salt, which a grant names."""
+    """Digest of prompt and cache salt, which the grant signs."""
     until: float
-    """Time of expiry, by the monotonic clock."""
+    """Expiry time, on the monotonic clock."""
 
 
 class StagedKV:
-    """Staged requests by key, oldest first. Every release returns the blocks to the table and counts its reason."""
+    """Staged requests by key, oldest first. Every release returns the blocks to the table and counts the reason."""
 
     def __init__(self, blocks: BlockTable, metrics: WorkerMetrics, ttl_s: float) -> None:
         self._blocks, self._metrics, self._ttl_s = blocks, metrics, ttl_s
@@ -191,7 +191,7 @@ class StagedKV:
 
     @property
     def due(self) -> float | None:
-        """Time at which the next one expires."""
+        """Monotonic time of the next expiry; None if nothing is staged."""
         return min((staged.until for staged in self._staged.values()), default=None)
 
     def add(self, key: str, prompt: list[int], blocks: list[int], digest: bytes) -> None:
@@ -199,7 +199,7 @@ class StagedKV:
         self._metrics.add("kv_staged_total")
 
     def release(self, key: str, why: str) -> bool:
-        """Whether there was any KV under this key."""
+        """Release the KV under this key; return whether there was any."""
         staged = self._staged.pop(key, None)
         if staged is None:
             return False

@@ -1,9 +1,9 @@
-"""Model scheduling: put every expert in the slot that a placement gives it, in a checkpoint or in a live model.
+"""Model scheduling: renumber the experts to match a placement, in a checkpoint or in a live model.
 
-The experts of a layer and everything that is indexed by them (router rows, router biases, score corrections) are
-permuted together, so the model computes the same function with another numbering: expert s of the new model is expert
-``slot_experts[layer, s]`` of the old one. Any engine that gives rank r the r-th block of experts then holds the
-placement, without a patch. See docs/model-scheduling.md for what is bit-equal and what is equal within rounding.
+The experts of a layer and everything indexed by them (router rows, router biases, score corrections) are permuted
+together, so that the model computes the same function with another numbering: expert s of the new model is expert
+``slot_experts[layer, s]`` of the old one. Any engine that gives rank r the r-th block of experts then has the
+placement, without a patch. docs/model-scheduling.md lists what is bit-equal and what is equal within rounding.
 """
 
 from coterie.engines.transformers.permute.checkpoint import RECORD, PermutedCheckpoint, permute_checkpoint

@@ -1,15 +1,16 @@
-"""Permute a checkpoint's experts: safetensors in, safetensors out, no byte of a weight changed.
+"""Permute a checkpoint's experts from safetensors to safetensors without changing any byte of a weight.
 
-A tensor of one expert takes the name of the expert's slot; a tensor of all experts, and what belongs to the router, has
-its rows moved. Nothing is decoded, so every dtype and every quantisation whose scales lie beside the weights works, and
-no more than a few rows are in memory. The new folder is written beside its final name and renamed when it is whole.
+A tensor of one expert is renamed to the expert's new index; the rows of a tensor of all experts, and of the router's
+tensors, are reordered. Nothing is decoded, so that every dtype works, and every quantisation whose scales are separate
+tensors. Weights are copied in chunks of at most 16 MB. The new folder is written under a temporary name beside the
+target and renamed when it is complete.
 
-**Ties.** An engine settles equal router scores by the experts' indices, and a checkpoint carries no rule of its own, so
-a tie between different experts at the edge of the top-k may be settled otherwise than before. Experts with equal router
-rows tie for every token. A layer that has them stays as it is or is refused; with ``ties="lowest_index"`` it is enough
-that they keep their order, which is sufficient where the engine takes the lower index first and not where its top-k has
-no such rule (``torch.topk``, and so vLLM on CPUs). :func:`~coterie.engines.transformers.permute.permute_model` settles
-all ties as before.
+**Ties.** An engine resolves equal router scores by the experts' indices, and a checkpoint cannot store a rule. After a
+permutation, a tie between different experts at the edge of the top-k may therefore be resolved differently. Experts
+with equal router rows tie for every token. A layer with such experts must stay as it is, or the placement is refused.
+With ``ties="lowest_index"`` it is enough that they keep their order. That is correct if the engine prefers the lower
+index, but not if its top-k has no such rule (``torch.topk``, and so vLLM on CPUs).
+:func:`~coterie.engines.transformers.permute.permute_model` resolves all ties as before.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from coterie.types import Placement
 Ties = Literal["refuse", "lowest_index"]
 TIES = ("refuse", "lowest_index")
 RECORD = "coterie-placement.json"
-"""The placement of a permuted checkpoint, beside its weights."""
+"""File of a permuted checkpoint's placement, beside its weights."""
 
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 1 << 24
@@ -55,22 +56,22 @@ Progress = Callable[[str, int, int], None]
 
 
 class PermutedCheckpoint(NamedTuple):
-    """What was written."""
+    """Result of :func:`permute_checkpoint`."""
 
     folder: Path
     placement: Placement
-    """As applied: that asked for, or the nearest that keeps groups."""
+    """Placement as applied: the given one, or the nearest that keeps routing groups whole."""
     layer_ids: tuple[int, ...]
-    """[layer] of the model, dense layers counted."""
+    """[layer] index of each placement layer in the model; dense layers are counted too."""
     moved: int
-    """Experts that have another index than before, over all layers."""
+    """Number of experts with a new index, over all layers."""
     regrouped: int
-    """Experts that are on another rank than asked for, so that groups stay whole."""
+    """Number of experts on another rank than in the given placement, to keep routing groups whole."""
     tensors: int
-    """Tensors renamed or with rows moved."""
+    """Number of tensors renamed or with reordered rows."""
     weight_bytes: int
     left_out: tuple[str, ...]
-    """Files of the checkpoint that are not in the new folder: weights in other formats, and folders."""
+    """Files and folders of the checkpoint that were not copied: weights in other formats, and all subfolders."""
 
 
 class _Source(NamedTuple):
@@ -93,9 +94,9 @@ def permute_checkpoint(
     ties: Ties = "refuse",
     on_progress: Progress | None = None,
 ) -> PermutedCheckpoint:
-    """Write the checkpoint with its experts in the order of the placement to the new folder `out`.
+    """Write the checkpoint, with its experts in the order of the placement, to the new folder `out`.
 
-    `nearest` applies the nearest placement that keeps routing groups whole, where the one asked for does not.
+    `nearest` applies the nearest placement that keeps routing groups whole if the given one does not.
     """
     check_one_of(TIES, ties=ties)
     source, target = _read(Path(checkpoint)), Path(out)
@@ -125,7 +126,7 @@ def permute_checkpoint(
 
 
 def check_new_checkpoint(target: Path, checkpoint: Path) -> None:
-    """Refuse a folder that holds anything, or that is or lies in the checkpoint."""
+    """Raise ConfigError if the target is not empty, or is the checkpoint's folder or inside it."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ConfigError(f"{target} must be a new folder; it is a link or a file")
     if target.exists() and any(target.iterdir()):
@@ -176,7 +177,7 @@ def _weight_map(folder: Path) -> dict[str, Any]:
 
 
 def _main_blocks(source: _Source) -> list[Block]:
-    """Without layers past the model's own, which predict several tokens at a time: they stay as they are."""
+    """Return the blocks of the model's own layers. Later layers (multi-token prediction) stay as they are."""
     text = source.config.get("text_config") or source.config
     layers = text.get("num_hidden_layers")
     own = [block for block in source.blocks if not isinstance(layers, int) or block.layer_id < layers]
@@ -211,7 +212,7 @@ def _check_ties(source: _Source, blocks: dict[int, Block], rows: dict[int, Slots
 
 
 def _router_rows(source: _Source, block: Block) -> list[bytes]:
-    """[expert] the bytes of all that its router score is computed from."""
+    """Return the bytes of all router tensors' rows for each expert, [expert]: its router score depends on them."""
     rows = [b""] * block.num_experts
     for shard in source.shards:
         for name in (name for name in block.router if name in shard.tensors):
@@ -229,7 +230,7 @@ def _write(
     record: PlacementMap,
     report: Progress,
 ) -> tuple[tuple[str, ...], int]:
-    """Write the folder; returns the names left out and the number of tensors changed."""
+    """Write the folder; return the names left out and the number of tensors changed."""
     names, moves = _changes(blocks, rows)
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     beside = target.absolute().with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -252,7 +253,7 @@ def _write(
             report("Writing shards", number, len(source.shards))
             _write_shard(shard, beside / shard.path.name, names, moves)
         write_map(beside / RECORD, record)
-        check_new_checkpoint(target, source.folder)  # a rename would replace an empty folder alone, but say so in words
+        check_new_checkpoint(target, source.folder)  # again: a clear message if the target was created meanwhile
         beside.rename(target)
     except OSError as error:
         raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None
@@ -263,7 +264,7 @@ def _write(
 
 
 def _changes(blocks: dict[int, Block], rows: dict[int, Slots]) -> tuple[dict[str, str], dict[str, Slots]]:
-    """Tensors that take another name, and tensors whose rows move: new row s is old row moves[name][s]."""
+    """Return the new names of tensors, and the row orders of tensors: new row s is old row moves[name][s]."""
     names: dict[str, str] = {}
     moves: dict[str, Slots] = {}
     for layer, row in rows.items():
@@ -306,7 +307,7 @@ def _copy(stream: BinaryIO, start: int, nbytes: int, out: BinaryIO) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder above that exists."""
+    """Return the nearest existing folder at or above a path."""
     above = path.absolute()
     while not above.exists():
         above = above.parent

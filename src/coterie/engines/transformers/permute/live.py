@@ -1,13 +1,13 @@
-"""Permute the experts of a model in memory: what it computes stays, ties in top-k included.
+"""Permute the experts of a model in memory without changing its results, including ties in top-k.
 
-Experts, router rows, router biases and score corrections are permuted in place, so that the model's state is that of
-the permuted checkpoint and may be saved as one. A permuted router would settle ties otherwise (``torch.topk`` goes by
-position, and not even by the lowest one), sum its softmax in another order, and give the chosen experts in another
-order. So a live router computes in the former order, from its own rows, and renumbers what it chose: its choice and its
-weights are the same bits as before. That costs a copy of the router's rows in each pass.
+Experts, router rows, router biases and score corrections are permuted in place, so that the model's state equals the
+permuted checkpoint and can be saved as one. A permuted router would resolve ties differently (``torch.topk`` goes by
+position, and not even by the lowest one), sum its softmax in another order, and return the chosen experts in another
+order. A live router therefore computes in the original order and then renumbers the chosen experts: its choice and its
+weights are bit-equal. That costs a copy of the router's rows in each pass.
 
-With the library's ``grouped_mm`` and ``batched_mm`` experts, which add a token's experts in the order of its top-k, the
-whole layer is then bit-equal. ``eager`` adds them in the order of their indices: equal within rounding.
+With the library's ``grouped_mm`` and ``batched_mm`` experts, which sum a token's experts in the order of its top-k, the
+whole layer is then bit-equal. ``eager`` sums them in the order of their indices: equal within rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUTERS = ("gate", "router")
 
 
 class _Permuted:
-    """Forward pass of a router whose rows are permuted: as before, with ids and logits renumbered."""
+    """Forward pass of a permuted router: computes in the original order, then renumbers ids and logits."""
 
     def __init__(self, router: Any, row: Slots) -> None:
         self.router = router
@@ -35,7 +35,7 @@ class _Permuted:
         self._orders: dict[Any, tuple[Any, Any]] = {}
 
     def _order(self, device: Any) -> tuple[Any, Any]:
-        """[slot] expert and [expert] slot, copied to a device once: a copy in each pass would wait for it."""
+        """Return [slot] expert and [expert] slot on a device, cached: a copy in each pass would synchronise."""
         import torch
 
         if device not in self._orders:
@@ -46,7 +46,7 @@ class _Permuted:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         router = self.router
         row, slot_of = self._order(router.weight.device)
-        former = copy.copy(router)  # of this pass alone, so that threads may share the model
+        former = copy.copy(router)  # one copy per pass, so that threads may share the model
         former._parameters = {name: _rows(tensor, slot_of) for name, tensor in router._parameters.items()}
         former._buffers = {name: _rows(tensor, slot_of) for name, tensor in router._buffers.items()}
         logits, weights, ids = type(router).forward(former, *args, **kwargs)
@@ -58,7 +58,7 @@ def _rows(tensor: Any, order: Any) -> Any:
 
 
 class _Layer:
-    """One MoE layer: its experts, its router, and the placement it has now."""
+    """One MoE layer: its experts, its router and its current placement."""
 
     def __init__(self, model: Any, layer: ExpertLayer) -> None:
         self.layer_id, self.path = layer.layer_id, layer.path
@@ -95,10 +95,10 @@ class _Layer:
         raise UnavailableError(f"{self.path} cannot be permuted: it {problem}; permute its checkpoint instead")
 
     def permute(self, row: Slots) -> None:
-        """Put expert row[s] into slot s; both are the experts' first numbers, however often they moved."""
+        """Put expert row[s] into slot s; experts have their original indices, also after earlier permutations."""
         import torch
 
-        order = np.argsort(self.row)[row]  # present slot of each
+        order = np.argsort(self.row)[row]  # current slot of each expert
         with torch.no_grad():
             for module in (self.experts, self.router):
                 for tensor in (*module.parameters(), *module.buffers()):
@@ -109,8 +109,9 @@ class _Layer:
 def permute_model(model: Any, placement: Placement, layer_ids: Sequence[int] | None = None) -> None:
     """Put the experts of a transformers model into the slots of a placement, in place.
 
-    `layer_ids` are the layers of the model that the placement's rows are for; None: all MoE layers. A model may be
-    permuted again: placements always name experts by their first numbers. Nothing is changed where one is refused.
+    `layer_ids` are the model's layers that the placement's rows are for; None means all MoE layers. A model may be
+    permuted again: placements always name experts by their original indices. If the placement is refused, nothing
+    changes.
     """
     layers = [_Layer(model, layer) for layer in expert_layers(model)]
     for layer in layers:

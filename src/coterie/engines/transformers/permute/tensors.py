@@ -1,13 +1,13 @@
-"""Names of a checkpoint's tensors: which belong to experts, which to routers, and which layer they are of.
+"""Classify a checkpoint's tensors by name: tensors of experts, tensors of routers, and their layers.
 
-A *block* is the path that a layer's experts and router share: `model.layers.3.mlp`. Two layouts are known, one tensor
+A *block* is the path that a layer's experts and router share: `model.layers.3.mlp`. Two layouts are known: one tensor
 per expert (`…experts.7.up_proj.weight`, with any scales beside it) and one tensor for all (`…experts.gate_up_proj`,
-first axis the experts). Whatever else has an axis of experts and is not known here is refused, never left as it was.
+whose first axis is the experts). Any other tensor with an axis of experts is refused, never left unpermuted.
 
-A permutation can apply placements without replicas that keep the groups of group-limited routing whole. DeepSeek-V2 and
-V3 cut the experts of a layer into `n_group` blocks of consecutive indices, choose `topk_group` blocks and take the best
-experts of those. A permutation keeps that choice if it moves groups as whole blocks and experts inside them; any other
-gives the router other groups, and so other experts.
+A permutation can apply only placements without replicas that keep the groups of group-limited routing whole.
+DeepSeek-V2 and V3 split the experts of a layer into `n_group` blocks of consecutive indices, choose `topk_group` blocks
+and take the best experts of those. A permutation keeps that choice if it moves groups as whole blocks and experts
+within them. Any other permutation gives the router other groups, and so other experts.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ROUTER = re.compile(r"(gate|router)\.\w+|\w*correction_bias")
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies in its file."""
+    """Location of a tensor in its file."""
 
     entry: dict[str, Any]
-    """Its entry in the header."""
+    """The tensor's entry in the file's header."""
     start: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     nbytes: int
 
     @property
@@ -55,7 +55,7 @@ class Shard(NamedTuple):
     path: Path
     metadata: dict[str, str] | None
     tensors: dict[str, Tensor]
-    """By name, in the order of their bytes."""
+    """Tensors by name, in the order of their bytes."""
 
 
 def read_shard(path: Path) -> Shard:
@@ -79,7 +79,7 @@ def read_shard(path: Path) -> Shard:
 
 
 def row_bytes(stream: BinaryIO, tensor: Tensor) -> list[bytes]:
-    """[row] the bytes of each."""
+    """Return the bytes of each row, [row]."""
     stream.seek(tensor.start)
     data, width = stream.read(tensor.nbytes), tensor.nbytes // tensor.rows
     return [data[row * width : (row + 1) * width] for row in range(tensor.rows)]
@@ -92,20 +92,20 @@ class Block:
     path: str
     layer_id: int
     experts: dict[str, int] = field(default_factory=dict)
-    """One per expert: name → expert."""
+    """Tensors of single experts: name → expert."""
     packed: list[str] = field(default_factory=list)
-    """Rows are experts, in the experts' module."""
+    """Tensors of all experts in the experts module; rows are experts."""
     router: list[str] = field(default_factory=list)
-    """Rows are experts, beside it."""
+    """Tensors of the router, outside the experts module; rows are experts."""
     num_experts: int = 0
 
     def renamed(self, name: str, slot: int) -> str:
-        """Name of one expert's tensor with the expert's new index."""
+        """Return the name of one expert's tensor with the expert's new index."""
         return f"{self.path}.experts.{slot}.{name.removeprefix(f'{self.path}.experts.').partition('.')[2]}"
 
 
 def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
-    """The MoE layers of a checkpoint, in order."""
+    """Return the MoE layers of a checkpoint, in order."""
     blocks: dict[str, Block] = {}
     others = {}
     for name in tensors:
@@ -152,7 +152,7 @@ def _count_experts(folder: Path, block: Block, tensors: Mapping[str, Tensor]) ->
     if len(counts) != 1:
         raise TraceError(folder, block.path, f"holds tensors of {sorted(counts)} experts; expected one number")
     block.num_experts = counts.pop()
-    # A scale that all experts share has one row, and stays.
+    # A scale shared by all experts has one row and stays unchanged.
     shared = [name for name in block.packed if tensors[name].rows != block.num_experts]
     for name in shared:
         _check_shared(folder, name, tensors[name], block.num_experts)
@@ -174,7 +174,7 @@ def _find_router(folder: Path, block: Block, others: Mapping[str, Tensor]) -> No
 
 
 def _check_shared(folder: Path, name: str, tensor: Tensor, experts: int, routers: bool = False) -> None:
-    """Refuse a tensor that stays as it is and may be indexed by experts: it has an axis of them, or is the router's."""
+    """Raise if a tensor of unknown layout may be indexed by experts: it has an axis of them, or is the router's."""
     shape = tensor.entry["shape"]
     if routers or experts in shape:
         problem = "how it is indexed by them is not known"
@@ -186,7 +186,7 @@ Slots = NDArray[np.int64]
 
 
 def routing_groups(config: Mapping[str, Any]) -> int:
-    """Groups that limit the choice of a model's routers, from its config; 1 where they limit nothing."""
+    """Return the number of groups in a model's group-limited routing, from its config; 1 if routing is not limited."""
     text = config.get("text_config") or config
     groups, kept = (text.get(name) or 1 for name in ("n_group", "topk_group"))
     if not isinstance(groups, int) or not isinstance(kept, int) or min(groups, kept) < 1:
@@ -197,10 +197,10 @@ def routing_groups(config: Mapping[str, Any]) -> int:
 def rows_by_layer(
     placement: Placement, layer_ids: Sequence[int] | None, moe_layers: Sequence[int], num_experts: int, groups: int
 ) -> dict[int, Slots]:
-    """Layer of the model → expert of each slot. Raise for what no permutation of this model can do.
+    """Return layer of the model → expert of each slot. Raise ConfigError if no permutation can apply the placement.
 
-    `layer_ids` are the layers that the placement's rows are for; None: all MoE layers of the model, in order. Layers
-    that are not named stay as they are, and are not in the answer.
+    `layer_ids` are the layers that the placement's rows are for; None means all MoE layers of the model, in order.
+    Other layers stay as they are and are not in the result.
     """
     if placement.num_experts != num_experts:
         raise ConfigError(f"the placement has {placement.num_experts} experts a layer; the model has {num_experts}")
@@ -238,11 +238,10 @@ def _check_groups(layer: int, row: Slots, groups: int) -> None:
 
 
 def keep_groups(placement: Placement, groups: int) -> Placement:
-    """The placement nearest to this one that keeps groups whole: the most experts stay on their ranks.
+    """Return the nearest placement that keeps groups whole: the most experts stay on their ranks.
 
-    Which block of slots a group gets is an assignment problem: a group in a block can leave on each rank as many
-    experts as it has there, up to the slots of the block on that rank. Of equal blocks, the one where most keep their
-    slots.
+    Groups are assigned to blocks of slots. A group in a block can keep on each rank as many experts as it has there, up
+    to the block's slots on that rank. Between equal blocks, the one where more experts keep their slots wins.
     """
     experts, ranks = placement.num_experts, placement.num_ranks
     if placement.num_slots != experts or experts % groups:
@@ -261,14 +260,14 @@ def keep_groups(placement: Placement, groups: int) -> Placement:
 
 
 def _counts(rows: Slots, length: int) -> Slots:
-    """[row, number] how often each number below `length` is in each row."""
+    """Count each number below `length` in each row, [row, number]."""
     return np.stack([np.bincount(row, minlength=length) for row in rows])
 
 
 def _filled(slot_of: Slots, block_of: Slots, rank_of: Slots) -> Slots:
-    """[slot] expert, from the present slot [group, member] of each expert and the block [group] of its group.
+    """Return [slot] expert, from the current slot [group, member] of each expert and the new block [group] of a group.
 
-    Three passes: experts whose slot is in the block keep it, then those whose rank has a slot left, then the rest.
+    Three passes: experts whose slot is in the block keep it, then experts take free slots on their rank, then any slot.
     """
     groups, size = slot_of.shape
     row = np.full(groups * size, -1, np.int64)

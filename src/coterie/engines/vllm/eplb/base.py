@@ -1,4 +1,4 @@
-"""A round as vLLM asks for it, a decision, the ranks that must agree; carrying a map over to the ranks of now."""
+"""Types of a round, a decision and the group of ranks; adapting a map to a changed number of ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from coterie.placement import Plan
 from coterie.types import Placement
 
 Slots = NDArray[np.int64]
-"""[layer, slot] expert; -1 where vLLM has put none yet."""
+"""[layer, slot] expert; -1 if vLLM has not filled the slot yet."""
 
 
 class Agreement(NamedTuple):
-    """Answer of all ranks, the same on each."""
+    """Result of a comparison over all ranks, the same on each."""
 
     same: bool
-    """Whether all came with the same digest."""
+    """Whether all ranks have the same digest."""
     slowest_s: float
-    """Largest planning time among them."""
+    """Largest planning time of a rank, in seconds."""
 
 
 class RearrangingGroup(Protocol):
@@ -35,7 +35,7 @@ class RearrangingGroup(Protocol):
         """Whether this rank writes the map file."""
 
     def agree(self, digest: int, planning_s: float = 0.0) -> Agreement:
-        """Compare digests and planning times over all ranks; each must call it equally often."""
+        """Compare digests and planning times over all ranks; a collective, so all ranks must call it equally often."""
 
 
 class EplbRound(NamedTuple):
@@ -47,41 +47,41 @@ class EplbRound(NamedTuple):
     num_nodes: int
     num_ranks: int
     old: Slots | None
-    """Slots before the change; their number differs while ranks are added or removed."""
+    """Slots before the round; their number differs while ranks are added or removed."""
 
     def linear(self) -> Placement:
-        """Map that vLLM starts with."""
+        """Return the map that vLLM starts with."""
         layers, experts = self.tokens.shape
         return Placement.linear(layers, experts, self.num_ranks, self.num_slots)
 
     @property
     def whole(self) -> bool:
-        """Whether the old map can stay as it is: every slot filled, as many slots as now."""
+        """Whether the old map is usable unchanged: every slot filled, and the same number of slots as now."""
         old = self.old
         return old is not None and old.shape == (len(self.tokens), self.num_slots) and bool((old >= 0).all())
 
 
 class MapDecision(NamedTuple):
-    """A map and the reason for it."""
+    """A map and the reason to use it."""
 
     slot_experts: Slots
     reason: str
     kind: str = "moved"
-    """Why a map is kept, as one of a few words for a metric's label; `moved` where it is not meant to be kept."""
+    """Reason to keep the map, one of a few values for a metric's label; `moved` if the map changes."""
     plan: Plan | None = None
-    """Plan behind it; None if nothing was planned."""
+    """Plan behind the map; None if nothing was planned."""
     gain_s: float = 0.0
-    """Predicted saving of the moves, over the steps they were weighed for."""
+    """Predicted saving of the moves in seconds, over the steps they were evaluated for."""
     planning_s: float = 0.0
-    """Measured planning time of this rank; 0 where nothing was planned."""
+    """Measured planning time of this rank, in seconds; 0 if nothing was planned."""
 
 
 def carry_over(asked: EplbRound) -> Placement | None:
-    """The old map on the ranks there are now, every expert somewhere; None where it says nothing about them.
+    """Adapt the old map to the current ranks, with a slot for every expert; None if the old map is unusable.
 
-    vLLM adds ranks at the end, with empty slots, and takes them away from the end. Empty slots get replicas of the
-    busiest experts. Experts that were only on ranks that leave go into empty slots, else in place of the replicas that
-    are missed least.
+    vLLM adds ranks at the end, with empty slots, and removes them from the end. Experts that were only on removed ranks
+    go into empty slots, else they replace the replicas with the least load per remaining replica. Remaining empty slots
+    get replicas of the busiest experts.
     """
     (layers, experts), old = asked.tokens.shape, asked.old
     per_rank = asked.num_slots // asked.num_ranks
@@ -99,7 +99,7 @@ def _complete(row: NDArray[np.int32], tokens: NDArray[np.float64], per_rank: int
     """Give every expert a slot of `row`, and every slot an expert."""
     experts = len(tokens)
     count = np.bincount(row[row >= 0], minlength=experts)
-    empty = sorted(np.flatnonzero(row < 0).tolist(), key=lambda slot: (slot % per_rank, slot))  # a slot a rank in turn
+    empty = sorted(np.flatnonzero(row < 0).tolist(), key=lambda slot: (slot % per_rank, slot))  # ranks in rotation
     missing = np.flatnonzero(count == 0)
     for expert in missing[np.argsort(-tokens[missing], kind="stable")]:
         if empty:
@@ -121,7 +121,7 @@ def _complete(row: NDArray[np.int32], tokens: NDArray[np.float64], per_rank: int
 
 
 def count_moves(old: Slots | None, new: Slots, num_ranks: int) -> int:
-    """Experts on ranks that did not have them; all of them where the old map is None."""
+    """Count the experts on ranks that did not have them; every slot if the old map is None or not comparable."""
     per_rank = new.shape[1] // num_ranks
     if old is None or old.shape[1] % per_rank:
         return int(new.size)
@@ -137,6 +137,6 @@ def as_slots(placement: Placement) -> Slots:
 
 
 def digest_of(slots: Slots, state: tuple[int, ...] = ()) -> int:
-    """63 bits of the hash of a map and of what else must be equal on all ranks."""
+    """Return 63 bits of a hash of a map and of `state`, which must also be equal on all ranks."""
     content = np.ascontiguousarray(slots).tobytes() + repr((slots.shape, state)).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1

@@ -1,8 +1,8 @@
-"""Maps on disk: the one to begin from, one that is made elsewhere, and the one that is kept.
+"""Map files: the initial map, maps made elsewhere, and the saved map.
 
 A map made elsewhere (`load_map`: the gateway's advice, `coterie plan --to vllm`) is looked for in every round. Ranks
-look one after another and the file may be replaced in between, or reach a machine later: it is offered until all ranks
-have read the same.
+read at different times, and the file may be replaced in between or reach a machine later. The map is therefore offered
+in every round until all ranks have read the same one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.coterie")
 
 
 class Stamp(NamedTuple):
-    """What tells one version of a file from the next; a file that is replaced gets another inode."""
+    """Identifies a version of a file; a replaced file has another inode."""
 
     modified_ns: int
     bytes: int
@@ -33,7 +33,7 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """None where there is no file."""
+    """Return the stamp of a file; None if there is no file."""
     try:
         stat = path.stat()
     except OSError:
@@ -42,7 +42,7 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 class MapFiles:
-    """The files of the settings. `failed` is told what could not be read or written."""
+    """Map files of the settings. `failed` is called with a message if a file cannot be read or written."""
 
     def __init__(self, settings: EplbSettings, failed: Callable[[str], None]) -> None:
         self._settings = settings
@@ -55,13 +55,13 @@ class MapFiles:
         self._taken: Stamp | None = None
 
     def begin(self, asked: EplbRound, current: Placement) -> Placement | None:
-        """The map to begin from, once, and only from the map vLLM starts with.
+        """Return the initial map, once, and only if vLLM still has the map it starts with.
 
-        A rank that joins later must not go back to the beginning alone.
+        A rank that joins later must not go back to the initial map while the other ranks do not.
         """
         initial = self._initial
         if initial is None or not self._fits(initial, asked, str(self._settings.initial_map)):
-            return None  # a draft model is asked about too, and may come first
+            return None  # vLLM may call the policy for a draft model first
         self._initial = None
         return initial if bool((current.slot_experts == asked.linear().slot_experts).all()) else None
 
@@ -69,7 +69,7 @@ class MapFiles:
         self._initial = None
 
     def offered(self, asked: EplbRound) -> Placement | None:
-        """The map of `load_map` if it is newer than the last one taken, and fits."""
+        """Return the map of `load_map` if the file is newer than the last applied one and the map fits."""
         path = Path(self._settings.load_map or "")
         stamp = stamp_of(path)
         if stamp is None or stamp == self._taken:
@@ -84,14 +84,14 @@ class MapFiles:
         return placement if placement is not None and self._fits(placement, asked, str(path)) else None
 
     def taken(self) -> None:
-        """All ranks use what was offered."""
+        """Mark the offered map as applied by all ranks."""
         self._taken = self._read
 
     def save(self, asked: EplbRound, slots: Slots) -> None:
-        """Replace the file of `save_map`, at once or not at all."""
+        """Replace the file of `save_map` atomically."""
         if self._settings.save_map is None or len(asked.tokens) < self._most_layers:
             return
-        self._most_layers = len(asked.tokens)  # a draft model's few layers are not what a restart needs
+        self._most_layers = len(asked.tokens)  # a restart needs the main model's map, not a draft model's
         path = Path(self._settings.save_map)
         try:
             placement = Placement(slots.astype(np.int32), asked.num_ranks, asked.tokens.shape[1])

@@ -1,15 +1,16 @@
-"""When a change pays: a Rebalancer that is asked in every round and keeps the map until one does.
+"""Decide when a change pays: a Rebalancer sees every round and keeps the map until a change pays.
 
-vLLM asks every `step_interval` steps with the tokens of its last `window_size` steps, added up over all ranks: one
-window of the Rebalancer, whose clock moves by the steps between two calls. What it decides must be equal on all ranks,
-so it only sees what is: the load, the old map, and the planning time of the slowest rank, which the ranks exchange when
-they compare their maps.
+vLLM calls the policy every `step_interval` steps with the tokens of its last `window_size` steps, summed over all
+ranks: one window of the Rebalancer, whose clock advances by the steps between two calls. Its decisions must be equal on
+all ranks, so that it only uses inputs that are: the load, the old map, and the planning time of the slowest rank, which
+the ranks exchange when they compare their maps.
 
-vLLM's old map is the truth about what landed. If it is the planned one, the moves landed: at once without use_async,
-a layer a step with it, and vLLM does not ask again before the last. If it is another, the Rebalancer goes on from it.
+vLLM's old map shows which moves were applied. If it equals the planned map, all moves were: at once without use_async,
+one layer per step with it, and vLLM does not call again before the last layer. If it differs, the Rebalancer continues
+from vLLM's map.
 
-A window that is part empty, or was counted under another map, is not used. vLLM first asks after a quarter of its
-interval, when a window longer than that is not full; and the window after ranks came or went was counted before.
+A window that is partly empty, or was counted under another map, is not used. vLLM's first call comes after a quarter of
+its interval, when a longer window is not full; and the window after a change of ranks was counted before the change.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ EQUAL = "equal"
 
 @dataclass(frozen=True, slots=True)
 class EplbPrices:
-    """Objective, topology and planner of the settings."""
+    """Builds the objective, topology and planner from the settings."""
 
     settings: EplbSettings
 
     def check(self) -> None:
-        """Raise now what is wrong with the settings, not in the first round."""
+        """Raise ConfigError for invalid settings now, not in the first round."""
         self.make_planner(objective=self.objective(Load(np.ones((1, 1))), Topology(1)))
 
     def topology(self, asked: EplbRound) -> Topology:
@@ -57,7 +58,7 @@ class EplbPrices:
         )
 
     def plan(self, load: Load, asked: EplbRound, current: Placement) -> Plan:
-        """A plan for `horizon` steps."""
+        """Return a plan that is evaluated over `horizon` steps."""
         topology = self.topology(asked)
         return self.make_planner(objective=self.objective(load, topology)).plan(load, topology, current)
 
@@ -88,7 +89,7 @@ class EplbPrices:
 
 
 def checked(planner: str, plan: Plan) -> Plan:
-    """The plan, if vLLM can carry it out."""
+    """Return the plan; raise ConfigError if vLLM cannot apply it."""
     _check_split(planner, plan.split)
     return plan
 
@@ -102,11 +103,11 @@ logger = logging.getLogger("vllm.coterie")
 
 
 class StepsFile:
-    """Single steps to plan for, about the mean step that vLLM reports. `failed` is told what could not be read.
+    """Single steps to plan for, scaled to the mean step that vLLM reports. `failed` is called if reading fails.
 
-    vLLM's interface passes the tokens of a window, so single steps come from a file, written where requests are known
-    (`coterie plan --save-scenarios`). It may be replaced at any time. In every round the ranks compare what they have
-    read: unless all have read the same, the round is planned for the mean step.
+    vLLM's interface passes only the tokens of a window, so that single steps come from a file, written where requests
+    are known (`coterie plan --save-scenarios`). The file may be replaced at any time. In every round the ranks compare
+    what they have read: unless all have read the same, the round is planned for the mean step.
     """
 
     def __init__(self, path: str | None, failed: Callable[[str], None]) -> None:
@@ -119,7 +120,7 @@ class StepsFile:
         self._warned: set[str] = set()
 
     def offered(self) -> int:
-        """Look for a newer file. 63 bits that are equal on all ranks that have read the same; 0 without a file."""
+        """Read the file if it changed; return 63 bits of its hash, to compare over ranks; 0 without a file."""
         if self._path is None:
             return 0
         stamp = stamp_of(self._path)
@@ -131,13 +132,13 @@ class StepsFile:
         return self._digest
 
     def agreed(self, same: bool) -> None:
-        """Whether all ranks were offered the same: only then it is used."""
+        """Use the file only if all ranks have read the same one."""
         self._use = same
         if not same:
             self._warn(f"{self._path} is not the same on all ranks; plans are for the mean step until it is")
 
     def around(self, load: Load) -> Load:
-        """The load with the file's steps about its mean step, where they are used and fit."""
+        """Return the load with the file's steps scaled to its mean step; unchanged if they are unused or do not fit."""
         found = self._found
         if not self._use or found is None or found.scenarios is None:
             return load
@@ -178,7 +179,7 @@ class _Shape(NamedTuple):
 
 
 class _State:
-    """What is known of one model: its Rebalancer, and the map that its last plan leads to."""
+    """State of one model: its Rebalancer, and the map that its last plan leads to."""
 
     def __init__(self, rebalancer: Rebalancer, skips: bool) -> None:
         self.rebalancer = rebalancer
@@ -191,7 +192,7 @@ class _State:
         return mine.topology == topology and mine.placement.num_slots == placement.num_slots
 
     def catch_up(self, current: Placement) -> None:
-        """Take over the map that vLLM really has."""
+        """Update the Rebalancer to the map that vLLM actually has."""
         planned, self.planned = self.planned, None
         slots = as_slots(current)
         if planned is not None and np.array_equal(planned, slots):
@@ -201,25 +202,25 @@ class _State:
 
 
 class Payoff:
-    """Decides in every round whether a change pays; a draft model beside the main one has a state of its own."""
+    """Decides in every round whether a change pays; a draft model beside the main one has a separate state."""
 
     def __init__(self, prices: EplbPrices, steps: StepsFile) -> None:
         self._prices = prices
         self._steps = steps
         self._rebalancing = prices.settings.rebalancing_settings()
         self._states: dict[_Shape, _State] = {}
-        # vLLM begins at three quarters of its interval.
+        # vLLM's step counter starts at three quarters of its interval, so its first window may be partly empty.
         self._skip = prices.settings.window > prices.settings.horizon // 4
         self._planning_s: float | None = None
 
     @property
     def planning_s(self) -> float:
-        """What planning is taken to cost: the setting, else the mean of the slowest rank's times."""
+        """Assumed planning time in seconds: the setting, else the mean of the slowest rank's times."""
         given = self._prices.settings.planning_s
         return given if given is not None else self._planning_s or 0.0
 
     def fingerprint(self) -> tuple[int, ...]:
-        """Counts that are equal on all ranks whose states are; no float, whose last bit may differ by processor."""
+        """Return counts that are equal if the ranks' states are; no floats, whose last bit may differ by processor."""
         return tuple(
             number
             for shape, state in sorted(self._states.items())
@@ -227,25 +228,25 @@ class Payoff:
         )
 
     def learn(self, slowest_s: float) -> None:
-        """The slowest rank's planning time of a round that planned."""
+        """Update the mean planning time with the slowest rank's time of a round; 0 if the round did not plan."""
         if slowest_s > 0:
             known = self._planning_s
             self._planning_s = slowest_s if known is None else known + LEARNING * (slowest_s - known)
 
     def forget(self) -> None:
-        """Begin anew: states were not equal, or may not be."""
+        """Drop all states, because they differ between ranks or may differ."""
         self._states.clear()
         self._skip = False
 
     def ranks_changed(self) -> None:
-        """Begin anew after a window that cannot be used, on the ranks that stayed as on those that came."""
+        """Drop all states and skip the next window, on remaining ranks and on new ones."""
         self.forget()
         self._skip = True
 
     def decide(self, asked: EplbRound, current: Placement) -> MapDecision:
-        """The round's decision; `current` is vLLM's old map, whole."""
+        """Return the round's decision; `current` is vLLM's old map with every slot filled."""
         settings = self._prices.settings
-        # Tokens of `window` steps, at the rate of the `horizon` steps that have passed since the last call.
+        # Scale the tokens of `window` steps to the `horizon` steps since the last call.
         load = self._steps.around(Load(asked.tokens * (settings.horizon / settings.window), settings.horizon))
         state = self._state(load, asked, current)
         state.windows += 1

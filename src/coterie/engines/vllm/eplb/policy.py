@@ -1,4 +1,4 @@
-"""What vLLM calls: the policy in place of its own, and its group of ranks."""
+"""The EPLB policy that vLLM calls instead of its own, and vLLM's group of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from coterie.engines.vllm.settings import EplbSettings
 
 NANOSECONDS = 1e9
 
-logger = logging.getLogger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+logger = logging.getLogger("vllm.coterie")  # a child of vLLM's logger, so that its handlers print the messages
 
 
 def install(settings: EplbSettings) -> None:
-    """Put a policy in place of vLLM's in this process.
+    """Replace vLLM's default policy in this process.
 
-    Under its name, since the option takes no other. Asked twice, the first stays.
+    The policy keeps vLLM's name "default", since the option accepts no other. Later calls change nothing.
     """
     from vllm.distributed.eplb.policy import EPLB_POLICIES
 
@@ -30,7 +30,7 @@ def install(settings: EplbSettings) -> None:
 
 
 def make_policy(own: Any, rounds: Rounds) -> Any:
-    """A policy that asks `rounds`, over vLLM's `own`."""
+    """Create a policy class, derived from vLLM's `own`, that decides by `rounds`."""
     import torch
 
     class CoterieEplbPolicy(own):
@@ -61,7 +61,7 @@ def make_policy(own: Any, rounds: Rounds) -> Any:
 
 
 def _compare(settings: EplbSettings, layers: int) -> None:
-    """Warn where the settings are not vLLM's. It has a configuration at hand while it reserves memory, not later."""
+    """Warn if the settings differ from vLLM's. vLLM's configuration is available only while it reserves memory."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -71,7 +71,7 @@ def _compare(settings: EplbSettings, layers: int) -> None:
 
 
 def differences(settings: EplbSettings, config: Any, layers: int) -> list[str]:
-    """What of vLLM's EPLBConfig makes the clock or the load of when=pays wrong, in words."""
+    """Return messages about values of vLLM's EPLBConfig that make the clock or the load of when=pays wrong."""
     problems = []
     for mine, theirs in (("horizon", "step_interval"), ("window", "window_size")):
         if getattr(settings, mine) != getattr(config, theirs):
@@ -87,12 +87,12 @@ def differences(settings: EplbSettings, config: Any, layers: int) -> list[str]:
 
 
 class EplbGroup:
-    """vLLM's group, looked up in each round: elastic expert parallelism replaces it."""
+    """vLLM's EPLB group, looked up in each round, since elastic expert parallelism replaces it."""
 
     def __init__(self) -> None:
         from vllm.distributed import parallel_state
 
-        # Not get_eplb_group(), which raises where there is none: a policy that is called by hand.
+        # Not get_eplb_group(), which raises without a group, as when a policy is called outside vLLM.
         self._group = parallel_state._EPLB
         stages = parallel_state._PP
         self._whole = stages is None or stages.world_size == 1
@@ -103,14 +103,14 @@ class EplbGroup:
 
     @property
     def writes(self) -> bool:
-        return self.rank == 0 and self._whole  # a pipeline's stage has some of the layers only
+        return self.rank == 0 and self._whole  # a pipeline stage has only some of the layers
 
     def agree(self, digest: int, planning_s: float = 0.0) -> Agreement:
         if self._group is None:
             return Agreement(True, planning_s)
         import torch
 
-        # The same thread and group that vLLM's transfers use next, so the order of collectives is that of the ranks.
+        # The same thread and group as vLLM's transfers that follow, so that collectives have one order on all ranks.
         most = torch.tensor([digest, -digest, round(planning_s * NANOSECONDS)])
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self._group.cpu_group)
         return Agreement(int(most[0]) == -int(most[1]), int(most[2]) / NANOSECONDS)

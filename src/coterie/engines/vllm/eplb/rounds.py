@@ -1,4 +1,4 @@
-"""EplbRound after round: decide, agree with the other ranks, account for it."""
+"""Rounds of the EPLB policy: decide, agree with the other ranks, count and log."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ KINDS = (
 
 
 class EplbSeries:
-    """Series in the Prometheus registry of the process that decides, made once.
+    """Series in the Prometheus registry of the deciding process, created once.
 
-    vLLM's policy runs in its worker processes. Their registries reach the server's `/metrics` where prometheus_client
-    works over files, that is with PROMETHEUS_MULTIPROC_DIR in the environment: vLLM sets it itself for several API
-    servers. Values over all processes are added up there, so the first rank alone counts what all ranks decide alike.
+    vLLM's policy runs in its worker processes. Their registries reach the server's `/metrics` only if prometheus_client
+    works over files, with PROMETHEUS_MULTIPROC_DIR in the environment; vLLM sets it for several API servers. Values of
+    all processes are summed there, so that only the first rank counts what all ranks decide equally.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ class EplbSeries:
         self.maps = Counter("coterie_eplb_maps_loaded", "Maps taken over from a file")
         self.disagreements = Counter("coterie_eplb_disagreements", "Rounds given up because ranks differed")
         self.failures = Counter("coterie_eplb_failures", "Failures of planner or files, counted by each rank")
-        for kind in KINDS:  # a counter that never moved reads 0, not nothing
+        for kind in KINDS:  # so that an unused counter reads 0 instead of being absent
             self.kept.labels(kind)
 
     def count(self, decision: MapDecision, moves: int, slowest_s: float, asking_s: float) -> None:
-        """A round, by the rank that counts for all."""
+        """Count a round; called on the first rank only."""
         self.rounds.inc()
         self.asking.inc(asking_s)
         if decision.planning_s:
@@ -87,12 +87,12 @@ def series() -> EplbSeries:
     return EplbSeries()
 
 
-logger = logging.getLogger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+logger = logging.getLogger("vllm.coterie")  # a child of vLLM's logger, so that its handlers print the messages
 
 
 @dataclass(slots=True)
 class RoundCounters:
-    """RoundCounters of this rank since the start."""
+    """Counters of this rank since the start."""
 
     rounds: int = 0
     """Rounds with load."""
@@ -101,15 +101,15 @@ class RoundCounters:
     plans: int = 0
     moves: int = 0
     maps: int = 0
-    """Maps taken over from `load_map`."""
+    """Maps applied from `load_map`."""
     failures: int = 0
-    """Failures of planner or files; a rank whose planner failed keeps the map, with when=always asks for vLLM's own."""
+    """Failures of planner or files. If planning fails, the rank keeps the map, or with when=always uses vLLM's own."""
     disagreements: int = 0
-    """Rounds given up because ranks had different maps."""
+    """Rounds abandoned because ranks had different maps."""
 
 
 class Rounds:
-    """EplbRound after round: decide, agree, keep the map."""
+    """Runs the rounds of the EPLB policy on one rank."""
 
     def __init__(self, settings: EplbSettings) -> None:
         self.settings = settings
@@ -124,11 +124,11 @@ class Rounds:
         self._told = ""
 
     def run(self, asked: EplbRound, vllms: Callable[[], Slots], group: RearrangingGroup) -> Slots:
-        """The map that all ranks use next. `vllms` is the map of vLLM's own policy."""
+        """Return the map that all ranks use next. `vllms` computes the map of vLLM's own policy."""
         began = time.perf_counter()
         loaded = bool(asked.tokens.any())  # NaN counts as load
         decision = self._from_file(asked, group) if loaded and self.settings.load_map is not None else None
-        state: tuple[int, ...] = ()  # all ranks have compared the file's map: their states do not matter to it
+        state: tuple[int, ...] = ()  # for a file's map the ranks' states need not be equal
         if decision is None:
             if self.settings.scenarios is not None:
                 self._steps.agreed(group.agree(self._steps.offered()).same)
@@ -146,7 +146,7 @@ class Rounds:
         return decision.slot_experts
 
     def decide(self, asked: EplbRound) -> MapDecision:
-        """This rank's map for a round."""
+        """Return this rank's decision for a round."""
         if self.settings.when != "always" and asked.whole and not _usable(asked.tokens):
             return MapDecision(_old(asked), f"the load is {_nonsense(asked.tokens)}", "bad_load")
         current = carry_over(asked)
@@ -169,7 +169,7 @@ class Rounds:
         return self._planned(asked, current)
 
     def _planned(self, asked: EplbRound, current: Placement) -> MapDecision:
-        """A plan over the interval, as it comes."""
+        """Plan for the interval and use the plan as it is, without a Rebalancer."""
         plan = self._prices.plan(self._steps.around(Load(asked.tokens, self.settings.window)), asked, current)
         checked(self.settings.planner, plan)
         gain_s, took_s = plan.saving_s * self.settings.horizon, max(plan.planning_s, 1e-9)
@@ -179,7 +179,7 @@ class Rounds:
     def _decided(self, asked: EplbRound, vllms: Callable[[], Slots]) -> MapDecision:
         try:
             return self.decide(asked)
-        except Exception:  # serving goes on, whatever a planner raises
+        except Exception:  # serving must go on, whatever a planner raises
             if self._payoff is not None:
                 self._payoff.forget()
             if self.settings.when != "always" and asked.whole:
@@ -189,7 +189,7 @@ class Rounds:
             return MapDecision(vllms(), "planning failed", "failed")
 
     def _from_file(self, asked: EplbRound, group: RearrangingGroup) -> MapDecision | None:
-        """The map of `load_map`, if all ranks have read the same new one."""
+        """Return the map of `load_map` if all ranks have read the same new one, else None."""
         placement = self._files.offered(asked)
         slots = None if placement is None else as_slots(placement)
         if not group.agree(0 if slots is None else digest_of(slots)).same:
@@ -219,13 +219,13 @@ class Rounds:
         return MapDecision(_old(asked) if asked.whole else vllms(), "ranks disagreed", "disagreed")
 
     def _warm_up(self, asked: EplbRound) -> float:
-        """Compile the planner while vLLM starts, not in the first round that serves; seconds of a plan afterwards."""
+        """Compile the planner while vLLM starts, not in the first round under load; return the seconds of a plan."""
         if self._warm:
             return 0.0
         self._warm = True
         tokens = np.arange(asked.tokens.size, dtype=np.float64).reshape(asked.tokens.shape) * 7919 % 101
         try:
-            for _ in range(1 if self._payoff is None else 2):  # the first one compiles
+            for _ in range(1 if self._payoff is None else 2):  # the first plan compiles, the second is timed
                 load = self._steps.around(Load(tokens))
                 plan = checked(self.settings.planner, self._prices.plan(load, asked, asked.linear()))
             return plan.planning_s
@@ -249,7 +249,7 @@ class Rounds:
             self._files.save(asked, decision.slot_experts)
 
     def _tell(self, moves: int, decision: MapDecision) -> None:
-        """Log a round; of a row of rounds that keep the map for one reason, the first."""
+        """Log a round; of consecutive rounds that keep the map for the same reason, only the first."""
         since = "since the start: " + ", ".join(f"{name} {value}" for name, value in asdict(self.counters).items())
         if moves or self.settings.when == "always":
             self._told = ""
@@ -270,7 +270,7 @@ def _old(asked: EplbRound) -> Slots:
 
 
 def _usable(tokens: np.ndarray) -> bool:
-    return bool(((tokens >= 0) & (tokens < np.inf)).all())  # NaN is neither
+    return bool(((tokens >= 0) & (tokens < np.inf)).all())  # NaN fails both comparisons
 
 
 def _nonsense(tokens: np.ndarray) -> str:
