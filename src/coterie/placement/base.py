@@ -251,7 +251,7 @@ class Plan:
     proof: Proof | None = field(default=None, repr=False, compare=False)
     """Objective and lower bound of the plan; None if the planner computes no bound."""
     unseen: Unseen | None = None
-    """Balancedness of such a plan on held-out scenarios; None if no scenarios were held out."""
+    """Balancedness of plans made in the same way on held-out scenarios; None if no scenarios were held out."""
 
     @property
     def proven(self) -> Proof:

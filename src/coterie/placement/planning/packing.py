@@ -108,7 +108,7 @@ def make_room(
 ) -> int:
     """Move an item from a full rank without this item's expert to a rank with room; return the rank it left.
 
-    Among all such moves, the one is chosen whose busier rank is least busy afterwards.
+    The move is chosen that minimises the time of the busier of the two ranks.
     """
     ranks, room = packed.shape
     best_from, best_to, best_place, least = -1, -1, -1, np.inf

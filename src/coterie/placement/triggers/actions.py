@@ -179,7 +179,7 @@ class ActionManager:
         return Cycle(work.result(), events)
 
     def rebalance(self, demand: Demand, held: Held, at_s: float = 0.0) -> Cycle:
-        """Assign all experts of each layer anew for least link time and fill extra slots by demand, if it saves enough.
+        """Reassign all experts of each layer for least link time and fill extra slots by demand, if this saves enough.
 
         The assignment of first copies is optimal for this demand; replicas are added greedily. Nearly all experts move.
         """

@@ -109,7 +109,7 @@ class DriftEstimate(NamedTuple):
 
     @property
     def cautious(self) -> Decay | None:
-        """Decay to decide by: if no drift shows, the one with the shortest half-life that would not show."""
+        """Decay to decide by; if no drift shows, a decay with the shortest half-life that cannot be detected yet."""
         if self.decay is None or np.isfinite(self.decay.half_life):
             return self.decay
         return Decay(UNSEEN * self.span, 0.0, self.decay.level)

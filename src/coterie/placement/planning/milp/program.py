@@ -149,8 +149,8 @@ class Program:
     """The mixed-integer program of one layer."""
 
     def __init__(self, layer: ProgramLayer, split: str, known: float, apart: Mask) -> None:
-        """Build the program; `known` is the excess of some placement; worse ones are cut off. `apart` [expert] marks
-        experts without a lumped level."""
+        """Build the program. `known` is the excess of a known placement; the program excludes worse placements.
+        `apart` [expert] marks experts without a lumped level."""
         self.layer, self.split, self.apart = layer, split, apart
         self.work, self.replica_s = layer.work, layer.replica_s
         self.scale = float(self.work.sum() / layer.speeds.sum()) or 1.0
