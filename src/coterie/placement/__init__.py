@@ -1,4 +1,4 @@
-"""Where experts live: planners, how replicas share tokens, when to move, and moving without a stop."""
+"""Expert placement: planners, token shares of replicas, rebalancing triggers, and migration while serving."""
 
 from coterie.placement.base import HOST, Load, Moves, Plan, Planner, planners
 from coterie.placement.co_clustering.base import CoClusters, Items
@@ -19,7 +19,7 @@ from coterie.placement.triggers.drift import DriftEstimator
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.registry import import_modules
 
-import_modules("coterie.placement.planning")  # every planner there is registered, without a line here
+import_modules("coterie.placement.planning")  # registers every planner of that package; none is listed here
 
 __all__ = [
     "DEEPSEEK_V3_PREFILL",

@@ -1,8 +1,8 @@
-"""The contract of a planner: where the experts should live, given their load and the current placement.
+"""The planner contract: choose a placement of the experts, given their load and the current placement.
 
-A planner is a pure function of a snapshot: the same load, topology, current placement and shares in force give the same
-plan on every rank, bit for bit, so every rank may run it and no plan has to be sent. It decides from the settings of
-its :class:`~coterie.placement.objective.Objective`, never from a clock; the time it took is reported, not used.
+A planner is a pure function: the same load, topology, current placement and shares in force give the same plan on
+every rank, bit for bit. Every rank can therefore run the planner, and no plan has to be sent. A planner decides from
+its :class:`~coterie.placement.objective.Objective`, never from a clock; the measured planning time is only reported.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from coterie.registry import PolicyRegistry
 from coterie.types import Placement, Topology
 
 HOST = -1
-"""Source of a move that no living rank can serve: the host's copy of the weights."""
+"""Source of a move if no living rank holds the expert: the host's copy of the weights."""
 
 HELD_OUT = 4
-"""Every so manieth scenario of a load is held out by planners that ask how their plans do on steps not planned on. What
-draws scenarios makes those of requests that the others do not have, where there are enough."""
+"""Every HELD_OUT-th scenario is held out by planners that test their plans on unseen steps. Functions that draw
+scenarios build the held-out ones from separate requests, if there are enough requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens per expert in a window of steps, and, where known, a sample of single steps.
+    """Tokens per expert in a window of steps, and, if known, a sample of single steps (scenarios).
 
-    No step has the mean load: a step holds a few requests, and the slowest rank of that step is what all wait for. With
-    `scenarios` planners minimise the expected time of such steps; without, the time of the mean one.
+    A single step differs from the mean load: it holds a few requests, and all ranks wait for the slowest rank of that
+    step. With `scenarios`, planners minimise the expected time of a step; without, the time of the mean step.
     """
 
     tokens: NDArray[np.float64]
@@ -39,16 +39,16 @@ class Load:
     steps: float = 1.0
     """Steps in the window."""
     sources: NDArray[np.float64] | None = None
-    """[source rank, layer, expert] the same tokens by the rank they were on, where known. None: spread evenly over all
-    ranks."""
+    """[source rank, layer, expert] the same tokens, split by the rank that holds the token. None: spread evenly over
+    all ranks."""
     scenarios: NDArray[np.float64] | None = None
-    """[scenario, layer, expert] tokens of one step each. Their weighted mean should be that of the window; make such a
-    load with :meth:`of_scenarios`. None: the mean step is the only scenario."""
+    """[scenario, layer, expert] tokens of one step per scenario. Their weighted mean should equal the window's mean
+    step, as in a load made with :meth:`of_scenarios`. None: the mean step is the only scenario."""
     weights: NDArray[np.float64] | None = None
-    """[scenario] probability of each; None: all are alike."""
+    """[scenario] probability of each scenario; None: all are equally likely."""
     whole_steps: bool = False
-    """Whether a scenario is one step as it was, so that its tokens are counts, rather than the mean of steps like it:
-    an expert with a token is then surely streamed."""
+    """Whether a scenario is one recorded step (its tokens are counts) rather than the mean of similar steps. In a
+    recorded step, the weights of every expert with a token are certainly read."""
 
     def __post_init__(self) -> None:
         tokens = np.ascontiguousarray(self.tokens, np.float64)
@@ -92,7 +92,7 @@ class Load:
         *,
         whole_steps: bool = False,
     ) -> Load:
-        """The load of a sample of steps [scenario, layer, expert]; its window is their mean step."""
+        """Make a load from a sample of steps [scenario, layer, expert]; its window is their mean step."""
         given = np.ascontiguousarray(scenarios, np.float64)
         if given.ndim != 3 or not len(given):
             raise ConfigError(f"scenarios has shape {given.shape}; it must be [scenario, layer, expert], none 0")
@@ -104,7 +104,7 @@ class Load:
 
     @property
     def num_scenarios(self) -> int:
-        """Scenarios that planners weigh: 1 where the mean step is the only one."""
+        """Number of scenarios that planners see; 1 if there is only the mean step."""
         return 1 if self.scenarios is None else len(self.scenarios)
 
     @property
@@ -121,7 +121,7 @@ class Load:
         return int(self.tokens.shape[1])
 
     def check_fits(self, topology: Topology, current: Placement) -> None:
-        """Raise where load, topology and placement do not belong together."""
+        """Raise ConfigError if the shapes of load, topology and placement do not match, or living slots are too few."""
         if (current.num_layers, current.num_experts) != self.tokens.shape:
             raise ConfigError(
                 f"the placement is for {current.num_layers} layers of {current.num_experts} experts; "
@@ -155,44 +155,44 @@ class Moves:
     slot: NDArray[np.int64]
     expert: NDArray[np.int64]
     source: NDArray[np.int64]
-    """Rank to fetch it from, or HOST."""
+    """Rank to fetch the expert from, or HOST."""
     seconds: NDArray[np.float64]
-    """Time on its link without other traffic."""
+    """Transfer time on the link of the move, in seconds, without other traffic."""
 
     def __len__(self) -> int:
         return len(self.layer)
 
 
 class SearchProgress(NamedTuple):
-    """Progress of a search that goes layer by layer."""
+    """Progress of a search that plans one layer after another."""
 
     price: int
     """Index of the price per move being tried; always 0 without a budget."""
     layer: int
     layers: int
     objective_s: float
-    """Best objective so far in this layer, price included."""
+    """Best objective so far in this layer, in seconds, including the price of its moves."""
     bound_s: float
 
 
 Progress = Callable[[SearchProgress], bool | None]
-"""Callback: progress of a search; returning False ends it with the best plan so far."""
+"""Callback that receives the progress of a search; returning False ends the search with the best plan so far."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proof:
-    """How good a plan is proven to be, by layer, in seconds over the horizon, movement included."""
+    """Proven quality of a plan per layer, in seconds over the horizon, movement included."""
 
     objective_s: NDArray[np.float64]
-    """[layer]"""
+    """[layer] objective of the plan."""
     bound_s: NDArray[np.float64]
-    """[layer] lower bound over all placements of the layer, without the budget of moves."""
+    """[layer] lower bound over all placements of the layer, ignoring the budget of moves."""
     closed: NDArray[np.bool_]
     """[layer] whether objective and bound are within the requested gap."""
     seconds: NDArray[np.float64]
     """[layer] search time."""
     total_bound_s: float
-    """Lower bound over all plans that keep to the budget of moves."""
+    """Lower bound of the objective over all plans within the budget of moves."""
 
     @property
     def gap(self) -> NDArray[np.float64]:
@@ -207,20 +207,20 @@ class Proof:
 
 
 class Unseen(NamedTuple):
-    """Balancedness on scenarios that were held out, of plans made from the others, over some layers."""
+    """Balancedness, on held-out scenarios, of plans made from the remaining scenarios, over some of the layers."""
 
     before: float
-    """With the placement in force."""
+    """Balancedness of the placement in force on the held-out scenarios."""
     mean: float
-    """With a plan for the mean step of the other scenarios."""
+    """Balancedness of a plan for the mean step of the remaining scenarios."""
     after: float
-    """With the plan for the other scenarios, made in the way that was chosen."""
+    """Balancedness of a plan for the remaining scenarios, with the chosen `shrinkage`."""
     fitted: float
-    """With that plan on the scenarios it was made for: what is above `after` is chance."""
+    """Balancedness of the same plan on the scenarios it was made for; its excess over `after` is overfitting."""
     shrinkage: float
-    """Share of the mean that was mixed into every scenario; chosen by `after`."""
+    """Share of the mean step mixed into every scenario; the share with the best `after` is chosen."""
     scenarios: int
-    """Held out."""
+    """Number of held-out scenarios."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,34 +228,34 @@ class Plan:
     """A planner's decision and its predicted effect."""
 
     placement: Placement
-    """The current one where nothing moves."""
+    """Placement to serve with; the current placement if nothing moves."""
     shares: NDArray[np.float64]
-    """[layer, slot] share of its expert's tokens each slot computes; an expert's add up to 1."""
+    """[layer, slot] share of its expert's tokens that each slot computes; the shares of an expert add up to 1."""
     split: str
-    """How those shares were chosen: equal, weighted or optimal."""
+    """How `shares` were chosen: equal, weighted or optimal."""
     before_s: float
     """Predicted seconds of one step's MoE layers in the current placement, with the shares in force."""
     after_s: float
     moves: Moves
     movement_s: float
-    """Exposed seconds of all moves: layer by layer, the slowest rank of each."""
+    """Exposed seconds of all moves: the sum over layers of the slowest rank's seconds."""
     planning_s: float
-    """Measured planning time; planners decide by Objective.planning_s instead, which is the same on every rank."""
+    """Measured planning time in seconds; planners decide by Objective.planning_s, which is the same on every rank."""
     balance_before: float
-    """Balancedness; over the load's scenarios, where it has them."""
+    """Balancedness of the current placement, over the load's scenarios if it has any."""
     balance_after: float
     skip_reason: str | None = None
-    """Why the current placement is kept, in words; None where the plan moves something."""
+    """Reason for keeping the current placement; None if the plan changes it."""
     layer_reasons: tuple[str, ...] = field(default=(), repr=False)
-    """[layer] what was changed or why not, in words; empty where the planner does not say."""
+    """[layer] what was changed or why not, in words; empty if the planner gives no reasons."""
     proof: Proof | None = field(default=None, repr=False, compare=False)
-    """How good the plan is, from a planner that proves something."""
+    """Objective and lower bound of the plan; None if the planner computes no bound."""
     unseen: Unseen | None = None
-    """How such a plan does on scenarios that it was not planned on; None without scenarios to hold out."""
+    """Balancedness of plans made in the same way on held-out scenarios; None if no scenarios were held out."""
 
     @property
     def proven(self) -> Proof:
-        """The proof, of a plan that must have one."""
+        """Return the proof; raise ConfigError if the plan has none."""
         if self.proof is None:
             raise ConfigError("the plan has no proof; its planner proves nothing")
         return self.proof
@@ -267,7 +267,7 @@ class Plan:
 
     @property
     def break_even_steps(self) -> float:
-        """Steps until the movement is paid for; infinite where nothing is saved, 0 where nothing moves."""
+        """Steps until the saving pays for the movement; infinite if the plan saves nothing, 0 if nothing moves."""
         if not self.movement_s:
             return 0.0
         return self.movement_s / self.saving_s if self.saving_s > 0 else np.inf
@@ -275,15 +275,15 @@ class Plan:
 
 @runtime_checkable
 class Planner(Protocol):
-    """Anything that plans; settings are the fields of a frozen dataclass."""
+    """A planner; its settings are the fields of a frozen dataclass."""
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
-        """`shares` [layer, slot] are those in force, from an earlier plan; None: equal shares."""
+        """Plan for a load; `shares` [layer, slot] are the shares in force, from an earlier plan (None: equal)."""
         ...
 
 
 planners: PolicyRegistry[Planner] = PolicyRegistry("planner", group="coterie.planners")
-"""Holds the built-in ones once :mod:`coterie.placement` is imported. Callers offer `objective` (an
-:class:`~coterie.placement.objective.Objective`) and `progress`."""
+"""Registry of planners; holds the built-in planners once :mod:`coterie.placement` is imported. Its context offers
+`objective` (an :class:`~coterie.placement.objective.Objective`) and `progress`."""

@@ -1,4 +1,4 @@
-"""Experts that ranks hold, without slots, the way back to slots, and what ranks ask for."""
+"""Experts held by each rank, conversion to and from placements with slots, and activations demanded by each rank."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from coterie.placement.objective import settle
 from coterie.types import Placement
 
 Held = NDArray[np.bool_]
-"""[rank, layer, expert] whether the rank has it."""
+"""[rank, layer, expert] whether the rank holds the expert."""
 Demand = NDArray[np.float64]
-"""[rank, layer, expert] activations that a rank's own tokens ask for."""
+"""[rank, layer, expert] activations of the tokens on each rank."""
 
 
 def held_by(placement: Placement) -> Held:
-    """[rank, layer, expert]"""
+    """Return the experts that each rank holds, [rank, layer, expert]."""
     return placement.held
 
 
 def bit_words(held: Held) -> NDArray[np.uint64]:
-    """[rank, layer, word] bit e is set where the rank holds expert e of the layer, as routers read `Fleet.local`."""
+    """Return bit masks [rank, layer, word], as in `Fleet.local`: bit e is set if the rank holds expert e."""
     experts = held.shape[2]
     words = np.zeros((*held.shape[:2], -(-experts // 64)), np.uint64)
     for expert in range(experts):
@@ -30,9 +30,9 @@ def bit_words(held: Held) -> NDArray[np.uint64]:
 
 
 def placement_from_held(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
-    """Slots for what ranks hold; what stays on a rank keeps its slot of `current`.
+    """Assign the experts that each rank holds to slots; an expert that stays on its rank keeps its slot of `current`.
 
-    Slots left over repeat an expert that the rank has already, which moves nothing over a link.
+    Spare slots repeat an expert that the rank already holds, so that filling them uses no link.
     """
     ranks, layers, experts = held.shape
     slots = np.zeros((layers, ranks, slots_per_rank), np.int32)
@@ -54,15 +54,15 @@ def placement_from_held(held: Held, slots_per_rank: int, current: Placement | No
 
 
 def remote_share(demand: Demand, held: Held) -> float:
-    """Share of all activations whose expert is not on the rank that asks; 0 without demand."""
+    """Return the share of all activations whose expert is not on the token's own rank; 0 if there are none."""
     total = float(demand.sum())
     return float(demand[~held].sum()) / total if total else 0.0
 
 
 class DemandTracker:
-    """Exponentially decayed demand of workers: with every record of a worker, its earlier ones count `decay` times.
+    """Exponentially decayed demand per worker: each record of a worker multiplies its earlier demand by `decay`.
 
-    Wrong for idle workers: without records nothing decays, so a worker that fell silent keeps asking for what it did.
+    Wrong for idle workers: demand decays only with records, so an idle worker keeps its last demand.
     """
 
     def __init__(self, num_layers: int, num_experts: int, num_workers: int, *, decay: float = 0.99) -> None:
@@ -72,7 +72,7 @@ class DemandTracker:
         self._demand: Demand = np.zeros((num_workers, num_layers, num_experts))
 
     def record(self, worker: int, counts: NDArray[np.integer] | NDArray[np.floating]) -> None:
-        """Activations [layer, expert] of a step on this worker."""
+        """Add the activations [layer, expert] of a step on this worker."""
         demand = self._of(worker)
         if counts.shape != demand.shape:
             raise ConfigError(f"counts has shape {counts.shape}; expected [layer, expert] = {demand.shape}")
@@ -82,7 +82,7 @@ class DemandTracker:
         demand += counts
 
     def worker(self, worker: int) -> Demand:
-        """[layer, expert]"""
+        """Return a copy of a worker's demand, [layer, expert]."""
         return self._of(worker).copy()
 
     def _of(self, worker: int) -> Demand:

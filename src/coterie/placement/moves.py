@@ -1,4 +1,4 @@
-"""From one placement to another: the moves with their sources, and slots and shares that stay where they can."""
+"""Moves between two placements with their sources; slot orders and shares that change as little as possible."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from coterie.types import Placement, Topology
 def moves_between(
     current: Placement, slot_experts: NDArray[np.integer], topology: Topology, expert_bytes: float
 ) -> Moves:
-    """Moves that fill `slot_experts` [layer, slot]. Copies inside a rank are no moves; ranks that are gone get none.
+    """Return the moves that fill `slot_experts` [layer, slot], without copies inside a rank and moves to dead ranks.
 
-    A source is on the rank's node if one there has the expert, else on another, else the host. Of several as near, the
-    one that sends least in the layer is taken, so that a hot expert's replicas do not queue at its first copy.
+    The source is a holder on the same node if there is one, else on another node, else the host. Among equally near
+    holders the one that sends least in the layer is chosen, so that a hot expert's replicas do not queue at one sender.
     """
     speeds, per_rank = topology.rank_speeds, current.slots_per_rank
     changed = (slot_experts != current.slot_experts) & np.repeat(speeds > 0, per_rank)[None, :]
@@ -57,13 +57,13 @@ def _fill_sources(
     source: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> None:
-    """Fill `source` and `seconds` [move]; moves are in the order of their layers.
+    """Fill `source` and `seconds` [move]; the moves must be sorted by layer.
 
-    A rank that has the expert already is its own source.
+    A rank that already holds the expert is its own source.
     """
     slots, ranks = slot_experts.shape[1], len(speeds)
     per_rank = slots // ranks
-    first, after = np.empty(experts, np.int64), np.empty(slots, np.int64)  # a list of slots for each expert
+    first, after = np.empty(experts, np.int64), np.empty(slots, np.int64)  # linked list of slots per expert
     copies, sends = np.empty(experts, np.int64), np.empty(ranks, np.int64)
     start = 0
     while start < len(layer):
@@ -82,7 +82,7 @@ def _fill_sources(
         most = 0
         for move in range(start, end):
             most = max(most, copies[expert[move]])
-        # Experts with one copy have no choice: they go first, and those with several go around them.
+        # Experts with fewer copies have less choice of a sender, so they choose first.
         for count in range(most + 1):
             for move in range(start, end):
                 if copies[expert[move]] != count:
@@ -105,9 +105,9 @@ def _fill_sources(
 
 
 def settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """`new` with the slots of each rank reordered so that what stays keeps its slot, and where each came from.
+    """Reorder the slots of each rank in `new` so that experts that stay on a rank keep their slot of `old`.
 
-    Both [layer, slot]; the second holds, for each slot of the result, the slot of `new` it was.
+    Returns the reordered rows [layer, slot] and, for each of their slots, its slot index in `new` [layer, slot].
     """
     order = np.empty(new.shape, np.int64)
     _settle(old, new, ranks, order)
@@ -141,7 +141,10 @@ def _settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int, order: N
 
 
 def living_shares(shares: NDArray[np.floating], current: Placement, alive: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[layer, slot] with what ranks that are gone had spread over an expert's others: as they shared, else equally."""
+    """Return shares [layer, slot] in which the shares of dead ranks go to the expert's living slots.
+
+    The living slots of an expert keep their ratio; if all their shares are 0, they share equally.
+    """
     given, experts = np.ascontiguousarray(shares, np.float64), current.slot_experts
     if given.shape != experts.shape:
         raise ConfigError(f"shares has shape {given.shape}; the placement {experts.shape}")

@@ -1,11 +1,11 @@
-"""Samples of steps to plan for: from recorded requests, from windows, from domains, and on disk.
+"""Samples of steps (scenarios) to plan for, drawn from recorded requests, windows or domains; their files on disk.
 
-A step holds a few requests, each of one subject. Its load is theirs: all tokens of their prompts in prefill, one token
-of each in decode. :func:`steps_of_requests` and :func:`steps_of_trace` draw such steps; windows and domains are
-scenarios as they are (:meth:`Load.of_scenarios <coterie.placement.base.Load.of_scenarios>`), and :func:`mixtures` draws
-mixes of domains for traffic that shifts.
+A step holds a few requests, each from one domain. In prefill a request adds all tokens of its prompt to the load of the
+step, in decode one token. :func:`steps_of_requests` and :func:`steps_of_trace` draw such steps. Loads of windows or
+domains can be used as scenarios directly (:meth:`Load.of_scenarios <coterie.placement.base.Load.of_scenarios>`), and
+:func:`mixtures` draws mixes of domains for traffic that shifts.
 
-Wrong where the service batches otherwise than `requests` and `bursts` say: measure both on the traffic itself.
+Wrong if the service forms batches differently from `requests` and `bursts`: measure both on the real traffic.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Steps = NDArray[np.float64]
 """[scenario, layer, expert] tokens."""
 
 APART = 2
-"""Steps' requests that there must be, for steps that are held out to have requests of their own."""
+"""Held-out steps get separate requests if at least HELD_OUT x APART x (requests per step) requests are available."""
 
 Phase = Literal["prefill", "decode", "mixed"]
 
 LEAST_CONCENTRATION = 0.1
-"""Concentration of mixtures that are nearly always of one domain alone."""
+"""Lowest Dirichlet concentration: nearly every mixture consists of a single domain."""
 
 MOST_RATIO = 4.0
-"""Largest factor by which :func:`at_mean` scales an expert's tokens, over that of its layer."""
+"""Largest factor by which :func:`at_mean` scales an expert's tokens, relative to the factor of its layer."""
 
 
 def steps_of_requests(
@@ -52,11 +52,12 @@ def steps_of_requests(
     domains: Sequence[str] | NDArray[np.integer] | None = None,
     bursts: float = 0.0,
 ) -> Steps:
-    """Draw `count` steps of so many requests each, from the footprints of requests [request, layer, expert].
+    """Draw `count` steps of `requests` requests each from the footprints of requests [request, layer, expert].
 
-    A share of `bursts` of the steps has requests of one domain only, drawn by how many requests it has; `domains` names
-    that of each request. No request is twice in a step, unless there are too few of its domain. Where there are
-    enough, requests of every :data:`~coterie.placement.base.HELD_OUT`-th step are in no other steps than these.
+    A share `bursts` of the steps has requests of one domain only, drawn in proportion to the requests of each domain;
+    `domains` [request] names the domain of each request. A request appears once in a step, unless there are too few to
+    draw from. If there are enough requests, every :data:`~coterie.placement.base.HELD_OUT`-th step shares no request
+    with the steps between.
     """
     if footprints.ndim != 3:
         raise ConfigError(f"footprints has shape {footprints.shape}; it must be [request, layer, expert]")
@@ -78,12 +79,11 @@ def steps_of_trace(
     domains: Sequence[str] | NDArray[np.integer] | None = None,
     bursts: float = 0.0,
 ) -> Steps:
-    """Draw `count` steps of so many requests each, from the tokens of a trace.
+    """Draw `count` steps of `requests` requests each from the tokens of a trace.
 
-    In `prefill` a request brings its whole prompt, in `decode` one of its output tokens; in `mixed` steps one
-    brings its prompt and the others decode. `chosen` requests are drawn from, all unless given; those without tokens of
-    the phase
-    are left out. `domains` names that of each request of the trace.
+    In `prefill` a request adds its whole prompt, in `decode` one of its output tokens; in a `mixed` step one request
+    adds its prompt and all others decode. Requests are drawn from `chosen` (default: all); requests without tokens of
+    the phase are left out. `domains` [request] names the domain of each request of the trace.
     """
     wanted = np.arange(trace.num_requests) if chosen is None else np.asarray(chosen, np.int64)
     tokens = [trace.request(int(request)) for request in wanted]
@@ -114,14 +114,14 @@ def mixtures(
     *,
     mix: NDArray[np.float64] | None = None,
 ) -> Steps:
-    """Draw `count` steps that mix domains [domain, layer, expert] about the mix of today.
+    """Draw `count` steps that mix domains [domain, layer, expert] around the present mix.
 
-    Mixes are Dirichlet draws: the higher the concentration, the closer to `mix` [domain], which is by their tokens
-    unless given; :func:`concentration_of` estimates it from mixes that were seen. Of each domain only its shape counts.
-    A domain that is not among these is not covered.
+    Mixes are Dirichlet draws: the higher the concentration, the closer they are to `mix` [domain] (default: each
+    domain's share of the tokens). :func:`concentration_of` estimates the concentration from observed mixes. Domains are
+    normalised per layer; a step has the domains' mean number of tokens. Traffic of an unlisted domain is not covered.
     """
     check_at_least(1, count=count)
-    if not concentration > 0:  # infinite: every step is the mix of today
+    if not concentration > 0:  # infinity is allowed: every step then has the present mix
         raise ConfigError(f"concentration={concentration} must be above 0")
     shapes, sizes = _shapes(domains)
     today = sizes if mix is None else np.asarray(mix, np.float64)
@@ -135,7 +135,7 @@ def mixtures(
 
 
 def mixes_of(windows: NDArray[np.floating] | NDArray[np.integer], domains: NDArray[np.floating]) -> NDArray[np.float64]:
-    """[window, domain] shares of the domains [domain, layer, expert] that fit windows [window, layer, expert] best."""
+    """Fit windows [window, layer, expert] by domains [domain, layer, expert]; return shares [window, domain]."""
     known = _shapes(domains)[0].reshape(len(domains), -1).T
     shares = np.array([nnls(known, window.ravel())[0] for window in _shapes(windows)[0]])
     total = shares.sum(axis=1, keepdims=True)
@@ -143,9 +143,10 @@ def mixes_of(windows: NDArray[np.floating] | NDArray[np.integer], domains: NDArr
 
 
 def concentration_of(mixes: NDArray[np.floating]) -> float:
-    """Concentration of the Dirichlet whose variance is that of mixes [window, domain], by moments.
+    """Estimate the Dirichlet concentration of mixes [window, domain] from their mean and variance.
 
-    The more the traffic shifts between windows, the lower. Infinite where it does not; at least LEAST_CONCENTRATION.
+    The more the traffic shifts between windows, the lower the concentration. Infinite if all mixes are equal; at least
+    LEAST_CONCENTRATION.
     """
     if mixes.ndim != 2 or len(mixes) < 2:
         raise ConfigError(f"mixes has shape {mixes.shape}; two or more windows [window, domain] are needed")
@@ -156,7 +157,7 @@ def concentration_of(mixes: NDArray[np.floating]) -> float:
 
 
 def _shapes(loads: NDArray[np.floating] | NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """[load, layer, expert] shares of a layer's tokens, and [load] tokens a layer."""
+    """Return each expert's share of its layer's tokens [load, layer, expert] and the mean tokens per layer [load]."""
     if loads.ndim != 3 or not loads.size:
         raise ConfigError(f"domains or windows of shape {loads.shape}; they must be [domain, layer, expert], none 0")
     total = loads.sum(axis=2, keepdims=True, dtype=np.float64)
@@ -165,10 +166,10 @@ def _shapes(loads: NDArray[np.floating] | NDArray[np.integer]) -> tuple[NDArray[
 
 
 def at_mean(steps: Steps, weights: NDArray[np.float64] | None, mean: NDArray[np.float64]) -> Steps:
-    """The same steps about another mean step [layer, expert].
+    """Scale steps [scenario, layer, expert] so that their mean is another mean step [layer, expert].
 
-    Every expert's tokens are scaled, so that hot steps of an expert stay hot ones. One that is far hotter than the
-    sample knows it, or that no step of the sample has, gets the rest in all steps alike: it is not known in which.
+    Each expert's tokens are scaled by one factor, so that its hot steps stay hot. The factor is limited by MOST_RATIO;
+    tokens above that limit, and tokens of an expert missing from the sample, are added to all steps equally.
     """
     known = np.average(steps, axis=0, weights=weights)
     if known.shape != mean.shape:
@@ -188,7 +189,7 @@ def _draw(
     domains: Sequence[str] | NDArray[np.integer] | None,
     bursts: float,
 ) -> list[NDArray[np.int64]]:
-    """[step] indices of the requests in each."""
+    """Return, for each step, the indices of its requests."""
     check_at_least(1, requests=requests, count=count)
     check_share(bursts=bursts)
     if not available:
@@ -215,7 +216,7 @@ def _draw(
 
 
 MOST_RECENT = 64
-"""Scenarios of the newest windows that are kept: plans over more take longer and gain little."""
+"""Number of scenarios kept from the newest windows: planning over more takes longer and gains little."""
 
 
 class RecentSteps:
@@ -229,7 +230,7 @@ class RecentSteps:
         self._whole = True
 
     def update(self, load: Load, weight: float) -> None:
-        """The next window, and the weight that the forecast gave it."""
+        """Add the scenarios of the next window; `weight` is the weight that the forecast gave this window."""
         if load.scenarios is None or load.weights is None:
             return
         count = load.num_scenarios
@@ -244,20 +245,20 @@ class RecentSteps:
         self._steps, self._weights, self._whole = new, new_weights, self._whole and load.whole_steps
 
     def around(self, expected: Load) -> Load:
-        """A load with these scenarios, brought to its mean step; without any, the load itself."""
+        """Return `expected` with the kept scenarios, scaled to its mean step; unchanged if none are kept."""
         if self._steps is None:
             return expected
         steps = at_mean(self._steps, self._weights, expected.tokens / expected.steps)
         return replace(expected, scenarios=steps, weights=self._weights, whole_steps=self._whole)
 
 
-# Files: written where requests are known, read where only their mean is, such as in vLLM.
+# Files: written by a program that sees requests, read by one that sees only mean loads, such as Coterie's vLLM policy.
 
 FORMAT, VERSION = "scenarios", 1
 
 
 def save_scenarios(path: str | Path, load: Load) -> None:
-    """Write the scenarios of a load; an older file is replaced at once or not at all."""
+    """Write the scenarios of a load to a file, replacing an existing file atomically."""
     if load.scenarios is None or load.weights is None:
         raise ConfigError("the load has no scenarios to write")
     arrays: dict[str, NDArray[np.floating]] = {"steps": load.scenarios.astype(np.float32), "weights": load.weights}
@@ -269,7 +270,7 @@ def save_scenarios(path: str | Path, load: Load) -> None:
 
 
 def load_scenarios(path: str | Path) -> Load:
-    """The load of the steps in a file; its window is their mean step."""
+    """Read the load whose scenarios are in a file; its window is their mean step."""
     path = Path(path)
     file = ArrayFile(path)
     about = file.about(FORMAT, VERSION)

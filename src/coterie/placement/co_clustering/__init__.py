@@ -1,8 +1,8 @@
-"""Co-clustering: experts and the items that activate them, dealt to the same ranks.
+"""Co-clustering: place experts and the items that activate them on the same ranks.
 
-An *item* is what has a rank of its own: a token id where attention is tensor parallel (one rank per layer), a request
-where it is data parallel (one rank for all layers). An activation whose expert is on its item's rank is local: it sends
-nothing.
+An *item* is the unit that is assigned to a rank: a token id with tensor-parallel attention (one rank per layer), a
+request with data-parallel attention (one rank for all layers). An activation whose expert is on its item's rank is
+local and needs no communication.
 """
 
 from coterie.placement.co_clustering.base import (

@@ -1,19 +1,20 @@
-"""Sem-MoE's alternating co-clustering: experts placed against items, items against experts, in turn.
+"""Sem-MoE's alternating co-clustering: place experts for given items, then items for given experts, repeatedly.
 
-Items start in clusters of alike ones. Then, in every iteration:
+Items start in clusters of similar items. Then, in every iteration:
 
-* experts, hottest first, go to the rank with the highest score: affinity with the experts that are there (tokens that
-  activate both) and with its items (activations), weighted, divided by 1 + the rank's load ÷ an even one. A full rank
-  is masked.
-* pairs of ranks drawn at random swap the two experts whose swap raises the affinities most.
-* items, the most frequent first, go to the rank with the highest score: affinity with the items that are there (the
-  experts they share) and with its experts. A rank with its share of tokens is masked.
-* items drawn at random move, or change places with another, where that lowers the cost.
+* Experts, hottest first, go to the rank with the highest score: the weighted affinity with the experts on the rank
+  (tokens that activate both) and with its items (activations), divided by 1 + the rank's load ÷ an even load. Full
+  ranks are left out.
+* Random pairs of ranks swap the two experts whose swap raises the affinities most.
+* Items, most frequent first, go to the rank with the highest score: the affinity with the items on the rank (shared
+  experts) and with its experts. Ranks that already have their share of tokens are left out.
+* Random items move, or change places with another item, if this lowers the cost.
 
-All of it is done from several starts. The best iterate by :func:`~coterie.placement.co_clustering.base.cost` is kept.
-The published text names the steps, not the scales of the affinities nor the adjustment by load: those above are ours.
+The algorithm runs from several starts; the best iterate by :func:`~coterie.placement.co_clustering.base.cost` is kept.
+The published text describes the steps, but not the scales of the affinities and the adjustment by load; these are
+Coterie's.
 
-Wrong where the load of experts must be even too: nothing here looks at it past the order of placement.
+Wrong if the load of experts must be balanced too: the load only divides the score and sets the order of placement.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class AlternatingSettings:
     theta: float = 0.5
     """Weight of the imbalance of tokens in the cost; the rest weighs remote activations."""
     iterations: int = 8
-    """Rounds of placing experts, then items."""
+    """Number of iterations; each places experts, then items."""
     starts: int = 4
-    """Times that all of it is done, from other clusters of items."""
+    """Number of runs, each from other starting clusters of items."""
     swaps: int = 64
-    """Pairs of ranks that are drawn per iteration and layer to swap experts, and pairs of items to change places."""
+    """Random pairs per iteration: of ranks, in each layer, to swap experts; of items, in each group, to swap ranks."""
     expert_expert: float = 0.2
     """Weight of the affinity between experts."""
     expert_item: float = 1.0
@@ -50,7 +51,7 @@ class AlternatingSettings:
     item_item: float = 0.2
     """Weight of the affinity between items."""
     slack: float = 0.3
-    """Share by which the tokens of a rank's items may exceed an even share before the rank is masked."""
+    """Share by which the tokens of a rank's items may exceed an even share before the rank is left out."""
 
     def __post_init__(self) -> None:
         check_share(theta=self.theta)
@@ -64,7 +65,10 @@ class AlternatingSettings:
 def alternate(
     items: Items, num_experts: int, num_ranks: int, rng: Generator, settings: AlternatingSettings | None = None
 ) -> tuple[Ranks, Ranks]:
-    """Ranks of experts [layer, expert] and of items [group, item]; the first ranks get what experts are left over."""
+    """Return ranks of experts [layer, expert] and of items [group, item].
+
+    If ranks do not divide the experts, the first ranks hold one expert more.
+    """
     chosen = AlternatingSettings() if settings is None else settings
     runs = [_run(items, num_experts, num_ranks, rng, chosen) for _ in range(chosen.starts)]
     expert_ranks = np.concatenate([run[0] for run in runs])  # [iterate, layer, expert]
@@ -78,7 +82,7 @@ def alternate(
 def _run(
     items: Items, num_experts: int, num_ranks: int, rng: Generator, settings: AlternatingSettings
 ) -> tuple[Ranks, Ranks]:
-    """All iterates of one start: [iterate, layer, expert] and [iterate, group, item]."""
+    """Run from one start; return the ranks of all iterates, [iterate, layer, expert] and [iterate, group, item]."""
     groups, layers, turns = items.groups, items.num_layers, settings.iterations
     hot = items.load(num_experts)
     order = np.argsort(-hot, axis=1, kind="stable")
@@ -99,7 +103,7 @@ def _run(
 
 
 def _spread(items: Items, group: int, num_ranks: int, rng: Generator) -> NDArray[np.int64]:
-    """[rank] items to start clusters from: drawn by frequency, each far from those before (k-means++)."""
+    """Draw one starting item per rank, by frequency and dissimilarity to the items drawn before (k-means++)."""
     part = items.layers(slice(group * items.layers_each, (group + 1) * items.layers_each))
     near = np.zeros(len(items))
     chosen: list[int] = []
@@ -115,7 +119,7 @@ def _spread(items: Items, group: int, num_ranks: int, rng: Generator) -> NDArray
 
 @njit()
 def _cosines(experts: NDArray[Any], weights: NDArray[Any], pick: int, num_experts: int) -> NDArray[np.float64]:
-    """[item] cosine with one item's weights."""
+    """Return the cosine similarity [item] of each item's weights with those of item `pick`."""
     count, layers, kept = experts.shape
     vector = np.zeros((layers, num_experts))
     norm = 0.0
@@ -153,7 +157,7 @@ def _alternate(
     expert_ranks: NDArray[Any],
     ranks: NDArray[Any],
 ) -> None:
-    """Fill expert_ranks [iteration, layer, expert] and ranks [iteration, group, item] of some groups of layers."""
+    """Fill `expert_ranks` [iteration, layer, expert] and `ranks` [iteration, group, item] for the groups in `which`."""
     num_ranks, num_experts = len(room), hot.shape[1]
     for group in which:
         first, last = group * each, (group + 1) * each
@@ -181,7 +185,7 @@ def _alternate(
 def _count_pairs(
     first: int, frequency: NDArray[Any], experts: NDArray[Any], weights: NDArray[Any], out: NDArray[Any]
 ) -> None:
-    """[layer, expert, expert] tokens that activate both, were they to choose apart from each other."""
+    """Add to `out` [layer, expert, expert] the tokens that activate both experts if chosen independently."""
     kept = experts.shape[2]
     for item in range(len(frequency)):
         for at in range(len(out)):
@@ -202,7 +206,7 @@ def _count_activations(
     label: NDArray[Any],
     out: NDArray[Any],
 ) -> None:
-    """[layer, expert, rank] activations by items of the rank."""
+    """Add to `out` [layer, expert, rank] the activations of the expert by items of the rank."""
     for item in range(len(frequency)):
         for at in range(len(out)):
             for j in range(experts.shape[2]):
@@ -288,10 +292,10 @@ def _schedule(
     label: NDArray[Any],
     ranks: int,
 ) -> None:
-    """Fill label [item]. `placed` [layer, expert] ranks, -1 where nothing is placed yet; `seeds` [rank] items that
-    start there, or -1."""
+    """Fill `label` [item] with ranks. `placed` [layer, expert] is the rank of each expert, or -1 if it has none yet;
+    `seeds` [rank] is an item assigned to the rank first, or -1."""
     layers, kept = len(placed), experts.shape[2]
-    profile = np.zeros((layers, placed.shape[1], ranks))  # activations of the items of a rank
+    profile = np.zeros((layers, placed.shape[1], ranks))  # [layer, expert, rank] activations by the items of a rank
     tokens = np.zeros(ranks)
     even = max(frequency.sum() / ranks, 1e-300)
     started = np.zeros(len(frequency), np.bool_)
@@ -340,7 +344,7 @@ def _tune(
     label: NDArray[Any],
     ranks: int,
 ) -> None:
-    """Move items drawn, or let two of them change places, where that lowers the cost."""
+    """Move the drawn items, or let the two of a pair change places, if this lowers the cost."""
     tokens, layers = np.zeros(ranks), len(placed)
     for item in range(len(frequency)):
         tokens[label[item]] += frequency[item]
@@ -369,7 +373,7 @@ def _tune(
                         label[item] = rank
         a, b = label[one], label[two]
         if a != b:
-            size = frequency[two] - frequency[one]  # that rank a gets
+            size = frequency[two] - frequency[one]  # tokens that rank a gains
             uneven = abs(tokens[a] + size - even) + abs(tokens[b] - size - even)
             uneven -= abs(tokens[a] - even) + abs(tokens[b] - even)
             local = frequency[one] * (here[0, b] - here[0, a]) + frequency[two] * (here[1, a] - here[1, b])

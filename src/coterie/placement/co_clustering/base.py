@@ -1,12 +1,12 @@
-"""Items, co-clusters, and what both cost.
+"""Items, co-clusters and their cost.
 
     cost = theta x sum over ranks of |tokens of its items - even share|  +  (1 - theta) x remote activations
 
 in tokens and activations of the window that the items were counted in, summed over layers. Every item has one rank
-(in each layer, or one for all layers), every expert of a layer has one, and ranks hold equal numbers of experts.
+(per layer, or one for all layers), every expert of a layer has one rank, and ranks hold equal numbers of experts.
 
-The first term speaks of items, not of experts: a placement may be cheap by it and still give one rank the hot experts.
-:func:`median_imbalance` measures that.
+The first term counts the tokens of items, not the load of experts: a placement with a low cost may still put all hot
+experts on one rank. :func:`median_imbalance` measures this imbalance.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Items:
     frequency: Array
     """[item] tokens: occurrences of a token id, or tokens of a request."""
     experts: NDArray[np.int32]
-    """[item, layer, kept]"""
+    """[item, layer, kept] experts that the item activates most."""
     weights: Array
-    """[item, layer, kept] share of the item's tokens that activated the expert; 0 fills a row up."""
+    """[item, layer, kept] share of the item's tokens that activated the expert; 0 pads a row."""
     one_rank: bool = False
     """Whether an item has one rank for all layers (a request under data-parallel attention)."""
 
@@ -64,7 +64,7 @@ class Items:
     def of_counts(
         cls, counts: NDArray[Any], frequency: NDArray[Any], *, kept: int | None = None, one_rank: bool = False
     ) -> Items:
-        """From activations [item, layer, expert]; of each row the `kept` largest, or all that are not 0."""
+        """Make items from activations [item, layer, expert]; keep the `kept` largest of a row (None: all above 0)."""
         most = int((counts > 0).sum(axis=2).max(initial=1))
         size = max(1, min(most, kept or most))
         experts = np.argsort(-counts, axis=2, kind="stable")[:, :, :size]
@@ -81,26 +81,26 @@ class Items:
 
     @property
     def groups(self) -> int:
-        """Sets of layers with ranks of their own: one per layer, or one in all."""
+        """Number of layer groups: an item has one rank per group. One group per layer, or one for all layers."""
         return 1 if self.one_rank else self.num_layers
 
     @property
     def layers_each(self) -> int:
-        """Layers in such a set."""
+        """Number of layers in a group."""
         return self.num_layers // self.groups
 
     def layers(self, chosen: slice) -> Items:
-        """The same items in some layers only."""
+        """Return the same items with some of the layers only."""
         return Items(self.frequency, self.experts[:, chosen], self.weights[:, chosen], self.one_rank)
 
     def load(self, num_experts: int) -> Array:
-        """[layer, expert] tokens."""
+        """Return the tokens [layer, expert] of all items."""
         out = np.zeros((self.num_layers, num_experts))
         _add_load(self.frequency, self.experts, self.weights, out)
         return out
 
     def check_fits(self, num_layers: int, num_experts: int) -> None:
-        """Raise where the items are of another model."""
+        """Raise ConfigError if the items have other layers or experts than the model."""
         highest = int(self.experts.max())
         if self.num_layers != num_layers or highest >= num_experts:
             raise ConfigError(
@@ -110,28 +110,28 @@ class Items:
 
 
 class CoClusters(NamedTuple):
-    """Ranks of experts and of the items beside them."""
+    """A placement of experts, and the ranks of the items."""
 
     placement: Placement
-    """As many experts on every rank; replicas where it has slots to spare."""
+    """Placement with equal numbers of experts per rank; replicas fill spare slots."""
     ranks: Ranks
-    """[layer, item] rank of the item; [1, item] where it has one for all layers."""
+    """[layer, item] rank of the item; [1, item] if an item has one rank for all layers."""
     confidence: Array
-    """As `ranks`: share of the item's activations that are local."""
+    """Share of the item's activations that are local; the shape of `ranks`."""
 
     @property
     def expert_ranks(self) -> Ranks:
-        """[layer, expert]"""
+        """[layer, expert] rank of each expert's first slot."""
         return placed_ranks(self.placement)
 
 
 def placed_ranks(placement: Placement) -> Ranks:
-    """[layer, expert] the rank of each expert's first slot."""
+    """Return the rank of each expert's first slot, [layer, expert]."""
     return np.stack([first_rank(placement, layer) for layer in range(placement.num_layers)])
 
 
 def local_activations(items: Items, expert_ranks: Ranks, ranks: Ranks) -> tuple[Array, Array]:
-    """[group, item] activations per token that are local, and all of them."""
+    """Return the local activations per token [group, item], and all activations per token [group, item]."""
     local = np.zeros((items.groups, len(items)))
     total = np.zeros((items.groups, len(items)))
     _count_local(items.experts, items.weights, expert_ranks, np.asarray(ranks, np.int64), local, total)
@@ -139,7 +139,7 @@ def local_activations(items: Items, expert_ranks: Ranks, ranks: Ranks) -> tuple[
 
 
 def cost(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int, theta: float) -> Array:
-    """[group] theta x imbalance of tokens + (1 - theta) x remote activations."""
+    """Return the cost [group]: theta x imbalance of tokens + (1 - theta) x remote activations."""
     check_share(theta=theta)
     local, total = local_activations(items, expert_ranks, ranks)
     remote = (total - local) @ items.frequency
@@ -149,9 +149,9 @@ def cost(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int, theta:
 
 
 def median_imbalance(rank_load: NDArray[np.floating]) -> Array:
-    """[layer] busiest ÷ median rank of [layer, rank] load, Sem-MoE's measure; 1 for a layer without load.
+    """Return max ÷ median over ranks [layer] of a load [layer, rank], as Sem-MoE does; 1 for a layer without load.
 
-    Infinite where more than half of the ranks have no load.
+    Infinite if more than half of the ranks have no load.
     """
     median = np.median(rank_load, axis=1)
     peak = rank_load.max(axis=1)

@@ -1,13 +1,13 @@
-"""Descent on remote activations, with the load of ranks and the tokens of their items held even.
+"""Local search for few remote activations, with bounds on the load of ranks and on the tokens of their items.
 
-For fixed experts, the best ranks of items are a transport problem: rank r may take an even share of the tokens. Its
-dual has one price per rank, and an item goes where its local activations minus the price are highest. So the value of
-a placement is that of its items' best answer, and two experts are swapped only where the answer to the swap is better:
-the true objective, not an affinity. Swaps that fix the items' ranks come first, because they are cheap.
+For fixed experts, the best ranks of items are a transport problem: each rank may take an even share of the tokens. The
+dual problem has one price per rank, and an item goes to the rank with the highest local activations minus price. The
+value of a placement is that of its items' best ranks, and two experts are swapped only if this value rises: the search
+uses the true objective, not an affinity. Swaps with fixed ranks of items come first, because they are cheap.
 
-No swap may take a rank above its largest load; starts that are above it pay for every token, more and more, until
-their swaps bring them below. An item seen n times counts n / (n + shrink) of its activations: what a rare token did
-once is chance.
+No swap may take a rank above its largest load. Starts above it pay a penalty for every excess token; the penalty rises
+until swaps bring the load below. An item seen n times counts n / (n + shrink) of its activations, because the
+activations of a rare token are mostly noise.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from coterie._numba import helper, njit, side_by_side
 from coterie.placement.co_clustering.base import Array, Items, Ranks
 
 PENALTY = 100.0
-"""Price of a token above a rank's largest load, in activations."""
+"""Penalty per token above a rank's largest load, in activations."""
 RISES = 5
-"""A descent begins at 4^-RISES of that price, which rises turn by turn: at the full price, swaps that shed most load
-come first, whatever they lose."""
+"""Rounds until the penalty reaches PENALTY; it starts at 4^-RISES of it. At the full penalty from the start, swaps that
+shed most load would come first, whatever activations they lose."""
 PRICE_STEPS = 40
-"""Steps of the prices from 0; a fifth of them where the placement changed a little."""
+"""Subgradient steps of the prices from 0; a fifth of these after a small change of the placement."""
 SLACK = 0.05
 """Share by which the tokens of a rank's items may exceed an even share."""
 TURNS = 14
-"""Most rounds of items, then swaps."""
+"""Most rounds; each assigns items, then swaps experts."""
 FEW_ITEMS = 512
-"""Items up to which pairs of them may change places: one may be as large as a rank's share."""
+"""Largest number of items for which pairs may change places; with few items, one may be as large as a rank's share."""
 MANY_ITEMS = 4096
-"""Items that answer swaps, the most frequent: of 20,000 token ids these are most tokens, in a third of the time."""
+"""Number of items, most frequent first, whose new ranks are considered in a swap. Of 20,000 token ids these cover most
+tokens, in a third of the time."""
 PASSES = 3
-"""Most passes over all swaps with the items answering."""
+"""Most passes over all swaps that consider new ranks of items."""
 
 
 def descend_ranks(
     items: Items, load: Array, most: Array, starts: list[Ranks], trust: Array, slack: float = SLACK
 ) -> tuple[Ranks, Ranks]:
-    """The best ranks of experts [layer, expert] and items [group, item] that are reached from the starts.
+    """Return the best ranks of experts [layer, expert] and items [group, item] found from the starts.
 
-    `load` [layer, expert] tokens, `most` [layer, rank] largest load of a rank, `trust` [item] share of an item's
-    activations that counts, `slack` share by which the tokens of a rank's items may exceed an even share.
+    `load` [layer, expert] is in tokens; `most` [layer, rank] is the largest load of a rank; `trust` [item] is the share
+    of an item's activations that counts; `slack` is the share by which the tokens of a rank's items may exceed an even
+    share.
     """
     groups, layers = items.groups, items.num_layers
     found = np.stack([np.ascontiguousarray(start, np.int64) for start in starts])
@@ -71,7 +73,7 @@ def _local(
     placed: NDArray[Any],
     out: NDArray[Any],
 ) -> None:
-    """[item, rank] local activations per token of the items, were they on the rank; what counts of them."""
+    """Fill `out` [item, rank] with the local activations per token if the item were on the rank, times its trust."""
     out[:] = 0.0
     for item in range(len(trust)):
         for at in range(len(placed)):
@@ -94,7 +96,7 @@ def _descend(
     labels: NDArray[Any],
     values: NDArray[Any],
 ) -> None:
-    """Items answer, experts swap, until neither gains: from every start [start, layer, expert], in place."""
+    """Assign items and swap experts until neither gains, from every start; updates `found` [start, layer, expert]."""
     ranks = most.shape[1]
     scores = np.empty((len(frequency), ranks))
     label = np.empty(len(frequency), np.int64)
@@ -135,7 +137,7 @@ def _descend(
 
 @helper()
 def _overload(load: NDArray[Any], most: NDArray[Any], placed: NDArray[Any]) -> float:
-    """Tokens above the largest loads, over layers and ranks."""
+    """Return the tokens above the largest loads, summed over layers and ranks."""
     above, total = 0.0, np.empty(most.shape[1])
     for layer in range(len(placed)):
         total[:] = 0.0
@@ -155,10 +157,11 @@ def _over(load: float, most: float) -> float:
 def _assign(
     frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[Any], label: NDArray[Any], ratio: float, steps: int
 ) -> float:
-    """Fill label [item] so that no rank has more than `ratio` x an even share of tokens; returns local activations.
+    """Fill `label` [item] so that no rank exceeds `ratio` x an even share of tokens; return the local activations.
 
-    Prices are moved until ranks are asked for alike; then items choose, those with the most to lose first, and small
-    numbers of them change places where that gains.
+    Prices are adjusted until the demand for ranks is even. Then items choose a rank with room, those with the most to
+    lose first; an item that fits nowhere goes to the rank with the fewest tokens. If there are at most FEW_ITEMS, items
+    then move or change places as long as this gains.
     """
     count, ranks = scores.shape
     _set_prices(frequency, scores, price, steps)
@@ -196,7 +199,7 @@ def _assign(
 def _change_places(
     frequency: NDArray[Any], scores: NDArray[Any], label: NDArray[Any], tokens: NDArray[Any], most: float
 ) -> None:
-    """Move items and swap pairs of them while local activations gain and no rank gets more than `most` tokens."""
+    """Move items and swap pairs as long as local activations rise and no rank gets more than `most` tokens."""
     count, ranks = scores.shape
     for _ in range(count):
         moved = False
@@ -213,7 +216,7 @@ def _change_places(
                 a, b = label[one], label[two]
                 gain = frequency[one] * (scores[one, b] - scores[one, a])
                 gain += frequency[two] * (scores[two, a] - scores[two, b])
-                more = frequency[two] - frequency[one]  # that rank a gets
+                more = frequency[two] - frequency[one]  # tokens that rank a gains
                 if (
                     gain > 1e-9
                     and tokens[a] + more <= max(most, tokens[a])
@@ -229,14 +232,14 @@ def _change_places(
 
 @helper()
 def _set_prices(frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[Any], steps: int) -> None:
-    """Move `price` [rank] until ranks are asked for by about the same tokens: the subgradient of the dual."""
+    """Adjust `price` [rank] by subgradient steps of the dual until about as many tokens choose each rank."""
     ranks = len(price)
     even = max(frequency.sum() / ranks, 1e-300)
     tokens = np.empty(ranks)
     scale, best = 0.0, np.inf
     for item in range(len(frequency)):
         scale += frequency[item] * scores[item].max()
-    step = 0.5 * scale / max(frequency.sum(), 1e-300)  # half of what an item's best rank is worth
+    step = 0.5 * scale / max(frequency.sum(), 1e-300)  # half of a token's mean score on its best rank
     kept = price.copy()
     for turn in range(steps):
         tokens[:] = 0.0
@@ -259,7 +262,7 @@ def _set_prices(frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[An
 def _fixed_swaps(
     activations: NDArray[Any], load: NDArray[Any], most: NDArray[Any], penalty: float, placed: NDArray[Any]
 ) -> bool:
-    """Swap experts of one layer while local activations gain, the items' ranks as they are; whether any moved."""
+    """Swap experts of one layer while local activations rise, with fixed ranks of items; return whether any moved."""
     experts, ranks = activations.shape
     total = np.zeros(ranks)
     for expert in range(experts):
@@ -274,7 +277,7 @@ def _fixed_swaps(
                 if a == b:
                     continue
                 gain = activations[x, b] + activations[y, a] - activations[x, a] - activations[y, b]
-                more = load[y] - load[x]  # that rank a gets
+                more = load[y] - load[x]  # load that rank a gains
                 over = _over(total[a] + more, most[a]) + _over(total[b] - more, most[b])
                 over -= _over(total[a], most[a]) + _over(total[b], most[b])
                 if over > 0.0 and penalty == PENALTY:
@@ -307,9 +310,9 @@ def _answering_swaps(
     chosen: NDArray[Any],
     labels: NDArray[Any],
 ) -> None:
-    """Swap experts wherever the items' best answer at the prices gains, as long as their even answer gains too.
+    """Swap experts if this gains with items on their best ranks at the present prices.
 
-    `asked` [item] marks the items that answer.
+    A pass is kept only if the balanced assignment of items gains too. `asked` [item] marks the items considered.
     """
     ranks, count = most.shape[1], len(frequency)
     scores, label = np.empty((count, ranks)), np.empty(count, np.int64)
@@ -356,9 +359,9 @@ def _answering_layer(
     placed: NDArray[Any],
     scores: NDArray[Any],
 ) -> None:
-    """Swaps of one layer; `scores` [item, rank] are kept, prices taken off."""
+    """Swap experts of one layer; `scores` [item, rank], local activations minus prices, are updated."""
     num_experts, ranks, count, kept = len(load), len(most), len(frequency), experts.shape[2]
-    begin = np.zeros(num_experts + 1, np.int64)  # items of expert e are who[begin[e]:begin[e + 1]]
+    begin = np.zeros(num_experts + 1, np.int64)  # who[begin[e]:begin[e + 1]] are the items of expert e
     for item in range(count):
         for j in range(kept):
             if asked[item] and weights[item, layer, j] > 0.0:

@@ -1,10 +1,11 @@
-"""The 0-1 program of co-clustering, solved exactly by HiGHS: what the fast algorithms are held against.
+"""The 0-1 program of co-clustering, solved exactly by HiGHS; a reference for the fast algorithms.
 
-Columns: x[item, rank] and y[expert, rank] say who is where, z[item, expert, rank] <= both that the activations of the
-pair are local there, d[rank] >= |tokens - even share|. With r ranks there are r! copies of every solution, so the
-hottest expert of the first layer is on rank 0, and the next on rank 0 or 1.
+Columns: x[item, rank] and y[expert, rank] are 1 if the item or expert is on the rank; z[item, expert, rank] <= x, y is
+1 if the activations of the pair are local on the rank; d[rank] >= |tokens - even share|. With r ranks there are r!
+equivalent copies of every solution, so the hottest expert of the first layer is fixed to rank 0, the next to rank 0
+or 1, and so on.
 
-Small cases only: some dozens of items and experts. Past that z alone is more than the solver closes in minutes.
+For small cases only: some dozens of items and experts. Above that, z alone is too large to solve within minutes.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from coterie.placement.planning.packing import room_of
 
 
 class Exact(NamedTuple):
-    """The best co-clusters, layer by layer where items have a rank in each, and how far that is proven."""
+    """The best co-clusters found, solved per group of layers, with their cost and a lower bound."""
 
     expert_ranks: Ranks
-    """[layer, expert]"""
+    """[layer, expert] rank of the expert."""
     ranks: Ranks
-    """[group, item]"""
+    """[group, item] rank of the item."""
     cost: Array
-    """[group]"""
+    """[group] cost of these co-clusters."""
     bound: Array
-    """[group] that no co-clusters go below."""
+    """[group] lower bound on the cost of any co-clusters."""
 
 
 def solve_exactly(
     items: Items, num_experts: int, num_ranks: int, theta: float, *, time_limit_s: float = 60.0, gap: float = 1e-6
 ) -> Exact:
-    """The optimum of :func:`~coterie.placement.co_clustering.base.cost`; `gap` is a share of it."""
+    """Minimise :func:`~coterie.placement.co_clustering.base.cost`; `gap` is the accepted gap as a share."""
     check_share(theta=theta)
     items.check_fits(items.num_layers, num_experts)
     parts = [items.layers(slice(at, at + items.layers_each)) for at in range(0, items.num_layers, items.layers_each)]
@@ -46,7 +47,7 @@ def solve_exactly(
 
 
 def _solve(items: Items, num_experts: int, num_ranks: int, theta: float, time_limit_s: float, gap: float) -> Exact:
-    """One group of layers whose items have the same ranks."""
+    """Solve one group of layers; an item has the same rank in all of them."""
     settings = AlternatingSettings(theta=theta)
     known = alternate(items, num_experts, num_ranks, np.random.default_rng(0), settings)
     program = _Program(items, num_experts, num_ranks, theta)
@@ -55,7 +56,7 @@ def _solve(items: Items, num_experts: int, num_ranks: int, theta: float, time_li
     search = Search(gap * float(program.cost @ start), time_limit_s, 1)
     solved = minimise(program.rows, program.cost, program.upper, program.whole, search, start)
     placed, label = program.ranks_of(solved.values)
-    # The constant that the columns leave out: all activations, were they remote.
+    # The program counts local activations only; the constant it leaves out is the cost if all were remote.
     constant = (1 - theta) * float(items.frequency @ items.weights.sum(axis=(1, 2)))
     found = cost(items, placed, label[None], num_ranks, theta)
     return Exact(placed, label[None], found, np.minimum(np.array([solved.bound + constant]), found))
@@ -68,7 +69,7 @@ class _Program:
         self.shape = (layers, num_experts)
         item, layer, _ = np.nonzero(items.weights)
         active = items.weights > 0
-        expert = items.experts[active].astype(np.int64) + layer * num_experts  # counted over layers
+        expert = items.experts[active].astype(np.int64) + layer * num_experts  # index over all layers
         self.pairs = (item, expert)
         self.activations = (items.weights * items.frequency[:, None, None])[active]
         self.first_expert = count * num_ranks
@@ -107,7 +108,7 @@ class _Program:
         for other in sides:
             values = np.repeat([1.0, -1.0], len(row))
             self.rows.add(np.tile(row, 2), np.concatenate([pair, other]), values, -INF, 0.0, len(row))
-        # A pair is local on one rank at most: not needed for whole numbers, and far tighter for fractions.
+        # A pair is local on at most one rank: redundant for whole numbers, but a far tighter relaxation.
         self.rows.add(np.repeat(np.arange(size), ranks), pair, np.ones(1), -INF, 1.0, size)
 
     def _add_balance(self) -> None:
@@ -123,9 +124,9 @@ class _Program:
             self.rows.add(row, columns, values, -INF, sign * even, ranks)
 
     def _break_symmetry(self) -> None:
-        """The hottest expert is on rank 0, the next on one of the first two, and so on."""
+        """Fix the hottest expert of the first layer to rank 0, the next to one of the first two ranks, and so on."""
         if self.shape[1] % self.num_ranks:
-            return  # ranks that hold more experts than others cannot be renamed
+            return  # ranks with different numbers of experts are not interchangeable
         for place, expert in enumerate(self._hottest()[: self.num_ranks - 1]):
             shut = np.arange(place + 1, self.num_ranks)
             self.rows.add(
@@ -137,7 +138,7 @@ class _Program:
         return np.argsort(-load, kind="stable")
 
     def in_order(self, placed: Ranks, label: Ranks) -> tuple[Ranks, Ranks]:
-        """The same co-clusters with ranks numbered as the symmetry rows want them."""
+        """Renumber the ranks of co-clusters so that they satisfy the symmetry-breaking rows."""
         if self.shape[1] % self.num_ranks:
             return placed, label
         seen = list(dict.fromkeys(placed[0, self._hottest()].tolist()))

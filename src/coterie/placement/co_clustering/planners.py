@@ -1,11 +1,11 @@
-"""Planners that place experts beside the items that activate them: `sem_moe` and `co_cluster`.
+"""Planners that place experts on the ranks of the items that activate them: `sem_moe` and `co_cluster`.
 
-Both fit to items (:class:`~coterie.placement.co_clustering.base.Items`), not to the load alone. Their placement pays
-only with a schedule that sends items to their ranks: `cluster` gives both. With tokens dealt in turn, the local
-activation rate is 1 ÷ ranks wherever experts are.
+Both fit to items (:class:`~coterie.placement.co_clustering.base.Items`), not to the load alone. Their placement is
+useful only with a schedule that sends items to their ranks: `cluster` returns both. With round-robin tokens the local
+activation rate is 1 ÷ ranks for every placement.
 
-Ranks are numbered as the current placement has most of the experts, so that re-grouping moves as little as it can; else
-they do not look at what moving costs.
+A cluster gets the rank that already holds most of its experts, so that few experts move. Apart from that, the planners
+ignore the cost of moving.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Clustered(NamedTuple):
     """Ranks of experts and items, counted over living ranks only."""
 
     expert_ranks: Ranks
-    """[layer, expert]"""
+    """[layer, expert] rank of the expert."""
     ranks: Ranks
-    """[group, item]"""
+    """[group, item] rank of the item."""
 
 
 class _CoClustering(ABC):
-    """What both planners do with their clusters."""
+    """Base of both planners: makes plans from clusters."""
 
     __slots__ = ()
     objective: Objective
@@ -58,7 +58,7 @@ class _CoClustering(ABC):
         return plan_for_living(problem, _slots(self.items, problem, found), started, SAME)
 
     def cluster(self, load: Load, topology: Topology, current: Placement) -> CoClusters:
-        """The placement of :meth:`plan`, with the ranks of items that belong to it."""
+        """Return the placement of :meth:`plan` with the matching ranks of items."""
         problem = self.objective.problem(load, topology, current)
         found = self._clustered(problem, load.tokens)
         placement = plan_for_living(problem, _slots(self.items, problem, found), perf_counter(), SAME).placement
@@ -74,16 +74,16 @@ class _CoClustering(ABC):
 @planners.register("sem_moe")
 @dataclass(frozen=True, slots=True, eq=False)
 class SemMoe(_CoClustering):
-    """Sem-MoE's alternating algorithm: experts to items, items to experts, in turn.
+    """Sem-MoE's alternating algorithm: assign experts to ranks by their items, then items by their experts, repeatedly.
 
-    It evens out the tokens of items, not the load of experts: ranks may be far apart in load.
+    It balances the tokens of items, not the load of experts: the load of ranks may be far from balanced.
     """
 
     objective: Objective = needs(PRICES_HINT)
     items: Items = needs(ITEMS_HINT)
     settings: AlternatingSettings = field(default_factory=AlternatingSettings)
     seed: int = 0
-    """Seed of the starting clusters and of the swaps drawn."""
+    """Seed of the starting clusters and of the random swaps."""
 
     def _clustered(self, problem: Problem, tokens: NDArray[np.float64]) -> Clustered:  # noqa: ARG002
         ranks = _check(self.items, problem)
@@ -95,22 +95,22 @@ class SemMoe(_CoClustering):
 @planners.register("co_cluster")
 @dataclass(frozen=True, slots=True, eq=False)
 class CoCluster(_CoClustering):
-    """Fewest remote activations, with the tokens of items and the load of experts held even.
+    """Minimise remote activations, with bounds on the tokens of items and on the load of experts per rank.
 
-    Several starts, of which the alternating algorithm gives all but one; each goes down by swaps of experts that count
-    what the items would answer. Fit it to hundreds of requests or more: what it learns from a few dozen is mostly
-    chance, in the load of ranks too.
+    A local search from several starts, all but one from the alternating algorithm. It swaps experts and reassigns items
+    to their best ranks for each swap. Fit it to hundreds of requests or more: from a few dozen it fits mostly noise, in
+    the load of ranks as well.
     """
 
     objective: Objective = needs(PRICES_HINT)
     items: Items = needs(ITEMS_HINT)
     load_slack: float = 0.1
-    """Share by which a rank's load may exceed an even one in every layer, or what packing reaches if that is more. Less
-    costs local activations: on unseen requests of gpt-oss-20b 0.01 costs 9% of them, 0.5 gains 2%."""
+    """Share by which a rank's load may exceed an even share in every layer; packing by load may raise it. A lower
+    value costs local activations: on unseen requests of gpt-oss-20b, 0.01 loses 9% of them and 0.5 gains 2%."""
     shrink: float = 4.0
-    """Tokens of an item at which half of its activations count."""
+    """Tokens of an item at which its activations count half; rarer items count less."""
     starts: int = 2
-    """Starts from the alternating algorithm; one more is packed by load."""
+    """Number of starts from the alternating algorithm; one more start is packed by load."""
     seed: int = 0
     """Seed of the starts."""
 
@@ -134,13 +134,13 @@ class CoCluster(_CoClustering):
 
 
 def _check(items: Items, problem: Problem) -> int:
-    """Living ranks."""
+    """Check the items against the problem and return the number of living ranks."""
     items.check_fits(problem.current.num_layers, problem.current.num_experts)
     return living_ranks(problem)
 
 
 def _numbered(items: Items, problem: Problem, found: Clustered) -> Clustered:
-    """Clusters numbered by the ranks that hold most of their experts now; as they are where ranks differ in speed."""
+    """Number clusters by the ranks that hold most of their experts now; unchanged if ranks differ in speed."""
     speeds = problem.topology.rank_speeds[problem.alive]
     if np.ptp(speeds) > 0:
         return found
@@ -148,7 +148,7 @@ def _numbered(items: Items, problem: Problem, found: Clustered) -> Clustered:
     held = current.slot_experts.reshape(current.num_layers, current.num_ranks, -1)[:, problem.alive]
     expert_ranks, ranks = found.expert_ranks.copy(), found.ranks.copy()
     for group in range(items.groups):
-        overlap = np.zeros((size, size))  # experts of a cluster that a rank has
+        overlap = np.zeros((size, size))  # [cluster, rank] experts of the cluster that the rank holds
         layers = range(group * items.layers_each, (group + 1) * items.layers_each)
         for layer in layers:
             for rank in range(size):
@@ -161,7 +161,7 @@ def _numbered(items: Items, problem: Problem, found: Clustered) -> Clustered:
 
 
 def _slots(items: Items, problem: Problem, found: Clustered) -> NDArray[np.int32]:
-    """[layer, slot of a living rank]; spare slots get what their rank's items activate most."""
+    """Return experts [layer, slot of a living rank]; a spare slot gets the expert its rank's items activate most."""
     current, living = problem.current, int(problem.alive.sum())
     worth = np.zeros((current.num_layers, current.num_experts, living))
     if living * current.slots_per_rank > current.num_experts:

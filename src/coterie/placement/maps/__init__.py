@@ -1,1 +1,1 @@
-"""Placements on disk, in Coterie's format and in those of engines."""
+"""Placement files in Coterie's own format and in the formats of engines."""

@@ -1,4 +1,4 @@
-"""Placements as engines load them, and as one publishes them: see :mod:`coterie.placement.maps.formats`."""
+"""Readers and writers of engines' placement files; :mod:`coterie.placement.maps.formats` describes the formats."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_tensorrt(map: PlacementMap) -> str:
     check_complete("tensorrt-llm", placement, ids, spec)
     lines = [f"num_slots: {placement.num_slots}", "initial_global_assignments:"]
     lines += [f"  {layer}: {row.tolist()}" for layer, row in zip(ids, placement.slot_experts, strict=True)]
-    return "\n".join([*lines, "layer_updates_per_iter: 0", ""])  # last, so that a cut file lacks it
+    return "\n".join([*lines, "layer_updates_per_iter: 0", ""])  # last: a truncated file lacks this key and is refused
 
 
 def read_tensorrt(path: Path, options: MapOptions) -> PlacementMap:
@@ -130,7 +130,10 @@ def read_ascend(path: Path, options: MapOptions) -> PlacementMap:
 
 
 def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
-    """A rank that holds fewer than another gets an expert it has once more: a slot that buys nothing."""
+    """Read a 0/1 array [rank, layer, expert] of an .npz file.
+
+    All ranks need equally many slots, so a rank with fewer experts repeats one of them in its spare slots.
+    """
     file, name = split_name(path)
     arrays = read_placements(file)
     if name is None and len(arrays) > 1:
@@ -150,7 +153,7 @@ def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
             own = np.flatnonzero(held[rank, layer])
             if not own.size:
                 raise TraceError(file, name or "arrays", f"rank {rank} has no expert of layer {layer}")
-            # One without replicas elsewhere, if there is one: the shares of the others stay what they are.
+            # Repeat an expert with the fewest replicas: with no replica elsewhere, no other rank's share changes.
             spare = own[np.argmin(replicas[layer, own])]
             rows[layer, rank] = np.concatenate([own, np.full(per_rank - len(own), spare)])
     layer_ids = None if options.model is None else options.model.moe_layer_ids
@@ -163,21 +166,21 @@ def split_name(path: Path) -> tuple[Path, str | None]:
     return (path.with_name(f"{file}.npz"), name) if mark else (path, None)
 
 
-# YAML as placements have it: mappings by name or number, lists, whole numbers. All else that YAML can say is an error.
+# The subset of YAML that placements use: mappings keyed by name or number, lists, whole numbers. All else is an error.
 #
-# PyYAML parses; values are made here, from its events. Its loaders read `012` as ten and `1:30` as ninety, keep the
-# last of two equal keys, follow aliases, and the one in C overflows the stack where lists nest 200,000 deep.
+# PyYAML only parses; the values are built here from its events. Its loaders read `012` as ten and `1:30` as ninety,
+# keep the last of two equal keys and follow aliases; the C loader overflows the stack if lists nest 200,000 deep.
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The parser in C where PyYAML was built with it."""
+"""PyYAML's C parser if it is available, else the Python parser."""
 MAX_DEPTH = 3
-"""Deepest nesting of a valid file: mapping, mapping, list. Reading stops there."""
+"""Deepest nesting of a valid file: mapping, mapping, list. Deeper nesting is an error."""
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def yaml_of(path: Path) -> dict[str | int, Any]:
-    """The file's one mapping, of mappings, lists and whole numbers. Raises TraceError with the line."""
+    """Read a file with one mapping of mappings, lists and whole numbers. TraceError names the line of an error."""
     events = yaml.parse(text_of(path), Loader=LOADER)
     try:
         return _document(path, (event for event in events if not isinstance(event, yaml.StreamStartEvent)))

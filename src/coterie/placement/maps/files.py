@@ -1,4 +1,4 @@
-"""What every format of a placement shares: the value, strict reading of numbers, and what must agree with a model."""
+"""Code shared by all placement formats: the placement map, strict parsing of numbers, and checks against a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.models import get_model
 from coterie.types import ModelSpec, Placement
 
 MAX_BYTES = 1 << 30
-"""Largest file that is read: above any placement, and small enough for memory."""
+"""Largest file size that is read: larger than any placement file, and small enough for memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,9 +26,9 @@ class PlacementMap:
     placement: Placement
     model: str = "unknown"
     layer_ids: tuple[int, ...] | None = None
-    """[layer] index of each row in the model, dense layers counted; None where that is not known."""
+    """[layer] layer index of each row in the model, counting dense layers; None if unknown."""
     shares: NDArray[np.float64] | None = None
-    """[layer, slot] share of its expert's tokens each slot computes; None splits them equally."""
+    """[layer, slot] share of its expert's tokens that each slot computes; None: equal shares."""
 
     def __post_init__(self) -> None:
         layers = self.placement.num_layers
@@ -42,17 +42,17 @@ class PlacementMap:
             )
         total = np.zeros((layers, self.placement.num_experts))
         np.add.at(total, (np.arange(layers)[:, None], self.placement.slot_experts), self.shares)
-        if not (self.shares >= 0).all() or not np.allclose(total, 1.0, atol=1e-6):  # not …: NaN is neither
+        if not (self.shares >= 0).all() or not np.allclose(total, 1.0, atol=1e-6):  # `not` also catches NaN
             raise ConfigError("shares must not be negative, and an expert's must add up to 1")
 
 
 @dataclass(frozen=True, slots=True)
 class MapOptions:
-    """Facts that a file may leave out."""
+    """Facts supplied by the caller for values that a file may leave out."""
 
     model: ModelSpec | None = None
     model_name: str | None = None
-    """Where the shape of the model is not known."""
+    """Name of the model; used alone if no ModelSpec is known for it."""
     num_ranks: int | None = None
     num_experts: int | None = None
 
@@ -64,7 +64,7 @@ def made(
     layer_ids: tuple[int, ...] | None,
     shares: NDArray[np.float64] | None = None,
 ) -> PlacementMap:
-    """The map, if it fits the model that was asked for and is sound in itself."""
+    """Make a map from the rows of a file; raise TraceError if it is inconsistent or does not fit the given model."""
     spec, ranks = options.model, options.num_ranks
     if ranks is None:
         raise TraceError(path, "num_ranks", "is not in the file; say how many there are (--ranks)")
@@ -86,7 +86,7 @@ def made(
 
 
 def check_complete(format: str, placement: Placement, ids: tuple[int, ...], spec: ModelSpec | None) -> None:
-    """An engine loads all MoE layers of its model or none."""
+    """Raise ConfigError unless the placement has all MoE layers and experts of the model, as the engine requires."""
     if spec is not None and ids != spec.moe_layer_ids:
         problem = f"{placement.num_layers} layers of {spec.name}, which has {spec.num_moe_layers} MoE ones"
         raise ConfigError(f"the placement is for {problem}: {format} needs all of them")
@@ -180,7 +180,7 @@ def count_of(path: Path, field: str, value: Any) -> int:
 
 
 def rows_of(path: Path, field: str, value: Any) -> NDArray[np.int64]:
-    """[layer, slot] experts."""
+    """Check a list of lists of expert indices and return it as an array [layer, slot]."""
     rows = [ints_of(path, f"{field}[{index}]", row) for index, row in enumerate(list_of(path, field, value))]
     for index, row in enumerate(rows):
         if len(row) != len(rows[0]):
@@ -197,6 +197,6 @@ def _short(values: tuple[int, ...]) -> str:
 
 
 def dump(value: dict[str, Any]) -> str:
-    """JSON with a line a layer."""
+    """Return the value as JSON with one line per layer."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("],[", "],\n[").replace('{"layer_id"', '\n{"layer_id"') + "\n"

@@ -1,17 +1,17 @@
-"""Placements on disk: Coterie's own format, and those that engines load.
+"""Placement files: Coterie's own format and the formats that engines load.
 
     native        JSON: format, version, model, num_ranks, num_experts, layer_ids, slot_experts, shares, crc32
-    vllm          JSON for Coterie's policy in vLLM, which has no format of its own: the same header and checksum, and
-                  physical_to_logical_map, one row a MoE layer
-    sglang        JSON {"physical_to_logical_map": [[…]]} and no other key, one row a layer of the model. Rows of dense
-                  layers are never used; they are filled in order, and dropped when read for a known model
+    vllm          JSON for Coterie's policy in vLLM, since vLLM has no file format: the same header and checksum as
+                  native, and physical_to_logical_map with one row per MoE layer
+    sglang        JSON {"physical_to_logical_map": [[…]]} and no other key, one row per layer of the model. SGLang never
+                  uses the rows of dense layers; they are written as 0, 1, 2, … and dropped if the model is known
     tensorrt-llm  YAML: num_slots, initial_global_assignments {layer of the model: [slots]}, layer_updates_per_iter
     ascend        JSON {"moe_layer_count", "layer_list": [{"layer_id", "device_count", "device_list": [{"device_id",
                   "device_expert"}]}]}; layer_id counts MoE layers from 0, as vllm-ascend's own scripts do
-    rank-expert   .npz with 0/1 [rank, layer, expert], as omni-infer publishes them; read only
+    rank-expert   .npz with 0/1 [rank, layer, expert], as published by omni-infer; read only
 
-A file is read whole or refused with its name and field. Formats without a checksum cannot tell a changed digit from a
-choice; what they must hold (every expert has a slot, all rows have one length) is checked for all.
+A file is read completely or refused with its name and the wrong field. Without a checksum a changed digit cannot be
+detected; all formats are checked for a slot for every expert and for rows of equal length.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class MapFormat:
-    """One way to write a placement."""
+    """A file format for placements."""
 
     read: Callable[[Path, MapOptions], PlacementMap]
     write: Callable[[PlacementMap], str] | None
-    """The text of the file; None where the format is only read."""
+    """Function that returns the text of the file; None if the format is read-only."""
     sniff: Callable[[Any], bool]
-    """Whether a parsed JSON value, or the file's text or bytes where it is not JSON, looks like this format."""
+    """Function that tells whether a parsed JSON value, or the file's text if it is not JSON, looks like this format."""
     keeps: frozenset[str]
     """Fields among model, layer_ids and shares that the format keeps."""
     help: str
@@ -86,10 +86,10 @@ def read_map(
     num_ranks: int | None = None,
     num_experts: int | None = None,
 ) -> PlacementMap:
-    """A placement in any known format; without `format`, the one that recognises the file.
+    """Read a placement in any known format; without `format`, the format is detected.
 
-    `model`, `num_ranks` and `num_experts` say what the file leaves open, and must agree with what it says. Of an .npz
-    with several placements, FILE.npz#NAME is one.
+    `model`, `num_ranks` and `num_experts` supply facts that the file leaves out, and must agree with facts that it
+    states. FILE.npz#NAME selects one placement of an .npz file with several.
     """
     path = Path(path)
     spec = known_model(model) if isinstance(model, str) else model
@@ -101,7 +101,7 @@ def read_map(
 
 
 def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Written:
-    """Write a placement under a name that is free; a crash leaves no file there."""
+    """Write a placement to a new file. A crash leaves no partial file under that name."""
     path = Path(path)
     check_map_target(path, format)
     writer = map_formats[format]
@@ -114,7 +114,7 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Wr
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        check_map_target(path, format)  # a rename would replace what came up meanwhile
+        check_map_target(path, format)  # again: the rename would replace a file created in the meantime
         tmp.rename(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
@@ -126,7 +126,7 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Wr
 
 
 def replace_map(path: str | Path, map: PlacementMap, format: str = "native") -> None:
-    """Write a placement in place of the one under this name, at once or not at all."""
+    """Write a placement to a file, replacing an existing file atomically."""
     path = Path(path)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     fresh.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def replace_map(path: str | Path, map: PlacementMap, format: str = "native") -> 
 
 
 def check_map_target(path: Path, format: str) -> None:
-    """Raise unless the format can be written and the name is free."""
+    """Raise ConfigError unless the format can be written and the file does not exist yet."""
     if map_formats[format].write is None:
         able = [name for name in map_formats if map_formats[name].write is not None]
         raise ConfigError(f"map format {format!r} is only read; {', '.join(able)} are written")
@@ -154,7 +154,7 @@ def _detect(path: Path) -> str:
     if len(found) == 1:
         return found[0]
     if not found and text.lstrip().startswith("{"):
-        json_of(path)  # a file that is cut says so; one that is whole is no placement
+        json_of(path)  # raises a parse error if the file is truncated; valid JSON is an unknown format
     problem = f"could be {' or '.join(found)}" if found else "is unknown, or the file is empty or cut"
     raise TraceError(path, "format", f"{problem}; it must be one of {', '.join(map_formats)}")
 
@@ -187,7 +187,7 @@ def _read_own(name: str, rows_key: str, shares: bool) -> Callable[[Path, MapOpti
         for key, expected in (("format", name), ("version", VERSION)):
             if value[key] != expected:
                 raise TraceError(path, key, f"is {value[key]!r}, expected {expected!r}")
-        stated = value.pop("crc32", _crc(value))  # a map edited by hand leaves it out
+        stated = value.pop("crc32", _crc(value))  # optional, so that users can edit a map by hand
         if stated != _crc(value):
             raise TraceError(path, "crc32", f"is {stated!r}, the file's content gives {_crc(value)}: it was changed")
         check_model(path, value["model"], options)

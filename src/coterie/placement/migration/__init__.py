@@ -1,1 +1,1 @@
-"""Moving experts while serving: rounds, the state machine, memory."""
+"""Moving experts while serving: transfer rounds, the migration state machine, and the memory budget of replicas."""

@@ -1,7 +1,7 @@
-"""Which slots of a layer switch together, and in which order, so that every expert keeps a slot on a living rank.
+"""Choose which slots of a layer switch together and in which order, so that every expert keeps a slot on a living rank.
 
-A slot may be given up once the expert it holds has a place elsewhere. That makes chains, which may be switched from
-their end, and rings, which must be switched together or be cut. :mod:`.rounds` says what follows from it.
+A slot may be overwritten once its expert has another slot. These dependencies form chains, which can be switched one
+slot after another from their end, and rings, which must be switched together or be cut. See :mod:`.rounds`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ class _Group(NamedTuple):
     """Slots that switch together."""
 
     arriving: dict[int, int]
-    """Slot → expert."""
+    """Slot → expert that arrives there."""
     settles: frozenset[int]
-    """Slots that then have what they want."""
+    """Slots that hold their final expert after this group has switched."""
     waits_for: int | None
-    """A slot that must be settled no later."""
+    """Slot that must hold its final expert before this group switches, or by the same switch; None if there is none."""
     follows: bool
-    """Whether the group before it, the last piece of its ring, must have switched before."""
+    """Whether the preceding group, an earlier piece of the same ring, must switch in an earlier switch."""
 
 
 def switch_order(
     before: Sequence[int], wanted: Mapping[int, int], alive: Sequence[bool], per_rank: int, budget: int
 ) -> list[dict[int, int]] | str:
-    """Slot → expert of each switch of a layer, or why it cannot be done."""
+    """Return the arriving experts (slot → expert) of each switch of a layer, or the reason why there is no order."""
     needs = _needs(before, wanted, alive, per_rank)
     if isinstance(needs, str):
         return needs
@@ -52,7 +52,7 @@ def switch_order(
 
 
 def _pack(groups: list[_Group], ranks: int, per_rank: int, budget: int) -> list[dict[int, int]]:
-    """Pack as many groups into each switch as staging holds; groups it depends on come first."""
+    """Pack as many groups into each switch as fit into staging; a group follows the groups it depends on."""
     switches: list[dict[int, int]] = []
     settled: set[int] = set()
     waiting = list(enumerate(groups))
@@ -60,7 +60,7 @@ def _pack(groups: list[_Group], ranks: int, per_rank: int, budget: int) -> list[
         room = Counter(dict.fromkeys(range(ranks), budget))
         batch: dict[int, int] = {}
         later: list[tuple[int, _Group]] = []
-        left = {number for number, _ in waiting}  # not switched before this one
+        left = {number for number, _ in waiting}  # groups not in an earlier switch
         for number, group in waiting:
             takes = Counter(slot // per_rank for slot in group.arriving)
             waits = group.waits_for is not None and group.waits_for not in settled
@@ -76,11 +76,11 @@ def _pack(groups: list[_Group], ranks: int, per_rank: int, budget: int) -> list[
 
 
 def _pieces(ring: list[int], before: Sequence[int], per_rank: int, budget: int) -> list[dict[int, int]] | None:
-    """A ring as shorter rings that fit into staging, one after the other; None where there is no way.
+    """Cut a ring into shorter rings that fit into staging, to be switched one after another; None if impossible.
 
-    What the first slot holds goes to the second, and so on. A piece settles all its slots but the first, which keeps
-    the last one's expert until the next piece: one transfer more for each cut. With one expert of staging two slots of
-    one rank cannot be a piece.
+    The expert of the first slot goes to the second slot, and so on. A piece gives all its slots but the first their
+    final expert; the first slot holds the expert of the piece's last slot until the next piece, which costs one extra
+    transfer per cut. With staging for one expert, a piece cannot have two slots on one rank.
     """
     content = {slot: before[slot] for slot in ring}
     pieces: list[dict[int, int]] = []
@@ -99,7 +99,7 @@ def _pieces(ring: list[int], before: Sequence[int], per_rank: int, budget: int) 
 
 
 def _cut(ring: list[int], per_rank: int, budget: int) -> tuple[list[int], int] | None:
-    """The ring turned, and how many of its first slots make a piece."""
+    """Return the ring, rotated, and the number of its first slots that make a piece; None if no piece fits."""
     found = None
     for turn in range(len(ring)):
         turned = ring[turn:] + ring[:turn]
@@ -112,7 +112,7 @@ def _cut(ring: list[int], per_rank: int, budget: int) -> tuple[list[int], int] |
             return turned, size
         if size < 2:
             continue
-        # The first slot meets the next one in the next piece: better not of its own rank.
+        # The next piece has the first slot and the slot after this piece: prefer that they are on different ranks.
         if turned[0] // per_rank != turned[size] // per_rank:
             return turned, size
         found = found or (turned, size)
@@ -122,7 +122,7 @@ def _cut(ring: list[int], per_rank: int, budget: int) -> tuple[list[int], int] |
 def _needs(
     before: Sequence[int], wanted: Mapping[int, int], alive: Sequence[bool], per_rank: int
 ) -> dict[int, int | None] | str:
-    """Slot → the slot that must have switched no later, so that the expert it gives up still has a place."""
+    """Return slot → slot that must switch before or with it, so that the expert it overwrites keeps a place."""
     live: dict[int, list[int]] = {}
     arrivals: dict[int, list[int]] = {}
     for slot, expert in enumerate(before):
@@ -135,12 +135,12 @@ def _needs(
         if all(slot in wanted for slot in slots):
             if expert not in arrivals:
                 return f"expert {expert} would keep no slot on a living rank"
-            needs[slots[-1]] = arrivals[expert][0]  # its other slots may go before: this one still holds it
+            needs[slots[-1]] = arrivals[expert][0]  # its other slots need not wait: this slot keeps the expert
     return needs
 
 
 def _rings(needs: Mapping[int, int | None]) -> list[list[int]]:
-    """Slots in groups that must switch together: rings of needs, else single ones. What a group needs is before it."""
+    """Group slots that must switch together (rings; else single slots), each group after the slots it depends on."""
     order: list[list[int]] = []
     settled: set[int] = set()
     for start in needs:

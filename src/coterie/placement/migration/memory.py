@@ -1,13 +1,13 @@
-"""Replicas or KV cache: the same memory buys faster steps or more requests in a step.
+"""Memory for replicas or for KV cache: the same bytes buy faster steps or more requests in a step.
 
-    tokens a second = requests in a step ÷ seconds of a step
+    tokens per second = requests in a step ÷ seconds of a step
 
-More replicas shorten the step (fewer rows cross links) and shrink the KV cache, and with it how many requests fit.
-Where memory limits the batch, a replica must shorten the step by the share of the requests it displaces; where there
-are fewer requests than would fit, it takes only what nobody uses. So the best count follows from both, and from
-neither alone. All of one rank: the others are taken to be like it.
+More replicas shorten the step (fewer rows cross links) and shrink the KV cache, so that fewer requests fit. If memory
+limits the batch, a replica must shorten the step by at least the share of the requests that it displaces. If there are
+fewer requests than would fit, a replica uses memory that would be idle. The best number of replicas depends on both
+effects. All quantities are of one rank; other ranks are assumed to be equal.
 
-Wrong where requests differ much in length: `session_bytes` is an average, and a cache that is nearly full preempts.
+Wrong if requests differ much in length: `session_bytes` is an average, and a nearly full cache preempts requests.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ StepSeconds = Callable[[int, float], float]
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """One count of replicas."""
+    """Cache, batch and step time with a given number of replicas."""
 
     replicas: int
-    """On a rank; a replica is one expert of all layers, or as many single layers."""
+    """Replicas on a rank; a replica is one expert of all layers, or as many single-layer experts."""
     kv_bytes: float
     sessions: float
-    """Requests that fit, or are at hand."""
+    """Requests in a step: as many as fit into the cache, or as there are, if fewer."""
     step_s: float
-    """0 where no request fits."""
+    """Seconds of a step; 0 if no request fits."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -44,13 +44,13 @@ class MemoryBudget:
     """Memory of one rank for replicas and KV cache."""
 
     available_bytes: float
-    """Memory less weights and workspace."""
+    """Memory of the rank minus weights and workspace."""
     replica_bytes: float
-    """One expert of all MoE layers."""
+    """Weights of one expert in all MoE layers."""
     session_bytes: float
     """KV cache of one request at its full length."""
     max_sessions: float = float("inf")
-    """Requests at hand on this rank: cache for more is worth nothing."""
+    """Concurrent requests on this rank; cache for more requests is useless."""
 
     def __post_init__(self) -> None:
         for name in ("available_bytes", "replica_bytes", "session_bytes", "max_sessions"):
@@ -67,7 +67,7 @@ class MemoryBudget:
         dtype: WeightDtype | None = None,
         max_sessions: float = float("inf"),
     ) -> MemoryBudget:
-        """Budget of a model, for requests of `context` tokens."""
+        """Make the budget of a model for requests of `context` tokens."""
         replica = spec.expert_bytes(dtype) * spec.num_moe_layers
         return cls(available_bytes, replica, float(spec.kv_bytes_per_token) * context, max_sessions)
 
@@ -76,12 +76,12 @@ class MemoryBudget:
         return int(self.available_bytes // self.replica_bytes)
 
     def kv_bytes(self, replicas: int) -> float:
-        """Left for the cache; nothing where the replicas alone do not fit."""
+        """Return the bytes left for the KV cache; 0 if the replicas alone do not fit."""
         check_at_least(0, replicas=replicas)
         return max(0.0, self.available_bytes - replicas * self.replica_bytes)
 
     def fitting_sessions(self, replicas: int) -> float:
-        """Requests whose cache fits, whether or not there are so many; a part of one is counted as such."""
+        """Return the number of requests whose cache fits, as a fraction, regardless of `max_sessions`."""
         return self.kv_bytes(replicas) / self.session_bytes
 
     def point(self, replicas: int, step_s: StepSeconds) -> MemoryPoint:
@@ -89,7 +89,10 @@ class MemoryBudget:
         return MemoryPoint(replicas, self.kv_bytes(replicas), sessions, step_s(replicas, sessions) if sessions else 0.0)
 
     def best(self, step_s: StepSeconds, counts: Iterable[int] | None = None) -> MemoryPoint:
-        """The count with the most tokens a second, of `counts` or of all that fit; of equals the smallest."""
+        """Return the point with the most tokens per second among `counts` of replicas (default: all that fit).
+
+        The smallest count wins a tie.
+        """
         points = [self.point(count, step_s) for count in (range(self.max_replicas + 1) if counts is None else counts)]
         if not points:
             raise ConfigError("counts must name at least one number of replicas")
@@ -99,13 +102,13 @@ class MemoryBudget:
 # ---------------------------------------------------------------------------------------------- the published example
 
 PUBLISHED_BUDGET = MemoryBudget(163.7e9, 10.7e9, 61 * 4096 * 131_072)
-"""Reproduces a published table's cache and sessions. Its text gives the 10.7 GB; the 163.7 are its first row; 4,096 B a
-token and layer (8 heads of 128, keys and values, 16 bits) is what makes 5.0 sessions of 128 Ki tokens of them."""
+"""Reproduces cache and sessions of a published table. The 10.7 GB are in its text and the 163.7 GB in its first row.
+4,096 B per token and layer (8 heads of 128, keys and values, 16 bits) gives its 5.0 sessions of 128 Ki tokens."""
 PUBLISHED_STEP_S = 40e-3
 PUBLISHED_SAVING_S = 11.25e-6
-"""Saving per replica and step: 45 µs for 4."""
+"""Seconds saved per replica and step: the published 45 µs for 4 replicas."""
 
 
 def published_step_s(replicas: int, sessions: float) -> float:  # noqa: ARG001  a batch of any size takes the same
-    """Published formula: 40 ms less the replicas' saving."""
+    """Return the step time of the published formula: 40 ms minus the replicas' saving."""
     return PUBLISHED_STEP_S - replicas * PUBLISHED_SAVING_S

@@ -1,7 +1,7 @@
-"""Migration as a transaction: a state machine that says what to send, when a layer switches and what may be freed.
+"""Migration as a transaction: a state machine that decides what to send, when a layer switches and what to free.
 
-No threads, no clock, no weights: events go in, a new state and commands come out, and the same events always give the
-same commands. An engine carries the commands out and reports what became of them.
+The state machine has no threads, clock or weights. It takes an event and returns a new state and commands; the same
+events always give the same commands. An engine executes the commands and reports the results as events.
 
              room in staging, nothing draining              last round arrived
     waiting ──────────────────────────────────▶ moving ──────────────────────────▶ waiting for the next switch
@@ -9,15 +9,15 @@ same commands. An engine carries the commands out and reports what became of the
        │   transfer failed: the layer is rolled   │ │
        └──────── back, the next one goes on ──────┘ └── cancelled, or a rank died: rolled back ──▶ stopped
 
-A switch raises the version. A step that runs keeps the map it started with; the next one takes the new map, and what
-the old map alone needs is freed when the last step before it has ended. Rolling back frees staging: at once where a
-transfer has ended, else when the engine reports that it has, since until then somebody writes there. What was switched
-before stays switched: every map on the way is sound.
+A switch increments the version of the map. A running step keeps the map it started with; the next step uses the new
+map. Weights that only the old map needs are freed when the last step that uses it has ended. Rolling back frees
+staging: at once if a transfer has ended, else when the engine reports its end, because the transfer may still write to
+staging. Earlier switches stay in effect: every intermediate map is valid.
 
-A death stops the migration, as the rest of its plan counts on the rank. A rank that is back is empty, and is a new
-plan's business. Experts that lived on the dead rank alone are then reachable from the host only: :meth:`to_reload`
-names them, and a plan for the topology without the rank fetches them. The engine must fence a rank before it reports
-it dead: nothing may be written by it, or read from it, after that.
+The death of a rank stops the migration, because the rest of the plan relies on the rank. A rank that returns is empty
+and needs a new plan. Experts that only the dead rank held must be loaded from the host: :meth:`Migrator.to_reload`
+returns them, and a plan for the topology without the rank fetches them. The engine must fence a rank before it reports
+its death: afterwards the rank must neither write nor be read.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from coterie.errors import ConfigError
 from coterie.placement.migration.rounds import Schedule, Transfer
 
 Row = tuple[int, ...]
-"""[slot] expert, of one layer."""
+"""[slot] expert in each slot of one layer."""
 
 
 # ------------------------------------------------------------------------------------------------------- events in
 
 
 class StartStep(NamedTuple):
-    """A step is about to start; the answer is RunStep."""
+    """A step is about to start; the migrator returns RunStep."""
 
     step: int
-    """Any number that no running step has."""
+    """Number of the step; any number not used by a running step."""
 
 
 class EndStep(NamedTuple):
@@ -54,7 +54,7 @@ class TransferDone(NamedTuple):
 
 
 class TransferFailed(NamedTuple):
-    """It ended without its weights, by itself or because it was aborted: nobody writes to its staging any more."""
+    """A transfer ended without delivering its weights, by failure or abort; nothing writes to its staging any more."""
 
     id: int
     reason: str = "the transfer failed"
@@ -75,7 +75,7 @@ Event = StartStep | EndStep | TransferDone | TransferFailed | Cancel | RankDied
 
 
 class RunStep(NamedTuple):
-    """Run it by this map, to its end."""
+    """Run a step with this map until its end."""
 
     step: int
     version: int
@@ -83,19 +83,19 @@ class RunStep(NamedTuple):
 
 
 class BeginTransfer(NamedTuple):
-    """Take one expert's staging on the slot's rank, and fill it."""
+    """Allocate staging for one expert on the slot's rank and transfer the expert into it."""
 
     transfer: Transfer
 
 
 class AbortTransfer(NamedTuple):
-    """Abort a transfer that is no longer wanted. Report TransferDone or TransferFailed when it has ended."""
+    """Abort a transfer that is no longer needed. Report TransferDone or TransferFailed when it has ended."""
 
     id: int
 
 
 class SwitchLayer(NamedTuple):
-    """From the next step on, the staged weights of this switch are their slots'. Steps that run keep the old ones."""
+    """Use the staged weights of this switch in their slots from the next step on; running steps keep the old ones."""
 
     switch: int
     """Position of the switch in the schedule."""
@@ -104,13 +104,13 @@ class SwitchLayer(NamedTuple):
 
 
 class FreeStaging(NamedTuple):
-    """What a transfer brought, or should have, is not needed."""
+    """Free the staging of a transfer that failed, was aborted or is no longer needed."""
 
     id: int
 
 
 class FreeOld(NamedTuple):
-    """No step uses what the slots of a switch held before it: as much staging is free again."""
+    """Free the weights that a switch replaced; no step uses them any more, and as much staging becomes free."""
 
     switch: int
 
@@ -127,7 +127,7 @@ class Running(NamedTuple):
 
 
 class RolledBack(NamedTuple):
-    """A layer that stayed where its last whole switch left it."""
+    """A layer that was rolled back to the map of its last complete switch."""
 
     layer: int
     reason: str
@@ -137,25 +137,25 @@ class MigrationState(NamedTuple):
     """Complete state of a migration: equal states give equal commands."""
 
     rows: tuple[Row, ...]
-    """[layer] the map that the next step uses."""
+    """[layer] rows of the map that the next step uses."""
     version: int = 0
     at: int = 0
-    """The switch that is under way, or next."""
+    """Index of the switch in progress, or of the next one."""
     moving: bool = False
     round: int = 0
     in_flight: frozenset[int] = frozenset()
     """Transfers of this round that have not ended."""
     arrived: frozenset[int] = frozenset()
-    """Transfers of this switch whose weights lie in staging."""
+    """Transfers of this switch whose weights are in staging."""
     draining: frozenset[int] = frozenset()
     """Aborted transfers that have not ended."""
     retired: tuple[tuple[int, int], ...] = ()
-    """Switches, with their versions, whose old weights a step may still use."""
+    """(switch, version) of completed switches whose replaced weights a running step may still use."""
     running: tuple[Running, ...] = ()
     dead: frozenset[int] = frozenset()
     rolled_back: tuple[RolledBack, ...] = ()
     stopped: str | None = None
-    """Why nothing more is moved."""
+    """Reason why the migration was stopped; None if it was not."""
 
 
 class MigrationOutcome(NamedTuple):
@@ -168,15 +168,15 @@ Reach = Literal["live", "host", "lost"]
 
 @dataclass(frozen=True)
 class Migrator:
-    """Carries a schedule out."""
+    """State machine that executes a schedule."""
 
     schedule: Schedule
     host_copy: bool = True
-    """Whether the host can restore any expert. Where it cannot, an expert dies with the last rank that has it."""
+    """Whether the host has a copy of every expert. If not, an expert is lost with the last rank that holds it."""
 
     @cached_property
     def _needs(self) -> list[Counter[int]]:
-        """[switch] experts in staging by rank."""
+        """[switch] number of experts that each rank must stage."""
         return [Counter(self._rank(t.slot) for t in switch.transfers) for switch in self.schedule.switches]
 
     def start(self) -> MigrationOutcome:
@@ -186,7 +186,7 @@ class Migrator:
         return self._go_on(MigrationState(rows, dead=gone), [])
 
     def handle(self, state: MigrationState, event: Event) -> MigrationOutcome:
-        """New state and commands after an event. Late reports of transfers already accounted for change nothing."""
+        """Return the new state and commands after an event. Repeated or late reports of a transfer change nothing."""
         match event:
             case StartStep(step):
                 return self._start_step(state, step)
@@ -201,22 +201,22 @@ class Migrator:
             case RankDied(rank):
                 return self._rank_died(state, rank)
 
-    # ------------------------------------------------------------------------------------------------- what is known
+    # ------------------------------------------------------------------------------------------------------- queries
 
     def is_over(self, state: MigrationState) -> bool:
-        """Whether the migration has ended and holds no staging."""
+        """Return whether the migration has ended and holds no staging."""
         ended = state.stopped is not None or state.at == len(self.schedule.switches)
         return ended and not (state.moving or state.draining or state.retired)
 
     def reach(self, state: MigrationState, layer: int, expert: int) -> Reach:
-        """Where a step finds an expert: in a slot of a living rank, on the host, or nowhere."""
+        """Return where a step finds an expert: in a slot of a living rank, on the host, or nowhere (lost)."""
         for slot, held in enumerate(state.rows[layer]):
             if held == expert and self._rank(slot) not in state.dead:
                 return "live"
         return "host" if self.host_copy else "lost"
 
     def to_reload(self, state: MigrationState) -> list[tuple[int, int]]:
-        """Layer and expert of all that no living rank has."""
+        """Return (layer, expert) of all experts that no living rank holds."""
         found = []
         for layer, row in enumerate(state.rows):
             live = {expert for slot, expert in enumerate(row) if self._rank(slot) not in state.dead}
@@ -224,7 +224,7 @@ class Migrator:
         return found
 
     def staged(self, state: MigrationState) -> Counter[int]:
-        """Experts that each rank holds besides its slots."""
+        """Return the number of experts that each rank holds in memory beyond its slots."""
         held: Counter[int] = Counter()
         if state.moving:
             held.update(self._needs[state.at])
@@ -248,7 +248,7 @@ class Migrator:
         return self._release(state._replace(running=left), [])
 
     def _release(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:
-        """Free what no step uses, then see whether there is room to go on."""
+        """Free replaced weights that no step uses, then begin the next switch if staging has room."""
         free = [(switch, version) for switch, version in state.retired if self._unused(state, version)]
         if free:
             commands += [FreeOld(switch) for switch, _ in free]
@@ -256,16 +256,16 @@ class Migrator:
         return self._go_on(state, commands)
 
     def _unused(self, state: MigrationState, version: int) -> bool:
-        """Whether no step runs by a map from before this version."""
+        """Return whether no running step uses a map older than this version."""
         return all(running.version >= version for running in state.running)
 
     # ----------------------------------------------------------------------------------------------------- transfers
 
     def _go_on(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:
-        """Begin the next switch, where one is left and its staging is free."""
+        """Begin the next switch if one is left and staging has room for it."""
         if state.moving or state.stopped is not None or state.at == len(self.schedule.switches):
             return MigrationOutcome(state, commands)
-        # A rank may still be sending or receiving an aborted transfer: it does one of each at a time.
+        # A rank sends and receives one expert at a time, and may still be busy with an aborted transfer.
         if state.draining or not self._has_room(state):
             return MigrationOutcome(state, commands)
         return self._begin(state._replace(moving=True, arrived=frozenset()), 0, commands)
@@ -296,7 +296,7 @@ class Migrator:
         return not state.in_flight
 
     def _switch(self, state: MigrationState) -> MigrationOutcome:
-        """All of it has arrived: the next step sees the new map."""
+        """Complete a switch whose transfers have all arrived; the next step uses the new map."""
         at, version = state.at, state.version + 1
         switch = self.schedule.switches[at]
         rows = (*state.rows[: switch.layer], switch.after, *state.rows[switch.layer + 1 :])
@@ -322,7 +322,7 @@ class Migrator:
     # --------------------------------------------------------------------------------------------------- rolling back
 
     def _roll_back(self, state: MigrationState, reason: str, commands: list[Command]) -> MigrationState:
-        """The layer keeps its map, and its switches that are left are passed over."""
+        """Keep the layer's present map, free or abort its transfers, and skip the remaining switches of the layer."""
         commands += [FreeStaging(id) for id in sorted(state.arrived)]
         commands += [AbortTransfer(id) for id in sorted(state.in_flight)]
         layer, at = self.schedule.switches[state.at].layer, state.at
@@ -343,7 +343,7 @@ class Migrator:
         return MigrationOutcome(state._replace(stopped=state.stopped or reason), commands)
 
     def _rank_died(self, state: MigrationState, rank: int) -> MigrationOutcome:
-        """Transfers from or to the rank have ended; staging on the rank itself is gone with it."""
+        """Stop after the death of a rank: its transfers count as ended, and its own staging needs no freeing."""
         if rank in state.dead:
             return MigrationOutcome(state, [])
         if not 0 <= rank < self.schedule.current.num_ranks:

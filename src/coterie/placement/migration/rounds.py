@@ -1,17 +1,19 @@
-"""Moves in an order that is safe and short: rounds, and the steps in which a layer switches.
+"""Schedule moves safely and in few rounds: transfers are grouped into rounds, and rounds into switches of a layer.
 
-Layers move one after the other. Weights arrive in staging, beside the slots that are in use, and a layer switches once
-all of a switch has arrived: no slot is overwritten while somebody needs what it holds. In a round each rank sends at
-most one expert and receives at most one; by König's theorem the rounds of a switch are exactly as many as the busiest
-rank sends or receives, and that many are used. Loads from the host and copies inside a rank have no sender to wait for.
+Layers move one after another. Weights arrive in staging memory, beside the slots in use, and the layer switches to its
+new map once all transfers of the switch have arrived, so that no slot is overwritten while a step may use it. In a
+round each rank sends at most one expert and receives at most one. By König's theorem a switch needs exactly as many
+rounds as the largest number of experts that a rank sends or receives, and this schedule uses that many. Loads from the
+host and copies inside a rank have no sender to wait for.
 
-Staging is limited. A layer that needs more of it switches in several steps, each of which leaves every expert a slot
-on a living rank. Experts that change places in a ring must go together; a ring that needs more staging than there is
-is cut into shorter ones, at one transfer more a cut. Two experts of staging a rank are always enough. With one a ring
-may end inside a rank: the layer is then refused, with the reason, and stays as it is.
+Staging is limited. A layer that needs more staging moves in several switches, each of which leaves every expert a slot
+on a living rank. Experts that change places in a ring must switch together; a ring that needs more staging than there
+is gets cut into shorter rings, at one extra transfer per cut. Staging for two experts per rank is always enough. With
+staging for one expert, a ring with two slots on a rank may be impossible to cut: the layer is then refused, with the
+reason, and keeps its map.
 
-A round lasts as long as its slowest move. Wrong by up to the ratio of the links where near and far moves share rounds,
-or where the network between nodes is shared by more than one rank at a time.
+The time of a round is that of its slowest move. Wrong by up to the ratio of the link speeds if moves inside and between
+nodes share rounds, or if several ranks share the network between nodes at the same time.
 """
 
 from __future__ import annotations
@@ -33,27 +35,27 @@ from coterie.types import Placement, Topology
 
 
 class Transfer(NamedTuple):
-    """One expert of one layer on its way into one slot's staging."""
+    """Transfer of one expert of one layer into the staging memory of a slot."""
 
     id: int
-    """Position in the schedule, from 0."""
+    """Index of the transfer in the schedule, from 0."""
     layer: int
     slot: int
     expert: int
     source: int
-    """Rank, or HOST; the slot's own rank where it is a copy inside the device."""
+    """Rank that sends the expert, or HOST; the slot's own rank for a copy inside the device."""
     seconds: float
-    """Time on its link without other traffic."""
+    """Transfer time on the link, without other traffic."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A step from one map of a layer to the next: all of its transfers count at once, or none."""
+    """An atomic change of a layer's map: all of its transfers take effect together, or none does."""
 
     layer: int
     rounds: tuple[tuple[Transfer, ...], ...]
     before: tuple[int, ...]
-    """[slot] expert."""
+    """[slot] expert in each slot before the switch; `after` likewise."""
     after: tuple[int, ...]
 
     @cached_property
@@ -66,26 +68,26 @@ class Switch:
 
 
 class Refusal(NamedTuple):
-    """A layer that stays as it is."""
+    """A layer that keeps its map because there is no safe order of switches."""
 
     layer: int
     reason: str
 
 
 class Timing(NamedTuple):
-    """Duration of a schedule, and its exposed part."""
+    """Duration of a schedule: the total, the part hidden behind steps and the exposed part."""
 
     movement_s: float
-    """On the links, nothing else using them."""
+    """Transfer seconds of all rounds, without other traffic on the links."""
     hidden_s: float
-    """Seconds of that hidden behind steps."""
+    """Part of `movement_s` hidden behind steps."""
     exposed_s: float
     ready_s: tuple[float, ...]
-    """[switch] wall clock since the start at which its last expert arrives."""
+    """[switch] seconds from the start until the last expert of the switch has arrived."""
 
     @property
     def exposed(self) -> float:
-        """Share of the movement that shows: what Objective.exposed wants to know."""
+        """Exposed share of the movement, for `Objective.exposed`."""
         return self.exposed_s / self.movement_s if self.movement_s else 0.0
 
 
@@ -94,9 +96,9 @@ class MigrationLimits:
     """Resources of a migration."""
 
     expert_bytes: float = 44e6
-    """Weights of one expert of one layer."""
+    """Bytes of the weights of one expert of one layer."""
     staging_bytes: float = float("inf")
-    """Memory for arriving experts on each rank, until they are in use and what they replace is not."""
+    """Staging memory of each rank, in bytes; an expert occupies it until the weights it replaces are unused."""
 
     def __post_init__(self) -> None:
         check_positive(expert_bytes=self.expert_bytes)
@@ -106,7 +108,7 @@ class MigrationLimits:
             )
 
     def staging_experts(self, most: int) -> int:
-        """Experts the staging of a rank holds, as far as `most` matter."""
+        """Return the number of experts that fit into the staging memory of a rank, at most `most`."""
         return int(min(most, self.staging_bytes // self.expert_bytes))
 
 
@@ -115,30 +117,30 @@ DEFAULT_LIMITS = MigrationLimits()
 
 @dataclass(frozen=True)
 class Schedule:
-    """A migration as it will be executed. Make one with :func:`schedule_moves`."""
+    """Ordered switches of a migration. Make one with :func:`schedule_moves`."""
 
     current: Placement
     placement: Placement
-    """What it leads to: the plan's, but for layers that were refused."""
+    """Placement after the migration: the plan's, except in refused layers."""
     topology: Topology
     limits: MigrationLimits
     switches: tuple[Switch, ...]
-    """Switches in order."""
+    """Switches in the order in which they are executed."""
     refusals: tuple[Refusal, ...]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Transfers by id."""
+        """All transfers, indexed by their id."""
         return tuple(transfer for switch in self.switches for transfer in switch.transfers)
 
     @cached_property
     def staging_experts(self) -> int:
-        """Experts each rank may have in staging."""
+        """Number of experts that each rank may have in staging at the same time."""
         return self.limits.staging_experts(self.current.slots_per_rank)
 
     @property
     def peak_staging_bytes(self) -> float:
-        """The most that a rank has in staging at once, one switch at a time."""
+        """Largest number of bytes that a rank has in staging during any single switch."""
         per_rank = self.current.slots_per_rank
         most = [max(Counter(t.slot // per_rank for t in s.transfers).values()) for s in self.switches]
         return max(most, default=0) * self.limits.expert_bytes
@@ -149,13 +151,14 @@ class Schedule:
 
     @property
     def moved_bytes(self) -> float:
-        """Over links; copies inside a rank are not counted."""
+        """Bytes sent over links; copies inside a rank are not counted."""
         per_rank = self.current.slots_per_rank
         return sum(t.source != t.slot // per_rank for t in self.transfers) * self.limits.expert_bytes
 
     def timing(self, step_s: float = 0.0, steps: float = 0.0, link_share: float = 0.5) -> Timing:
-        """Moves run behind `steps` steps of `step_s`, which leave them `link_share` of the links; then alone.
+        """Predict the timing if moves run behind `steps` steps of `step_s` seconds each, and alone after these steps.
 
+        During the steps, moves get a share `link_share` of the link bandwidth.
         exposed = max(0, movement - hidden), where hidden is at most link_share x steps x step_s.
         """
         check_positive_share(link_share=link_share)
@@ -177,10 +180,10 @@ def schedule_moves(
     limits: MigrationLimits = DEFAULT_LIMITS,
     moves: Moves | None = None,
 ) -> Schedule:
-    """Rounds and switches that lead from `current` to `target`, a plan's placement; `moves` are the plan's.
+    """Schedule the rounds and switches from `current` to `target`, the placement of a plan with these `moves`.
 
-    Experts are fetched from the sources that the moves name. Where a layer switches in several steps, a source may have
-    given its copy up, or a nearer one may have come: then the nearest is taken.
+    Experts are fetched from the sources named in the moves. If a layer needs several switches, an earlier switch may
+    have overwritten the source or created a nearer copy: then the nearest copy is used.
     """
     _check(current, target, topology)
     if moves is None:
@@ -241,7 +244,7 @@ def _switch(
     per_rank: int,
     first_id: int,
 ) -> Switch:
-    """One switch; sources are the nearest that have the expert in `before`, of those the planned one."""
+    """Make one switch. The source of each expert is the nearest holder in `before`; the planned source wins a tie."""
     holders: dict[int, list[int]] = {}
     for slot, expert in enumerate(before):
         rank = slot // per_rank
@@ -254,7 +257,7 @@ def _switch(
         sends[source] += 1
         seconds = 0.0 if source == slot // per_rank else _link_s(source, slot // per_rank, topology, limits)
         fetches.append((slot, expert, source, seconds))
-    fetches.sort(key=lambda fetch: (-fetch[3], fetch[0]))  # the slow ones first share the first rounds
+    fetches.sort(key=lambda fetch: (-fetch[3], fetch[0]))  # slow transfers first, so that they share rounds
     rounds = edge_rounds([fetch[2] for fetch in fetches], [fetch[0] // per_rank for fetch in fetches])
     by_round: list[list[Transfer]] = [[] for _ in range(max(rounds) + 1)]
     for number, (slot, expert, source, seconds) in zip(rounds, fetches, strict=True):
@@ -282,8 +285,10 @@ def _link_s(source: int, rank: int, topology: Topology, limits: MigrationLimits)
 
 
 def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
-    """[transfer] its round: no rank sends two in one, none receives two, and the rounds are as many as the busiest rank
-    has to send or to receive. HOST sends as many as asked for; a rank that copies to itself uses no link.
+    """Return the round of each transfer: in a round no rank sends two experts or receives two.
+
+    The number of rounds is the minimum: the most transfers that one rank sends or receives. HOST may send any number in
+    a round, and a copy inside a rank uses no link. (Edge colouring of a bipartite graph.)
     """
     pairs = list(zip(senders, receivers, strict=True))
     sends = Counter(sender for sender, receiver in pairs if sender not in (HOST, receiver))
@@ -291,7 +296,7 @@ def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
     rounds = range(max([*sends.values(), *gets.values()], default=0))
     by_sender: dict[int, dict[int, int]] = {rank: {} for rank in sends}  # round → transfer
     by_receiver: dict[int, dict[int, int]] = {rank: {} for rank in gets}
-    # Of each transfer; the host is as many senders as it has transfers.
+    # Table of the sender and of the receiver of each transfer. Transfers from the host get a table each: no limit.
     outs = [by_sender.get(sender, {}) for sender in senders]
     ins = [by_receiver.get(receiver, {}) for receiver in receivers]
     found = [0] * len(pairs)
@@ -315,9 +320,9 @@ def _flip(
     ins: list[dict[int, int]],
     found: list[int],
 ) -> None:
-    """Exchange two rounds along the path that starts at a receiver, so that it is free in round `free`.
+    """Exchange two rounds along the alternating path that starts at a receiver, so that it is free in round `free`.
 
-    The path alternates between the rounds; it comes to senders by `free` only, so never to the one that lacks it.
+    The path reaches senders by transfers of round `free` only, so never the new sender, which has none in that round.
     """
     path, at, wanted = [], start, free
     while wanted in at:

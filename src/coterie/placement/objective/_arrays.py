@@ -1,4 +1,4 @@
-"""The loops that fill the arrays of a :class:`~coterie.placement.objective.problem.Problem`."""
+"""Compiled loops that fill the arrays of a :class:`~coterie.placement.objective.problem.Problem`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 @lru_cache(maxsize=4)
 def even_share(layers: int, replicas: int, experts: int) -> Array:
-    """The share table where only tokens count: the same for all loads, so it is made once and only read."""
+    """Return the share table 1 / replicas, used if reading weights costs nothing. Cached: do not write to it."""
     parts = 1.0 / np.arange(1, replicas + 1)
     return np.array(np.broadcast_to(parts[:, None], (layers, replicas, experts)), order="C")
 
@@ -41,7 +41,7 @@ def fill(
     even: Array,
     reach: Array,
 ) -> None:
-    """The arrays of a :class:`Problem`, of the chosen layers."""
+    """Fill the arrays of a :class:`Problem` for the chosen layers."""
     for layer in chosen:
         known = exchange[:, layer] if len(exchange) else exchange[:, 0]
         per_rank = slot_experts.shape[1] // len(speeds)
@@ -65,13 +65,13 @@ def fill(
 @helper()
 def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: Array, unit: Array) -> None:
     for rank in range(len(speeds)):
-        # A rank that is gone takes no time; nothing may be planned on it.
+        # A dead rank takes no time; planners must not place experts on it.
         pace = 1.0 / speeds[rank] if speeds[rank] > 0.0 else 0.0
         row, token_s = unit[rank], each[rank] if speeds[rank] > 0.0 else 0.0
         for expert in range(len(row)):
             row[expert] = alone[expert] * pace + tokens[expert] * token_s
         if len(known) and speeds[rank] > 0.0:
-            for expert in range(len(row)):  # as one statement it compiles for seconds
+            for expert in range(len(row)):  # a loop: as a single array statement, compilation takes seconds
                 row[expert] += known[rank, expert]
 
 
@@ -79,7 +79,10 @@ def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: A
 def _fill_share(
     tokens: Array, alone: Array, touch_s: float, row_s: float, known: Array, each: Array, speeds: Array, share: Array
 ) -> None:
-    """What replicas divide (rows, their exchange) and what each of them pays (streaming), over living ranks' mean."""
+    """Fill `share` [replicas - 1, expert] from means over living ranks.
+
+    Replicas divide the compute and the exchange of rows; each replica pays for reading the weights.
+    """
     living, pace, token_s = 0, 0.0, 0.0
     for rank in range(len(speeds)):
         if speeds[rank] > 0.0:
@@ -110,7 +113,10 @@ def fill_sources(
     load_in: Array,
     source: NDArray[np.int16],
 ) -> None:
-    """The rank itself, else the first of its node, else the first of all, else the host."""
+    """Fill the cheapest source of each expert for each rank, and its link seconds.
+
+    The source is the rank itself, else the first holder on its node, else the first holder, else the host.
+    """
     ranks, experts = source.shape
     per_rank = len(slot_experts) // ranks
     first, near = np.empty(experts, np.int16), np.empty((nodes[-1] + 1, experts), np.int16)
@@ -144,12 +150,12 @@ def fill_sources(
 
 @helper()
 def _copy(to: Array | NDArray[np.int16], row: Array | NDArray[np.int16]) -> None:
-    """Not `to[:] = row`: where shapes might differ, the message of that takes seconds to compile."""
+    """Copy `row` to `to`. `to[:] = row` would take seconds to compile, because of the message for unequal shapes."""
     for at in range(len(to)):
         to[at] = row[at]
 
 
-# Seconds that no placement of a layer gets below.
+# Lower bounds on the seconds of any placement of a layer.
 
 CLOSE = 1e-6
 """Relative precision of a bound found by bisection."""
@@ -160,7 +166,7 @@ TINY = 1e-12
 
 @helper()
 def _smallest(values: Array) -> int:
-    """The first of the smallest."""
+    """Return the index of the first smallest value."""
     smallest = 0
     for at in range(1, len(values)):
         if values[at] < values[smallest]:
@@ -181,7 +187,7 @@ def fill_bounds(
     reach: Array,
 ) -> None:
     ranks, experts = unit.shape
-    work, least = np.empty(experts), np.empty(experts)  # at speed 1, and where it is shortest
+    work, least = np.empty(experts), np.empty(experts)  # seconds at speed 1, and on the fastest rank
     for expert in range(experts):
         work[expert], least[expert] = np.inf, np.inf
     living, pace = 0, 0.0
@@ -191,7 +197,7 @@ def fill_bounds(
         living += 1
         pace += speeds[rank]
         if rank > 0 and not by_source and speeds[rank] == speeds[rank - 1] and each[rank] == each[rank - 1]:
-            continue  # the same as the one before
+            continue  # same costs as the rank before
         row = unit[rank]
         for expert in range(experts):
             least[expert] = min(least[expert], row[expert])
@@ -205,7 +211,7 @@ def fill_bounds(
         total += work[expert]
     spare = living * per_rank - experts
     if spare == 0:
-        for _ in range(per_rank - 1):  # the shortest ones fill its rank
+        for _ in range(per_rank - 1):  # the shortest experts fill the longest expert's rank
             shortest = _smallest(least)
             longest += least[shortest]
             least[shortest] = np.inf
@@ -217,7 +223,10 @@ def fill_bounds(
 
 @helper()
 def _streaming_reach(work: Array, least: Array, share: Array, spare: int, pace: float, low: float) -> float:
-    """Seconds, at least `low`, below which no ranks of `pace` all together come, since every slot is filled."""
+    """Return a lower bound, at least `low`, on a layer's seconds if every slot is filled and replicas read weights.
+
+    `pace` is the sum of the ranks' speeds. The bound is found by bisection.
+    """
     chords, room = np.empty(len(work)), np.empty(len(work), np.int64)
     if _fits(low, work, least, share, spare, pace, chords, room):
         return low
@@ -244,10 +253,11 @@ def _fits(
     chords: Array,
     room: NDArray[np.int64],
 ) -> bool:
-    """Whether ranks might do within `limit`: each expert in replicas short enough, the slots left over filled cheaply.
+    """Return False if no placement can take at most `limit` seconds.
 
-    r replicas take r x share[r] x work in all, which is concave in r. So one more of them adds, up to the most there
-    can be, at least the mean of all those: the cheapest such means, no more than there is room, are a bound.
+    Each expert gets as many replicas as it needs to fit into `limit`; the slots left over are filled as cheaply as
+    possible. r replicas take r x share[r] x work seconds together, which is concave in r. An additional replica
+    therefore adds at least the mean increase up to the largest r; the cheapest of these means give a lower bound.
     """
     most = share.shape[0]
     left, total = spare, 0.0
@@ -267,7 +277,7 @@ def _fits(
     while left > 0:
         cheapest = _smallest(chords)
         if chords[cheapest] == np.inf:
-            break  # more slots than ranks have use for
+            break  # all experts have the most replicas; further slots cost nothing
         more = min(left, room[cheapest])
         total += more * chords[cheapest]
         chords[cheapest] = np.inf
@@ -275,7 +285,7 @@ def _fits(
     return bool(total <= limit * pace * (1.0 + TINY))
 
 
-# Seconds of ranks in a placement: of a step, and of loading what is new there.
+# Seconds of each rank in a placement: processing of a step, and loading of the experts that are new on the rank.
 
 
 @njit()
@@ -292,7 +302,10 @@ def assess(
     arrivals: Array,
     loads: NDArray[np.int64],
 ) -> None:
-    """Times of ranks, and of loads, of the chosen layers; an expert in two slots of a rank is loaded once."""
+    """Fill step seconds, load seconds and number of loads of each rank for the chosen layers.
+
+    An expert in two slots of a rank is loaded once.
+    """
     for layer in chosen:
         parts = given[layer] if len(given) else np.empty(0)
         _assess_layer(
@@ -341,7 +354,7 @@ def _assess_layer(
             if len(given):
                 busy[rank] += unit[rank, expert] * _part(share[:, expert], given[slot - 1])
             else:
-                # Duplicates on one rank may bring an expert past the replicas the table has.
+                # Duplicates on one rank may give an expert more replicas than the table covers.
                 known = min(replicas[expert], share.shape[0])
                 busy[rank] += unit[rank, expert] * share[known - 1, expert] * known / replicas[expert]
             if source[rank, expert] != rank and seen[expert] != rank:
@@ -352,8 +365,10 @@ def _assess_layer(
 
 @helper()
 def _part(share: Array, tokens: float) -> float:
-    """What a slot with this part of its expert's tokens takes of the whole: `share` [replicas - 1], on straight lines
-    between 1, 1/2, 1/3 … of them and 0."""
+    """Return the time of a slot with this share of its expert's tokens, as a part of the time for all tokens.
+
+    `share` [replicas - 1] gives the time at 1, 1/2, 1/3 … of the tokens; between these the time is interpolated.
+    """
     most = len(share)
     if tokens >= 1.0:
         return float(share[0] * tokens)
@@ -366,7 +381,10 @@ def _part(share: Array, tokens: float) -> float:
 
 @njit()
 def parts_taken(share: Array, shares: Array) -> Array:
-    """[rank, expert] of the whole that these shares of an expert's tokens take; share [replicas - 1, expert]."""
+    """Return the parts [rank, expert] of the time for all tokens that these `shares` [rank, expert] take.
+
+    `share` is the table [replicas - 1, expert].
+    """
     taken = np.empty(shares.shape)
     for rank in range(len(shares)):
         for expert in range(shares.shape[1]):

@@ -1,4 +1,4 @@
-"""The loops over scenarios: times of ranks in each of them, and seconds that no placement gets below."""
+"""Compiled loops over scenarios: seconds of the ranks in each scenario, and lower bounds for any placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Array = NDArray[np.float64]
 
 @helper()
 def touched(tokens: float, whole: bool) -> float:
-    """Chance that a slot with so many tokens of a step is streamed; of a mean step unless it is a `whole` one."""
+    """Return the probability that a step reads the weights of a slot with this many tokens.
+
+    In a `whole` step, `tokens` is a count or a share of one; otherwise it is the mean of a Poisson distribution.
+    """
     if whole:
         return min(tokens, 1.0)
     return float(-np.expm1(-tokens))
@@ -20,7 +23,7 @@ def touched(tokens: float, whole: bool) -> float:
 
 @helper()
 def find_edge(times: Array, weights: Array, share: float) -> float:
-    """The time that the worst `share` of the scenarios reach; `weights` add up to 1."""
+    """Return the time that the slowest `share` of the scenarios reach or exceed; `weights` add up to 1."""
     left, last = share, np.inf
     while True:
         top, weight = -1.0, 0.0
@@ -48,10 +51,10 @@ def assess_steps(
     alive: NDArray[np.bool_],
     busy: Array,
 ) -> None:
-    """`busy` [layer, scenario, rank] seconds of the chosen layers.
+    """Fill `busy` [layer, scenario, rank] with the seconds of the chosen layers.
 
-    `given` [layer, slot] are shares, or empty for equal ones; `tokens` [layer, scenario, expert]; `touch` [rank]
-    seconds to stream an expert; `per_token` [layer, rank, expert] seconds.
+    `given` [layer, slot] are the shares, or empty for equal shares; `tokens` is [layer, scenario, expert]; `touch` is
+    the seconds [rank] to read an expert's weights; `per_token` is in seconds [layer, rank, expert].
     """
     ranks, experts = per_token.shape[1:]
     per_rank = slot_experts.shape[1] // ranks
@@ -79,9 +82,9 @@ def assess_steps(
 
 @njit()
 def fill_replicas(tokens: Array, touch: Array, per_token: Array, whole: bool, seconds: Array) -> None:
-    """`seconds` [rank, expert, replicas - 1, scenario] of each of so many equal replicas of one layer.
+    """Fill `seconds` [rank, expert, count - 1, scenario] with the time of one of `count` equal replicas, in one layer.
 
-    `tokens` [scenario, expert]; `per_token` [rank, expert].
+    `tokens` is [scenario, expert]; `touch` and `per_token` are in seconds, [rank] and [rank, expert].
     """
     ranks, experts, replicas, scenarios = seconds.shape
     for rank in range(ranks):
@@ -105,7 +108,7 @@ def bound_steps(
     even: Array,
     reach: Array,
 ) -> None:
-    """`even` and `reach` [layer, scenario] seconds of the chosen layers; an expert has at most so many `replicas`."""
+    """Fill `even` and `reach` [layer, scenario] (seconds) of the chosen layers; an expert has at most `replicas`."""
     ranks, experts = per_token.shape[1:]
     work, least = np.empty(experts), np.empty(experts)
     pace, quickest = 0.0, np.inf
@@ -128,7 +131,7 @@ def bound_steps(
                 total += known * work[expert]
                 alone = part * least[expert]
                 if quickest > 0.0:
-                    # Streaming takes `touch` at speed 1, whatever the rank.
+                    # touch x speed is the same on all ranks: the time to read weights at speed 1.
                     total += touched(known, whole) * _at_speed_one(touch, speeds)
                     alone += touched(part, whole) * quickest
                 longest = max(longest, alone)

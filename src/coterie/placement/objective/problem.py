@@ -1,4 +1,4 @@
-"""The prices of the objective, one planning round as plain arrays, and the score of a placement in it."""
+"""Prices of the objective, one planning problem as plain arrays, and the score of a placement."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ PRICES_HINT = "the prices to plan by; make them with Objective.of(step_model, to
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Prices that planners minimise; :meth:`of` takes them from a calibrated model."""
+    """Prices of the cost that planners minimise; :meth:`of` takes them from a calibrated model."""
 
     row_s: float
-    """Seconds one token of one expert takes on a rank of speed 1."""
+    """Seconds that one token of one expert takes on a rank of speed 1."""
     expert_bytes: float
-    """Weights of one expert of one layer."""
+    """Bytes of the weights of one expert of one layer."""
     touch_s: float = 0.0
-    """Seconds to stream an expert's weights in a step that touches it, at every replica. 0: compute decides."""
+    """Seconds to read an expert's weights in a step that uses the expert; every replica pays it. 0: compute-bound."""
     row_bytes: float = 0.0
     """Bytes of a token's hidden state, sent to its expert's rank and back. 0 leaves the exchange out."""
     horizon: float = 1000.0
     """Steps that the new placement will serve."""
     exposed: float = 1.0
-    """Share of the movement that serving pays for: 1 where the engine stops for every move, less where it stages
-    moves behind its steps."""
+    """Share of the movement time that delays serving: 1 if the engine stops for every move, less if it stages moves
+    behind its steps."""
     planning_s: float = 0.0
-    """Seconds that planning holds up serving."""
+    """Seconds by which planning delays serving."""
     target_balance: float = 1.0
-    """Balance (even ÷ slowest) at which a layer is left alone; 1 improves as far as possible."""
+    """Balance (balanced time ÷ time of the slowest rank) at which a layer is left alone; 1: improve as far as
+    possible."""
     move_price: float = 0.0
-    """Share of its link time that each move costs besides what the slowest rank waits."""
+    """Cost of each move as a share of its link time, in addition to the movement time of the slowest rank."""
     tail: float = 0.0
-    """Weight of the slowest steps where a load has scenarios: 0 minimises the mean step, 1 the mean of the worst
-    `tail_share` of them."""
+    """Weight of the slowest steps if a load has scenarios: 0 minimises the mean over scenarios, 1 the mean of the
+    slowest `tail_share` of them."""
     tail_share: float = 0.1
-    """Share of the scenarios that `tail` looks at."""
+    """Share of the scenarios, slowest first, that `tail` weights."""
 
     def __post_init__(self) -> None:
         check_not_negative(
@@ -70,13 +71,13 @@ class Objective:
 
     @classmethod
     def of(cls, model: StepModel, tokens: int, movement: Movement = "stops", **settings: float) -> Objective:
-        """Prices of a calibrated model for steps of about `tokens` tokens over all ranks.
+        """Take the prices from a calibrated model, for steps of about `tokens` tokens over all ranks.
 
-        `movement` says how the engine moves weights: it `stops` for every move, or has them `staged` behind its steps,
-        at the contention measured for the device. `exposed` among the settings overrides either.
+        `movement` is how the engine moves weights: it `stops` for every move, or moves are `staged` behind its steps,
+        at the contention measured for the device. `exposed` in `settings` overrides both.
 
-        An expert's time is a straight line in its tokens, :class:`~coterie.costs.lines.ExpertLine`; what a step costs
-        whatever the experts' loads are is left out.
+        An expert's time is a straight line in its tokens, :class:`~coterie.costs.lines.ExpertLine`; the part of a step
+        that does not depend on the experts' loads is left out.
         """
         spec, line = model.spec, ExpertLine.of(model, tokens)
         physics: dict[str, float] = {
@@ -93,7 +94,7 @@ class Objective:
     def problem(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Problem:
-        """The arrays that planning works on. `shares` [layer, slot] are those in force; None: equal shares."""
+        """Make the arrays of a planning problem. `shares` [layer, slot] are the shares in force; None: equal shares."""
         load.check_fits(topology, current)
         layers, experts, ranks = *load.tokens.shape, topology.num_ranks
         speeds = topology.rank_speeds
@@ -103,7 +104,7 @@ class Objective:
         spare = living * current.slots_per_rank - experts
         shape = layers, min(living, spare + 1), experts
         share = np.empty(shape) if self.touch_s else even_share(*shape)
-        # One block: past 4 MB NumPy asks for huge pages, and touching fresh small ones takes longer than all else here.
+        # One allocation: above 4 MB NumPy requests huge pages; page faults on small ones would dominate this function.
         unit, load_in = np.empty((2, layers, ranks, experts))
         source = np.empty((layers, ranks, experts), np.int16)
         even, reach = np.empty(layers), np.empty(layers)
@@ -149,21 +150,22 @@ class Objective:
         )
 
     def over_scenarios(self, step_s: Array, weights: Array) -> Array:
-        """[layer] seconds from those of each scenario, [layer, scenario]."""
+        """Combine seconds per scenario [layer, scenario] into seconds [layer], weighting the tail by the settings."""
         return over_scenarios(step_s, weights, self.tail, self.tail_share)
 
     def link_s(self, topology: Topology) -> float:
-        """Seconds to load an expert over the fastest link between devices."""
+        """Return the seconds to load an expert over the fastest link."""
         return float(load_s(topology, self.expert_bytes).min())
 
     def _slot_s(self, tokens: Array) -> Array:
-        """Expected seconds of a slot that gets this many tokens per step on average; some steps may not touch it."""
+        """Return the expected seconds of a slot with this mean number of tokens per step; some steps may have none."""
         return np.asarray(slot_s(self.row_s, self.touch_s, tokens))
 
     def _exchange_s(self, load: Load, topology: Topology) -> tuple[Array, Array]:
-        """Seconds to bring all of an expert's tokens to a rank, and back.
+        """Return the seconds to send an expert's tokens to a rank and back.
 
-        [rank, layer, expert] where their sources are known (else empty), and [rank] for one token from anywhere.
+        If sources are known: seconds for all tokens of an expert [rank, layer, expert], and zeros. Otherwise: an empty
+        array, and seconds [rank] for one token from a random rank.
         """
         per_row = row_trips_s(topology, self.row_bytes)  # [source, rank]
         alive = topology.rank_speeds > 0
@@ -174,21 +176,21 @@ class Objective:
 
 
 DEEPSEEK_V3_PREFILL = Objective(row_s=1.5e-7, expert_bytes=44e6)
-"""DeepSeek-V3's prices in prefill, about: 88 Mflop a row at 590 Tflop/s, 44 MB an expert."""
+"""Approximate prices of DeepSeek-V3 in prefill: 88 Mflop per row at 590 Tflop/s, 44 MB per expert."""
 
 
 class Score(NamedTuple):
-    """The objective of one placement, by layer, in seconds."""
+    """Objective of one placement per layer, in seconds."""
 
     processing_s: Array
     """[layer] time of the slowest rank in one step."""
     movement_s: Array
     """[layer] exposed movement, without `move_price`."""
     total_s: Array
-    """[layer] cost of the whole horizon that planners minimise: with `target_balance` and `move_price`, without
-    planning."""
+    """[layer] cost over the horizon that planners minimise, including `target_balance` and `move_price`, excluding
+    planning time."""
     moves: NDArray[np.int64]
-    """[layer]"""
+    """[layer] number of moves."""
 
 
 class _Assessment(NamedTuple):
@@ -199,42 +201,43 @@ class _Assessment(NamedTuple):
     arrivals_s: Array
     loads: NDArray[np.int64]
     steps_s: Array | None
-    """[layer, scenario, rank]; None where the mean step is the only one."""
+    """[layer, scenario, rank] seconds of each scenario; None without scenarios."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """One planning round as plain arrays. Make one with :meth:`Objective.problem`."""
+    """One planning problem as plain arrays. Make one with :meth:`Objective.problem`."""
 
     objective: Objective
     topology: Topology
     current: Placement
     alive: NDArray[np.bool_]
-    """[rank]"""
+    """[rank] whether the rank is alive (its speed is above 0)."""
     unit: Array
     """[layer, rank, expert] seconds per step if the rank got all of the expert's tokens."""
     share: Array
-    """[layer, replicas - 1, expert] part of `unit` that each of so many equal replicas takes. Exact on equal ranks;
-    elsewhere the streaming part of it is a mean over ranks."""
+    """[layer, replicas - 1, expert] part of `unit` that each replica takes if the expert has this many equal replicas.
+    Exact if all ranks are equal; otherwise the time to read weights is a mean over ranks."""
     load_in: Array
-    """[layer, rank, expert] seconds to load the expert; 0 where the rank has it."""
+    """[layer, rank, expert] seconds to load the expert; 0 if the rank holds it."""
     source: NDArray[np.int16]
-    """[layer, rank, expert] rank of the cheapest copy."""
+    """[layer, rank, expert] rank of the cheapest copy, or HOST."""
     even: Array
-    """[layer] seconds if all ranks were equally busy with what the experts take where they are cheapest: a bound."""
+    """[layer] seconds if every expert took its time on its cheapest rank and all ranks were equally busy: a lower
+    bound."""
     reach: Array
-    """[layer] seconds that no placement gets below: `even`, or what the longest expert takes in as many replicas as
-    there can be; without a slot to spare, beside the shortest ones that must fill its rank. Where replicas stream, what
-    those in the spare slots add at least; shares that leave some of them idle may get below that."""
+    """[layer] lower bound on the seconds of any placement: the larger of `even` and the longest expert in as many
+    replicas as possible. Without spare slots, the shortest experts that must fill its rank are added. If replicas read
+    weights, the least cost of replicas in the spare slots is added; shares that leave replicas idle can be below it."""
     shares: Array | None = None
     """[layer, slot] shares in force, on living ranks only; None: equal shares."""
     steps: Steps | None = None
-    """Scenarios, whose expected time is minimised. None: the mean step's. Other arrays are of the mean step, but for
-    `even` and `reach`, which are expected over scenarios."""
+    """Scenarios whose expected time is minimised; None: the time of the mean step is minimised. All other arrays are of
+    the mean step, except `even` and `reach`, which are combined over the scenarios."""
 
     @property
     def floor(self) -> Array:
-        """[layer] seconds below which nothing is gained."""
+        """[layer] seconds below which a faster placement counts as no gain."""
         return self.reach / self.objective.target_balance
 
     @property
@@ -246,11 +249,11 @@ class Problem:
         return bool((living == living[:, :1]).all())
 
     def equal_shares(self, slot_experts: NDArray[np.integer]) -> Array:
-        """[layer, slot] of equal replicas; slots of ranks that are gone get nothing."""
+        """Return equal shares [layer, slot] of an expert's living slots; slots of dead ranks get 0."""
         return equal_shares(slot_experts, self.current.num_experts, self._slot_alive())
 
     def rank_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
-        """[layer, rank] seconds of the mean step; equal replicas unless `shares` [layer, slot] says otherwise.
+        """Return the seconds [layer, rank] of the mean step with these `shares` [layer, slot].
 
         None means equal shares here, not the shares in force (:attr:`shares`).
         """
@@ -259,17 +262,17 @@ class Problem:
     def slowest_s(
         self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False
     ) -> Array:
-        """[layer] seconds of the slowest rank, expected over the scenarios.
+        """Return the seconds [layer] of the slowest rank, expected over the scenarios.
 
-        `per_step` splits tokens over replicas anew in every scenario, so that its slowest rank is fastest; `shares` are
-        then those of the mean step only. Without scenarios it says nothing. So in the methods below.
+        `per_step` chooses the optimal shares in every scenario; `shares` then apply to the mean step only. It has no
+        effect without scenarios. `balanced` and `score` use it in the same way.
         """
         return self._slowest_s(self._assess(slot_experts, shares, per_step))
 
     def balanced(
         self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False
     ) -> float:
-        """Balancedness of a placement, over the scenarios."""
+        """Return the balancedness of a placement, over the scenarios if there are any."""
         return self._balance(self._assess(slot_experts, shares, per_step))
 
     def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False) -> Score:
@@ -317,10 +320,10 @@ class Problem:
         skip_reason: str | None = None,
         layer_reasons: tuple[str, ...] = (),
     ) -> Plan:
-        """The plan that leads to `slot_experts`: experts that stay on a rank keep their slot, shares follow them.
+        """Make the plan that leads to `slot_experts`; experts that stay on a rank keep their slot, shares follow them.
 
-        With scenarios and `split` optimal, tokens are split anew in every scenario: after the plan, and before it if
-        there are shares in force, which are then those of an earlier such plan.
+        With scenarios and `split` optimal, the time after the plan uses the optimal shares of every scenario. So does
+        the time before the plan if there are shares in force, which then come from an earlier optimal plan.
         """
         current = self.current
         settled, order = settle(current.slot_experts, np.asarray(slot_experts, np.int32), current.num_ranks)
@@ -346,7 +349,7 @@ class Problem:
         )
 
     def keep(self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = ()) -> Plan:
-        """The plan that changes nothing: shares in force stay, now as weights from an earlier window."""
+        """Make the plan that changes nothing; shares in force stay, as weights fitted on an earlier window."""
         return self.plan(
             self.current.slot_experts,
             self.shares,
@@ -357,7 +360,7 @@ class Problem:
         )
 
     def onward(self, layers: NDArray[np.integer], slot_experts: NDArray[np.integer], shares: Array | None) -> Problem:
-        """The problem of some layers from another current placement [layer, slot]: only the moves differ."""
+        """Make the problem of some layers from another current placement [layer, slot]; only move costs differ."""
         current = Placement(np.asarray(slot_experts, np.int32), self.current.num_ranks, self.current.num_experts)
         unit = self.unit[layers]
         load_in, source = np.empty(unit.shape), np.empty(unit.shape, np.int16)
@@ -379,15 +382,15 @@ class Problem:
         )
 
     def balance(self, rank_s: Array) -> float:
-        """Mean over layers of :meth:`layer_balance`."""
+        """Return the mean over layers of :meth:`layer_balance`."""
         return float(self.layer_balance(rank_s).mean())
 
     def layer_balance(self, rank_s: Array) -> Array:
-        """[layer] mean ÷ max over living ranks, of [layer, rank] seconds; 1 where there is nothing to do."""
+        """Return mean ÷ max over living ranks [layer] of seconds [layer, rank]; 1 for a layer without work."""
         return layer_balance(rank_s[:, self.alive])
 
     def moves(self, slot_experts: NDArray[np.integer]) -> Moves:
-        """Moves that lead to `slot_experts`; slots on ranks that are gone do not count."""
+        """Return the moves that lead to `slot_experts`; slots on dead ranks are ignored."""
         return moves_between(self.current, slot_experts, self.topology, self.objective.expert_bytes)
 
     def _slot_alive(self) -> NDArray[np.bool_]:

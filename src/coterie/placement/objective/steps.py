@@ -1,4 +1,4 @@
-"""The scenarios of a load as plain arrays, and the time of a layer over them: its mean, and what its tail adds."""
+"""Scenarios of a load as plain arrays, and the time of a layer over the scenarios: mean and tail."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steps:
-    """Scenarios, and what their tokens cost where. Make them with :meth:`of`."""
+    """Scenarios and the cost of their tokens on each rank. Make them with :meth:`of`."""
 
     tokens: Array
-    """[layer, scenario, expert]"""
+    """[layer, scenario, expert] tokens."""
     weights: Array
-    """[scenario] they add up to 1."""
+    """[scenario] probabilities, which add up to 1."""
     whole: bool
     """Whether tokens are counts of single steps; see :attr:`Load.whole_steps`."""
     touch: Array
-    """[rank] seconds to stream an expert."""
+    """[rank] seconds to read the weights of an expert."""
     per_token: Array
-    """[layer, rank, expert] seconds of a token, its exchange included."""
+    """[layer, rank, expert] seconds of a token, including its exchange."""
     even: Array
     """[layer, scenario] seconds if all ranks were equally busy."""
     reach: Array
-    """[layer, scenario] seconds that no placement gets below."""
+    """[layer, scenario] lower bound on the seconds of any placement."""
 
     @classmethod
     def of(
         cls, load: Load, topology: Topology, row_s: float, touch_s: float, exchange: Array, each: Array, replicas: int
     ) -> Steps | None:
-        """None where the mean step is the only scenario.
+        """Make the arrays of a load's scenarios; None if the load has none.
 
-        `exchange` [rank, layer, expert] seconds for all of an expert's tokens of the mean step where their sources are
-        known, else empty; `each` [rank] seconds for a token from anywhere. An expert has at most so many `replicas`.
+        `exchange` [rank, layer, expert] is the seconds to exchange all of an expert's tokens of the mean step if their
+        sources are known, else empty. `each` [rank] is the seconds for a token from a random rank. `replicas` is the
+        most replicas of an expert.
         """
         if load.scenarios is None or load.weights is None:
             return None
@@ -62,7 +63,7 @@ class Steps:
         return steps
 
     def rank_s(self, slot_experts: NDArray[np.int32], shares: Array | None, alive: NDArray[np.bool_]) -> Array:
-        """[layer, scenario, rank] seconds; equal replicas unless `shares` [layer, slot] says otherwise."""
+        """Return the seconds [layer, scenario, rank] with these `shares` [layer, slot]; None: equal shares."""
         busy = np.empty((*self.tokens.shape[:2], len(alive)))
         given = np.empty((0, 0)) if shares is None else shares
         prices = self.touch, self.per_token, self.whole
@@ -70,7 +71,7 @@ class Steps:
         return busy
 
     def split_rank_s(self, slot_experts: NDArray[np.integer], speeds: Array) -> Array:
-        """[layer, scenario, rank] seconds, every scenario with the split that makes its slowest rank fastest."""
+        """Return the seconds [layer, scenario, rank], each scenario with shares that minimise its slowest rank."""
         busy = np.empty((*self.tokens.shape[:2], len(speeds)))
         rows = np.ascontiguousarray(slot_experts, np.int64)
         prices = self.touch, self.per_token, self.whole
@@ -78,7 +79,7 @@ class Steps:
         return busy
 
     def replica_s(self, layer: int, replicas: int) -> Array:
-        """[rank, expert, replicas - 1, scenario] seconds of each of up to so many equal replicas."""
+        """Return the seconds [rank, expert, count - 1, scenario] of one of `count` equal replicas, up to `replicas`."""
         scenarios, experts = self.tokens.shape[1:]
         seconds = np.empty((len(self.touch), experts, replicas, scenarios))
         fill_replicas(self.tokens[layer], self.touch, self.per_token[layer], self.whole, seconds)
@@ -94,7 +95,7 @@ class Steps:
         )
 
     def balance(self, rank_s: Array, alive: NDArray[np.bool_]) -> float:
-        """Balancedness [layer, scenario, rank] seconds have over layers and scenarios."""
+        """Return the balancedness of seconds [layer, scenario, rank], averaged over layers and scenarios."""
         living = rank_s[..., alive]
         peak = living.max(axis=2)
         even = np.divide(living.mean(axis=2), peak, out=np.ones(peak.shape), where=peak > 0)
@@ -102,7 +103,7 @@ class Steps:
 
 
 def over_scenarios(step_s: Array, weights: Array, tail: float, tail_share: float) -> Array:
-    """[layer] seconds from [layer, scenario]: the mean, and `tail` of what the worst `tail_share` takes beyond it."""
+    """Combine seconds [layer, scenario] into [layer]: (1 - tail) x mean + tail x mean of the worst `tail_share`."""
     mean = step_s @ weights
     if not tail:
         return np.asarray(mean)
@@ -110,7 +111,10 @@ def over_scenarios(step_s: Array, weights: Array, tail: float, tail_share: float
 
 
 def worst_mean(step_s: Array, weights: Array, share: float) -> Array:
-    """[layer] mean of the worst `share` of the scenarios [layer, scenario] (CVaR); one on the edge counts in part."""
+    """Return the mean [layer] of the slowest `share` of the scenarios [layer, scenario] (CVaR).
+
+    The scenario at the quantile counts in part, so that the weights add up to `share` exactly.
+    """
     order = np.argsort(-step_s, axis=1, kind="stable")
     value, weight = np.take_along_axis(step_s, order, axis=1), weights[order]
     before = np.cumsum(weight, axis=1) - weight

@@ -1,1 +1,1 @@
-"""Planners: one file each. The registry is ``coterie.placement.planners``."""
+"""Planners, one file per planner. The registry is ``coterie.placement.planners``."""

@@ -1,13 +1,13 @@
-"""The search for engines that share tokens freely: one layer's moves, each the one that takes most off a bottleneck.
+"""Search of one layer's moves for engines that share tokens freely; each move relieves the bottleneck the most.
 
-With a limit on every rank's seconds and tokens shared as well as replicas allow, what is left over sits in a
-bottleneck that no replica leads out of. So a move can help only by giving one of its experts a replica outside, and it
-helps by the lesser of what that expert can drain and what the receiving rank (and those it can push to) can take. One
-search over experts and one over slots therefore finds the best pair. A slot may be overwritten if its expert is
-elsewhere too. Where no such slot helps, two experts change places, one of them inside.
+Given a limit on every rank's seconds and optimal shares, excess work is in a bottleneck: ranks from which no replica
+leads outside. A move helps only if it gives an expert of the bottleneck a replica outside. It helps by the smaller of
+the work that this expert can drain and the work that the receiving rank (and the ranks it can push to) can take. One
+search over experts and one over slots therefore finds the best pair. A slot may be overwritten if its expert has
+another slot. If no such slot helps, two experts change places, one of them in the bottleneck.
 
-A layer has one or more scenarios, each with its own shares, limit and bottleneck; a move counts by the seconds that it
-saves over all of them. The mean step is one scenario.
+A layer has one or more scenarios, each with its own shares, limit and bottleneck; the value of a move is the seconds it
+saves over all scenarios. Planning for the mean step has one scenario.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ from coterie.placement.objective.flows.chains import (
 from coterie.placement.objective.flows.splitting import Step, draw_lines
 
 DRAINS = 8
-"""Experts of a bottleneck, heaviest first, of which it is computed how much they would drain."""
+"""Number of experts of a bottleneck, heaviest first, for which the drained work is computed."""
 
 PAIRS = 16
-"""Double moves tried, the most promising by a rough estimate."""
+"""Number of swaps of two experts that are evaluated, the most promising by a rough estimate."""
 
 ROOMIEST, SLOTS_TRIED = 4, 3
-"""Ranks tried for a new replica, those with the most room first, and slots of each, those with the least work first,
-where a layer has several scenarios. Trying all takes ten times as long on 32 ranks."""
+"""Numbers of ranks tried for a new replica (most room first) and of slots tried per rank (least work first) if a layer
+has several scenarios. Trying all takes ten times as long on 32 ranks."""
 
 CLOSE = 1e-5
-"""Share of the limit: work above it by less than this is ignored."""
+"""Work above the limit that is ignored, as a share of the limit."""
 
 LOOSER = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
-"""Past the floor: targets to try where those below cost more than that."""
+"""Targets to try, as shares above the floor; a looser target is tried only if the best plan so far exceeds it."""
 
 SAME = 1e-6
 """Relative slack for comparing gains."""
 
 
 class Layer(NamedTuple):
-    """What a layer's search reads."""
+    """Input of the search of a layer."""
 
     alive: NDArray[np.bool_]
     speeds: Array
     unit: Array
-    """[scenario, rank, expert] seconds of all its tokens"""
+    """[scenario, rank, expert] seconds of all the expert's tokens, without the fixed part."""
     fixed: Array
-    """[scenario, expert] of that, what a slot takes besides, however few it gets"""
+    """[scenario, expert] fixed cost of a slot, as a multiple of `unit`."""
     weights: Array
-    """[scenario] they add up to 1."""
+    """[scenario] probabilities, which add up to 1."""
     floor: Array
-    """[scenario] seconds below which nothing is gained."""
+    """[scenario] seconds below which a faster placement counts as no gain."""
     load_in: Array
-    """[rank, expert]"""
+    """[rank, expert] seconds to load the expert; 0 if the rank holds it."""
     horizon: float
     exposed: float
     move_price: float
@@ -85,60 +85,61 @@ class Layer(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Slots of a layer, and what each computes in every scenario."""
+    """Slots of a layer and their shares in every scenario."""
 
     links: Split
-    """Which slots hold an expert: the same in all scenarios. Its own shares are of no use."""
+    """Slots of each expert, the same in all scenarios; the shares and seconds in it are not used."""
     share: Array
-    """[scenario, slot] of its expert's tokens"""
+    """[scenario, slot] share of the expert's tokens."""
     busy: Array
-    """[scenario, rank] seconds"""
+    """[scenario, rank] seconds of the rank."""
 
 
 class Tables(NamedTuple):
     """Working arrays of a search."""
 
     search: Indices
-    """[scenario, 4, rank] how each scenario's bottleneck was reached."""
+    """[scenario, 4, rank] search arrays (see `flows.chains`) that mark each scenario's bottleneck."""
     other: Indices
-    """[4, rank] the same of a trial."""
+    """[4, rank] search array of a trial."""
     inside: NDArray[np.bool_]
     """[scenario, rank] whether a rank is in the bottleneck."""
     outside: NDArray[np.bool_]
+    """[scenario, rank] whether a rank is not in the bottleneck."""
     nowhere: NDArray[np.bool_]
-    """[rank] False."""
+    """[rank] all False: no rank is closed."""
     target: Array
     """[scenario] limit on every rank's seconds."""
     over: Array
-    """[scenario] work above it."""
+    """[scenario] work (speed x seconds) above the limit."""
     times: Array
     """[scenario] seconds of the slowest rank."""
     worth: Array
-    """[scenario] seconds of the horizon for each second of work that finds a place."""
+    """[scenario] seconds saved over the horizon per unit of work that is moved below the limit."""
     drains: Array
     """[scenario, expert] work that would leave the bottleneck with an expert."""
     room: Array
-    """[scenario, rank] bound on the work that a rank outside could take."""
+    """[scenario, rank] upper bound on the work that a rank outside the bottleneck could take."""
     arrivals: Array
-    """[rank] seconds of loading."""
+    """[rank] seconds to load the experts that are new on the rank."""
 
 
 class Move(NamedTuple):
-    """One move, or two experts that change places (where `slot2` is not NONE); `slot` is outside the bottleneck."""
+    """One move, or a swap of two experts if `slot2` is not NONE; `slot` is outside the bottleneck."""
 
     slot: int
     expert: int
     slot2: int
     expert2: int
     gain: float
-    """Seconds saved over the horizon, movement not counted."""
+    """Seconds saved over the horizon, before the cost of movement."""
     score: float
-    """Seconds saved."""
+    """Seconds saved over the horizon, after the cost of movement."""
 
 
 @helper()
 def _at(shares: Shares, scenario: int) -> Split:
-    """The split of one scenario."""
+    """Return the split of one scenario."""
     links = shares.links
     return Split(links.expert, links.after, links.first, links.copies, shares.share[scenario], shares.busy[scenario])
 
@@ -150,10 +151,10 @@ def _new_shares(scenarios: int, slots: int, experts: int, ranks: int) -> Shares:
 
 @helper()
 def search_layer(row: Indices, layer: Layer, looser: float, slots: Indices, experts: Indices, totals: Array) -> int:
-    """Write moves in order (slot, expert) and the objective after each; how many. totals[0] is before any move.
+    """Fill `slots` and `experts` [move] and the objective `totals` [moves made]; return the number of moves.
 
-    The objective is infinite where a map cannot stay: between two moves that belong together, or while an expert is
-    on no living rank.
+    The objective is infinite if the map is not valid: between the two moves of a swap, or while an expert is on no
+    living rank.
     """
     scenarios, ranks, num_experts = layer.unit.shape
     now = _new_shares(scenarios, len(row), num_experts, ranks)
@@ -201,7 +202,7 @@ def search_layer(row: Indices, layer: Layer, looser: float, slots: Indices, expe
 
 @helper()
 def _relieve_all(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> bool:
-    """Share tokens below the targets as far as possible; whether some work is left over."""
+    """Push work below the targets as far as possible; return whether some work is left above them."""
     left = False
     for scenario in range(len(tables.over)):
         split, tried, target = _at(now, scenario), _at(trial, scenario), tables.target[scenario]
@@ -217,7 +218,7 @@ def _relieve_all(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> bo
 
 @helper()
 def _expected(layer: Layer, tables: Tables) -> float:
-    """Seconds of the slowest ranks over the scenarios, tail included; sets `worth` to what a second of each counts."""
+    """Return the expected seconds of the slowest rank, tail included; set `worth` to the cost per second of each."""
     lean, steep, edge = 1.0 - layer.tail, 0.0, 0.0
     if layer.tail > 0.0:
         edge, steep = find_edge(tables.times, layer.weights, layer.tail_share), layer.tail / layer.tail_share
@@ -254,7 +255,7 @@ def _take(layer: Layer, shares: Shares, move: Move) -> None:
 
 @helper()
 def _movement(layer: Layer, arrivals: Array) -> float:
-    """Seconds, as the objective counts them."""
+    """Return the movement cost of the objective, in seconds."""
     slowest = total = 0.0
     for seconds in arrivals:
         slowest = max(slowest, seconds)
@@ -272,7 +273,7 @@ def _arrive(split: Split, slot: int, expert: int, load_in: Array, arrivals: Arra
 
 @helper()
 def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
-    """Seconds that loading an expert adds to the objective."""
+    """Return the seconds that loading an expert adds to the objective."""
     before = _movement(layer, arrivals)
     arrivals[rank] += layer.load_in[rank, expert]
     after = _movement(layer, arrivals)
@@ -282,14 +283,14 @@ def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
 
 @helper()
 def _spare(split: Split, slot: int, alive: NDArray[np.bool_]) -> bool:
-    """Whether the slot may be overwritten."""
+    """Return whether the slot may be overwritten: its rank is alive and its expert has another slot."""
     rank = slot // (len(split.expert) // len(alive))
     return bool(alive[rank] and (split.after[slot] == TWIN or split.copies[split.expert[slot]] > 1))
 
 
 @helper()
 def _rescue(layer: Layer, now: Shares, tables: Tables, slots: Indices, experts: Indices, totals: Array) -> int:
-    """Load experts that no living rank holds into the spare slots of the least busy ranks; how many."""
+    """Load experts that no living rank holds into spare slots of the least busy ranks; return their number."""
     links, busy = now.links, np.empty(len(layer.alive))
     each, steps = len(links.expert) // len(busy), 0
     for expert in range(len(links.first)):
@@ -315,7 +316,7 @@ def _rescue(layer: Layer, now: Shares, tables: Tables, slots: Indices, experts: 
 
 @helper()
 def _best_move(layer: Layer, now: Shares, trial: Shares, whole: Shares, tables: Tables) -> Move:
-    """What saves most seconds, by how much less work is over the limit."""
+    """Return the move that saves the most seconds, estimated by the work it moves below the limit."""
     links, (scenarios, ranks) = now.links, now.busy.shape
     each, needed = len(links.expert) // ranks, 0.0
     for scenario in range(scenarios):
@@ -356,7 +357,7 @@ def _best_move(layer: Layer, now: Shares, trial: Shares, whole: Shares, tables: 
                     best = Move(slot, expert, NONE, NONE, saved, saved - price)
     if best.slot == NONE:
         return _best_pair(layer, now, whole, tables, needed)
-    for nearer in range(len(gain)):  # as good for this slot, and cheaper to load
+    for nearer in range(len(gain)):  # prefer an expert that gains as much in this slot and is cheaper to load
         if gain[nearer] >= best.gain * (1.0 - SAME) and not rank_holds(links, nearer, best.slot // each, each):
             score = best.gain - _price(layer, tables.arrivals, best.slot // each, nearer)
             if score > best.score:
@@ -366,8 +367,11 @@ def _best_move(layer: Layer, now: Shares, trial: Shares, whole: Shares, tables: 
 
 @helper()
 def _fill_room(layer: Layer, now: Shares, tables: Tables, work: Array) -> None:
-    """`room`: what is free on a rank outside and what it shares with other ranks; `work` [slot], infinite where the
-    slot may not be overwritten."""
+    """Fill `room` and `work` [slot].
+
+    The room of a rank outside is its free time plus the work of its replicated experts. The work of a slot is infinite
+    if the slot may not be overwritten.
+    """
     links, (scenarios, ranks) = now.links, now.busy.shape
     each = len(links.expert) // ranks
     for scenario in range(scenarios):
@@ -391,7 +395,7 @@ def _fill_room(layer: Layer, now: Shares, tables: Tables, work: Array) -> None:
 
 @helper()
 def _fill_drains(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> int:
-    """The expert that would take most with it if it left the bottlenecks; sets `drains` of those it looked at."""
+    """Return the expert that would take the most work out of the bottlenecks; fill `drains` of the experts tried."""
     links, (scenarios, ranks) = now.links, now.busy.shape
     each = len(links.expert) // ranks
     heavy, work = np.zeros(len(links.first)), np.zeros(len(links.first))
@@ -399,7 +403,7 @@ def _fill_drains(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> in
         for expert in range(len(work)):
             work[expert] = tables.drains[scenario, expert] = 0.0
         for slot in range(len(links.expert)):
-            # An expert with tokens inside has no slot outside, or they would have gone there.
+            # An expert with tokens inside has no slot outside, else the tokens would have been pushed there.
             rank, expert = slot // each, links.expert[slot]
             if now.share[scenario, slot] > 0.0 and tables.inside[scenario, rank]:
                 work[expert] = layer.unit[scenario, rank, expert] * layer.speeds[rank]
@@ -433,8 +437,7 @@ def _fill_drains(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> in
 
 @helper()
 def _takes(layer: Layer, now: Shares, trial: Shares, tables: Tables, slot: int, expert: int) -> float:
-    """Seconds saved if what drains from the bottlenecks comes with its expert to this slot, overwriting what is
-    there."""
+    """Return the seconds saved if this slot is overwritten with an expert and takes the work it drains."""
     links, ranks = now.links, len(layer.speeds)
     rank, was = slot // (len(links.expert) // ranks), links.expert[slot]
     before, linked, saved = NONE, links.after[slot] != TWIN, 0.0
@@ -459,7 +462,7 @@ def _takes(layer: Layer, now: Shares, trial: Shares, tables: Tables, slot: int, 
 
 @helper()
 def _best_pair(layer: Layer, now: Shares, whole: Shares, tables: Tables, needed: float) -> Move:
-    """The best of the most promising double moves."""
+    """Return the best of the most promising swaps of two experts."""
     links, ranks = now.links, len(layer.speeds)
     each = len(links.expert) // ranks
     guess = np.zeros(PAIRS)
@@ -499,11 +502,11 @@ def _copy_links(links: Split, to: Split) -> None:
 
 @helper()
 def _promising(layer: Layer, now: Shares, tables: Tables, guess: Array, pairs: Indices) -> None:
-    """Swaps that move about as much work out of bottlenecks as there is too much, and no more than fits."""
+    """Find swaps that move about as much work out of the bottlenecks as is above the limit, and no more than fits."""
     links, (scenarios, ranks) = now.links, now.busy.shape
     slots = len(links.expert)
     each, worst = slots // ranks, 0
-    taken = np.zeros((slots, scenarios))  # work of a slot
+    taken = np.zeros((slots, scenarios))  # [slot, scenario] work of a slot
     for slot in range(slots):
         rank, expert = slot // each, links.expert[slot]
         for scenario in range(scenarios):
@@ -551,15 +554,15 @@ def search_layers(
     totals: Array,
     counts: Indices,
 ) -> None:
-    """:func:`search_layer` of the layers `chosen`; the rest of the arrays begins with [layer].
+    """Run :func:`search_layer` for the `chosen` layers; the output arrays begin with [layer].
 
-    `unit` [layer, scenario, rank, expert] and `fixed` [layer, scenario, expert] are as in :class:`Layer`. Where they
-    are empty, they are drawn layer by layer, which takes less memory, from `tokens` [layer, scenario, expert], `touch`
-    [rank] and `per_token` [layer, rank, expert]. `floor` is [layer, scenario]. `prices` are horizon, exposed,
-    move_price, the tail's weight and share, and the share of the objective that a move must save.
+    `unit` [layer, scenario, rank, expert] and `fixed` [layer, scenario, expert] are as in :class:`Layer`. If they are
+    empty, they are computed layer by layer, to save memory, from `tokens` [layer, scenario, expert], `touch` [rank] and
+    `per_token` [layer, rank, expert]. `floor` is [layer, scenario]. `prices` are horizon, exposed, move_price, tail,
+    tail_share and the saving that a move needs, as a share of the objective.
 
-    The first targets are the floors. Where what is left to pay is so much that a looser one may be better, some are
-    tried too; not with several scenarios, which nearly always leave so much.
+    The first targets are the floors. If the best plan exceeds the floor by so much that a looser target may be better,
+    looser targets are tried too; with several scenarios they are not, because this would nearly always be the case.
     """
     scenarios, (ranks, num_experts), most = len(weights), load_in.shape[1:], slots.shape[1]
     other_slots, other_experts = np.empty(most, np.int64), np.empty(most, np.int64)

@@ -1,4 +1,4 @@
-"""Planners to compare with: experts in order, dealt in turn, or the heaviest first."""
+"""Baseline planners: experts in order of index, round-robin over ranks, or heaviest first."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from coterie.types import Placement, Topology
 @planners.register("linear")
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Expert e in slot e, replicas of the first ones in the slots left over. The default of every engine.
+    """Put expert e into slot e, and replicas of the first experts into the slots left over. The default of engines.
 
-    It looks at nothing but the sizes, so it is right where the load is even or not known yet, and wrong where
-    neighbouring experts are hot together: they are all on one rank.
+    Ignores the load, so it suits a balanced or unknown load. Wrong if neighbouring experts are hot together: they are
+    all on one rank.
     """
 
     objective: Objective = needs(PRICES_HINT)
@@ -40,11 +40,11 @@ class Linear:
 @planners.register("popularity")
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """One replica more for each of the hottest experts, then the heaviest slot first to the least busy rank.
+    """Give each of the hottest experts one replica, then assign the heaviest slot first to the least busy rank.
 
-    Longest processing time first (LPT), at most 4/3 of the best where slots do not limit it. It heeds the speeds of
-    ranks, not the current placement, so it moves nearly everything. Unlike `eplb` it gives each of the hottest experts
-    one replica before it gives any of them two: better where the load is about to change, worse where one expert is far
+    Longest processing time first (LPT): at most 4/3 of the optimum if slots are not the limit. It uses the speeds of
+    ranks but ignores the current placement, so nearly every expert moves. Unlike `eplb` it gives each of the hottest
+    experts one replica before any of them gets two: better if the load is about to change, worse if one expert is far
     hotter than the next.
     """
 
@@ -64,7 +64,7 @@ class Popularity:
 
 
 def _replicated(tokens: NDArray[np.float64], slots: int) -> NDArray[np.int64]:
-    """[layer, slot] expert: all once, then the hottest again, in order."""
+    """Return experts [layer, slot]: every expert once, then the hottest again, in order of load."""
     layers, experts = tokens.shape
     hottest = np.argsort(-tokens, axis=1, kind="stable")
     again = hottest[:, np.arange(slots - experts) % experts]
@@ -74,10 +74,10 @@ def _replicated(tokens: NDArray[np.float64], slots: int) -> NDArray[np.int64]:
 @planners.register("round_robin")
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Experts dealt to the ranks like cards, and again from the first for replicas.
+    """Assign experts to ranks in round-robin order, starting again at the first expert for replicas.
 
-    It looks at nothing but the sizes. Where neighbouring experts are hot together it spreads what `linear` piles up;
-    for an order without meaning it is as good or bad as that.
+    Ignores the load. If neighbouring experts are hot together it spreads them, while `linear` puts them on one rank; if
+    the order of experts is arbitrary, it is no better than `linear`.
     """
 
     objective: Objective = needs(PRICES_HINT)
@@ -93,7 +93,10 @@ class RoundRobin:
 
 
 def deal(num_experts: int, num_ranks: int, slots_per_rank: int) -> Slots:
-    """[slot] expert. Whenever cards and ranks come round together the deal moves on by one rank, or it would repeat."""
+    """Return the round-robin expert of each slot [slot].
+
+    After every lcm(experts, ranks) slots the order shifts by one rank, or a rank would get the same experts again.
+    """
     card = np.arange(num_ranks * slots_per_rank)
     rank = (card + card // math.lcm(num_experts, num_ranks)) % num_ranks
     by_rank = np.argsort(rank, kind="stable")

@@ -1,12 +1,12 @@
 """EPLB, DeepSeek's published balancer: replicate the hottest expert until the slots are used, then pack evenly.
 
-It looks at the load alone, so it moves nearly everything whatever the current placement is. Replicas are added one at
-a time to the expert whose replicas are busiest; slots are packed heaviest first onto the least busy rank with room.
-Hierarchical, groups of experts are packed onto nodes first, experts are replicated inside their node, and slots are
-packed onto the node's ranks. It takes all ranks to be equally fast.
+It uses the load alone, so nearly every expert moves, whatever the current placement. Replicas are added one at a time
+to the expert with the most load per replica; slots are packed heaviest first onto the least busy rank with room. In
+hierarchical mode, groups of experts are packed onto nodes first, experts are replicated within their node, and slots
+are packed onto the node's ranks. All ranks are assumed to be equally fast.
 
-Unlike the published code it never puts two slots of an expert on one rank: an expert gets at most as many as there are
-ranks (of its node), and is not packed where it is. It leaves out a rank that is gone, planning globally then.
+Unlike the published code it never puts two slots of an expert on one rank: an expert gets at most as many slots as
+there are ranks (of its node). Dead ranks are left out; the plan is then global, not hierarchical.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from coterie.types import Placement, Topology
 @planners.register("eplb")
 @dataclass(frozen=True, slots=True)
 class Eplb:
-    """Replicate the hottest, then pack."""
+    """Replicate the hottest experts, then pack the slots."""
 
     objective: Objective = needs(PRICES_HINT)
-    """Prices the plan is scored by; EPLB itself decides without them."""
+    """Prices used to score the plan; EPLB itself decides without them."""
     num_groups: int | None = None
-    """Groups of neighbouring experts that stay on one node; None plans globally, as does a number that the nodes do
-    not divide."""
+    """Number of groups of neighbouring experts, each kept on one node. None, or a number that is not a multiple of the
+    nodes, plans globally."""
 
     def __post_init__(self) -> None:
         check_at_least(1, num_groups=self.num_groups)
@@ -52,7 +52,7 @@ class Eplb:
         return plan_for_living(problem, slots, started, "the load asks for no other")
 
     def _hierarchy(self, load: Load, topology: Topology, current: Placement) -> tuple[int, int]:
-        """Nodes and groups to plan with."""
+        """Return the numbers of nodes and groups to plan with; (1, 1) plans globally."""
         nodes, groups = topology.num_nodes, self.num_groups
         if groups is None or nodes == 1 or groups % nodes or topology.num_ranks % topology.ranks_per_node:
             return 1, 1
@@ -70,7 +70,7 @@ class Eplb:
 def rebalance(
     tokens: NDArray[np.float64], num_slots: int, num_ranks: int, num_nodes: int = 1, num_groups: int = 1
 ) -> Slots:
-    """[layer, slot] expert, from [layer, expert] tokens; with one node and one group it plans globally."""
+    """Return experts [layer, slot] for tokens [layer, expert]; with one node and one group the plan is global."""
     layers, experts = tokens.shape
     groups = np.tile(np.arange(num_groups), (layers, 1))
     heat = tokens.reshape(layers, num_groups, -1).sum(axis=2)
@@ -89,7 +89,10 @@ def rebalance(
 
 @njit()
 def replicate(weight: NDArray[np.float64], most: int, kind: NDArray[np.int64], count: NDArray[np.int64]) -> None:
-    """Fill `kind` [row, slot] with experts and `count` [row, expert] with slots: the busiest gets the next."""
+    """Fill `kind` [row, slot] with experts and `count` [row, expert] with their numbers of slots.
+
+    Each further slot goes to the expert with the most load per slot that has fewer than `most` slots.
+    """
     rows, experts = weight.shape
     each = np.empty(experts)
     for row in range(rows):

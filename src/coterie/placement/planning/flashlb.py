@@ -1,9 +1,9 @@
-"""Greedy over scenarios, as vllm-ascend's FlashLB: the heaviest expert first, to where it hurts the steps least.
+"""Greedy planner over scenarios, as vllm-ascend's FlashLB: heaviest expert first, to the rank that delays steps least.
 
-Replicas are those of `eplb`, by the mean load. Slots are then placed heaviest first, each on the rank with room for
-which the mean over scenarios of the busiest rank's load ÷ the mean rank's is lowest; of equal ranks, the least busy one
-on average. Nothing is taken back, so what comes last fills the gaps: a search over swaps does better. It does not look
-at the current placement, and moves nearly everything. Without scenarios the mean step is the only one.
+Replicas are chosen as in `eplb`, by the mean load. Slots are then placed heaviest first. Each goes to the rank with
+room for which the mean over scenarios of max ÷ mean rank load is lowest; ties go to the rank with the least mean load.
+No choice is undone, so a search over swaps does better. The current placement is ignored, and nearly every expert
+moves. Without scenarios, the mean step is the only scenario.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Array = NDArray[np.float64]
 @planners.register("flashlb")
 @dataclass(frozen=True, slots=True)
 class FlashLb:
-    """Heaviest first, by the mean over scenarios of max ÷ mean rank load."""
+    """Greedy placement, heaviest slot first, by the mean over scenarios of max ÷ mean rank load."""
 
     objective: Objective = needs(PRICES_HINT)
-    """Prices the plan is scored by; the greedy decides by tokens alone."""
+    """Prices used to score the plan; the greedy algorithm decides by tokens alone."""
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
@@ -42,13 +42,13 @@ class FlashLb:
 
 
 def slots_for(problem: Problem, load: Load) -> Slots:
-    """[layer, slot of a living rank] experts."""
+    """Return the greedy placement: experts [layer, slot of a living rank]."""
     speed = problem.topology.rank_speeds[problem.alive]
     return greedy(load, living_ranks(problem) * problem.current.slots_per_rank, speed)
 
 
 def greedy(load: Load, num_slots: int, speed: Array) -> Slots:
-    """[layer, slot] experts in blocks of one rank each, on ranks of `speed` [rank]."""
+    """Return experts [layer, slot] for ranks of `speed` [rank]; each rank has a contiguous block of slots."""
     layers, experts = load.tokens.shape
     kind, count = np.empty((layers, num_slots), np.int64), np.empty((layers, experts), np.int64)
     replicate(load.tokens, len(speed), kind, count)
@@ -60,7 +60,7 @@ def greedy(load: Load, num_slots: int, speed: Array) -> Slots:
 
 
 def _relative(load: Load) -> Array:
-    """[layer, expert, scenario] tokens as a share of their step's, times the weight of the scenario."""
+    """Return [layer, expert, scenario] the expert's share of the step's tokens, times the weight of the scenario."""
     if load.scenarios is None or load.weights is None:
         steps, weights = load.tokens[None], np.ones(1)
     else:
@@ -82,8 +82,9 @@ def _place(
 ) -> None:
     """Fill `out` [layer, slot] with experts, in the chosen layers.
 
-    `tokens` [layer, expert, scenario] are those of each of an expert's slots; `weight` [layer, item] the mean of them,
-    `kind` [layer, item] the items' experts, `order` the items by weight.
+    An item is an expert's slot before it has a rank. `tokens` [layer, expert, scenario] is the load of one slot of the
+    expert; `weight` [layer, item] is the item's mean load, `kind` [layer, item] its expert, and `order` [layer, item]
+    the items by descending weight.
     """
     experts, scenarios = tokens.shape[1:]
     ranks, items = len(speed), kind.shape[1]
@@ -124,7 +125,7 @@ def _place(
 
 @helper()
 def _height(tokens: Array, speed: float, busy: Array, peak: Array) -> float:
-    """Sum over scenarios of the busiest rank's load if the rank got the expert of these tokens."""
+    """Return the sum over scenarios of the busiest rank's load if the rank got a slot with these tokens."""
     height = 0.0
     for scenario in range(len(peak)):
         height += max(peak[scenario], busy[scenario] + tokens[scenario] / speed)
@@ -141,7 +142,7 @@ def _recount(
     busy: Array,
     peak: Array,
 ) -> None:
-    """Loads of all ranks anew, after an item has changed ranks."""
+    """Recompute the loads of all ranks after an item has changed ranks."""
     busy[:] = 0.0
     peak[:] = 0.0
     for rank in range(len(filled)):

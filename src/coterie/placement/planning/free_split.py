@@ -1,19 +1,19 @@
-"""The fewest moves that pay where replicas may share tokens freely: fixed weights, or a split anew in every step.
+"""Plan few moves if replicas may share tokens freely: by fixed weights, or by optimal shares in every step.
 
-With the best split, a map seldom needs new replicas where the load is: it needs a chain of replicas that leads there.
-So a stale map is first re-split, which moves nothing, and then given one link after the other out of its bottleneck:
-at 32 ranks and 288 slots about five moves a layer, where equal replicas need forty.
+With optimal shares, a map seldom needs new replicas of hot experts: it needs a chain of replicas from the busy ranks to
+the idle ones. So a stale map first gets new shares, which moves nothing. Then replicas that lead out of its bottleneck
+are added one after another: at 32 ranks and 288 slots about five moves per layer, where equal shares need forty.
 
 It minimises ``horizon x max(processing, floor) + exposed x (slowest rank's loading + move_price x all loading)``, layer
-by layer, against what is in force: a layer that gains nothing keeps its shares bit for bit. Moves are chosen one at a
-time, and the best beginning of the sequence is kept: not always the fewest moves there are. Where an expert's seconds
-differ between ranks by more than their speed, what a move gives is estimated as if they did not; the result is still
-never worse than the re-split alone. Wrong for engines that only split equally.
+by layer, compared with the placement and shares in force; a layer that gains nothing keeps its shares bit for bit.
+Moves are chosen one at a time, and the best prefix of the sequence is kept; this need not be the fewest moves possible.
+If an expert's seconds on its ranks differ by more than the ranks' speeds, the gain of a move is an estimate; the result
+is still never worse than new shares alone. Wrong for engines that only split equally.
 
-Over scenarios (:func:`plan_per_step`) tokens are split anew in each of them. The search starts, in each layer, at the
-best of the current placement, the plan for equal shares over the scenarios and the plan for the best split of the mean
-step, and is never worse than that on the scenarios it is given. Whether it also helps on others is seen on some that
-are held out; if not, the start is the plan.
+Over scenarios (:func:`plan_per_step`), shares are solved in each scenario. The search of a layer starts from the best
+of the current placement, the plan for equal shares over the scenarios and the plan for optimal shares of the mean step;
+its result is never worse on the given scenarios. Held-out scenarios show whether the search also helps on unseen steps;
+if not, the start is the plan.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ Array = NDArray[np.float64]
 Slots = NDArray[np.int32]
 
 ROUNDS, LEAST = 2, 1e-4
-"""Most searches of a layer over scenarios, each from where the one before ended, and the share of its objective that a
-move must save there."""
+"""ROUNDS: most searches of a layer over scenarios, each from the result of the one before. LEAST: saving that a move
+needs in these searches, as a share of the layer's objective."""
 
 SAME = 1e-9
 """Relative slack for rounding errors."""
 
 
 class FreeSplit(NamedTuple):
-    """A map, how its replicas share tokens, and why."""
+    """A map with its shares and the reason per layer."""
 
     slot_experts: Slots
-    """[layer, slot]"""
+    """[layer, slot] expert in each slot."""
     shares: Array
-    """[layer, slot]"""
+    """[layer, slot] share of the expert's tokens."""
     reasons: tuple[str, ...]
-    """[layer]"""
+    """[layer] change and its reason, in words."""
 
 
 class _Map(NamedTuple):
     slot_experts: Slots
-    """[layer, slot]"""
+    """[layer, slot] expert in each slot."""
     shares: Array
-    """[layer, slot]"""
+    """[layer, slot] share of the expert's tokens."""
 
 
 class _Path(NamedTuple):
     """Moves found for each layer, in order."""
 
     slots: NDArray[np.int64]
-    """[layer, move]"""
+    """[layer, move] slot that is overwritten."""
     experts: NDArray[np.int64]
-    """[layer, move]"""
+    """[layer, move] expert that is loaded."""
     totals: Array
-    """[layer, moves made] objective in seconds; infinite where one cannot stop."""
+    """[layer, moves made] objective in seconds; infinite if the map after these moves is not valid."""
     counts: NDArray[np.int64]
-    """[layer]"""
+    """[layer] number of moves."""
 
 
 def improve_split(problem: Problem, max_moves: int | None = None) -> FreeSplit:
-    """Re-split the current map, and move what pays for itself; at most `max_moves`, where they save most.
+    """Choose new shares for the current map and moves that pay for themselves, at most `max_moves` in all.
 
-    Experts that no living rank holds are loaded in any case, past `max_moves` if need be.
+    Experts that no living rank holds are always loaded, beyond `max_moves` if necessary.
     """
     check_at_least(0, max_moves=max_moves)
     path = _search(problem, problem.current.slot_experts)
@@ -86,7 +86,7 @@ def improve_split(problem: Problem, max_moves: int | None = None) -> FreeSplit:
     current, lost = problem.current.slot_experts, np.isinf(path.totals[:, 0])
     went = (moved != current).any(axis=1)
     while True:
-        # The search is no proof: from where it ended it may find more. Where a layer is even enough there is none.
+        # The search is a heuristic: started again from its result it may find more, unless the layer is at its floor.
         score = problem.score(moved, shares)
         left = np.flatnonzero(went & (score.processing_s > problem.floor * (1.0 + SAME)))
         if not len(left):
@@ -106,11 +106,11 @@ def _in_force(problem: Problem) -> Array:
 
 
 def _once(problem: Problem, path: _Path, max_moves: int | None) -> _Map:
-    """One search's moves, or the re-split alone, or what is in force: the best of them in each layer."""
+    """Return in each layer the best of: the moves of one search, new shares alone, and the map and shares in force."""
     current, in_force = problem.current.slot_experts, _in_force(problem)
     moved = _follow(current, path, _lengths(path, max_moves))
     still, shares = optimal_shares(problem, current), optimal_shares(problem, moved)
-    whole = np.isfinite(path.totals[:, 0])  # every expert is on a living rank as things are
+    whole = np.isfinite(path.totals[:, 0])  # every expert is on a living rank now
     back = whole & (problem.score(moved, shares).total_s >= problem.score(current, still).total_s)
     moved[back], shares[back] = current[back], still[back]
     now, then = problem.score(current, in_force).total_s, problem.score(moved, shares).total_s
@@ -120,7 +120,7 @@ def _once(problem: Problem, path: _Path, max_moves: int | None) -> _Map:
 
 
 def _search(problem: Problem, start: NDArray[np.integer], steps: Steps | None = None) -> _Path:
-    """Moves from `start` [layer, slot], for the scenarios `steps`; without them for the mean step."""
+    """Search moves from `start` [layer, slot], for the scenarios `steps` (None: for the mean step)."""
     rows, objective = np.array(start, np.int64), problem.objective
     layers, most = rows.shape
     path = _Path(
@@ -145,7 +145,7 @@ def _search(problem: Problem, start: NDArray[np.integer], steps: Steps | None = 
 
 
 def _follow(start: NDArray[np.integer], path: _Path, lengths: NDArray[np.int64]) -> Slots:
-    """[layer, slot] after so many moves of each layer's path."""
+    """Return experts [layer, slot] after the first `lengths` [layer] moves of each layer's path."""
     moved = np.array(start, np.int32)
     for layer, length in enumerate(lengths):
         for slot, expert in zip(path.slots[layer, :length], path.experts[layer, :length], strict=True):
@@ -154,7 +154,7 @@ def _follow(start: NDArray[np.integer], path: _Path, lengths: NDArray[np.int64])
 
 
 def _lengths(path: _Path, max_moves: int | None) -> NDArray[np.int64]:
-    """[layer] how many of its moves to make: those that save most a move, as far as `max_moves` goes."""
+    """Return the number of moves per layer [layer], those with the largest saving per move within `max_moves`."""
     totals = [row[: count + 1] for row, count in zip(path.totals, path.counts, strict=True)]
     best = np.array([int(np.argmin(row)) for row in totals], np.int64)
     if max_moves is None or best.sum() <= max_moves:
@@ -204,30 +204,30 @@ def _reasons(
     return tuple(reasons)
 
 
-# Tokens split anew in every scenario.
+# Optimal shares in every scenario.
 
 
 class Starts(NamedTuple):
     """Placements [layer, slot] to start from."""
 
     current: Slots
-    """The one in force, repaired where it must not stay."""
+    """Placement in force, repaired if it is not valid."""
     mean: Slots
-    """For the best split of the mean step."""
+    """Plan for optimal shares of the mean step."""
     equal: Slots
-    """For equal shares over the scenarios."""
+    """Plan for equal shares over the scenarios."""
 
 
 class PerStep(NamedTuple):
-    """A placement, and what such plans do on scenarios they were not made for."""
+    """A placement, and the balancedness of such plans on held-out scenarios."""
 
     slot_experts: Slots
-    """[layer, slot]"""
+    """[layer, slot] expert in each slot."""
     unseen: Unseen | None
 
 
 def plan_per_step(problem: Problem, starts: Starts, equal: Unseen | None) -> PerStep:
-    """The placement for a split in every step; `equal` is what the plan for equal shares saw on held-out scenarios."""
+    """Plan a placement for optimal shares in every step; `equal` is the held-out result of the equal-share plan."""
     start = best_per_layer(problem, starts)
     if equal is None:
         return PerStep(improve_steps(problem, start), None)
@@ -236,14 +236,17 @@ def plan_per_step(problem: Problem, starts: Starts, equal: Unseen | None) -> Per
 
 
 def best_per_layer(problem: Problem, rows: Sequence[Slots]) -> Slots:
-    """[layer, slot] whichever is best in each layer, the first of equals."""
+    """Return the best of several placements [layer, slot] in each layer; the first wins a tie."""
     totals = np.array([problem.score(placement, per_step=True).total_s for placement in rows])
     return np.asarray(np.stack(rows)[totals.argmin(axis=0), np.arange(totals.shape[1])], np.int32)
 
 
 def improve_steps(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slots:
-    """[layer, slot] from a start in which every expert is on a living rank and none twice on one; never worse."""
-    most = max(over_scenarios.SHRINKAGES)  # 1 would leave the mean alone
+    """Improve a valid start over the scenarios, with optimal shares in each; return [layer, slot], never worse.
+
+    A start is valid if every expert is on a living rank and none twice on a rank.
+    """
+    most = max(over_scenarios.SHRINKAGES)  # a shrinkage of 1 would leave only the mean step
     steps = over_scenarios.shrunk(over_scenarios.scenarios_of(problem), min(shrinkage, most))
     best = start
     for _ in range(ROUNDS):
@@ -255,7 +258,7 @@ def improve_steps(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slo
 
 
 def _held_out(problem: Problem, starts: Starts, equal: Unseen) -> tuple[bool, Unseen]:
-    """Whether the search helps on scenarios that it does not see, and the balancedness there."""
+    """Return whether the search helps on held-out scenarios, and the balancedness on them."""
     layers, fitted, unseen = over_scenarios.hold_out(problem)
     mean, current = starts.mean[layers], starts.current[layers]
     rows = mean if equal.shrinkage == 1.0 else over_scenarios.improve_equal(fitted, current, equal.shrinkage)

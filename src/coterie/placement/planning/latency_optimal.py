@@ -1,16 +1,16 @@
-"""Latency-optimal, online: from the placement as it is, only moves that pay for themselves.
+"""Latency-optimal online planner: starting from the current placement, make only moves that pay for themselves.
 
-Each layer minimises ``horizon x max(processing, floor) + exposed movement``, starting from where its experts are. Slots
-are swapped between ranks, given to an expert that needs a replica, or taken back from one that does not; where a ring
-of ranks can pass experts on, it takes one move a rank instead of a swap's two. A layer that gains less than its moves
-cost stays as it is, and so do all if together they gain less than planning costs. It stops as soon as a layer is
-within :attr:`Objective.target_balance` of what can be reached: the last moves gain least.
+Each layer minimises ``horizon x max(processing, floor) + exposed movement``, starting from its current placement. Slots
+are swapped between ranks, given to an expert that needs a replica, or taken from an expert that does not; a ring of
+ranks that pass experts on takes one move per rank. A layer whose gain is below the cost of its moves keeps its
+placement, and so do all layers if their total gain is below the cost of planning. The search of a layer stops once it
+is within :attr:`Objective.target_balance` of the lower bound, because the last moves gain least.
 
-Where the load has scenarios, the expected time over them is minimised in place of the mean step's:
+If the load has scenarios, their expected time is minimised instead of the time of the mean step:
 :mod:`~coterie.placement.planning.over_scenarios`.
 
-A search, not a proof: `latency_optimal_ilp` says how far from the optimum it is. Wrong where the next window is not
-like this one; see the drift estimator for how long a plan lasts.
+The search proves nothing: `latency_optimal_ilp` computes the distance to the optimum. Wrong if the next window differs
+from this one; the drift estimator tells how long a plan lasts.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from coterie.units import shown_s
 Split = Literal["equal", "weighted", "optimal"]
 
 LONGEST_TRAIL = 96
-"""Steps of a layer's search that are remembered when there is a budget of moves to spend."""
+"""Most placements of a layer's search that are kept if there is a budget of moves."""
 
 FAR = 1.05
-"""Ratio to the floor: a layer above it is also searched from EPLB's placement."""
+"""A layer slower than this multiple of its floor is also tried with EPLB's placement."""
 
 
 CLEARLY = 1.03
-"""Where moves have a price, the ratio to another start above which a plan from where the experts are is given up."""
+"""If moves have a cost, a plan from the current placement is replaced by a plan from another start only if its
+objective exceeds that of the other start by this factor."""
 
 
 class _Start(NamedTuple):
@@ -55,29 +56,29 @@ class _Start(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """A placement, and what came of each layer."""
+    """A placement with the saving and outcome of each layer."""
 
     slot_experts: NDArray[np.int32]
-    """[layer, slot]"""
+    """[layer, slot] expert in each slot."""
     saved_s: NDArray[np.float64]
-    """[layer] over the horizon, movement paid."""
+    """[layer] seconds saved over the horizon, after the cost of movement."""
     outcomes: NDArray[np.int64]
-    """[layer]"""
+    """[layer] AT_TARGET, KEPT, CHANGED or REPAIRED."""
 
 
 @planners.register("latency_optimal")
 @dataclass(frozen=True, slots=True)
 class LatencyOptimal:
-    """The online planner."""
+    """Online planner that makes only moves that pay for themselves."""
 
     objective: Objective = needs(PRICES_HINT)
     split: Split = "equal"
-    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved. Where the
-    load has scenarios, `optimal` splits anew in each of them, and the plan's shares are those of the mean step;
-    `weighted`, and `optimal` within a budget of moves, plan for the mean step."""
+    """How replicas share an expert's tokens. With `weighted` and `optimal`, shares change before experts move.
+    If the load has scenarios, `optimal` solves the shares of each scenario, and the plan's shares are those of the mean
+    step; `weighted`, and `optimal` with a budget of moves, plan for the mean step."""
     max_moves: int | None = None
-    """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
-    no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
+    """Most moves over all layers, spent where they save most per second of movement. Repairs (of an expert on no living
+    rank, or two slots of an expert on one rank) are made regardless of this limit, and count towards it."""
 
     def __post_init__(self) -> None:
         check_one_of(("equal", "weighted", "optimal"), split=self.split)
@@ -109,7 +110,7 @@ class LatencyOptimal:
         return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
 
     def _equal_plan(self, problem: Problem, load: Load) -> tuple[_Layers, Unseen | None]:
-        """The placement with equal shares, over the scenarios where the load has some."""
+        """Find the placement for equal shares, over the scenarios if the load has any."""
         if problem.steps is None:
             return self._other_start(problem, load, self._search(problem)), None
         average = self.objective.problem(load.mean, problem.topology, problem.current, problem.shares)
@@ -121,10 +122,10 @@ class LatencyOptimal:
 
     @staticmethod
     def _within_budget(problem: Problem, budget: int, mean: _Layers, steps: _Layers) -> _Layers:
-        """For each layer what there is, its plan for the mean step, or its plan over the scenarios."""
+        """Choose per layer: the current placement, plan for the mean step or plan over scenarios, within budget."""
         current = problem.current
         sound = not current.duplicates and not _lost(problem)
-        first = current.slot_experts if sound else mean.slot_experts  # what must be repaired is
+        first = current.slot_experts if sound else mean.slot_experts  # the plan for the mean step has the repairs
         rows = np.stack([first, mean.slot_experts, steps.slot_experts])  # [option, layer, slot]
         scores = [problem.score(option) for option in rows]
         totals = np.stack([score.total_s for score in scores], axis=1)
@@ -139,7 +140,7 @@ class LatencyOptimal:
         return _Layers(taken, before - totals[layers, chosen], outcomes)
 
     def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers) -> tuple[_Layers, Unseen | None]:
-        """From the placement as it is and from the plan for the mean step, whichever comes out better."""
+        """Search over scenarios from the current placement and from the plan for the mean step; keep the better."""
         current = problem.current
         sound = not current.duplicates and not _lost(problem)
         start = np.ascontiguousarray(current.slot_experts, np.int32) if sound else mean.slot_experts
@@ -167,11 +168,11 @@ class LatencyOptimal:
         return _Layers(rows, np.where(keep, 0.0, saved), outcomes), unseen
 
     def _or_greedy(self, problem: Problem, load: Load, start: NDArray[np.int32]) -> NDArray[np.int32]:
-        """[layer, slot] the greedy's placement where that is better, movement paid.
+        """Return [layer, slot] the greedy placement in layers where it is better, movement included, else `start`.
 
-        Gifts of single slots, from a placement whose replicas are of no use, do not lead far. And in a large layer what
-        is found from a good start does better on steps not seen, by up to a point with two experts a rank: the search
-        leaves alone what makes no difference to the steps it has.
+        From a placement with useless replicas, giving away single slots does not improve much. In a large layer, a
+        better start also does better on unseen steps (balancedness up to 0.01 higher with two experts per rank),
+        because the search does not change slots that make no difference to its own scenarios.
         """
         fresh = on_living(problem, flashlb.slots_for(problem, load))
         better = problem.score(fresh).total_s < problem.score(start).total_s
@@ -197,7 +198,7 @@ class LatencyOptimal:
         return replace(plan, skip_reason=f"re-splitting alone saves {shown_s(gain)} over the horizon, no move pays")
 
     def _plan_per_step(self, problem: Problem, load: Load, started: float) -> Plan:
-        """With scenarios the split is solved anew in each of them."""
+        """Make the plan for optimal shares that are solved in every scenario."""
         from coterie.placement.planning.free_split import Starts, plan_per_step
         from coterie.placement.splits.shares import optimal_shares
 
@@ -222,7 +223,7 @@ class LatencyOptimal:
             reason = f"re-splitting and moves save {shown_s(gain)} over the horizon, planning takes {shown_s(planning)}"
             if shares is None:
                 plan = problem.keep(reason, took, reasons)
-            else:  # such a split is in force
+            else:  # shares per scenario are in force already
                 plan = problem.plan(
                     current.slot_experts,
                     shares,
@@ -240,7 +241,7 @@ class LatencyOptimal:
         return replace(plan, unseen=per_step.unseen)
 
     def _repaired(self, problem: Problem, load: Load) -> _Start:
-        """The problem with no expert twice on a rank, and the moves that took."""
+        """Return the problem after removing duplicates of an expert on one rank, and the moves this takes."""
         if not problem.current.duplicates:
             return _Start(problem, 0)
         lenient = replace(self, objective=replace(self.objective, target_balance=1e-9), split="equal", max_moves=None)
@@ -249,9 +250,9 @@ class LatencyOptimal:
         return _Start(self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum()))
 
     def _other_start(self, problem: Problem, load: Load, searched: _Layers) -> _Layers:
-        """Layers that stayed far from the best get EPLB's placement where that is better, its movement paid.
+        """Use EPLB's placement in layers far above their floor if it is better, movement included.
 
-        Swaps and gifts from a placement whose spare slots all lie on one rank may not lead far.
+        From a placement whose spare slots are all on one rank, swaps and replicas may not improve much.
         """
         spare = living_ranks(problem) * problem.current.slots_per_rank - problem.current.num_experts
         ours = problem.score(searched.slot_experts)
@@ -305,7 +306,7 @@ class LatencyOptimal:
         return _Layers(slots, saved, outcomes)
 
     def _skip_reason(self, layers: _Layers) -> str | None:
-        """Why the whole round does not pay, in words."""
+        """Return the reason for keeping the current placement of all layers; None if the plan pays."""
         outcomes, planning = layers.outcomes, self.objective.planning_s
         if (outcomes == REPAIRED).any():
             return None
@@ -333,13 +334,13 @@ def _reason(outcome: int, saved_s: float) -> str:
 
 
 def _gain_s(problem: Problem, slot_experts: NDArray[np.int32], shares: NDArray[np.float64] | None) -> float:
-    """Over the horizon, movement paid, against what is in force."""
+    """Return the seconds saved over the horizon, after movement, against the placement and shares in force."""
     before = problem.score(problem.current.slot_experts, problem.shares)
     return float((before.total_s - problem.score(slot_experts, shares).total_s).sum())
 
 
 def _lost(problem: Problem) -> bool:
-    """Whether the current placement must not stay: an expert is on no living rank."""
+    """Return whether an expert is on no living rank, so that the current placement cannot stay."""
     current = problem.current
     living = current.slot_experts.reshape(current.num_layers, current.num_ranks, -1)[:, problem.alive]
     reachable = np.zeros((current.num_layers, current.num_experts), np.bool_)

@@ -1,17 +1,17 @@
-"""Latency-optimal by integer programming: the best placement there is, within a stated gap, and a bound to show for it.
+"""Latency-optimal planning by integer programming: the best placement within a stated gap, with a proven lower bound.
 
-It minimises what :meth:`Problem.score` computes, layer by layer, with HiGHS. It is the oracle that faster planners are
-compared with, and a planner for maps that are made offline; it takes seconds per layer, and with equal shares over many
-ranks (288 slots on 32) it may not close at all: then the proof says how large the gap is.
+It minimises the objective of :meth:`Problem.score`, layer by layer, with HiGHS. Faster planners are compared with it,
+and it can plan maps offline. It takes seconds per layer. With equal shares over many ranks (288 slots on 32) the gap
+may not close at all; the proof then states the remaining gap.
 
-A budget of moves couples the layers. It is given a price, which is bisected; of all that was found at any price, the
-best choice of one placement a layer that keeps to the budget is taken, and the highest bound over the prices holds.
+A budget of moves couples the layers. Each move is given a price, which is bisected. Among all placements found at any
+price, the best combination of one placement per layer within the budget is chosen; the highest bound over the prices is
+the lower bound.
 
 Over scenarios (:attr:`Load.scenarios`) it minimises their expected time, tail included, for equal shares and small
-layers; larger ones are refused. With the optimal split it plans for the mean step.
+layers; larger layers are refused. With the optimal split it plans for the mean step.
 
-Wrong where the next window is not like this one, as every planner; and a waste of time where `gap` is below what the
-load is known to.
+Wrong if the next window differs from this one, as every planner. A `gap` below the accuracy of the load wastes time.
 """
 
 from __future__ import annotations
@@ -37,34 +37,35 @@ PRICES = 8
 """Most prices per move that are tried to keep to a budget."""
 
 LARGEST = 1024
-"""Experts x ranks x scenarios up to which a layer's scenarios are planned for: past it a gap seldom closes."""
+"""Largest experts x ranks x scenarios of a layer that is solved over scenarios: above it the gap seldom closes."""
 
 TOLERANCE = 1e-5
-"""Share of an objective: the gap that the solver's tolerances leave."""
+"""Gap that the solver's tolerances leave, as a share of the objective."""
 
 
 @planners.register("latency_optimal_ilp")
 @dataclass(frozen=True, slots=True)
 class LatencyOptimalIlp:
-    """The optimum, by HiGHS, within a gap."""
+    """Planner that finds the optimal placement within a gap, by HiGHS."""
 
     objective: Objective = needs(PRICES_HINT)
     split: Literal["equal", "optimal"] = "equal"
-    """How replicas share an expert's tokens: `equal`, or `optimal`, which costs nothing to change. Where replicas
-    stream (`touch_s`), `optimal` searches as if they shared that too: the bound holds, the gap to it may stay open."""
+    """How replicas share an expert's tokens: `equal`, or `optimal`; changing shares costs nothing. If replicas read
+    weights (`touch_s`), `optimal` searches as if replicas divided that time too: the bound holds, the gap may stay
+    open."""
     gap: float = 0.01
-    """Share of a layer's objective between it and its bound, at which the layer is closed."""
+    """Gap between a layer's objective and its bound, as a share of the objective, at which its search ends."""
     gap_moves: float = 0.0
-    """Or so many of the cheapest moves between the two, if that is more."""
+    """The same gap in units of the cheapest move; the larger of the two gaps applies."""
     time_limit_s: float = 60.0
     """Most seconds per layer; with a budget of moves, per layer and price."""
     max_moves: int | None = None
     """Budget of moves over all layers; None: no limit."""
     warm_start: bool = True
-    """Start from what latency_optimal finds; else from the current placement."""
+    """Whether to start from the plan of latency_optimal; otherwise from the current placement."""
     threads: int = 1
     progress: Progress | None = field(default=None, repr=False, compare=False)
-    """Called at every layer and about twice a second; returning False ends the search with what there is."""
+    """Callback at every layer and about twice a second; returning False ends the search with the best plan so far."""
 
     def __post_init__(self) -> None:
         if self.split not in ("equal", "optimal"):
@@ -86,9 +87,12 @@ class LatencyOptimalIlp:
         return self.solve(problem, starts=starts)
 
     def solve(self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = ()) -> Plan:
-        """The plan with its proof. `starts`: placements [layer, slot] to start from; in each layer the best of them
-        and the current one is taken. `warm_start` is for :meth:`plan`. Where what is found gains no more than
-        planning costs, the plan keeps what is in force; the proof is of what was found all the same."""
+        """Solve a problem; return the plan with its proof.
+
+        Each layer starts from the best of `starts`, placements [layer, slot], and the current placement; `warm_start`
+        applies to :meth:`plan` only. If the gain is not above the cost of planning, the plan keeps the placement in
+        force; the proof is that of the placement found.
+        """
         living_ranks(problem)  # more slots than experts are refused
         if problem.steps is not None and self.split == "optimal":
             raise ConfigError("split='optimal' is solved for the mean step; make the problem of load.mean")
@@ -103,7 +107,7 @@ class LatencyOptimalIlp:
 
 
 class _Planning:
-    """One run: the layers, the placements found of each at any price, and the clock."""
+    """One run: the layers, the placements found for each layer at any price, and the search times."""
 
     def __init__(
         self, ilp: LatencyOptimalIlp, problem: Problem, starts: Sequence[NDArray[np.integer]], progress: Progress | None
@@ -150,7 +154,7 @@ class _Planning:
         )
 
     def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[LayerSolution]:
-        """Valid placements of the layer that are known, the current one repaired where it is not."""
+        """Return the known valid placements of the layer; the current one is repaired if it is not valid."""
         layer = self.layers[index]
         candidates = []
         for number, slots in enumerate(maps):
@@ -164,7 +168,7 @@ class _Planning:
         return candidates
 
     def _holds(self, slots: NDArray[np.integer]) -> tuple[Mask, bool]:
-        """[living rank, expert], and whether a rank holds one twice."""
+        """Return which experts each rank holds [living rank, expert], and whether a rank holds one of them twice."""
         by_rank = slots.reshape(self.problem.current.num_ranks, -1)[self.living]
         holds = np.zeros((len(by_rank), self.problem.current.num_experts), bool)
         np.put_along_axis(holds, np.asarray(by_rank, np.int64), True, axis=1)
@@ -174,7 +178,7 @@ class _Planning:
         return int((candidate.holds & ~self.layers[index].held).sum())
 
     def _at(self, turn: int, price: float = 0.0) -> list[LayerSolution]:
-        """What is best at a price of `price` seconds a move, layer by layer, with bounds; points are kept."""
+        """Solve every layer at a price of `price` seconds per move; new placements are added to `points`."""
         return [self._solve(turn, index, price) for index in range(len(self.layers))]
 
     def _solve(self, turn: int, index: int, price: float) -> LayerSolution:
@@ -211,7 +215,7 @@ class _Planning:
         return max(self.ilp.gap * objective, self.ilp.gap_moves * per_move)
 
     def _priced_bound(self, budget: int) -> float:
-        """Bisect the price of a move; every price gives a bound on all plans that keep to the budget."""
+        """Bisect the price of a move; return the best lower bound over all plans within the budget."""
         low, high = 0.0, max(candidate.excess for points in self.points for candidate in points) + 1e-12
         best = 0.0
         for turn in range(1, PRICES + 1):
@@ -225,7 +229,7 @@ class _Planning:
         return best
 
     def _cheapest(self, budget: int) -> list[LayerSolution]:
-        """One point a layer, the sum least, with at most `budget` moves: dynamic programming over the moves spent."""
+        """Choose one point per layer with the least sum and at most `budget` moves (dynamic programming over moves)."""
         spent = np.zeros(budget + 1)
         picks = []
         for index, points in enumerate(self.points):
@@ -288,7 +292,7 @@ class _Planning:
         return replace(plan, proof=proof)
 
     def _sound(self) -> bool:
-        """Whether what is in force may stay: every expert on a living rank, none twice on one."""
+        """Return whether the current placement is valid: every expert on a living rank, none twice on a rank."""
         held = [self._holds(slots) for slots in self.problem.current.slot_experts]
         return not any(doubled or not holds.any(axis=0).all() for holds, doubled in held)
 
@@ -306,14 +310,14 @@ def _check_size(problem: Problem) -> None:
 
 
 def _expected(seconds: Array) -> tuple[Array, Array]:
-    """`unit` and `share` of a layer from expected seconds [rank, expert, replicas - 1]."""
+    """Compute `unit` and `share` of a layer from expected seconds [rank, expert, replicas - 1]."""
     unit = seconds[:, :, 0]
     parts = np.divide(seconds, unit[:, :, None], out=np.zeros(seconds.shape), where=unit[:, :, None] > 0)
     return unit, parts.max(axis=0)
 
 
 def _repaired(layer: ProgramLayer, holds: Mask) -> Mask:
-    """A valid placement near one that lost ranks or holds experts twice."""
+    """Return a valid placement close to one with dead ranks or with an expert twice on a rank."""
     holds = holds.copy()
     seconds = layer.work / np.maximum(holds.sum(axis=0), 1)
     for expert in np.argsort(-layer.work, kind="stable"):
@@ -321,12 +325,12 @@ def _repaired(layer: ProgramLayer, holds: Mask) -> Mask:
             continue
         busy = holds @ seconds / layer.speeds
         room = holds.sum(axis=1) < layer.slots
-        spare = holds & (holds.sum(axis=0) > 1)[None, :]  # a replica that can go where there is no room
+        spare = holds & (holds.sum(axis=0) > 1)[None, :]  # replicas that can be dropped if no rank has room
         rank = int(np.argmin(np.where(room if room.any() else spare.any(axis=1), busy, np.inf)))
         if not room.any():
             holds[rank, np.flatnonzero(spare[rank])[0]] = False
         holds[rank, expert] = True
     for rank in range(len(holds)):
         missing = layer.slots - int(holds[rank].sum())
-        holds[rank, np.flatnonzero(~holds[rank])[:missing]] = True  # any will do: the search improves on it
+        holds[rank, np.flatnonzero(~holds[rank])[:missing]] = True  # any expert will do: the search improves it
     return holds

@@ -1,13 +1,13 @@
-"""MoETuner's planning: keep tokens on the rank where the layer before left them, with even ranks.
+"""MoETuner's planner: keep tokens on the rank of their expert in the previous layer, with balanced ranks.
 
-Layer by layer, a 0-1 program puts every expert on the rank from whose experts, in the layer before, most of its tokens
-come. Ranks hold equal numbers of experts and at most `balance` more load than an even share. The first layer is packed
-by load alone; further sweeps look at the layers on both sides. Of MoETuner the dependencies between layers, the balance
-and the integer programs are kept; it groups experts first and then assigns the groups, which one program does here.
+For each layer, a 0-1 program puts every expert on the rank whose experts of the previous layer send it the most tokens.
+Ranks hold equal numbers of experts and at most `balance` more load than an even share. The first layer is packed by
+load alone; sweeps after the first consider the next layer as well. The dependencies between layers, the balance and the
+integer programs are MoETuner's. MoETuner first groups experts and then assigns the groups; here one program does both.
 
-Right where a token is processed where it is and moves on from there: one expert a token, no return to a home rank.
-Wrong with data-parallel attention, where every token comes home after each layer, and then it is no better than
-`popularity`; and at top-k above 1, where only one of the k ranks can be the one that a token stays on.
+Right if a token continues from the rank of its last expert: one expert per token, and no return to a home rank. Wrong
+with data-parallel attention, where every token returns after each layer; there it is no better than `popularity`. Wrong
+also at top-k above 1, since a token can stay on only one of its k ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 GAP = 1e-3
-"""Share of a layer's tokens between what is found and the bound, at which a program ends."""
+"""Gap between solution and bound, as a share of a layer's tokens, at which the solver stops."""
 
 
 TRANSITIONS_HINT = "tokens that go from expert to expert, [layer - 1, expert, expert]: see docs/placement.md"
@@ -38,16 +38,16 @@ TRANSITIONS_HINT = "tokens that go from expert to expert, [layer - 1, expert, ex
 @planners.register("moetuner")
 @dataclass(frozen=True, slots=True, eq=False)
 class MoeTuner:
-    """Experts beside those of the layer before that feed them, by integer programs."""
+    """Place experts on the ranks of the previous layer's experts that send them tokens, by integer programs."""
 
     objective: Objective = needs(PRICES_HINT)
     transitions: NDArray[np.float64] = needs(TRANSITIONS_HINT)
     balance: float = 0.05
-    """Share of an even load by which a rank may exceed it, where packing heaviest first reaches that."""
+    """Share by which a rank may exceed an even load; more if packing heaviest first exceeds it too."""
     sweeps: int = 2
-    """Times that all layers are planned; the first looks back only."""
+    """Number of passes over all layers; the first pass considers only the previous layer."""
     time_limit_s: float = 2.0
-    """Most seconds per layer and sweep; then the best that was found is taken."""
+    """Most seconds per layer and sweep; after that the best solution so far is used."""
 
     def __post_init__(self) -> None:
         check_not_negative(balance=self.balance)
@@ -82,7 +82,7 @@ class MoeTuner:
         return flows
 
     def _layer(self, near: Array, tokens: Array, speeds: Array, start: Index) -> Index:
-        """[expert] ranks with the most tokens that stay."""
+        """Return the ranks [expert] that keep the most tokens on their rank; `start` [expert] is a feasible choice."""
         experts, ranks = near.shape
         column = np.arange(experts * ranks)
         expert, rank = column // ranks, column % ranks

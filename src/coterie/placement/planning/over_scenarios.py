@@ -1,10 +1,10 @@
-"""Plan for the steps that come, not for their mean: latency-optimal over the scenarios of a load.
+"""Latency-optimal planning over the scenarios of a load, rather than for their mean step.
 
-The search starts from where the experts are, and from the plan for the mean step where that is better. Scenarios are a
-sample, and a plan can fit a sample: so a part of them is held out, plans for the rest are made with several shares of
-the mean step mixed into every scenario (shrinkage), and the share whose plans do best on what was held out is taken for
-all. A share of 1 is the plan for the mean, which is taken unless another is clearly better. This is done on some of the
-layers, evenly spread.
+The search starts from the current placement, and from the plan for the mean step if that is better. Scenarios are a
+sample, and a plan can overfit a sample. So some scenarios are held out, and plans for the rest are made with several
+shares of the mean step mixed into every scenario (shrinkage). The share whose plans do best on the held-out scenarios
+is used for all layers. A share of 1 is the plan for the mean step, which is used unless another is clearly better. The
+share is chosen on some of the layers, evenly spread.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from coterie.placement.planning.search.steps.descent import search_steps
 Slots = NDArray[np.int32]
 
 SHRINKAGES = (0.5, 0.25, 0.0)
-"""Shares of the mean tried, besides 1, each from the plan for the one before."""
+"""Shares of the mean step tried, besides 1; each search starts from the plan for the share before."""
 
 LEAST = 3e-5
-"""Share of a layer's objective that an action must gain. On GLM-5.2's domains and 32 ranks, balancedness of chunks that
-no plan has seen is .706 with 3e-4 and .714 with this."""
+"""Least gain of an action, as a share of a layer's objective. On GLM-5.2's domains and 32 ranks, balancedness on unseen
+chunks is .706 with 3e-4 and .714 with this value."""
 
 LEAST_MOVING, MANY = 1e-3, 8
-"""The same where moves have a price: a service that runs is not stirred for what may be chance. On more than so many
-ranks an action changes less of a layer, and the least gain falls with their number."""
+"""Least gain of an action if moves have a cost: higher, so that a running service does not move experts for noise. On
+more than MANY ranks an action changes less of a layer, so the least gain falls in proportion to 1 / ranks."""
 
 MARGIN = 0.003
-"""Share by which a plan must do better than the mean's on what was held out, or the mean's is taken: few scenarios are
-held out, and some may be made of the same requests as others."""
+"""Share by which a plan must beat the plan for the mean step on held-out scenarios to be used: few scenarios are held
+out, and some may share requests with the others."""
 
 FEWEST = 8
-"""Scenarios below which none is held out."""
+"""Fewest scenarios for which some are held out."""
 
 LAYERS_TRIED = 6
-"""Layers on which the shrinkage is chosen."""
+"""Number of layers on which the shrinkage is chosen."""
 
 
 class ChosenShrinkage(NamedTuple):
-    """The shrinkage to plan with, and what was seen on the scenarios held out."""
+    """The shrinkage to plan with, and the balancedness on held-out scenarios."""
 
     shrinkage: float
     unseen: Unseen | None
 
 
 class HoldOut(NamedTuple):
-    """Some layers, and the problems of the scenarios to plan for and of those held out."""
+    """Some layers, with the problem of the scenarios to plan for (`fitted`) and of the held-out ones (`unseen`)."""
 
     layers: NDArray[np.int64]
     fitted: Problem
@@ -63,9 +63,10 @@ class HoldOut(NamedTuple):
 def improve_equal(
     problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDArray[np.bool_] | None = None
 ) -> Slots:
-    """[layer, slot] from a start in which every expert is on a living rank and none twice on one.
+    """Improve a start over the scenarios, at equal shares; return experts [layer, slot].
 
-    Only `wanted` layers are improved, all unless given.
+    In the start every expert must be on a living rank, and none twice on a rank. Only `wanted` layers are improved
+    (default: all).
     """
     steps = shrunk(scenarios_of(problem), shrinkage)
     objective = problem.objective
@@ -94,7 +95,7 @@ def moves_are_free(problem: Problem) -> bool:
 
 
 def numbers_of(problem: Problem) -> NDArray[np.float64]:
-    """What a search weighs: horizon, exposed, move_price, the tail's weight and share, and the least gain."""
+    """Return the numbers that a search needs: horizon, exposed, move_price, tail, tail_share and the least gain."""
     objective, least = problem.objective, LEAST
     if not moves_are_free(problem):
         least = LEAST_MOVING * min(1.0, MANY / problem.current.num_ranks)
@@ -104,9 +105,9 @@ def numbers_of(problem: Problem) -> NDArray[np.float64]:
 
 
 def choose(problem: Problem, start: Slots, mean: Slots) -> ChosenShrinkage:
-    """The shrinkage whose plans do best on held-out scenarios; `mean` [layer, slot] is the plan for the mean step.
+    """Choose the shrinkage with the best plans on held-out scenarios; `mean` [layer, slot] is the mean step's plan.
 
-    Plans for the shares are made one from another, so all but the first take few actions.
+    Each plan starts from the plan of the share before, so all but the first take few actions.
     """
     if len(scenarios_of(problem).weights) < FEWEST:
         return ChosenShrinkage(0.0, None)
@@ -130,7 +131,7 @@ def choose(problem: Problem, start: Slots, mean: Slots) -> ChosenShrinkage:
 
 
 def hold_out(problem: Problem) -> HoldOut:
-    """Some layers of a problem, a part of its scenarios held out."""
+    """Select some layers of a problem and hold out every HELD_OUT-th scenario."""
     count = problem.current.num_layers
     layers = np.unique(np.linspace(0, count - 1, min(LAYERS_TRIED, count)).round().astype(np.int64))
     out = np.arange(len(scenarios_of(problem).weights)) % HELD_OUT == HELD_OUT - 1
@@ -139,7 +140,7 @@ def hold_out(problem: Problem) -> HoldOut:
 
 
 def shrunk(steps: Steps, share: float) -> Steps:
-    """Every scenario with a share of the mean mixed in."""
+    """Mix a share of the mean step into every scenario."""
     if not share:
         return steps
     mean = np.einsum("lse,s->le", steps.tokens, steps.weights)
@@ -147,7 +148,7 @@ def shrunk(steps: Steps, share: float) -> Steps:
 
 
 def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
-    """The problem of some scenarios."""
+    """Restrict a problem to the chosen scenarios."""
     steps = scenarios_of(problem)
     weights = steps.weights[chosen]
     kept = replace(

@@ -1,8 +1,8 @@
-"""Slots to ranks from scratch: what planners share that do not look at the current placement.
+"""Packing of slots onto ranks, shared by planners that ignore the current placement.
 
-Items are packed heaviest first onto the rank that is least busy and has room, never beside another slot of the same
-expert. Where every rank with room holds the expert already, one of its items changes places with one of a full rank:
-there always is one, as long as no expert has more slots than there are ranks.
+Items (slots of experts that have no rank yet) are packed heaviest first onto the least busy rank with room, never two
+of an expert on one rank. If every rank with room already holds the expert, an item of a full rank moves to a rank with
+room and frees its place. Such an item always exists as long as no expert has more slots than there are ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Slots = NDArray[np.int32]
 
 
 def living_ranks(problem: Problem) -> int:
-    """Ranks to plan for. A rank cannot hold more slots than there are experts without holding one twice."""
+    """Return the number of living ranks. Raise ConfigError if a rank has more slots than there are experts."""
     per_rank, experts = problem.current.slots_per_rank, problem.current.num_experts
     if per_rank > experts:
         raise ConfigError(f"{per_rank} slots a rank must be at most num_experts={experts}; none is held twice")
@@ -30,28 +30,28 @@ def living_ranks(problem: Problem) -> int:
 
 
 def on_living(problem: Problem, slots: Slots) -> Slots:
-    """[layer, slot] with `slots` [layer, slot of a living rank]; slots of the others stay as they are."""
+    """Return experts [layer, slot] from `slots` [layer, slot of a living rank]; slots of dead ranks are unchanged."""
     placed = np.array(problem.current.slot_experts, np.int32)
     placed[:, np.repeat(problem.alive, problem.current.slots_per_rank)] = slots
     return placed
 
 
 def plan_for_living(problem: Problem, slots: Slots, started: float, same: str) -> Plan:
-    """The plan to `slots` [layer, slot of a living rank].
+    """Make the plan that leads to `slots` [layer, slot of a living rank].
 
-    `started` is when planning began, `same` what to say where that moves nothing.
+    `started` is the perf_counter time at which planning began; `same` is the skip reason if nothing moves.
     """
     plan = problem.plan(on_living(problem, slots), planning_s=perf_counter() - started)
     return plan if len(plan.moves) else replace(plan, skip_reason=same)
 
 
 def pack_slots(weight: NDArray[np.float64], kind: NDArray[np.int64], speed: NDArray[np.float64], experts: int) -> Slots:
-    """[row, slot] experts in blocks of one rank each, from the [row, item] weights and experts (`kind`) of items.
+    """Pack items with weights and experts (`kind`) [row, item]; return experts [row, slot], a block of slots per rank.
 
-    Rows are packed apart from each other, onto ranks of `speed` [rank].
+    Each row is packed independently onto ranks of `speed` [rank].
     """
     out = np.empty(weight.shape, np.int32)
-    # The order is NumPy's: a sort takes numba longer to compile than all the rest.
+    # Sort with NumPy: compiling a sort with Numba takes longer than compiling all the rest.
     _pack(np.argsort(-weight, axis=1, kind="stable"), weight, kind, speed, experts, out)
     return out
 
@@ -106,7 +106,10 @@ def make_room(
     total: NDArray[np.float64],
     holds: NDArray[np.bool_],
 ) -> int:
-    """A full rank without the item's expert, from which something went to a rank with room: the least busy pair."""
+    """Move an item from a full rank without this item's expert to a rank with room; return the rank it left.
+
+    The move is chosen that minimises the time of the busier of the two ranks.
+    """
     ranks, room = packed.shape
     best_from, best_to, best_place, least = -1, -1, -1, np.inf
     for source in range(ranks):
@@ -135,11 +138,11 @@ def make_room(
     return best_from
 
 
-# One rank per expert: how many each rank holds, an even start, and the slots of a placement with replicas to spare.
+# Placements with one rank per expert: experts per rank, a balanced packing, and replicas in the spare slots.
 
 
 def room_of(num_experts: int, num_ranks: int) -> NDArray[np.int64]:
-    """[rank] experts of a layer that each holds: as many, and one more on the first ranks where they do not divide."""
+    """Return the number of experts per rank [rank]; the first ranks hold one more if ranks do not divide experts."""
     each, more = divmod(num_experts, num_ranks)
     return np.asarray(each + (np.arange(num_ranks) < more), np.int64)
 
@@ -147,9 +150,10 @@ def room_of(num_experts: int, num_ranks: int) -> NDArray[np.int64]:
 def fill_spare(
     expert_ranks: NDArray[np.int64], worth: NDArray[np.float64], slots_per_rank: int, num_ranks: int
 ) -> Slots:
-    """[layer, slot] experts, from [layer, expert] ranks; a free slot gets the expert worth most that the rank lacks.
+    """Return experts [layer, slot] from ranks [layer, expert]; spare slots get the most valuable experts.
 
-    `worth` is [layer, expert], or [layer, expert, rank]. Every replica of an expert makes the next worth half.
+    `worth` is the value of a replica, [layer, expert] or [layer, expert, rank]. Each replica halves the value of the
+    expert's next replica.
     """
     layers, experts = expert_ranks.shape
     by_rank = np.repeat(worth[:, :, None], num_ranks, axis=2) if worth.ndim == 2 else worth
@@ -168,7 +172,7 @@ def fill_spare(
 
 
 def pack_even(tokens: NDArray[np.float64], speeds: NDArray[np.float64]) -> NDArray[np.int64]:
-    """[expert] ranks: heaviest first to the least busy rank that has room."""
+    """Return ranks [expert]: heaviest expert first, each to the least busy rank with room."""
     room, busy = room_of(len(tokens), len(speeds)), np.zeros(len(speeds))
     placed = np.zeros(len(tokens), np.int64)
     for expert in np.argsort(-tokens, kind="stable"):

@@ -1,1 +1,1 @@
-"""How replicas of an expert share its tokens."""
+"""Shares of an expert's tokens that each of its replicas computes."""

@@ -1,19 +1,19 @@
-"""How an expert's replicas share its tokens: a decision that moves nothing, so it is the first to try.
+"""Shares of an expert's tokens for each of its replicas. New shares move no weights, so they are tried before moves.
 
-* ``equal``: every replica takes as much. vLLM does this (a hash of the token's index), and it is all it can do.
-* ``weighted``: fixed weights, chosen when planning and kept until the next plan. Any engine whose dispatch draws a
-  replica by a weight can do this.
-* ``optimal``: shares solved again for every window (or batch), as DeepSeek's LPLB and SGLang's
-  ``--ep-dispatch-algorithm lp`` do. Where a load has scenarios, for each of them:
-  :mod:`~coterie.placement.objective.flows.splitting`; the shares of a plan are then those of the mean step.
+* ``equal``: every replica computes the same share. This is the only split of vLLM (a hash of the token's index).
+* ``weighted``: fixed weights, chosen by the planner and kept until the next plan. Works in any engine whose dispatch
+  draws a replica by weight.
+* ``optimal``: shares solved again for every window (or batch), as in DeepSeek's LPLB and SGLang's
+  ``--ep-dispatch-algorithm lp``. If a load has scenarios, the shares are solved for each scenario
+  (:mod:`~coterie.placement.objective.flows.splitting`), and a plan carries the shares of the mean step.
 
-Weighted and optimal are the same numbers, from different windows: weights are what was best for the window they were
-fitted on. On the next one they are worse than optimal, and may be worse than equal.
+Weighted and optimal shares come from the same solver and differ in the window: weighted shares are optimal for the
+window they were fitted on. On the next window they are worse than optimal, and can be worse than equal.
 
-The optimum is of a price that is affine in the share. With `touch_s` at 0 that is the objective's own. Above 0 a
-replica also streams the expert's weights in the steps that touch it; the line through what one and each of two replicas
-take stands for that, which is close unless a step has few tokens for the replica. A split is then near the optimum, and
-never worse than equal shares.
+The solver minimises a cost that is affine in the share. If `touch_s` is 0, this is exactly the objective. If it is
+above 0, a replica also reads the expert's weights in every step that uses the replica. A straight line through the cost
+of a sole replica and of one of two equal replicas approximates this cost; it is close unless a step has few tokens for
+the replica. The shares are then near the optimum, and never worse than equal shares.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from coterie.placement.objective.flows.splitting import MOST_FIXED, split_best
 
 
 class Affine(NamedTuple):
-    """Seconds of slots: ``unit x (share + fixed)``."""
+    """Affine cost of a slot, in seconds: ``unit x (share + fixed)``."""
 
     unit: Array
-    """[layer, rank, expert] seconds of all its tokens."""
+    """[layer, rank, expert] seconds of the part that grows with the share, at a share of 1."""
     fixed: Array
-    """[layer, expert] of that, for the slot itself."""
+    """[layer, expert] cost of a slot at a share of 0, as a multiple of `unit`."""
 
 
 def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array:
-    """[layer, slot] shares with which the slowest rank of each layer is fastest; exact where the price is affine.
+    """Return shares [layer, slot] that minimise the slowest rank of each layer; exact if the cost is affine.
 
-    They start from equal ones and differ as little as shortest chains of replicas allow. Of an expert's slots on one
-    rank the last computes all; slots of ranks that are gone nothing, and neither does an expert that is only there.
+    The solver starts from equal shares and shifts tokens along the shortest chains of replicas, so that few shares
+    change. If a rank has several slots of an expert, the last of them computes all of the rank's share. Slots of dead
+    ranks have share 0, even if the expert has no slot elsewhere.
     """
     rows = np.ascontiguousarray(slot_experts, np.int64)
     if rows.shape != problem.current.slot_experts.shape:
@@ -58,7 +59,7 @@ def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array
 
 
 def affine(problem: Problem) -> Affine:
-    """The price of a share as a straight line: through one replica and each of two."""
+    """Return the cost of a share as a straight line through a sole replica and one of two equal replicas."""
     layers, replicas, experts = problem.share.shape
     if not problem.objective.touch_s or replicas < 2:
         return Affine(problem.unit, np.zeros((layers, experts)))

@@ -1,1 +1,1 @@
-"""When to act: drift, rebalancing, demand, actions."""
+"""Triggers of placement changes: drift estimation, rebalancing rounds, and actions driven by demand."""

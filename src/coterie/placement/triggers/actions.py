@@ -1,22 +1,24 @@
-"""Replicate, swap, rebalance: bring experts to the ranks whose own tokens ask for them, a few at a time.
+"""Replicate, swap, rebalance: move a few experts at a time to the ranks whose own tokens activate them.
 
-These act on who asks for what (demand by rank), so they lower the remote share of the traffic; they do not even out
-load, which is what planners do. Where requests are spread over ranks at random, every rank asks for the same, and a
-swap cannot save anything: replicas alone can.
+These actions follow the demand of each rank, so they lower the remote share of the activations. They do not balance
+the load; planners do. If requests are spread over ranks at random, every rank has the same demand: then a swap saves
+nothing, and only replicas help.
 
-The settings are those of a published manager, whose code differs from ours where it goes wrong:
+The settings are those of a published manager. This code corrects the following in the published code:
 
-- It copies an expert of *all* layers at once, though expert 5 of one layer has nothing to do with expert 5 of the next.
-  Ours acts on one layer at a time; `whole_experts` restores the other. Limits are counted in whole experts either way:
-  four actions a cycle are four times as many single layers, and a saving of 10 us is that divided by the layers.
-- Its swap counts what the target gains. Ours also counts what both ranks lose: the partner may need what it gives.
-- Its saving is of a whole decay window (`1 ÷ (1 - decay)` = 100 steps), logged as if of a step. Of a step, 10 us would
-  take 628 activations of one expert by one rank, in a step in which the 16 tokens of a rank make 7,424. Ours is
-  reported by step and compared by window, as its numbers assume. It divides by the bandwidth of both directions; ours
-  by that of one.
-- It weighs every candidate against the placement before the cycle. Ours weighs again before each action, so two of
-  them never count on the same slot or the same saving.
-- Its "3 replicas" are copies, the first one among them. So are ours.
+- The published manager copies an expert of *all* layers at once, though expert 5 of one layer is unrelated to expert 5
+  of the next. This code acts on one layer at a time; `whole_experts` restores the published behaviour. Limits are
+  stated in whole experts: with single layers, the limit of actions is multiplied by the number of layers, and the least
+  saving is divided by it.
+- The published swap counts only the gain of the target rank. This code also counts the losses of both ranks, since the
+  partner may need the expert it gives away.
+- The published saving is of a whole decay window (`1 ÷ (1 - decay)` = 100 steps) but is logged as the saving of a step.
+  To save 10 us in one step would take 628 activations of one expert by one rank, when a rank's 16 tokens make 7,424
+  activations in total. This code reports savings per step and compares them per window, as the published thresholds
+  assume. The published code divides by the bandwidth of both directions; this code by that of one.
+- The published manager evaluates every candidate against the placement before the cycle. This code evaluates again
+  before each action, so that two actions never count on the same slot or the same saving.
+- The published limit of 3 replicas counts all copies of an expert, including the first. So does this code.
 """
 
 from __future__ import annotations
@@ -39,28 +41,29 @@ from coterie.types import Topology
 
 @dataclass(frozen=True, slots=True)
 class ActionSettings:
-    """When to act, and how much. The defaults are the published manager's."""
+    """Thresholds and limits of actions. The defaults are the published manager's."""
 
     decay: float = 0.99
-    """Decay of the demand per step: it looks back over 1 ÷ (1 - decay) steps."""
+    """Decay of the demand per step; the demand covers about 1 ÷ (1 - decay) steps."""
     min_mismatch: float = 0.1
-    """Share of a rank's demand that must be remote before anything is done for it."""
+    """Share of a rank's demand that must be remote before the rank is considered for an action."""
     replicate_top: int = 5
-    """Experts a rank asks for most and lacks, tried for a replica."""
+    """Number of experts tried for a replica: those with the highest demand that the rank does not hold."""
     swap_top: int = 3
-    """Experts a rank asks for most, tried against as many that it holds and hardly asks for."""
+    """Number of experts tried for a swap: those with the highest demand that the rank does not hold, each against as
+    many held experts with the lowest demand."""
     max_copies: int = 3
     """Most copies of an expert, the first one included."""
     extra_slots: int = 8
-    """Slots of a rank beyond its even share of the experts."""
+    """Slots of a rank per layer beyond its even share of the experts."""
     interval_s: float = 60.0
-    """Time between cycles."""
+    """Seconds between cycles."""
     max_actions: int = 4
-    """Most actions in a cycle, in whole experts."""
+    """Most actions in a cycle, in whole experts (experts of all layers)."""
     min_saving_s: float = 10e-6
-    """Least link time that an action must save in a decay window, per whole expert."""
+    """Least link time that an action must save in a decay window, in seconds per whole expert."""
     whole_experts: bool = False
-    """Act on an expert of all layers at once, as published; needs the same placement in all layers."""
+    """Whether to act on an expert of all layers at once, as published; needs the same placement in all layers."""
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
@@ -79,35 +82,35 @@ class ActionSettings:
 
     @property
     def window_steps(self) -> float:
-        """Steps that the demand stands for."""
+        """Number of steps that the decayed demand covers."""
         return 1.0 / (1.0 - self.decay)
 
 
 PUBLISHED = ActionSettings(whole_experts=True)
-"""The published manager's, on whole experts."""
+"""Settings of the published manager, which acts on whole experts."""
 
 Kind = Literal["replicate", "swap", "rebalance", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
 class ActionEvent:
-    """An action taken, or refused with the reason: for counters, logs and the dashboard."""
+    """An action taken or skipped, with the reason; for counters, logs and the dashboard."""
 
     kind: Kind
     reason: str
     """Explanation in words."""
     at_s: float = 0.0
-    """Time on the caller's clock."""
+    """Time on the caller's clock, in seconds."""
     layers: tuple[int, ...] = ()
     expert: int | None = None
-    """Expert for the target rank; None where the event concerns a whole rank, layer or cycle."""
+    """Expert that the target rank receives; None if the event concerns a whole rank, layer or cycle."""
     target: int | None = None
     source: int | None = None
     given: int | None = None
     """Expert that a swap moves in the other direction."""
     moved_bytes: float = 0.0
     seconds: float = 0.0
-    """Time on the slowest link used, without other traffic; both directions of a swap at once."""
+    """Transfer time on the slowest link used, without other traffic; a swap uses both directions at the same time."""
     saving_s: float = 0.0
     """Predicted link time saved per step."""
 
@@ -125,30 +128,30 @@ class Cycle(NamedTuple):
 
 class _Candidate(NamedTuple):
     saving: float
-    """Link seconds in a decay window."""
+    """Link seconds saved in a decay window."""
     unit: int
     target: int
     expert: int
     given: int
-    """-1: a replica."""
+    """Expert that a swap sends from the target to the source; -1 if the action is a replica."""
     source: int
 
 
 @dataclass(frozen=True, slots=True)
 class ActionManager:
-    """Decides on actions without executing them. A pure function of demand and held experts."""
+    """Chooses actions without executing them. Its choice is a pure function of demand and held experts."""
 
     topology: Topology
     row_bytes: float = 14336.0
     """Bytes of a token's hidden state, sent to a remote expert and back."""
     expert_bytes: float = 44e6
-    """Weights of one expert of one layer."""
+    """Bytes of the weights of one expert of one layer."""
     settings: ActionSettings = ActionSettings()
 
     # --------------------------------------------------------------------------------------------------------- cycle
 
     def cycle(self, demand: Demand, held: Held, at_s: float = 0.0) -> Cycle:
-        """Replicas and swaps that pay, the best first, up to the limit."""
+        """Choose replicas and swaps that save enough, in order of saving, up to the limit of actions."""
         self._check(demand, held)
         work = _Work(self, demand, held)
         events: list[ActionEvent] = []
@@ -176,9 +179,9 @@ class ActionManager:
         return Cycle(work.result(), events)
 
     def rebalance(self, demand: Demand, held: Held, at_s: float = 0.0) -> Cycle:
-        """Give every expert of a layer the home that costs least, and extra slots to whoever asks most; where it pays.
+        """Reassign all experts of each layer for least link time and fill extra slots by demand, if this saves enough.
 
-        The best there is for this demand, but for replicas, which are added greedily; moves nearly everything.
+        The assignment of first copies is optimal for this demand; replicas are added greedily. Nearly all experts move.
         """
         self._check(demand, held)
         work = _Work(self, demand, held)
@@ -203,7 +206,7 @@ class ActionManager:
     # -------------------------------------------------------------------------------------------------------- prices
 
     def row_s(self) -> NDArray[np.float64]:
-        """[rank, holder] seconds for one activation's way to its expert and back."""
+        """Return the seconds [rank, holder] to send one activation to its expert and back."""
         return row_trips_s(self.topology, self.row_bytes)
 
     def move_s(self, source: int, target: int, layers: int) -> float:
@@ -214,7 +217,7 @@ class ActionManager:
 def _link_s(
     demand: Demand, row_s: NDArray[np.float64], held: Held, unit: int, expert: int, add: int, drop: int
 ) -> float:
-    """Every rank's activations go to the nearest rank that has the expert."""
+    """Return the link seconds of an expert's activations, each sent to the nearest rank that holds the expert."""
     total = 0.0
     for rank in range(demand.shape[1]):
         nearest = np.inf
@@ -227,7 +230,7 @@ def _link_s(
 
 
 class _Work:
-    """The arrays of one cycle, by unit: a layer, or all of them together."""
+    """Arrays of one cycle, indexed by unit. A unit is one layer, or all layers with `whole_experts`."""
 
     def __init__(self, manager: ActionManager, demand: Demand, held: Held) -> None:
         self.manager, self.settings = manager, manager.settings
@@ -247,13 +250,13 @@ class _Work:
         return held
 
     def cost(self, unit: int, expert: int, add: int = -1, drop: int = -1) -> float:
-        """Link seconds of all ranks' activations of one expert, where `add` has it too and `drop` no longer."""
+        """Return the link seconds of an expert's activations if rank `add` also held it and rank `drop` did not."""
         return float(_link_s(self.demand, self.row_s, self.held, unit, expert, add, drop))
 
     # ---------------------------------------------------------------------------------------------------- candidates
 
     def candidates(self, unit: int, rank: int) -> Iterator[_Candidate]:
-        """What a rank could do in a unit, whether or not it pays or is allowed."""
+        """Yield the possible replicas and swaps of a rank in a unit, before savings and limits are checked."""
         demand, held = self.demand[unit, rank], self.held[unit, rank]
         lacking = np.flatnonzero(~held & (demand > 0))
         lacking = lacking[np.argsort(-demand[lacking], kind="stable")].tolist()
@@ -275,7 +278,7 @@ class _Work:
         return _Candidate(saving, unit, target, expert, -1, source)
 
     def _swaps(self, unit: int, target: int, expert: int, given: int) -> Iterator[_Candidate]:
-        """Swaps with every partner that has one expert and lacks the other."""
+        """Yield the swap with every partner rank that holds `expert` and does not hold `given`."""
         before = self.cost(unit, expert) + self.cost(unit, given)
         for partner in np.flatnonzero(self.held[unit, :, expert] & ~self.held[unit, :, given]).tolist():
             after = self.cost(unit, expert, target, partner) + self.cost(unit, given, partner, target)
@@ -284,7 +287,7 @@ class _Work:
     # ------------------------------------------------------------------------------------------------------- actions
 
     def act(self, candidate: _Candidate, at_s: float) -> ActionEvent:
-        """Weigh it as things are now, and do it or say why not."""
+        """Evaluate a candidate against the present state; apply it, or return a skip event with the reason."""
         unit, target, expert, given, source = candidate[1:]
         swap = given >= 0
         held = self.held[unit]
@@ -359,7 +362,7 @@ class _Work:
         )
 
     def _fill(self, held: Held, demand: NDArray[np.float64]) -> None:
-        """Extra slots to whoever asks most for what it lacks, within the limit of copies."""
+        """Fill the extra slots with the experts that their ranks lack, by descending demand, up to the copy limit."""
         wanted = np.where(held, 0.0, demand)
         for flat in np.argsort(-wanted, axis=None, kind="stable").tolist():
             rank, expert = divmod(flat, held.shape[1])

@@ -1,14 +1,13 @@
-"""How fast a load drifts, window by window, and what a forecast should make of the windows so far.
+"""Estimate how fast a load drifts from window to window, and forecast the load from the windows so far.
 
-Let x(w) be the load shares of window w per layer, less the even share. The product x(w) · x(w - lag), averaged over
-windows, falls as ``stays + fades x 2^(-(lag / half-life)^power)``; loads that wander step by step have a power of 1,
-loads that turn smoothly one of 2. Sampling noise of two windows is independent, so it lifts
-no product but that of a window with itself; how far it lifts that one is the noise of a window. Products are averaged
-with a memory, so a load that begins to drift faster is noticed; a window costs one pass over [layer, expert] for each
-of a fixed set of lags.
+Let x(w) be the load shares of window w per layer, minus the even share. The product x(w) · x(w - lag), averaged over
+windows, falls as ``stays + fades x 2^(-(lag / half-life)^power)``. The power is 1 for a load that follows a random
+walk, and 2 for a load that changes smoothly. The sampling noise of two windows is independent, so noise raises only the
+product of a window with itself; the size of that rise is the noise of a window. The averages forget old products, so
+that faster drift is noticed. An update takes one pass over [layer, expert] for each of a fixed set of lags.
 
-Windows should be about equally long. Wrong where loads return (a daily cycle looks like drift until it has come
-round), and slow to notice a drift much slower than the longest lag, which it reports as none.
+Windows should be about equally long. Wrong for periodic loads: a daily cycle looks like drift until a day has passed.
+Drift much slower than the longest lag is reported as no drift.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ Array = NDArray[np.float64]
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Lags in windows: dense enough to fit half-lives of one to a hundred windows."""
 MIN_WINDOWS = 4
-"""Before that, no three lags have been seen, and any curve fits."""
+"""Fewest windows for an estimate: with fewer, there are less than three lags and any curve fits."""
 UNSEEN = 4.0
-"""Half-lives of more than this many times the longest lag cannot be told from no drift."""
+"""Half-lives above this multiple of the longest lag cannot be distinguished from no drift."""
 POWERS = (1.0, 1.5, 2.0)
 SURE = 2.0
-"""Standard errors that products must fall by before the fall is called drift."""
+"""Number of standard errors by which the products must fall before the fall counts as drift."""
 
 
 class Decay(NamedTuple):
     """A fitted curve ``level x (floor + (1 - floor) x 2^(-(lag / half_life)^power))``."""
 
     half_life: float
-    """Half-life in the unit of the lags; infinite where nothing fades."""
+    """Half-life in the unit of the lags; infinite if nothing fades."""
     floor: float
-    """Share that stays for good."""
+    """Share of the level that never fades."""
     level: float
-    """At lag 0."""
+    """Value of the curve at lag 0."""
     power: float = 1.0
 
     def left(self, lag: Array | float) -> Array:
-        """Share of the level that is left after a lag."""
+        """Return the share of the level that is left after a lag."""
         fades = 2.0 ** -((np.asarray(lag) / self.half_life) ** self.power)
         return np.asarray(self.floor + (1.0 - self.floor) * fades)
 
@@ -53,9 +52,9 @@ class Decay(NamedTuple):
 def fit_decay(
     lags: NDArray[np.integer] | Array, product: Array, weight: Array | None = None, powers: tuple[float, ...] = (1.0,)
 ) -> Decay:
-    """Least squares of ``stays + fades x 2^(-(lag / half_life)^power)``, both at least 0, over a grid of half-lives.
+    """Fit ``stays + fades x 2^(-(lag / half_life)^power)`` by least squares over a grid of half-lives and `powers`.
 
-    Lags whose product is not finite are left out.
+    Both `stays` and `fades` are at least 0. Lags whose product is not finite are left out.
     """
     good = np.isfinite(product)
     lag, y = np.asarray(lags, np.float64)[good], np.asarray(product, np.float64)[good]
@@ -78,12 +77,12 @@ def fit_decay(
 
 
 def _two_terms(q: Array, y: Array, w: Array) -> tuple[Array, Array]:
-    """[curve] the best `stays` and `fades` for each row of q [curve, lag]; stays is at least 0."""
+    """Return the least-squares `stays` and `fades` [curve] for each row of q [curve, lag]; stays is at least 0."""
     sw, sq, sqq = w.sum(), q @ w, (q * q) @ w
     sy, sqy = float(w @ y), q @ (w * y)
-    alone = sqy / np.where(sqq > 0, sqq, 1.0)  # fades, where nothing stays
+    alone = sqy / np.where(sqq > 0, sqq, 1.0)  # the best `fades` if `stays` is 0
     determinant = sw * sqq - sq * sq
-    # Half-lives far past the lags make both terms alike: then only their sum is known, and all of it may fade.
+    # With half-lives far above the lags both terms are nearly constant: only their sum is known, so all is `fades`.
     solvable = determinant > 1e-12 * sw * sqq
     safe = np.where(solvable, determinant, 1.0)
     stays = np.where(solvable, (sqq * sy - sq * sqy) / safe, 0.0)
@@ -95,43 +94,43 @@ class DriftEstimate(NamedTuple):
     """Drift estimated from the windows so far."""
 
     decay: Decay | None
-    """Fitted curve, lags in windows. None until enough windows were seen; infinite half-life where no drift shows."""
+    """Fitted curve with lags in windows. None until enough windows were seen; infinite half-life if no drift shows."""
     noise: float
-    """Variance of one window's sampling noise over that of the load's shape: 1 is a window half of which is chance."""
+    """Variance of one window's sampling noise ÷ variance of the load's shape; at 1, half of the variance is noise."""
     span: float
-    """Windows back that could be compared: slower drift would not have shown."""
+    """Longest lag compared so far, in windows; much slower drift cannot be seen yet."""
     reason: str
     """Explanation in words."""
 
     @property
     def half_life(self) -> float:
-        """Half-life in windows; infinite where unknown."""
+        """Half-life in windows; infinite if unknown."""
         return np.inf if self.decay is None else self.decay.half_life
 
     @property
     def cautious(self) -> Decay | None:
-        """Half-life to decide by: where no drift shows, the shortest that would not have shown."""
+        """Decay to decide by; if no drift shows, a decay with the shortest half-life that cannot be detected yet."""
         if self.decay is None or np.isfinite(self.decay.half_life):
             return self.decay
         return Decay(UNSEEN * self.span, 0.0, self.decay.level)
 
 
 class DriftEstimator:
-    """Half-life of a load, updated with every window."""
+    """Estimator of a load's half-life, updated with every window."""
 
     def __init__(self, num_layers: int, num_experts: int, *, memory: float = 256.0) -> None:
-        """`memory` windows is how far the averages look back."""
+        """Start without windows; `memory` is the time constant of the averages, in windows."""
         check_at_least(1, num_layers=num_layers, num_experts=num_experts, memory=memory)
         self.shape = (num_layers, num_experts)
         self.windows = 0
         self._keep = 1.0 - 1.0 / memory
         self._ring = np.zeros((max(LAGS) + 1, num_layers * num_experts), np.float32)
         self._lags = np.array((0, *LAGS))
-        # Decayed sums over windows, by lag: how many products, their sum and that of their squares.
+        # Decayed sums over windows, per lag: the number of products, their sum and the sum of their squares.
         self._count, self._sum, self._square = np.zeros((3, len(self._lags)))
 
     def update(self, tokens: NDArray[np.integer] | NDArray[np.floating]) -> None:
-        """The next window, [layer, expert] tokens. A window without tokens says nothing and is left out."""
+        """Add the tokens [layer, expert] of the next window. A window without tokens is ignored."""
         if tokens.shape != self.shape:
             raise ConfigError(f"window has shape {tokens.shape}; expected [layer, expert] = {self.shape}")
         total = tokens.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -160,7 +159,7 @@ class DriftEstimator:
             return DriftEstimate(None, np.inf, span, "the load is even, or windows are too small to show a shape")
         decay = fit_decay(lags, product, count, POWERS)
         steady = Decay(np.inf, 1.0, float(count @ product / count.sum()))
-        # A curve of few points may rise steeply to lag 0 and so deny noise; it cannot be less than at the next window.
+        # The noise-free product at lag 0 is at least the product at lag 1, whatever curve was fitted to few lags.
         noise = max(float(mean[0]) / max(decay.level, float(product[0])) - 1.0, 0.0)
         fall, error = _fall(product, variance, count)
         if fall <= SURE * error:
@@ -173,13 +172,12 @@ class DriftEstimator:
 
 
 def _fall(product: Array, variance: Array, count: Array) -> tuple[float, float]:
-    """From the nearer half of the lags to the farther, and its standard error."""
+    """Return the fall of the mean product from the shorter half of the lags to the longer, and its standard error."""
     half = max(1, len(product) // 2)
 
     def mean(part: slice) -> tuple[float, float]:
         weight = count[part] / count[part].sum()
-        # Products of one lag share windows with those of the next, so lags are no independent looks: the errors of a
-        # group are added, not their squares.
+        # Products of neighbouring lags share windows, so they are not independent: add errors, not their squares.
         return float(weight @ product[part]), float(weight @ np.sqrt(variance[part] / count[part]))
 
     (near, near_error), (far, far_error) = mean(slice(None, half)), mean(slice(half, None))
@@ -187,10 +185,10 @@ def _fall(product: Array, variance: Array, count: Array) -> tuple[float, float]:
 
 
 class Forecast:
-    """The load to plan for: windows averaged with the weight that drift and noise call for.
+    """The load to plan for: an average of windows whose weights follow from drift and noise.
 
-    A steady-state filter for a load that drifts with a known half-life under known noise: the noisier a window and
-    the slower the drift, the longer it averages. Until both are known it is the plain mean.
+    A Kalman-style filter for a load with estimated half-life and noise: the noisier a window and the slower the drift,
+    the longer the average. Until drift is known, the forecast is the plain mean of all windows.
     """
 
     def __init__(self) -> None:
@@ -200,13 +198,13 @@ class Forecast:
 
     @property
     def tokens(self) -> Array:
-        """[layer, expert] tokens a step."""
+        """Forecast tokens per step, [layer, expert]."""
         if self._mean is None:
             raise ConfigError("no window was seen yet")
         return self._mean
 
     def update(self, per_step: Array, drift: DriftEstimate) -> float:
-        """The next window, [layer, expert] tokens a step. Returns the weight it got."""
+        """Add the next window, in tokens per step [layer, expert]; return the weight it got."""
         self._count += 1
         if self._mean is None:
             self._mean = per_step.astype(np.float64)
@@ -217,7 +215,7 @@ class Forecast:
         else:
             carried = float(decay.left(1.0))  # correlation of neighbouring windows
             self._error = carried**2 * self._error + 1.0 - carried**2
-            # Never quite 1 and never quite 0: both noise and drift are only estimates.
+            # Keep the weight away from 0 and 1: noise and drift are only estimates.
             weight = min(max(self._error / (self._error + drift.noise), 0.02), 0.98)
             self._error *= 1.0 - weight
         self._mean = self._mean + weight * (per_step - self._mean)

@@ -1,36 +1,36 @@
-"""When to rebalance: an interval that follows from how fast the load drifts and what moving costs.
+"""Decide when to rebalance: the interval follows from how fast the load drifts and how much moving costs.
 
-A plan ages. Where the load of now correlates with the load it was made for by r(age)
-(:mod:`coterie.placement.triggers.drift`), what it left even is uneven again by
+A plan ages. Let r(age) be the correlation of the present load with the load that the plan was made for
+(:mod:`coterie.placement.triggers.drift`). The imbalance that has come back at this age is
 
     s(age) = sqrt(ground + 1 - r(age)^2) - sqrt(ground)
 
-of what a map that knows nothing suffers; `ground` is what even a fresh plan leaves uneven, measured. Rounds every n
-steps then cost per step
+as a share of the imbalance of a map that ignores the load (experts in order of index). `ground` is the measured
+imbalance of a fresh plan, squared, on the same scale. Rounds every n steps then cost per step
 
     regret(n) = full x mean of s over the first n steps + (planning + movement x sqrt(s(n) / s(age))) / n
 
-where `full` is what a map that knows nothing would cost, and `movement` what rounds at their present age did: the less
-a map has aged, the less must be moved. (That it is the square root was seen in simulation, not derived.) The interval
-is the n with the least regret, by a search over n. A round itself is worth its saving times the steps that will see
-it, each weighted with what is left of it at that age:
+`full` is the seconds per step lost by a map that ignores the load. `movement` is the average movement cost of past
+rounds, which replaced maps of age `age`: the less a map has aged, the less must be moved. (The square root was observed
+in simulation, not derived.) The interval is the n with the least regret, found by a search over n.
 
-    saving(t) = saving x (s(age + t) - s(t)) / s(age)     for a map of this age
+The value of a round is its saving, summed over the steps that follow. At step t after the round, the saving left is
 
-The sum of those weights, over a few intervals and tempered by trust, is the horizon the planner gets. Trust is
-realised ÷ predicted saving of earlier rounds, measured on the windows after the one a plan was made from, never on
-that one.
+    saving(t) = saving x (s(age + t) - s(t)) / s(age)     if the replaced map had this age
 
-Against flapping a round must be worth its cost with a margin, and the interval changes by bounded factors. While moves
-of the last round are still on their way there is no new one; what is left over when the next is due widens the
-interval.
+The sum of saving(t) / saving over a few intervals, multiplied by `trust`, is the horizon passed to the planner. Trust
+is realised ÷ predicted saving of earlier rounds, measured only on windows after the one a plan was made from.
 
-Where windows carry scenarios, rounds are planned and scored over the newest of them, about the forecast of the mean.
-No map is even in every step, so what the last round left uneven is not counted as something to gain; and a plan fits
-its sample, so of its predicted saving only the share counts that held on scenarios it was not made for.
+To avoid flapping, the gain of a round must exceed its cost by a margin, and the interval changes by bounded factors. No
+round starts while moves of the last round are in flight. If they still are when the next round is due, the interval
+widens.
 
-Wrong where drift comes in jumps: a load that is steady for long and then another is met after up to an
-interval, unless the excess has grown by enough to be plainly worth a round (`urgent`).
+If windows carry scenarios, rounds are planned and scored over the newest scenarios, scaled to the forecast of the mean.
+No map is balanced in every step, so the imbalance left by the last round is not counted as a possible gain. A plan
+overfits its sample, so only the share of its predicted saving that holds on held-out scenarios counts.
+
+Wrong if the load jumps: after a sudden change the next round may be up to an interval away, unless the growth of the
+imbalance is clearly worth an early round (`urgent`).
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RebalancingSettings:
-    """How a :class:`Rebalancer` decides."""
+    """Settings of a :class:`Rebalancer`."""
 
     first_interval: float = 100.0
-    """Steps to the next round, as long as no drift is known."""
+    """Steps between rounds until the drift is known."""
     min_interval: float = 1.0
     """Shortest interval, in steps."""
     max_interval: float = 100_000.0
-    """Longest interval, in steps; also the longest time between plans where no drift shows."""
+    """Longest interval, in steps; also the longest time between plans if no drift shows."""
     factor: float = 2.0
     """Largest factor by which the interval changes from one round to the next."""
     lasting: float = 4.0
-    """Intervals for which a move is expected to stay useful, unless drift ends it sooner: the next round starts from
-    it. With more, planners move for the last bit of balance, which is noise."""
+    """Intervals for which a move is expected to stay useful, unless drift ends its use sooner: the next round keeps
+    most of its experts in place. With higher values, planners move experts for gains that are only noise."""
     margin: float = 0.2
-    """A round is carried out where its expected gain exceeds its cost by this share."""
+    """Margin by which the expected gain of a round must exceed its cost, as a share of the cost."""
     urgent: float = 4.0
-    """A round is due early where the growth of the excess would pay its cost this many times in an interval."""
+    """A round is due early if the growth of the imbalance would pay for the round this many times in an interval."""
     learning: float = 0.3
-    """Weight of the latest round in what is learned from rounds: cost, trust."""
+    """Weight of the latest round in the moving averages of cost and trust."""
     memory: float = 256.0
-    """Windows that the drift estimate looks back."""
+    """Time constant of the drift estimate, in windows."""
 
     def __post_init__(self) -> None:
         if not 0 < self.min_interval <= self.first_interval <= self.max_interval < np.inf:
@@ -93,27 +93,27 @@ DEFAULTS = RebalancingSettings()
 
 
 Kind = Literal["moved", "not_due", "planning_costs_more", "nothing_found", "does_not_pay", "still_moving"]
-"""What a decision came to. Not due: the interval has not passed. Planning costs more: an even load would save less
-than planning costs. Nothing found: the planner knows no better map. Does not pay: its moves would cost more than they
-save. Still moving: the last round has not landed."""
+"""Outcome of a decision. `moved`: a plan is carried out. `not_due`: the interval has not passed. `planning_costs_more`:
+a balanced load would save less than planning costs. `nothing_found`: the planner found no better map. `does_not_pay`:
+the moves would cost more than they save. `still_moving`: moves of the last round are in flight."""
 
 
 class RebalancingDecision(NamedTuple):
     """Decision after a window."""
 
     plan: Plan | None
-    """Plan to carry out now; report its moves with :meth:`Rebalancer.landed`. None keeps the map."""
+    """Plan to carry out now; report its finished moves with :meth:`Rebalancer.landed`. None: keep the map."""
     reason: str
     kind: Kind
     interval: float
     """Current number of steps between rounds."""
     gain_s: float = 0.0
-    """Expected gain over the interval, before cost; 0 where nothing was planned."""
+    """Expected gain over the horizon in seconds, before the cost; 0 if no planner ran."""
     cost_s: float = 0.0
     planned: bool = False
-    """Whether a planner ran: planning is then paid for even if nothing moves."""
+    """Whether a planner ran; its planning time is then spent even if nothing moves."""
     horizon: float = 0.0
-    """Steps that the plan was weighed for."""
+    """Horizon of the plan that is carried out, in steps; 0 without one."""
 
 
 @dataclass(slots=True)
@@ -123,17 +123,17 @@ class RebalancingRound:
     step: float
     """Time of the round, in steps of the windows."""
     interval: float
-    """Steps until the next round, as chosen then."""
+    """Steps until the next round, as chosen at this round."""
     moves: int
     cost_s: float
-    """Movement and planning."""
+    """Seconds of movement and planning."""
     steps: float = 0.0
     """Steps scored so far, in windows after the one the plan was made from."""
     predicted_s: float = 0.0
-    """Saving over those steps, as the plan and the drift known then say, without trust."""
+    """Saving over the scored steps as predicted by the plan and the drift, in seconds, not multiplied by trust."""
     realised_s: float = 0.0
     carried_over: int = 0
-    """Moves not yet landed when the next round was due."""
+    """Moves still in flight when the next round was due."""
 
 
 class _Map(NamedTuple):
@@ -146,17 +146,17 @@ class _Map(NamedTuple):
         return cls(plan.placement, None if plan.split == "equal" else plan.shares)
 
     def busy_s(self, problem: Problem) -> Array:
-        """[layer] seconds of the slowest rank."""
+        """Return the seconds of the slowest rank of each layer, [layer]."""
         return problem.slowest_s(self.placement.slot_experts, self.shares)
 
 
 class Rebalancer:
-    """Decides after every window whether to rebalance. Pure state: the clock is the steps of the windows given to it.
+    """Decides after every window whether to rebalance. It reads no clock: time is counted in steps of the windows.
 
-    `make` builds the planner with the keyword `objective`; a name of :data:`~coterie.placement.base.planners` looked
-    up is one. `objective.planning_s` is what planning costs; it decides whether planning is worth while. Where windows
-    say which ranks tokens came from, that is forecast too, by the same weights; windows that do not say it change
-    nothing about it. The same holds for windows with scenarios, of which the newest are kept.
+    `make` builds the planner from the keyword `objective`; every entry of :data:`~coterie.placement.base.planners` can
+    be used. `objective.planning_s` is the cost of planning, which decides whether planning is worthwhile. If windows
+    carry source ranks, these are forecast with a filter of the same kind; windows without them leave that forecast
+    unchanged. Likewise the newest scenarios are kept, and windows without scenarios leave them unchanged.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Rebalancer:
         self.rounds: list[RebalancingRound] = []
         self.step = 0.0
         self.pending = 0
-        """Moves of the last round that have not landed."""
+        """Number of moves of the last round that are still in flight."""
         self.drift = DriftEstimator(placement.num_layers, placement.num_experts, memory=settings.memory)
         self.forecast = Forecast()
         self.recent = RecentSteps()
@@ -193,7 +193,7 @@ class Rebalancer:
         self._fitted_at: float | None = None
         self._age_then = np.inf
         self._excess_then_s = 0.0
-        self._left_share = 0.0  # excess that the last round left in its scenarios, over the even load
+        self._left_share = 0.0  # excess left by the last round in its scenarios ÷ seconds of a balanced step
         self._ground = 0.0
         self._full_s: float | None = None
         self._movement_s: float | None = None
@@ -202,11 +202,11 @@ class Rebalancer:
 
     @property
     def placement(self) -> Placement:
-        """Placement that serves now. A plan's replaces it when all its moves have landed."""
+        """Placement that serves now; a plan's placement replaces it when all moves of the plan have landed."""
         return self._now.placement
 
     def observe(self, load: Load) -> RebalancingDecision:
-        """The window that just passed."""
+        """Add the window that just passed, and decide whether to rebalance now."""
         load.check_fits(self.topology, self.placement)
         self.step += load.steps
         self._window = load.steps if not self._window else 0.9 * self._window + 0.1 * load.steps
@@ -241,7 +241,7 @@ class Rebalancer:
         return self._plan(expected, problem, weight, "early: " if self.step < self._due else "")
 
     def landed(self, moves: int | None = None) -> None:
-        """So many moves of the last plan arrived; None is all that were left. The map changes with the last."""
+        """Report that this many moves of the last plan have landed (None: all). The map changes with the last move."""
         done = self.pending if moves is None else moves
         if not 0 <= done <= self.pending:
             raise ConfigError(f"moves={moves} must be in 0 … {self.pending}, those under way")
@@ -252,9 +252,9 @@ class Rebalancer:
     def replace(
         self, placement: Placement, topology: Topology | None = None, shares: NDArray[np.floating] | None = None
     ) -> None:
-        """Set the actual placement after a round was given up or a rank joined or left; the next may act at once.
+        """Set the actual placement after a round was given up or a rank joined or left. The next window may rebalance.
 
-        `shares` [layer, slot] are those in force; None is equal ones.
+        `shares` [layer, slot] are the shares in force; None: equal shares.
         """
         given = None if shares is None else np.asarray(shares, np.float64)
         self._now, self.topology = _Map(placement, given), topology or self.topology
@@ -274,10 +274,10 @@ class Rebalancer:
         gain_s = saving_s * weight
         moves = len(plan.moves)
         self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
-        self._excess_then_s = _excess_s(self._now, problem)  # what was looked at and left is not urgent again
+        self._excess_then_s = _excess_s(self._now, problem)  # excess already planned for does not count as urgent again
         if saving_s <= 0 and not must:
             return self._in_vain("nothing_found", _no_saving(plan), 0.0, cost_s)
-        # Planning is paid for by now: only the movement can still be saved.
+        # Planning time is already spent: compare with the movement alone.
         if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
             why += (
                 f"{moves} moves would gain {shown_s(gain_s)} in {weight:.3g} steps "
@@ -292,14 +292,14 @@ class Rebalancer:
         self._excess_then_s = _excess_s(self._next, problem)
         if problem.steps is not None:
             self._left_share = self._excess_then_s / max(float(problem.even.sum()), 1e-300)
-        self.landed(0)  # a plan that only shares tokens anew is in force at once
+        self.landed(0)  # a plan without moves (new shares only) takes effect at once
         self.rounds.append(RebalancingRound(self.step, self.interval, moves, cost_s))
         why += f"{moves} moves gain {shown_s(gain_s)} in {weight:.3g} steps and cost {shown_s(cost_s)}; "
         why += self._known.reason
         return RebalancingDecision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
 
     def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> RebalancingDecision:
-        """Planned without a move that pays: planning costs time, so the next round is later."""
+        """Return the decision after a plan that is not carried out; the interval widens, since planning costs time."""
         self._widen(self.step)
         return RebalancingDecision(None, reason, kind, self.interval, gain_s, cost_s, True)
 
@@ -318,10 +318,10 @@ class Rebalancer:
     def _wait(self, kind: Kind, reason: str) -> RebalancingDecision:
         return RebalancingDecision(None, reason, kind, self.interval)
 
-    # ------------------------------------------------------------------------------------------------ what it knows
+    # ------------------------------------------------------------------------------------------------ expectations
 
     def _expected(self) -> Load:
-        """Expected load of a step, by source rank where sources were ever seen."""
+        """Return the expected load of a step, with source ranks if any window had them."""
         tokens = self.forecast.tokens
         if self._sources is None:
             return Load(tokens)
@@ -330,11 +330,11 @@ class Rebalancer:
         return Load(tokens, sources=np.where(total > 0, seen / np.where(total > 0, total, 1.0), 1 / len(seen)) * tokens)
 
     def _age(self) -> float:
-        """Steps since the current map was made; without end for a map that is not ours."""
+        """Return the steps since the current map was planned; infinite if this rebalancer did not plan it."""
         return np.inf if self._fitted_at is None else self.step - self._fitted_at
 
     def _aged(self, age: Array | float) -> Array:
-        """[age in steps] share of the load's shape, in variance, that a map of this age does not know of."""
+        """Return 1 - r(age)^2 [age]: the share of the load's variance unknown to a map of this age, in steps."""
         decay = self._known.cautious
         age = np.asarray(age, np.float64)
         if decay is None:
@@ -343,28 +343,28 @@ class Rebalancer:
         return np.asarray(1.0 - left**2)
 
     def _uneven(self, age: Array | float) -> Array:
-        """[age in steps] s(age): what age adds to the unevenness of a map."""
+        """Return s(age) [age in steps]: the imbalance that age adds to a map; see the top of this file."""
         return np.asarray(np.sqrt(self._ground + self._aged(age)) - np.sqrt(self._ground))
 
     def _left(self, ages: Array, age: float) -> Array:
-        """[age of the plan] share of its saving over a map that was `age` old when it was made."""
+        """Return the share of a plan's saving left at `ages` [age of the plan]; the replaced map had age `age`."""
         before = float(self._uneven(age))
         if before <= 0:
             return np.ones(len(ages))
         return np.asarray(np.clip((self._uneven(age + ages) - self._uneven(ages)) / before, 0.0, 1.0))
 
     def _worth_steps(self) -> float:
-        """Steps that the saving of a plan made now is worth: the horizon of the planner."""
+        """Return the planner's horizon: the number of full-saving steps that a plan made now is worth."""
         decay = self._known.cautious
         if decay is None:
             return self.settings.first_interval * self.trust
-        # What is moved now stays of use after the next round, which starts from it: only drift ends it.
+        # The next round starts from this placement, so moves stay useful beyond one interval: drift limits their use.
         life = min(8.0 * decay.half_life * self._window, self.settings.lasting * self.interval)
         middle = (np.arange(256) + 0.5) / 256 * life
         return float(self._left(middle, self._age()).mean()) * life * self.trust
 
     def _unreachable(self) -> bool:
-        """Whether some expert has no living rank, so that saving time is not the point."""
+        """Return whether some expert is on no living rank: then a plan is carried out even if it saves no time."""
         alive = np.repeat(self.topology.rank_speeds > 0, self.placement.slots_per_rank)
         if alive.all():
             return False
@@ -372,10 +372,10 @@ class Rebalancer:
         distinct = 1 + (held[:, 1:] != held[:, :-1]).sum(axis=1)
         return bool((distinct < self.placement.num_experts).any())
 
-    # ------------------------------------------------------------------------------------------------ what it learns
+    # ------------------------------------------------------------------------------------------------ learning
 
     def _score(self, load: Load) -> None:
-        """The last plan on a window that came after it."""
+        """Score the last plan on a window that was observed after it."""
         if not self.rounds or self._fitted_at is None or self.pending:
             return
         problem = self.objective.problem(load, self.topology, self.placement)
@@ -391,12 +391,12 @@ class Rebalancer:
             self._ground += 0.1 * self.settings.learning * (seen - self._ground)
 
     def _close_round(self) -> None:
-        """Trust follows what the round that ends now gave."""
+        """Update trust with the realised ÷ predicted saving of the round that ends now."""
         if not self.rounds or self.rounds[-1].predicted_s <= 0:
             return
         last = self.rounds[-1]
         ratio = float(np.clip(last.realised_s / last.predicted_s, 0.0, 1.5))
-        # A little trust always stays, else no round would ever be tried again and none could restore it.
+        # Trust never falls below 0.1: at 0, no round would be tried again, and none could restore it.
         self.trust = max(self.trust + self.settings.learning * (ratio - self.trust), 0.1)
 
     def _learn_prices(self, plan: Plan, cost_s: float, full_s: float) -> None:
@@ -410,7 +410,7 @@ class Rebalancer:
         return seen if known is None else known + self.settings.learning * (seen - known)
 
     def _settle_interval(self) -> None:
-        """Move the interval towards the best one and set when the next round is due."""
+        """Move the interval towards the best interval and set when the next round is due."""
         settings, before = self.settings, self.interval
         wanted = self._best_interval() or before
         wanted = np.clip(wanted, before / settings.factor, before * settings.factor)
@@ -418,7 +418,7 @@ class Rebalancer:
         self._due = self.step + self.interval
 
     def _best_interval(self) -> float | None:
-        """The n of least regret; None as long as drift or prices are not known."""
+        """Return the interval of least regret, in steps; None until drift and costs are known."""
         if self._known.decay is None or self._full_s is None or self._movement_s is None:
             return None
         n = np.geomspace(self.settings.min_interval, self.settings.max_interval, 257)
@@ -431,12 +431,12 @@ class Rebalancer:
 
 
 def _excess_s(one: _Map, problem: Problem) -> float:
-    """What a step would save at most, were the load even."""
+    """Return the seconds per step that a perfectly balanced load would save."""
     return float((one.busy_s(problem) - problem.even).clip(0.0).sum())
 
 
 def _held_share(plan: Plan) -> float:
-    """Share of the predicted saving that holds on scenarios the plan was not made for."""
+    """Return the share of the predicted saving that holds on held-out scenarios; 1 without them."""
     unseen = plan.unseen
     if unseen is None:
         return 1.0
@@ -445,7 +445,7 @@ def _held_share(plan: Plan) -> float:
 
 
 def _no_saving(plan: Plan) -> str:
-    """Why a plan saves nothing."""
+    """Return the reason why a plan saves nothing."""
     unseen = plan.unseen
     if plan.skip_reason is not None or unseen is None or unseen.after > unseen.before:
         return plan.skip_reason or "the planner finds nothing"

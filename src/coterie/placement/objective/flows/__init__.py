@@ -1,1 +1,1 @@
-"""Loops that share tokens over replicas so that the slowest rank is fastest, on plain arrays."""
+"""Compiled loops that split tokens over replicas so that the slowest rank takes the least time."""

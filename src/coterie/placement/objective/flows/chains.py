@@ -1,15 +1,15 @@
-"""How one layer's replicas share tokens, as a flow between ranks: the loops behind splits and free_split.
+"""Split one layer's tokens over its replicas, as a flow between ranks: the loops behind `splits` and `free_split`.
 
-Every expert's tokens are always somewhere; what can flow is a share of a replicated expert from one of its ranks to
-another. With a limit on every rank's seconds, busy ranks push what is over along chains of replicas (shortest first)
-to ranks with room. Once nothing can be pushed, the ranks reached from those still over are a *bottleneck*: all of them
-are full, and no replica leads out. Their work over their speed is then the least limit they allow.
+The flow moves shares of a replicated expert from one of its ranks to another. Given a limit on every rank's seconds,
+ranks above the limit push their excess along chains of replicas (shortest chain first) to ranks below the limit. When
+nothing more can be pushed, the ranks reachable from those still above the limit are a *bottleneck*: all of them are
+full, and no replica leads to another rank. The bottleneck's work ÷ its speed is a lower bound on the limit.
 
-Exact where an expert's seconds on its ranks differ by their speeds alone. Otherwise the flow has gains, pushing along
+Exact if an expert's seconds on its ranks differ by the ranks' speeds alone. Otherwise the flow has gains, pushing along
 shortest chains may stop early, and the limit found is an upper bound.
 
-A slot's seconds are affine in its share: ``unit[rank, expert] x (share + fixed[expert])``, `fixed` being what it takes
-however few tokens it gets. Nothing of that can be pushed, so it only counts where slots come and go.
+A slot's seconds are affine in its share: ``unit[rank, expert] x (share + fixed[expert])``. The fixed part does not
+depend on the tokens and cannot be pushed, so it changes only if an expert gains or loses a slot on the rank.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 NONE: int = np.int64(-1)  # type: ignore[assignment]
-"""No slot, rank or expert. Of a fixed width: Numba would compile a function anew for a plain constant."""
+"""Index that means no slot, rank or expert. An int64, because Numba compiles a function again for a plain int."""
 
 TWIN = -2
-"""Mark instead of a next slot: another slot of the same rank holds the expert, or the rank is gone."""
+"""Value of `Split.after` for an unused slot: another slot of the rank has the expert, or the rank is dead."""
 
 TINY = 1e-12
-"""Share of the limit: slack for rounding errors."""
+"""Slack for rounding errors, as a share of the limit."""
 
 
 class Split(NamedTuple):
-    """One layer's slots and what each computes."""
+    """One layer's slots and their shares; the slots of an expert form a linked list."""
 
     expert: Indices
-    """[slot]"""
+    """[slot] expert in the slot."""
     after: Indices
-    """[slot] the next slot of the same expert, NONE or TWIN"""
+    """[slot] next slot of the same expert, NONE or TWIN."""
     first: Indices
-    """[expert] its first slot, or NONE"""
+    """[expert] first slot of the expert, or NONE."""
     copies: Indices
-    """[expert] living ranks that hold it"""
+    """[expert] number of living ranks that hold the expert."""
     share: Array
-    """[slot] of its expert's tokens"""
+    """[slot] share of the expert's tokens that the slot computes."""
     busy: Array
-    """[rank] seconds"""
+    """[rank] seconds of the rank."""
 
 
 REACHED, LEFT, ENTERED, QUEUE = 0, 1, 2, 3
-"""Rows of a search, an array [4, rank]: whether a rank over the limit can push there; the slot the way to it came from,
-NONE where it starts; the slot where it came in; ranks in the order they were reached."""
+"""Rows of a search array [4, rank]. REACHED: whether a rank above the limit can push to this rank. LEFT: slot that the
+path to this rank leaves from; NONE at its start. ENTERED: slot of this rank where the path arrives. QUEUE: ranks in the
+order they were reached."""
 
 
 @helper()
@@ -70,7 +71,7 @@ def new_split(slots: int, experts: int, ranks: int) -> Split:
 
 @helper()
 def link(row: Indices, alive: NDArray[np.bool_], unit: Array, fixed: Array, split: Split) -> None:
-    """Start from a row of slot_experts and equal shares."""
+    """Fill `split` from a row [slot] of experts, with equal shares."""
     each = len(row) // len(alive)
     split.first[:] = NONE
     split.copies[:] = 0
@@ -111,7 +112,10 @@ def copy_shares(split: Split, to: Split) -> None:
 
 @helper()
 def bequeath(split: Split, slot: int, unit: Array) -> int:
-    """Give the share of a slot that was unlinked to the least busy other of its expert; its rank, NONE if no share."""
+    """Give the share of an unlinked slot to the expert's slot on the least busy rank.
+
+    Returns that rank, or NONE if the unlinked slot had no share.
+    """
     each = len(split.expert) // len(split.busy)
     rank, expert, share = slot // each, split.expert[slot], split.share[slot]
     if share <= 0.0:
@@ -130,7 +134,7 @@ def bequeath(split: Split, slot: int, unit: Array) -> int:
 
 @helper()
 def swap_shares(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
-    """The shares and seconds after two slots exchange their experts; shares go along."""
+    """Update shares and seconds for an exchange of the experts of two slots; each share goes with its expert."""
     each = len(split.expert) // len(split.busy)
     here, there = one // each, other // each
     leaves, comes = split.expert[one], split.expert[other]
@@ -142,7 +146,7 @@ def swap_shares(split: Split, one: int, other: int, unit: Array, fixed: Array) -
 
 @helper()
 def unlink(split: Split, slot: int) -> int:
-    """Take a slot out of its expert's; the one before it, or NONE, for :func:`relink`."""
+    """Remove a slot from its expert's list; return the slot before it (NONE: it was first), for :func:`relink`."""
     expert = split.expert[slot]
     before = NONE
     if split.first[expert] == slot:
@@ -179,9 +183,10 @@ def link_in(split: Split, slot: int, expert: int) -> None:
 def relieve(
     split: Split, unit: Array, speeds: Array, limit: float, search: Indices, closed: NDArray[np.bool_]
 ) -> float:
-    """Push from ranks over the limit to ranks under it until nothing can be pushed; work (speed x seconds) left over.
+    """Push shares from ranks above the limit to ranks below it until nothing more can be pushed.
 
-    Where some is left, `search[REACHED]` is the bottleneck. Ranks that are `closed` are as if they were not there.
+    Returns the work (speed x seconds) left above the limit; if it is not 0, `search[REACHED]` marks the bottleneck.
+    Ranks that are `closed` take no part.
     """
     tiny = TINY * limit
     while True:
@@ -197,7 +202,7 @@ def relieve(
 
 @helper()
 def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Indices, closed: NDArray[np.bool_]) -> int:
-    """The nearest rank under the limit that one over it can push to, or NONE."""
+    """Return the nearest rank below the limit that a rank above the limit can push to, or NONE (breadth-first)."""
     ranks = len(split.busy)
     each = len(split.expert) // ranks
     end = 0
@@ -233,10 +238,10 @@ def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Indices
 
 @helper()
 def _push(split: Split, unit: Array, limit: float, search: Indices, sink: int) -> None:
-    """Push as much as the path to `sink` takes. Only the ranks at its two ends change their seconds."""
+    """Push as much as possible along the path to `sink`. Only the seconds of the path's first and last rank change."""
     each = len(split.expert) // len(split.busy)
     room = limit - split.busy[sink]  # seconds that arrive at the sink
-    gain = 1.0  # seconds that leave the rank for each that arrives
+    gain = 1.0  # seconds that leave the path's first rank per second that arrives at the sink
     rank = sink
     while search[LEFT, rank] != NONE:
         slot = search[LEFT, rank]
@@ -260,10 +265,10 @@ def _push(split: Split, unit: Array, limit: float, search: Indices, sink: int) -
 
 @helper()
 def least_limit(split: Split, unit: Array, speeds: Array, start: float, search: Indices) -> float:
-    """Share the tokens so that the slowest rank is fastest, and its seconds: at least `start`, to begin with.
+    """Split the tokens so that the slowest rank takes the least time; return its seconds. `start` is a lower bound.
 
-    Newton's method: each bottleneck names the least limit it allows, and what was pushed under a lower limit stays
-    right under a higher one.
+    Newton's method: each bottleneck gives a new lower bound for the limit, and shares pushed under a lower limit stay
+    valid under a higher one.
     """
     limit, closed = start, np.zeros(len(speeds), np.bool_)
     while relieve(split, unit, speeds, limit, search, closed) > 0.0:
@@ -281,7 +286,7 @@ def least_limit(split: Split, unit: Array, speeds: Array, start: float, search: 
 
 @helper()
 def separable(split: Split, unit: Array, speeds: Array) -> bool:
-    """Whether replicated experts take as long on all their ranks, but for speed: the flow is then exact."""
+    """Return whether the seconds of replicated experts differ by the ranks' speeds alone; the flow is then exact."""
     each = len(split.expert) // len(split.busy)
     for expert in range(len(split.first)):
         if split.copies[expert] < 2:

@@ -1,16 +1,16 @@
-"""The best shares of one layer for any seconds by rank and expert: the simplex method on a small dense table.
+"""Optimal shares of one layer for arbitrary seconds per rank and expert: the simplex method on a small dense table.
 
-Needed where an expert's seconds on its ranks differ by more than their speeds: where the way its rows travel counts.
-Every variable is at least 0. The table's rows are those that are not 0 now, each a constant (last column) and how it
-changes with each variable that is 0 now (the other columns):
+Needed if an expert's seconds on its ranks differ by more than the ranks' speeds, because the exchange of rows counts.
+Every variable is at least 0. The rows of the table are the basic variables: a constant (last column) and a coefficient
+for each nonbasic variable, whose value is 0 (the other columns):
 
     share of an expert's key replica = 1 - shares of its other replicas
     room of a rank                   = limit - its seconds
     limit                            = seconds of the busiest rank + room of the busiest rank
 
-With everything on key replicas all rooms are at least 0, so there is nothing to search for before the first step. The
-table is (ranks + replicated experts) x replicas: a step on 32 ranks and 32 spare slots takes about a microsecond, one
-with 256 spare slots about fifty.
+The key replica of an expert is the one that starts with all its tokens. The room of a rank is its seconds below the
+limit. At the start all rooms are at least 0, so the first basis is feasible and needs no search. The table is (ranks +
+replicated experts) x replicas: a pivot on 32 ranks with 32 spare slots takes about 1 µs, with 256 spare slots 50 µs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from coterie._numba import helper
 from coterie.placement.objective.flows.chains import NONE, Array, Indices, Split
 
 STALL = 50
-"""Steps without progress after which the first column that helps is taken, not the steepest: that cannot go round."""
+"""Pivots without progress after which the first improving column is chosen, not the steepest: Bland's rule, which
+cannot cycle."""
 
 SMALL = 1e-11
-"""Slope that counts as none; seconds are scaled so that the busiest rank begins with 1."""
+"""Slopes below this count as 0; seconds are scaled so that the busiest rank starts at 1."""
 
 
 @helper()
 def solve_shares(split: Split, unit: Array, fixed: Array) -> float:
-    """Set the best shares; the slowest rank's seconds."""
+    """Set the optimal shares in `split`; return the seconds of the slowest rank."""
     ranks, slots = len(split.busy), len(split.share)
     busiest = _gather(split, unit, fixed)
     scale = split.busy[busiest]
@@ -41,8 +42,8 @@ def solve_shares(split: Split, unit: Array, fixed: Array) -> float:
             replicated += 1
             links += count - 1
     table = np.zeros((ranks + replicated, links + 2))
-    inside = np.empty(len(table), np.int64)  # [row] variable: a slot for its share, slots + rank for a rank's room
-    outside = np.empty(links + 1, np.int64)  # [column]
+    inside = np.empty(len(table), np.int64)  # [row] basic variable: slot for a share, slots + rank for a room
+    outside = np.empty(links + 1, np.int64)  # [column] nonbasic variable, coded likewise
     _fill(split, unit, busiest, scale, table, inside, outside)
     _descend(table, inside, outside, busiest)
     for slot in outside:
@@ -57,7 +58,7 @@ def solve_shares(split: Split, unit: Array, fixed: Array) -> float:
 
 @helper()
 def _gather(split: Split, unit: Array, fixed: Array) -> int:
-    """Give each expert's tokens to its replica with the largest share, the key one; the busiest rank then."""
+    """Give each expert's tokens to its key replica, the one with the largest share; return the busiest rank."""
     each = len(split.share) // len(split.busy)
     split.busy[:] = 0.0
     for expert in range(len(split.first)):
@@ -105,7 +106,7 @@ def _fill(
         inside[row] = key
         table[row, -1] = 1.0
         row += 1
-    # Rooms were written without the limit, which is the busiest rank's seconds and room.
+    # The rows of rooms lack the limit so far; the limit is the busiest rank's seconds plus its room.
     outside[column] = slots + busiest
     for j in range(table.shape[1]):
         limit = 1.0 if j == column else -table[busiest, j]
@@ -116,7 +117,7 @@ def _fill(
 
 @helper()
 def _descend(table: Array, inside: Indices, outside: Indices, goal: int) -> None:
-    """Exchange columns for rows until no column lowers the row `goal`, the limit."""
+    """Pivot until no column lowers the row `goal`, the limit."""
     stalled, lowest = 0, np.inf
     while True:
         column = NONE
@@ -134,7 +135,7 @@ def _descend(table: Array, inside: Indices, outside: Indices, goal: int) -> None
                 ratio = max(0.0, table[i, -1]) / -table[i, column]
                 if ratio < least or (ratio == least and inside[i] < inside[row]):
                     row, least = i, ratio
-        if row == NONE:  # seconds cannot fall for ever: only rounding can say so
+        if row == NONE:  # seconds are bounded below: only rounding errors lead here
             return
         _exchange(table, row, column)
         inside[row], outside[column] = outside[column], inside[row]
@@ -158,7 +159,7 @@ def _exchange(table: Array, row: int, column: int) -> None:
 
 @helper()
 def _settle(split: Split, unit: Array, fixed: Array) -> None:
-    """Make every expert's shares add up to 1 in spite of rounding, and sum up the ranks' seconds."""
+    """Scale every expert's shares to add up to 1 despite rounding errors, and sum up the seconds of the ranks."""
     each = len(split.share) // len(split.busy)
     split.busy[:] = 0.0
     for expert in range(len(split.first)):

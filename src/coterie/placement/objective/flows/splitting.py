@@ -1,9 +1,10 @@
-"""The best split of a layer's tokens over its replicas: for one load, and anew in every scenario.
+"""Best split of a layer's tokens over its replicas, for one load or separately for every scenario.
 
-Without streaming a scenario's split is a linear program and solved exactly. Where replicas stream, each that has a
-token pays for it, and which of them have any is a choice too. The split is then searched: from the best of the split by
-straight lines, equal shares, and every expert whole on one of its ranks, shares leave the slowest rank one at a time
-while that makes it faster. Never worse than equal shares.
+If reading weights costs nothing, the split of a scenario is a linear program and is solved exactly. Otherwise each
+replica that gets a token pays for reading its weights, and the choice of these replicas is part of the problem. The
+split is then found by local search. It starts from the best of three splits: the optimum of a straight-line cost, equal
+shares, and every expert on a single rank. It moves shares off the slowest rank, one at a time, as long as this helps.
+The result is never worse than equal shares.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from coterie.placement.objective.flows.chains import (
 from coterie.placement.objective.flows.simplex import solve_shares
 
 MOST_FIXED = 0.999
-"""Largest fixed part of an expert's seconds: a share of its tokens always costs something."""
+"""Largest fixed part of an expert's seconds, as a share: the cost of a slot must grow with its tokens."""
 
 SAME = 1e-9
 """Relative slack for rounding errors."""
@@ -39,14 +40,15 @@ class Step(NamedTuple):
     """Prices of one scenario of a layer."""
 
     tokens: Array
-    """[expert]"""
+    """[expert] tokens."""
     per_token: Array
-    """[rank, expert] seconds."""
+    """[rank, expert] seconds of a token."""
     touch: Array
-    """[rank] seconds to stream an expert."""
+    """[rank] seconds to read the weights of an expert."""
     whole: bool
+    """Whether tokens are counts of a single step; see `Load.whole_steps`."""
     speeds: Array
-    """[rank] 0 where it is gone."""
+    """[rank] speed; 0 if the rank is dead."""
     alive: NDArray[np.bool_]
 
 
@@ -55,15 +57,15 @@ class SplitScratch(NamedTuple):
 
     split: Split
     search: Indices
-    """[4, rank]"""
+    """[4, rank] rows REACHED, LEFT, ENTERED and QUEUE of :mod:`.chains`."""
     unit: Array
-    """[rank, expert] seconds of all its tokens, on a straight line."""
+    """[rank, expert] seconds of all the expert's tokens, without the fixed part, on a straight line."""
     fixed: Array
-    """[expert] of that, for the slot itself."""
+    """[expert] fixed cost of a slot, as a multiple of `unit`."""
     share: Array
-    """[slot] the best so far."""
+    """[slot] best shares so far."""
     busy: Array
-    """[rank] seconds of these shares."""
+    """[rank] seconds with these shares."""
 
 
 @helper()
@@ -82,9 +84,9 @@ def new_step_scratch(slots: int, experts: int, ranks: int) -> SplitScratch:
 def split_best(
     row: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, fixed: Array, split: Split, search: Indices
 ) -> float:
-    """Share tokens so that the slowest rank is fastest; its seconds."""
+    """Split tokens so that the slowest rank takes the least time, at affine costs; return its seconds."""
     link(row, alive, unit, fixed, split)
-    work = speed = 0.0  # less than an even share of the load where an expert is on no living rank
+    work = speed = 0.0  # leaves out experts that are on no living rank
     for rank in range(len(speeds)):
         work += split.busy[rank] * speeds[rank]
         speed += speeds[rank]
@@ -96,7 +98,7 @@ def split_best(
 
 @helper()
 def split_step(row: Indices, step: Step, scratch: SplitScratch) -> float:
-    """The best split of one scenario, in `scratch.share` and `scratch.busy`; seconds of the slowest rank."""
+    """Find the best split of one scenario (`scratch.share`, `scratch.busy`); return the slowest rank's seconds."""
     split, streams = scratch.split, _streams(step)
     draw_lines(step, scratch.unit, scratch.fixed)
     split_best(row, step.alive, step.speeds, scratch.unit, scratch.fixed, split, scratch.search)
@@ -121,7 +123,7 @@ def _streams(step: Step) -> bool:
 
 @helper()
 def draw_lines(step: Step, unit: Array, fixed: Array) -> None:
-    """The price of a share as a straight line: through one replica and each of two."""
+    """Fill `unit` and `fixed`: the cost of a share as a line through a sole replica and one of two equal replicas."""
     ranks, experts = unit.shape
     if not _streams(step):
         for rank in range(ranks):
@@ -144,14 +146,14 @@ def draw_lines(step: Step, unit: Array, fixed: Array) -> None:
 
 @helper()
 def _slot_s(step: Step, rank: int, expert: int, share: float) -> float:
-    """Seconds of a slot with a share of its expert's tokens."""
+    """Return the seconds of a slot with this share of its expert's tokens."""
     part = step.tokens[expert] * share
     return float(step.per_token[rank, expert] * part + step.touch[rank] * touched(part, step.whole))
 
 
 @helper()
 def _price(step: Step, split: Split) -> None:
-    """What ranks take with these shares."""
+    """Compute the seconds of all ranks (`split.busy`) with the shares of `split`."""
     each = len(split.share) // len(split.busy)
     for rank in range(len(split.busy)):
         split.busy[rank] = 0.0
@@ -162,7 +164,7 @@ def _price(step: Step, split: Split) -> None:
 
 @helper()
 def _keep(split: Split, scratch: SplitScratch, slowest: float) -> float:
-    """Remember these shares if they are better than `slowest` seconds; the better of the two."""
+    """Keep the shares of `split` if their slowest rank takes less than `slowest` seconds; return the lower time."""
     longest = 0.0
     for seconds in split.busy:
         longest = max(longest, seconds)
@@ -185,7 +187,7 @@ def _share_equally(split: Split, expert: int) -> None:
 
 @helper()
 def _gather(step: Step, split: Split) -> None:
-    """Every expert whole on one of its ranks, the longest first, on the rank that is done with it soonest."""
+    """Assign each expert to a single one of its ranks, longest expert first, where it finishes earliest."""
     each = len(split.share) // len(split.busy)
     left = np.zeros(len(split.first))
     for expert in range(len(left)):
@@ -216,7 +218,7 @@ def _gather(step: Step, split: Split) -> None:
 
 @helper()
 def _polish(step: Step, split: Split, scratch: SplitScratch) -> float:
-    """Move shares off the slowest rank while that makes it faster; its seconds."""
+    """Move shares off the slowest rank as long as its time falls; return the seconds of the slowest rank."""
     share, busy = scratch.share, scratch.busy
     ranks, each = len(busy), len(share) // len(busy)
     for _ in range(8 * ranks):
@@ -249,7 +251,7 @@ def _polish(step: Step, split: Split, scratch: SplitScratch) -> float:
 
 @helper()
 def _balancing(step: Step, split: Split, share: Array, busy: Array, slot: int, other: int) -> float:
-    """Share to move so that both ranks end alike, if what they stream did not change any further."""
+    """Return the share to move for equal seconds on both ranks, if the time to read weights stayed as estimated."""
     each = len(share) // len(busy)
     rank, peer, expert = slot // each, other // each, split.expert[slot]
     row_s = (step.per_token[rank, expert] + step.per_token[peer, expert]) * step.tokens[expert]
@@ -265,7 +267,7 @@ def _balancing(step: Step, split: Split, share: Array, busy: Array, slot: int, o
 def _moved(
     step: Step, split: Split, share: Array, busy: Array, slot: int, other: int, part: float
 ) -> tuple[float, float]:
-    """Seconds of both ranks once a share of the one's slot goes to the other's."""
+    """Return the seconds of both ranks after moving a share `part` from `slot` to `other`."""
     each = len(share) // len(busy)
     rank, peer, expert = slot // each, other // each, split.expert[slot]
     left = max(0.0, share[slot] - part)
@@ -286,9 +288,10 @@ def split_steps(
     alive: NDArray[np.bool_],
     busy: Array,
 ) -> None:
-    """`busy` [layer, scenario, rank] seconds of the chosen layers, each scenario with its best split.
+    """Fill `busy` [layer, scenario, rank] with the seconds of the chosen layers, each scenario with its best split.
 
-    `rows` [layer, slot] experts; `tokens` [layer, scenario, expert]; `per_token` [layer, rank, expert] seconds.
+    `rows` is the expert [layer, slot]; `tokens` is [layer, scenario, expert]; `per_token` is in seconds [layer, rank,
+    expert].
     """
     ranks, experts = per_token.shape[1:]
     scratch = new_step_scratch(rows.shape[1], experts, ranks)

@@ -1,1 +1,1 @@
-"""One layer's placement as a mixed-integer program: see :mod:`coterie.placement.planning.milp.program`."""
+"""The placement of one layer as a mixed-integer program: see :mod:`coterie.placement.planning.milp.program`."""

@@ -1,19 +1,20 @@
 """One layer's placement as a mixed-integer program for HiGHS.
 
-Seconds are scaled: processing to the even rank's, movement to the cheapest load. Columns, besides which expert is
-where: `T`, the slowest rank's processing above the floor; `M`, the slowest rank's arrivals; `N[rank, price]`, how many
-experts arrive there over links of one price.
+Seconds are scaled: processing by the time of a balanced rank, movement by the cheapest load. Columns, besides the
+placement: `T`, the slowest rank's processing above the floor; `M`, the slowest rank's load time; `N[rank, price]`, the
+number of experts that arrive on a rank over links of one price.
 
-* Equal split: ``z[expert, rank, n]`` says that the expert has n replicas and one of them is on the rank. Numbers past
-  those that matter are one last level, which gets the time of the most replicas there may be: a bound stays a bound.
-* Scenarios: ``y[scenario]`` is the slowest rank's processing in each, and `T` what they count together. The tail is
-  Rockafellar and Uryasev's: an edge, and what each scenario takes past it.
-* Optimal split: ``p[expert, rank]`` holds it, ``x[expert, rank] <= p`` is its share of the expert's tokens. Seconds are
-  taken to be shared alike, which streaming is not: a bound stays a bound there too, and what is found gets its price.
+* Equal split: ``z[expert, rank, n]`` is 1 if the expert has n replicas and one of them is on the rank. Large n whose
+  replicas take little time are lumped into one last level with the time of the largest n: the bound stays valid.
+* Scenarios: ``y[scenario]`` is the slowest rank's processing in a scenario, and `T` their expected value. The tail is
+  Rockafellar and Uryasev's form of CVaR: an edge, and each scenario's time beyond the edge.
+* Optimal split: ``p[expert, rank]`` is 1 if the rank holds the expert, ``x[expert, rank] <= p`` is its share of the
+  expert's tokens. Seconds are assumed proportional to the share, which is too low for reading weights: the bound stays
+  valid, and the placement found is evaluated with its true cost.
 
-From a known placement follows that no rank of a better one is slower than `slowest`, since movement costs nothing at
-best. So an expert has at least so many replicas, and a set of ranks with more work of its own than it can do in that
-time must give some away, to at least one whole new replica outside: the cuts of
+Given a known placement, no rank of a better placement is slower than `slowest`, since movement costs at least 0. This
+gives each expert a least number of replicas. A set of ranks whose own experts need more than that time must also give
+work to at least one new replica outside the set: the cuts of
 :class:`~coterie.placement.planning.milp.solving.Cuts`.
 """
 
@@ -30,7 +31,7 @@ from scipy.sparse import coo_array
 from coterie.placement.objective._arrays import parts_taken
 from coterie.placement.objective.steps import over_scenarios
 
-# One layer as the exact search sees it.
+# Input and result of the exact search of one layer.
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -42,14 +43,14 @@ class LayerSteps:
     """Scenarios of a layer, living ranks only."""
 
     seconds: Array
-    """[rank, expert, replicas - 1, scenario] of each of so many equal replicas."""
+    """[rank, expert, replicas - 1, scenario] seconds of each replica if the expert has this many equal replicas."""
     weights: Array
-    """[scenario]"""
+    """[scenario] probabilities."""
     tail: float
     tail_share: float
 
     def slowest(self, holds: Mask) -> float:
-        """Seconds of the slowest rank over the scenarios, as the objective counts them."""
+        """Return the expected seconds of the slowest rank over the scenarios, tail included."""
         rank, expert = np.nonzero(holds)
         step_s = np.zeros((len(holds), len(self.weights)))
         np.add.at(step_s, rank, self.seconds[rank, expert, holds.sum(axis=0)[expert] - 1])
@@ -58,33 +59,34 @@ class LayerSteps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramLayer:
-    """One layer's arrays, living ranks only, in seconds; expected ones where there are scenarios."""
+    """Arrays of one layer, living ranks only, in seconds; expected seconds if there are scenarios."""
 
     unit: Array
-    """[rank, expert] a step if the rank got all of the expert's tokens."""
+    """[rank, expert] seconds of a step if the rank got all of the expert's tokens."""
     share: Array
-    """[expert, replicas - 1] of `unit` that each of so many equal replicas takes; of the rank where that is most."""
+    """[expert, replicas - 1] part of `unit` that each of this many equal replicas takes; with scenarios, the largest
+    over ranks."""
     load_in: Array
-    """[rank, expert] to load it there; 0 where it is."""
+    """[rank, expert] seconds to load the expert; 0 if the rank holds it."""
     speeds: Array
-    """[rank]"""
+    """[rank] speed of the rank."""
     slots: int
     """Slots per rank."""
     floor: float
-    """Seconds of a step below which nothing is gained."""
+    """Seconds of a step below which a faster placement counts as no gain."""
     horizon: float
     slowest_price: float
-    """Price per second of the slowest rank's arrivals."""
+    """Cost per second of the slowest rank's load time."""
     each_price: float
-    """Price per second of any rank's arrivals."""
+    """Cost per second of the load time summed over all ranks."""
     move_price: float
-    """Seconds that each move costs besides: the multiplier of a budget of moves."""
+    """Additional cost of each move in seconds: the Lagrange multiplier of a budget of moves."""
     steps: LayerSteps | None = None
-    """None: the mean step is the only scenario."""
+    """Scenarios; None: the mean step is the only scenario."""
 
     @property
     def replica_s(self) -> Array:
-        """[rank, expert, replicas - 1] expected seconds of each of so many equal replicas."""
+        """[rank, expert, replicas - 1] expected seconds of each replica if the expert has this many equal replicas."""
         if self.steps is None:
             return np.asarray(self.unit[:, :, None] * self.share)
         return np.asarray(self.steps.seconds @ self.steps.weights)
@@ -95,11 +97,11 @@ class ProgramLayer:
 
     @property
     def work(self) -> Array:
-        """[expert] seconds on a rank of speed 1 where it is cheapest."""
+        """[expert] seconds x speed of all the expert's tokens on its cheapest rank."""
         return np.asarray((self.unit * self.speeds[:, None]).min(axis=0))
 
     def excess(self, holds: Mask, shares: Array | None) -> float:
-        """Seconds of the objective above horizon x floor, which no placement avoids."""
+        """Return the seconds of the objective above horizon x floor, the part that no placement avoids."""
         arrivals = np.where(holds, self.load_in, 0.0).sum(axis=1)
         moves = float((holds & ~self.held).sum())
         slowest = self._slowest(holds, shares) if self.steps is None else self.steps.slowest(holds)
@@ -116,10 +118,10 @@ class ProgramLayer:
 
 
 class LayerSolution(NamedTuple):
-    """What the search of one layer ended with; seconds are above horizon x floor."""
+    """Result of the search of one layer; `excess` and `bound` are seconds above horizon x floor."""
 
     holds: Mask
-    """[rank, expert]"""
+    """[rank, expert] whether the rank holds the expert."""
     shares: Array | None
     """[rank, expert] share of the expert's tokens; None for equal shares."""
     excess: float
@@ -127,35 +129,35 @@ class LayerSolution(NamedTuple):
 
 
 SMALL = 0.02
-"""Share of an even rank's time: replica counts whose replicas take less than this are one level of the equal split."""
+"""Numbers of replicas whose replicas take less than this share of a balanced rank's time are lumped into one level."""
 
 
 class _Places(NamedTuple):
-    """The columns that put an expert on a rank."""
+    """Columns that put an expert on a rank."""
 
     expert: Index
     rank: Index
     level: Index
-    """Which number of replicas it stands for, counted over all experts; the expert itself in the optimal split."""
+    """Index of the level (number of replicas), counted over all experts; the expert itself in the optimal split."""
     seconds: Array
-    """Seconds of the rank in the equal split; in the optimal split, if it took the whole expert."""
+    """Seconds that the column adds to its rank; in the optimal split, at a share of 1."""
     outward: Array
-    """Most work that leaves the other ranks by it."""
+    """Most work that the column can take from other ranks."""
 
 
 class Program:
     """The mixed-integer program of one layer."""
 
     def __init__(self, layer: ProgramLayer, split: str, known: float, apart: Mask) -> None:
-        """`known`: excess of some placement; none that is worse need be found. `apart`: experts that get no last level
-        for several numbers of replicas."""
+        """Build the program. `known` is the excess of a known placement; the program excludes worse placements.
+        `apart` [expert] marks experts without a lumped level."""
         self.layer, self.split, self.apart = layer, split, apart
         self.work, self.replica_s = layer.work, layer.replica_s
         self.scale = float(self.work.sum() / layer.speeds.sum()) or 1.0
         prices = np.unique(layer.load_in[layer.load_in > 0])
         self.prices = prices if len(prices) else np.ones(1)
         per_move = self.prices[0] * (layer.slowest_price + layer.each_price) + layer.move_price
-        self.worth = float(per_move) or layer.horizon * self.scale or 1.0  # what the solver calls 1
+        self.worth = float(per_move) or layer.horizon * self.scale or 1.0  # seconds per unit of the solver's objective
         slack = known / layer.horizon if layer.horizon else np.inf
         self.slowest = layer.floor + slack * (1 + 1e-9) + 1e-9 * self.scale
         self._rows = ConstraintRows()
@@ -195,7 +197,7 @@ class Program:
         self.places = _Places(expert, rank, level, seconds, outward)
 
     def _levels(self, expert: int) -> list[tuple[int, int]]:
-        """Numbers of replicas the expert may have, from and to: those that matter singly, then the rest at once."""
+        """Return the expert's levels as (least, most) replicas: single numbers first, then one level for the rest."""
         layer = self.layer
         most = min(layer.share.shape[1], len(layer.unit))
         each = self.replica_s[:, expert, :most].min(axis=0)
@@ -221,7 +223,7 @@ class Program:
                 len(index),
             )
             self._rows.add(places.expert, shares, one, 1.0, 1.0, experts)
-            best = -np.sort(-most.reshape(experts, -1), axis=1)  # as many replicas as it takes to do all in time
+            best = -np.sort(-most.reshape(experts, -1), axis=1)  # the fewest replicas that can take all tokens in time
             least = (np.cumsum(best, axis=1) < 1 - 1e-9).sum(axis=1) + 1.0
             self._rows.add(places.expert, index, one, np.minimum(least, best.shape[1]), INF, experts)
             return
@@ -294,7 +296,7 @@ class Program:
         )
 
     def _add_steps(self, steps: LayerSteps) -> None:
-        """The slowest rank of every scenario, what it takes past the tail's edge, and what they count together."""
+        """Add rows for the slowest rank of every scenario, its time beyond the tail's edge, and the expected time."""
         layer, places = self.layer, self.places
         ranks, count = len(layer.unit), len(steps.weights)
         each, one = np.arange(count), np.ones(count)
@@ -324,11 +326,11 @@ class Program:
 
     @property
     def whole(self) -> Index:
-        """Columns that are whole numbers."""
+        """Indices of the integer columns."""
         return np.concatenate([np.arange(len(self.places.expert)), np.arange(self.first_level, self.slow)])
 
     def lp(self) -> Any:
-        """The relaxation, as HiGHS takes it."""
+        """Return the linear relaxation as a HiGHS model."""
         layer = self.layer
         lp = highspy.HighsLp()
         cost, upper = np.zeros(self.columns), np.ones(self.columns)
@@ -344,7 +346,7 @@ class Program:
         return lp
 
     def columns_of(self, holds: Mask) -> Array:
-        """[column] the whole-number ones of a placement; the others are left at 0."""
+        """Return the column values [column] of a placement; continuous columns are left at 0."""
         layer, places = self.layer, self.places
         values = np.zeros(self.columns)
         on = holds[places.rank, places.expert]
@@ -360,7 +362,7 @@ class Program:
         return values
 
     def lumped(self, values: Array) -> Mask:
-        """[expert] whether its level stands for several numbers of replicas."""
+        """Return [expert] whether the expert's level in a solution is a lumped one."""
         used = (values[self.first_level : self.first_count] > 0.5) & (self.least < self.most)
         experts = np.zeros(self.layer.unit.shape[1], bool)
         experts[self.owner[used]] = True
@@ -374,13 +376,13 @@ class Program:
         return holds
 
 
-# Rows of a program for HiGHS.
+# Constraint rows of a program for HiGHS.
 
 INF = highspy.kHighsInf
 
 
 class ConstraintRows:
-    """Rows of the program as they are collected."""
+    """Collected constraint rows of a program."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -388,7 +390,7 @@ class ConstraintRows:
         self._bounds: list[tuple[Array, Array]] = []
 
     def add(self, row: Index, column: Index, value: Array, low: Array | float, high: Array | float, rows: int) -> None:
-        """`rows` rows at once; `row` counts from 0 among them."""
+        """Add `rows` rows with entries (row, column, value) and bounds; `row` counts from 0 among the new rows."""
         self._parts.append((row + self.count, column, np.broadcast_to(value, column.shape)))
         self._bounds.append((np.broadcast_to(low, rows).astype(float), np.broadcast_to(high, rows).astype(float)))
         self.count += rows

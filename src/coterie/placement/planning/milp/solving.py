@@ -1,6 +1,6 @@
-"""Running HiGHS: any small program, and a layer's with root cuts, branch and bound, and shares for a placement.
+"""Run HiGHS: on any small program; on a layer's program with root cuts, then branch and bound; on shares.
 
-It runs so that Ctrl-C and a look at its progress can stop it.
+Ctrl-C and the progress callback can stop a run.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ TELL_EVERY_S = 0.5
 
 
 class Search(NamedTuple):
-    """When a search may end."""
+    """Limits of a search."""
 
     gap_s: float
-    """Between what was found and the bound, in the unit of the objective."""
+    """Gap between solution and bound at which the search ends, in the unit of the objective."""
     time_limit_s: float
     threads: int
 
 
 def make_solver(search: Search) -> Any:
-    """A solver with these limits; the same every time."""
+    """Make a solver with these limits and a fixed random seed."""
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", search.threads)
@@ -50,10 +50,11 @@ def make_solver(search: Search) -> Any:
 
 
 def run_watched(solver: Any, calls: Any, look: Callable[[Any], bool]) -> None:
-    """Run it, with a look now and then at where it is; a look that says False stops it.
+    """Run the solver and call `look` from time to time; a result of False stops the solver.
 
-    What a look raises, and Ctrl-C, also stop it and are raised when it has ended: nothing may unwind through the
-    solver. It runs in a thread of its own because Ctrl-C goes to the first one, which would not heed it inside HiGHS.
+    Exceptions of `look` and Ctrl-C also stop the solver, and are raised after it has ended, because no exception may
+    unwind through HiGHS. The solver runs in its own thread: Ctrl-C goes to the main thread, which would not react to it
+    inside HiGHS.
     """
     failures: list[BaseException] = []
     ended = Event()
@@ -86,7 +87,7 @@ def run_watched(solver: Any, calls: Any, look: Callable[[Any], bool]) -> None:
     running.start()
     while not ended.is_set():
         try:
-            ended.wait()  # not join: interrupted, it takes the thread for ended (Python 3.11)
+            ended.wait()  # not join(): if interrupted, it regards the thread as ended (Python 3.11)
         except BaseException as error:
             failures.append(error)
     running.join()
@@ -96,18 +97,18 @@ def run_watched(solver: Any, calls: Any, look: Callable[[Any], bool]) -> None:
 
 
 class Solution(NamedTuple):
-    """The best that was found of a program, and what none goes below."""
+    """Best solution found for a program, and a lower bound."""
 
     values: Array
-    """[column]"""
+    """[column] values."""
     objective: float
     bound: float
 
 
 def minimise(rows: ConstraintRows, cost: Array, upper: Array, whole: Index, search: Search, start: Array) -> Solution:
-    """Minimise cost x columns of at least 0, some of them whole numbers; `start` [column] is feasible and known.
+    """Minimise cost x columns with columns of at least 0; columns `whole` are integers, and `start` is feasible.
 
-    What was found when the time is up is returned, at worst `start`.
+    At the time limit the best solution so far is returned, at worst `start`.
     """
     lp = highspy.HighsLp()
     columns = len(cost)
@@ -132,15 +133,16 @@ def minimise(rows: ConstraintRows, cost: Array, upper: Array, whole: Index, sear
 
 
 Tell = Callable[[float, float], bool]
-"""Callback: the best excess and its bound so far, in seconds; returning False stops the search."""
+"""Callback that receives the best excess and its bound so far, in seconds; returning False stops the search."""
 
 CUT_ROUNDS = 30
 
 
 def solve(layer: ProgramLayer, split: str, start: LayerSolution, search: Search, tell: Tell) -> LayerSolution:
-    """The best placement found, not worse than `start`, and what no placement goes below.
+    """Return the best placement found, not worse than `start`, with a lower bound.
 
-    Where the optimum has an expert in its lumped level, its numbers of replicas are told apart and it is solved again.
+    If the solution has experts in lumped levels, these levels are split into single numbers of replicas and the program
+    is solved again.
     """
     until = perf_counter() + search.time_limit_s
     going = True
@@ -162,13 +164,13 @@ def solve(layer: ProgramLayer, split: str, start: LayerSolution, search: Search,
 
 
 def _solve_once(program: Program, start: LayerSolution, search: Search, tell: Tell) -> tuple[LayerSolution, Mask]:
-    """What was found, and the experts [expert] that the solver's optimum has in lumped levels."""
+    """Solve the program once; return the best placement and which experts [expert] are in lumped levels."""
     layer, began = program.layer, perf_counter()
     none = np.zeros(layer.unit.shape[1], bool)
     solver = make_solver(search)
     solver.passModel(program.lp())
 
-    def in_time(reached: float) -> bool:  # HiGHS looks at its own limit now and then only
+    def in_time(reached: float) -> bool:  # HiGHS checks its own time limit too rarely
         return perf_counter() - began < search.time_limit_s and tell(start.excess, reached)
 
     bound = _root(solver, program, start.excess - search.gap_s, in_time)
@@ -202,7 +204,7 @@ def _solve_once(program: Program, start: LayerSolution, search: Search, tell: Te
 
 
 def _root(solver: Any, program: Program, target: float, tell: Callable[[float], bool]) -> float:
-    """Bound of the relaxation, in seconds, with the cuts it breaks added as long as that helps."""
+    """Return the bound of the relaxation in seconds, adding violated cuts while they help, up to `target`."""
     cuts = Cuts(program)
     bound = 0.0
 
@@ -224,10 +226,10 @@ def _root(solver: Any, program: Program, target: float, tell: Callable[[float], 
 
 
 def best_shares(layer: ProgramLayer, holds: Mask) -> Array:
-    """[rank, expert] shares that make the slowest rank of a placement fastest: a small linear program.
+    """Return shares [rank, expert] that minimise the slowest rank of a placement, by a small linear program.
 
-    It takes an expert's seconds to be shared as its tokens are. Where replicas stream, they are not: equal shares are
-    then taken if they are better.
+    It assumes that an expert's seconds are proportional to its share of tokens. This is wrong if replicas read weights;
+    equal shares are returned if they are better.
     """
     rank, expert = np.nonzero(holds)
     ranks, experts = holds.shape
@@ -256,19 +258,19 @@ def best_shares(layer: ProgramLayer, holds: Mask) -> Array:
     return min(shares / shares.sum(axis=0), holds / holds.sum(axis=0), key=lambda split: layer.excess(holds, split))
 
 
-# Rows that a relaxation breaks: sets of ranks must give work away.
+# Cuts, rows that a relaxation violates: overloaded sets of ranks must give work away.
 
 ALL_SETS = 10
-"""Ranks up to which every set of them is looked at for cuts; past it, sets grown from single ranks."""
+"""Largest number of ranks for which all sets of ranks are considered for cuts; above, sets grown from single ranks."""
 CUTS_A_ROUND, LEAST_VIOLATION = 24, 1e-3
 
 
 class Cuts:
-    """Sets of ranks that must give work away, and the rows that say so.
+    """Sets of ranks that must give work away, and the rows that enforce it.
 
-    What a set's own experts (those held nowhere else) need beyond its ranks' time leaves only through new replicas
-    outside. Capped at what must leave, the work of these replicas sums to at least that; and there are at least as many
-    of them as it takes of the largest.
+    If a set's own experts (held nowhere else) need more than the set's time, the excess can leave only through new
+    replicas outside the set. The work of these replicas, each capped at the excess, adds up to at least the excess; and
+    their number is at least the number of the largest replicas that would take the excess.
     """
 
     def __init__(self, program: Program) -> None:
@@ -285,10 +287,10 @@ class Cuts:
         self._done: set[tuple[int, bool]] = set()
 
     def _fewest(self, which: int, largest: Array) -> int:
-        """New replicas that the set must give away, at the least."""
+        """Return the least number of new replicas outside that the set needs."""
         outside, own = ~self.sets[which], self.own[which]
         leaving = -np.sort(-largest[np.ix_(outside, own)].ravel())
-        if self.program.layer.share.shape[1] == 1:  # no replicas: as many others come in, whole
+        if self.program.layer.share.shape[1] == 1:  # no replicas: as many whole experts come in as leave
             coming = np.sort(self.program.work[~own])
             pairs = min(len(leaving), len(coming))
             leaving = leaving[:pairs] - coming[:pairs]
@@ -296,7 +298,7 @@ class Cuts:
         return int(np.argmax(reached)) + 1 if reached.any() else 1
 
     def violated(self, values: Array) -> list[tuple[Index, Array]]:
-        """Rows of at least 1 that these columns break most: their columns and values."""
+        """Return the most violated cuts as (columns, coefficients) of rows whose value must be at least 1."""
         program, places = self.program, self.program.places
         on = program.arriving[values[program.arriving] > 1e-9]
         leaving = self.own[:, places.expert[on]] & ~self.sets[:, places.rank[on]]
@@ -326,7 +328,7 @@ def _all_sets(ranks: int) -> Mask:
 
 
 def _grown_sets(layer: ProgramLayer) -> Mask:
-    """From each rank alone, always adding the rank that leaves the most work without a place."""
+    """Grow sets from each single rank, always adding the rank that raises the set's excess work most."""
     work, held = layer.work, layer.held
     even = work.sum() / layer.speeds.sum()
     sets: dict[bytes, Mask] = {}

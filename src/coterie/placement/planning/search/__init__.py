@@ -1,1 +1,1 @@
-"""The loops of the latency-optimal planner: see :mod:`coterie.placement.planning.search.layers`."""
+"""Compiled loops of the latency-optimal planner: see :mod:`coterie.placement.planning.search.layers`."""

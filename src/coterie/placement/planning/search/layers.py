@@ -1,12 +1,12 @@
-"""The loops of :mod:`coterie.placement.planning.latency_optimal`: one layer's search, and all layers side by side.
+"""Compiled loops of :mod:`coterie.placement.planning.latency_optimal`: the search of one layer, for all layers.
 
-A layer is searched towards a target time. What ranks have above it is *excess*; the search takes the slowest rank and
-the action that takes most excess away for each move it costs: swap two slots of different ranks, or give a slot whose
-expert has other replicas to another expert. Moves are counted against the placement at the start, so an action that
-involves slots already given away costs less: a second swap with such a slot makes a ring of three ranks out of a pair
-for one move more, and handing on what was brought is free. That is how rings of any length come about.
+A layer is searched towards a target time. A rank's time above the target is its *excess*. The search repeatedly takes
+the slowest rank and the action that removes the most excess per move: swap two slots of different ranks, or give a slot
+whose expert has other replicas to another expert. Moves are counted against the placement at the start, so an action on
+slots that have already changed costs less: a second swap with such a slot turns a pair into a ring of three ranks for
+one more move, and passing on an expert that has just arrived is free. In this way rings of any length arise.
 
-Layers share nothing and each is searched by one thread in a fixed order, so threads do not change the result.
+Layers are independent and each is searched by one thread in a fixed order, so the result does not depend on threads.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from coterie.placement.planning.search.state import (
 )
 
 SPARE = 0.3
-"""Added to the moves of an action when excess is divided by them, so that free actions still rank by excess."""
+"""Added to an action's number of moves before excess is divided by it, so that free actions still rank by excess."""
 
 SPARES = (SPARE, 2.0, 20.0)
-"""Tried in turn where the target is out of reach: the search ends in different places, and the best is taken."""
+"""Values of SPARE that are tried if the target is out of reach: the searches end in different placements, and the best
+is kept."""
 
 LADDER = (0.0, 0.04, 0.12, 0.25, 0.45, 0.7)
-"""Targets between the floor (0) and the slowest rank now (1): where moves are dear, a nearer one takes fewer."""
+"""Targets between the floor (0) and the slowest rank's present time (1): if moves are expensive, a target closer to the
+present time needs fewer."""
 
 HALVINGS = 6
-"""Further targets, between the fastest that was reached and what was not: a target out of reach makes the search trade
-the slowest rank's time for the sum of all."""
+"""Number of further targets, by bisection between the lowest time reached and the highest target missed: with a target
+out of reach, the search lowers the total excess at the cost of the slowest rank."""
 
 SQUEEZE = 0.02
-"""Share by which the first target lies below the slowest rank's time."""
+"""Share by which the first target is below the slowest rank's time, when the target is lowered step by step."""
 
 THOROUGH = 1024
-"""Slots x ranks up to which a layer whose target is out of reach is searched from several sides; a larger one would
+"""Largest slots x ranks of a layer that is searched in several ways if its target is out of reach; a larger layer would
 take seconds."""
 
 CLOSE = 1e-3
-"""Share of the floor: the search stops this close to it."""
+"""Distance to the floor, as a share of it, at which the search stops."""
 
 AT_TARGET, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
 """Outcomes of a layer's search."""
@@ -77,9 +79,9 @@ def search(
     moves: NDArray[np.int64],
     outcomes: NDArray[np.int64],
 ) -> None:
-    """The chosen layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many.
+    """Search the chosen layers; fill `trails` [layer, step, slot] with their placements, the best last.
 
-    The first step of a trail is the layer as it is, repaired where it must be.
+    `kept` [layer] is the number of steps of a trail. The first step is the current placement, repaired if necessary.
     """
     slots, ranks, experts = rows.shape[1], unit.shape[1], unit.shape[2]
     state = MeanState(
@@ -113,7 +115,7 @@ def search(
             kept=kept[at : at + 1],
             trail=trail,
         )
-        fastest, low = prices.fastest, max(prices.floor, 1e-300)  # a target of 0 is a layer without load
+        fastest, low = prices.fastest, max(prices.floor, 1e-300)  # avoid a target of 0 (a layer without load)
         start(layer, state, base, rows[at])
         restore(layer, state, base, fastest)
         repaired = repair(layer, state, low, fastest)
@@ -124,18 +126,18 @@ def search(
         outcomes[at] = REPAIRED if repaired else AT_TARGET
         if peak <= low * (1.0 + TINY):
             continue
-        cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
+        cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # cost of the cheapest move
         high = peak
         for step in LADDER:
             target = low + step * (peak - low)
             if prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
-                break  # even reaching it in one move would not be better
+                break  # not better even if one move reached the target
             if step > 0.0:
                 restore(layer, state, base, fastest)
             reach_target(layer, state, scratch, best, prices, target, SPARE)
             high = min(high, slowest(state.busy))
         if high > low * (1.0 + CLOSE) and slots * ranks <= THOROUGH:
-            # The floor is out of reach and `high` is not: targets between them.
+            # The floor was not reached, `high` was: try targets between them.
             for _ in range(HALVINGS):
                 target = (low + high) / 2.0
                 if high <= low * (1.0 + CLOSE) or prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
@@ -145,7 +147,7 @@ def search(
                     low = target
                 high = min(high, slowest(state.busy))
             low = prices.floor
-            for spare in SPARES:  # other ways down
+            for spare in SPARES:  # other weights of moves lead to other placements
                 if prices.horizon * low + cheapest >= totals[at, kept[at] - 1]:
                     break
                 restore(layer, state, base, fastest)
@@ -168,9 +170,9 @@ def search(
 def spend(
     kept: NDArray[np.int64], totals: Array, seconds: Array, moves: NDArray[np.int64], budget: int
 ) -> NDArray[np.int64]:
-    """[layer] the step of its trail that each takes so that all moves fit: what saves most a second of moving first.
+    """Choose one step of each layer's trail [layer] within a budget of moves, by most saving per second of movement.
 
-    The first steps, which repair, are taken whatever the budget.
+    The first step of each trail, which contains repairs, is taken regardless of the budget.
     """
     chosen = np.zeros(len(kept), np.int64)
     left = budget

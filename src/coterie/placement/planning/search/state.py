@@ -1,4 +1,4 @@
-"""Where the search of a layer stands, and what changes it."""
+"""State of the search of a layer, and the functions that change it."""
 
 from __future__ import annotations
 
@@ -14,73 +14,74 @@ Array = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 EMPTY = NONE
-"""Expert of a slot that holds a second copy of what its rank has: it is given something else before all else."""
+"""Mark of a slot that holds a duplicate of another slot on its rank; the repair fills such slots first."""
 
 FAR = 1.7
-"""Moves that one over a slower link than the fastest counts as. It steers only: the objective charges the full time,
-but a search steered by that (9 times as long across nodes) made a third more moves on drifted loads."""
+"""Number of moves that a move over a link slower than the fastest counts as. It only steers the search; the objective
+charges the full time. Steering by the full time (9 times as long between nodes) made a third more moves on drifted
+loads."""
 
 TINY = 1e-9
-"""Share of the target: excess below this is ignored."""
+"""Excess that is ignored, as a share of the target."""
 
 
 class MeanLayer(NamedTuple):
-    """What the search of a layer is given."""
+    """Input of the search of a layer."""
 
     unit: Array
     """[rank, expert] seconds of all of the expert's tokens."""
     share: Array
-    """[replicas - 1, expert] of `unit` each replica takes."""
+    """[replicas - 1, expert] part of `unit` that each replica takes."""
     load_in: Array
-    """[rank, expert] seconds to load; 0 where the rank has it."""
+    """[rank, expert] seconds to load the expert; 0 if the rank holds it."""
     alive: NDArray[np.bool_]
-    """[rank]"""
+    """[rank] whether the rank is alive."""
     uniform_ranks: bool
     """Whether every expert takes the same time on all living ranks."""
 
 
 class MeanState(NamedTuple):
-    """Where the search of a layer stands."""
+    """State of the search of a layer."""
 
     row: NDArray[np.int64]
-    """[slot] expert."""
+    """[slot] expert in the slot."""
     held: NDArray[np.int16]
-    """[rank, expert] slot that holds it, or -1."""
+    """[rank, expert] slot of the rank that holds the expert, or -1."""
     home: NDArray[np.bool_]
-    """[rank, expert] whether the rank had it at the start: it costs no move."""
+    """[rank, expert] whether the rank held the expert at the start, so that it costs no move."""
     copies: NDArray[np.int64]
     """[expert] replicas on living ranks."""
     part: Array
-    """[expert] of `unit` that each replica takes now."""
+    """[expert] part of `unit` that each replica takes now."""
     busy: Array
-    """[rank] seconds."""
+    """[rank] seconds of the rank."""
     own: Array
-    """[slot] seconds of what it holds."""
+    """[slot] seconds of the slot's expert."""
     fee: Array
-    """[slot] moves that holding it costs, slow links counting for more; infinite on ranks that are gone."""
+    """[slot] moves needed for the slot's expert (0, 1 or FAR); infinite on dead ranks."""
 
 
 class Scratch(NamedTuple):
     """Working arrays, refilled for each rank that is examined."""
 
     back: Array
-    """[slot] seconds of its expert on the rank that is looked at."""
+    """[slot] seconds of the slot's expert on the examined rank."""
     back_fee: Array
-    """[slot] moves if its expert went there; infinite where it cannot."""
+    """[slot] change in moves if the slot's expert went to the examined rank; infinite if the rank already holds it."""
     relief: Array
-    """[expert] excess that goes away with one replica more."""
+    """[expert] excess removed by one more replica."""
     burden: Array
-    """[expert] excess that comes with one replica less."""
+    """[expert] excess added by one replica less."""
     order: NDArray[np.int64]
-    """[rank]"""
+    """[rank] ranks by ascending seconds."""
     worth: Array
-    """[slot of a rank] excess that a swap with it takes away for each move."""
+    """[slot of a rank] excess removed per move by a swap with the slot."""
     stuck: NDArray[np.bool_]
-    """[rank] whether nothing helps it."""
+    """[rank] whether no action helps the rank."""
 
 
 class Action(NamedTuple):
-    """Slots `first` and `second` change places; or, `first` being -1, `second` is given to `expert`."""
+    """A swap of the experts of slots `first` and `second`; if `first` is -1, slot `second` is given to `expert`."""
 
     score: float
     first: int
@@ -92,25 +93,29 @@ class MeanPrices(NamedTuple):
     """Prices of the objective for one layer."""
 
     floor: float
-    """Seconds below which nothing is gained."""
+    """Seconds of a step below which a faster placement counts as no gain."""
     horizon: float
     exposed: float
     move_price: float
     fastest: float
-    """Seconds of a load over the fastest link."""
+    """Seconds to load an expert over the fastest link."""
 
 
 class Best(NamedTuple):
-    """What a layer's search found, each better than the one before; without a trail only the last is kept."""
+    """Placements found by the search of a layer, each better than the one before."""
 
     rows: NDArray[np.int16]
-    """[step, slot]"""
+    """[step, slot] expert in each slot."""
     totals: Array
+    """[step] objective, in seconds."""
     seconds: Array
+    """[step] load seconds of all moves."""
     moves: NDArray[np.int64]
+    """[step] number of moves."""
     kept: NDArray[np.int64]
-    """[1] steps."""
+    """[1] number of steps."""
     trail: bool
+    """Whether all steps are kept, rather than the best alone."""
 
 
 @helper()
@@ -136,7 +141,7 @@ def fee_of(load_in: Array, home: NDArray[np.bool_], rank: int, expert: int, fast
 
 @helper()
 def start(layer: MeanLayer, state: MeanState, base: NDArray[np.int64], row: Ints) -> None:
-    """Homes as they are, and a `base` in which second copies on a rank are EMPTY slots."""
+    """Fill `home` from a row [slot], and `base` [slot] with the row in which duplicates on a rank are EMPTY."""
     ranks, experts = layer.unit.shape
     per_rank = len(row) // ranks
     for rank in range(ranks):
@@ -153,7 +158,7 @@ def start(layer: MeanLayer, state: MeanState, base: NDArray[np.int64], row: Ints
 
 @helper()
 def refresh(layer: MeanLayer, state: MeanState, rank: int, fastest: float) -> None:
-    """Recompute a rank's times and fees from its slots: rounding errors do not add up."""
+    """Recompute a rank's times and fees from its slots, so that rounding errors do not accumulate."""
     unit, load_in, row, home, part, own, fee = (
         layer.unit,
         layer.load_in,
@@ -204,7 +209,7 @@ def apply(layer: MeanLayer, state: MeanState, first: int, second: int, expert: i
 
 @helper()
 def restore(layer: MeanLayer, state: MeanState, row: NDArray[np.int64], fastest: float) -> None:
-    """To a given state of the slots."""
+    """Set the state to a given row of experts [slot]."""
     ranks, experts = layer.unit.shape
     per_rank = len(row) // ranks
     for expert in range(experts):

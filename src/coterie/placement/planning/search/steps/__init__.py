@@ -1,1 +1,1 @@
-"""The search of a layer over scenarios; loops on plain arrays."""
+"""Compiled loops for the search of a layer over scenarios."""

@@ -1,9 +1,9 @@
-"""Swaps of a slot of one rank with a slot of another, and gifts of a slot, weighed in all scenarios at once.
+"""Swaps of two slots of different ranks, and gifts of a slot, evaluated over all scenarios.
 
-Times of two ranks that swap change by what the two experts take there; the other ranks count by the slowest of them,
-`still`. What is expected is convex in what the two ranks pass to each other, so it is nowhere below its slope at no
-swap: swaps that gain nothing by the slope are not looked at. A gift is a slot that goes to another expert; the one that
-it held has other replicas.
+A swap changes the times of two ranks by the times of the two experts; the other ranks count by the slowest of them,
+`still`. The expected time is convex in the times that the two ranks exchange, so it is bounded below by its tangent
+at no swap: swaps that gain nothing by the tangent are skipped. A gift gives a slot to another expert; the slot's
+previous expert keeps other replicas.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from coterie.placement.planning.search.steps.state import (
 )
 
 LOOKED = 2
-"""Slots of the first rank after which a swap that gains is taken, those with the steepest slope first."""
+"""Number of slots of the first rank, steepest slope first, after which the best gaining swap so far is taken."""
 
 
 @helper()
 def best_swap(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, limit: float
 ) -> tuple[int, int]:
-    """Places on the two ranks of the best swap found that brings the objective below `limit`; else -1."""
+    """Return the places on the two ranks of the best swap that lowers the objective below `limit`; else (-1, -1)."""
     one, two, still, edge = state.busy[rank], state.busy[other], scratch.still, state.edge[0]
     low = fill_still(state.first, state.second, state.third, one, two, still, scratch.mine, scratch.theirs)
     if layer.uniform and objective(prices.lean * low / layer.scale, 0.0, prices, edge) >= limit:
@@ -95,9 +95,9 @@ def best_swap(
 def fill_still(
     first: Units, second: Units, third: Units, one: Units, two: Units, still: Units, mine: Units, theirs: Units
 ) -> int:
-    """The slowest of the ranks but two, in each scenario, and where either of the two is slower.
+    """Fill, per scenario, the time of the slowest rank other than a pair, and which of the pair is slower than all.
 
-    Returns what no swap of the two gets below, expected over the scenarios.
+    Returns a lower bound on the expected time after any swap of the pair, for ranks on which experts take equal time.
     """
     low, none, some = np.int32(0), np.int32(0), np.int32(1)
     for scenario in range(len(still)):
@@ -117,7 +117,7 @@ def fill_still(
 
 @helper()
 def slope(mine: Units, here: Units, theirs: Units, there: Units) -> float:
-    """What a slot takes in scenarios where the first rank is the slowest, less that where the other is."""
+    """Return a slot's time in scenarios where the first rank is slowest minus that where the second rank is."""
     total = np.int32(0)
     for scenario in range(len(here)):
         gain = np.int32(np.int32(mine[scenario] * here[scenario]) - np.int32(theirs[scenario] * there[scenario]))
@@ -127,7 +127,7 @@ def slope(mine: Units, here: Units, theirs: Units, there: Units) -> float:
 
 @helper()
 def gather(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, other: int) -> None:
-    """Times of either rank's experts on the other."""
+    """Compute the times of each rank's experts on the other rank."""
     per_rank = len(scratch.pull)
     for place in range(per_rank):
         for near, far, units in ((rank, other, scratch.there[place]), (other, rank, scratch.back[place])):
@@ -138,7 +138,7 @@ def gather(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, 
 
 @helper()
 def after_swap(one: Units, two: Units, still: Units, here: Units, there: Units, back: Units, home: Units) -> int:
-    """Expected time after a swap: the first rank gives `here` for `back`, the other gives `home` for `there`."""
+    """Return the expected time after a swap: the first rank gives `here` for `back`, the other `home` for `there`."""
     total = np.int32(0)
     for scenario in range(len(one)):
         x = np.int32(np.int32(one[scenario] - here[scenario]) + back[scenario])
@@ -153,7 +153,7 @@ def after_swap(one: Units, two: Units, still: Units, here: Units, there: Units, 
 def past_after(
     one: Units, two: Units, still: Units, edges: Units, here: Units, there: Units, back: Units, home: Units
 ) -> int:
-    """As :func:`after_swap`, but the sum of the scenario times beyond the edge of the tail."""
+    """Return the sum of the scenario times beyond the edge of the tail; otherwise as :func:`after_swap`."""
     total = np.int32(0)
     for scenario in range(len(one)):
         x = np.int32(np.int32(one[scenario] - here[scenario]) + back[scenario])
@@ -187,7 +187,7 @@ def swap(layer: StepLayer, state: StepState, rank: int, other: int, first: int, 
 
 @helper()
 def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, least: float) -> bool:
-    """Give slots to experts that use them better, by at least a share of the objective; whether any was given."""
+    """Give slots to experts that use them better; `least` is the least gain as a share. Return whether any was."""
     per_rank, given = len(scratch.pull), False
     fill_wanting(layer, state, scratch)
     for slot in range(len(state.row)):
@@ -205,7 +205,7 @@ def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, pric
 
 @helper()
 def fill_wanting(layer: StepLayer, state: StepState, scratch: StepScratch) -> None:
-    """`wanting`: experts whose further replica would shorten the slowest ranks most, if they stayed the slowest."""
+    """Fill `wanting` with the experts whose additional replica would relieve the slowest ranks most."""
     relief, per_rank = scratch.relief, len(scratch.pull)
     for expert in range(len(relief)):
         relief[expert] = 0.0
@@ -230,7 +230,7 @@ def fill_wanting(layer: StepLayer, state: StepState, scratch: StepScratch) -> No
 def best_gift(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, slot: int, least: float
 ) -> int:
-    """The expert that lowers the objective most in this slot; -1 if none does."""
+    """Return the expert that lowers the objective most in this slot; -1 if none gains enough."""
     ranks, rank, was = len(layer.alive), slot // len(scratch.pull), state.row[slot]
     living = 0
     for one in range(ranks):
@@ -254,7 +254,7 @@ def best_gift(
 
 @helper()
 def copy_less(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
-    """`freed` [rank, scenario]: times once the rank gives an expert up, and its other replicas take over."""
+    """Update `freed` [rank, scenario]: times after the rank drops an expert and its other replicas take over."""
     each = 1.0 / (state.copies[expert] - 1.0)
     for one in range(len(layer.alive)):
         if state.held[one, expert] < 0:
@@ -268,7 +268,7 @@ def copy_less(layer: StepLayer, state: StepState, scratch: StepScratch, rank: in
 
 @helper()
 def copy_more(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
-    """`peak` [scenario]: time of the slowest rank if the slot that was freed on `rank` goes to `expert`."""
+    """Fill `peak` [scenario]: time of the slowest rank if the freed slot on `rank` goes to `expert`."""
     peak, more, each = scratch.peak, scratch.more, 1.0 / (state.copies[expert] + 1.0)
     for scenario in range(len(peak)):
         peak[scenario] = 0

@@ -1,12 +1,12 @@
-"""The search of a layer over scenarios: swaps and gifts of slots that lower the expected time of the slowest rank.
+"""Search of a layer over scenarios: swaps and gifts of slots that lower the expected time of the slowest rank.
 
-Each pass looks at every pair of ranks for the best swap of a slot of one with a slot of the other, and takes it if the
-objective falls; then at every slot whose expert has other replicas, for an expert that would use it better. It ends
-when a pass finds next to nothing.
+Each pass finds, for every pair of ranks, the best swap of two slots and applies it if the objective falls. Then it
+checks every slot whose expert has other replicas for an expert that would use the slot better (a gift). The search ends
+when a pass gains almost nothing.
 
-With a tail, a scenario counts by ``v + steep x max(0, v - edge)``, with the edge at the time that the worst share of
-scenarios exceed now. That is at least the objective for any edge and equal to it for this one, so what lowers it lowers
-the objective (Rockafellar and Uryasev's form of CVaR).
+With a tail, a scenario of time v costs ``lean x v + steep x max(0, v - edge)``. The edge is the time that the slowest
+share of the scenarios reaches now. This cost plus a constant bounds the objective from above for any edge and equals it
+for this edge, so lowering the cost lowers the objective (Rockafellar and Uryasev's form of CVaR).
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ PASSES = 32
 """Most passes over a layer."""
 
 COARSE = (10.0,)
-"""First passes take only what gains so many times the least: large gains first need fewer swaps in all."""
+"""Factors of the least gain in the first passes: taking large gains first needs fewer swaps in total."""
 
 CLOSE = 3e-3
-"""Share of the objective: a pass that gains less is the last."""
+"""Gain of a pass, as a share of the objective, below which it is the last."""
 
 KICKS = 12
-"""Times that a small layer is searched again after a random kick: a single descent may end 5% from the best."""
+"""Number of searches of a small layer after a random kick: a single descent may end 5% from the optimum."""
 
 TINY, TINY_KICKS = 64, 96
-"""Slots x ranks up to which kicks cost next to nothing, and how many such a layer gets."""
+"""TINY: largest slots x ranks of a layer for which kicks cost almost nothing. TINY_KICKS: number of its kicks."""
 
 THOROUGH = 1024
-"""Slots x ranks up to which a layer is small."""
+"""Largest slots x ranks of a small layer."""
 
 KICKED = 3
-"""Random swaps, or slots given to another expert, of one kick."""
+"""Number of random swaps or gifts in one kick."""
 
 
 @helper()
 def is_small(slots: int, ranks: int) -> bool:
-    """Whether a layer is searched again after kicks."""
+    """Return whether a layer is small enough to be searched again after kicks."""
     return slots * ranks <= THOROUGH
 
 
@@ -64,7 +64,7 @@ def is_small(slots: int, ranks: int) -> bool:
 def descend_steps(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, share: float, least: float
 ) -> None:
-    """Take what gains, until a pass finds next to nothing. `least`: share of the objective that an action must gain."""
+    """Apply actions until a pass gains almost nothing; `least` is the least gain of an action, as a share."""
     ranks, gifts = len(layer.alive), len(state.row) > len(state.copies)
     for at in range(PASSES):
         set_edge(layer, state, prices, share)
@@ -96,10 +96,10 @@ def descend_steps(
 
 @helper()
 def kick(alive: NDArray[np.bool_], row: Ints, seed: int) -> int:
-    """Make some random swaps and gifts in a row [slot]; returns the next seed."""
+    """Make some random swaps and gifts in a row [slot]; return the next seed."""
     done, per_rank = 0, len(row) // len(alive)
     for _ in range(8 * KICKED):
-        # Numbers of a linear congruence, the same everywhere.
+        # A linear congruential generator gives the same numbers on every machine.
         seed = (1103515245 * seed + 12345) % 2147483648
         one = seed // 65536 % len(row)
         seed = (1103515245 * seed + 12345) % 2147483648
@@ -124,7 +124,7 @@ def kick(alive: NDArray[np.bool_], row: Ints, seed: int) -> int:
 
 @helper()
 def units_of(tokens: Array, weights: Array, touch: Array, per_token: Array, slots: int) -> float:
-    """Units of a second, so that all experts on the slowest rank have as many as there may be."""
+    """Return the units per second for which all experts on the slowest rank together take UNITS."""
     total = slots * touch.max()
     for expert in range(len(tokens)):
         for scenario in range(len(weights)):
@@ -150,8 +150,8 @@ def search_steps(
 ) -> None:
     """Improve `rows` [layer, slot] of the chosen layers that are `wanted` [layer], in place.
 
-    Every expert must be on a living rank and none twice on one. `tokens` [layer, scenario, expert]; `numbers` are
-    horizon, exposed, move_price, the tail's weight and share, and the share that an action must gain.
+    Every expert must be on a living rank and none twice on a rank. `tokens` is [layer, scenario, expert]. `numbers` are
+    horizon, exposed, move_price, tail, tail_share and the least gain of an action, as a share of the objective.
     """
     slots, ranks, experts, scenarios = rows.shape[1], per_token.shape[1], per_token.shape[2], len(weights)
     state = new_state(slots, ranks, experts, scenarios)

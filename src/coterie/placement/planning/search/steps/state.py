@@ -1,7 +1,7 @@
-"""Where the search of a layer over scenarios stands, and the loops that keep it.
+"""State of the search of a layer over scenarios, and the loops that update it.
 
-Times are whole numbers of a small unit, each scenario's weight multiplied in: a sum over scenarios is then what is
-expected, and does not depend on the order in which a processor adds. No sum is past 32 bits.
+Times are integers of a small unit, times the weight of their scenario. A sum over scenarios then is the expected
+time, and does not depend on the order of addition. All sums fit into 32 bits.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from coterie.placement.objective._steps import find_edge, touched
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Units = NDArray[np.int32]
-"""Times, weighted."""
+"""Times in units, multiplied by the weight of their scenario."""
 
 UNITS = 2.0**30
-"""Units of a rank that had all experts, expected over the scenarios."""
+"""Expected time, in units, of a rank with all experts; sums of times stay below 2^31."""
 
 TRIED = 3
-"""Experts that are tried for a slot to give away: those whose further replica relieves the slowest ranks most."""
+"""Number of experts tried for a gift of a slot: those whose additional replica relieves the slowest ranks most."""
 
 
 class StepLayer(NamedTuple):
-    """What the search of a layer is given."""
+    """Input of the search of a layer."""
 
     tokens: Array
-    """[expert, scenario]"""
+    """[expert, scenario] tokens."""
     weights: Array
-    """[scenario] units of a second."""
+    """[scenario] units per second: the scenario's weight times `scale`."""
     scale: float
-    """Units of a second, over all scenarios."""
+    """Units per second of expected time."""
     touch: Array
-    """[rank] seconds to stream an expert."""
+    """[rank] seconds to read the weights of an expert."""
     per_token: Array
-    """[rank, expert] seconds."""
+    """[rank, expert] seconds of a token."""
     load_in: Array
-    """[rank, expert] seconds to load; 0 where the rank has it."""
+    """[rank, expert] seconds to load the expert; 0 if the rank holds it."""
     alive: NDArray[np.bool_]
-    """[rank]"""
+    """[rank] whether the rank is alive."""
     whole: bool
     uniform: bool
     """Whether an expert takes the same time on all living ranks."""
@@ -52,71 +52,71 @@ class StepPrices(NamedTuple):
     """Prices of the objective for one layer."""
 
     floor: float
-    """Expected seconds below which nothing is gained."""
+    """Expected seconds below which a faster placement counts as no gain."""
     horizon: float
     exposed: float
     move_price: float
     lean: float
     """Weight of a scenario's time."""
     steep: float
-    """Weight of what it takes beyond the edge."""
+    """Weight of a scenario's time beyond the edge."""
     tail: float
-    """Weight of the edge itself: what is the same for all while searching."""
+    """Weight of the edge itself, which is constant during a pass."""
 
 
 class StepState(NamedTuple):
-    """Where the search stands."""
+    """State of the search."""
 
     row: Ints
-    """[slot] expert."""
+    """[slot] expert in the slot."""
     held: NDArray[np.int16]
-    """[rank, expert] slot that holds it, or -1."""
+    """[rank, expert] slot of the rank that holds the expert, or -1."""
     copies: Ints
-    """[expert]"""
+    """[expert] replicas on living ranks."""
     table: Units
     """[slot, scenario] time of each slot."""
     busy: Units
-    """[rank, scenario]"""
+    """[rank, scenario] time of each rank."""
     arrivals: Array
-    """[rank] seconds of loading."""
+    """[rank] seconds to load the experts that are new on the rank."""
     first: Units
-    """[scenario] time of the slowest rank; `second` and `third` of the next ones."""
+    """[scenario] time of the slowest rank; `second` and `third`: of the next two."""
     second: Units
     third: Units
     edge: Array
-    """[1] seconds past which a scenario belongs to the tail."""
+    """[1] seconds above which a scenario belongs to the tail."""
     edges: Units
-    """[scenario] the same."""
+    """[scenario] the edge in units, times the scenario's weight."""
 
 
 class StepScratch(NamedTuple):
     """Working arrays of a pair of ranks, or of a slot to give away."""
 
     still: Units
-    """[scenario] time of the slowest of the ranks that do not change."""
+    """[scenario] time of the slowest rank outside the pair."""
     mine: Units
-    """[scenario] 1 where the first rank of the pair is the slowest of all, else 0; `theirs`: where the second is."""
+    """[scenario] 1 if the first rank of the pair is the slowest of all, else 0; `theirs`: the same for the second."""
     theirs: Units
     there: Units
-    """[slot of a rank, scenario] one rank's experts on the other, where ranks differ; in `back` the other's on the
-    one."""
+    """[slot of a rank, scenario] times of the first rank's experts on the second, if ranks differ; `back`: of the
+    second's on the first."""
     back: Units
     pull: Array
-    """[slot of a rank] upper bound on how far the expected time falls if the slot is given away."""
+    """[slot of a rank] upper bound on the fall of the expected time if the first rank gives the slot's expert away."""
     push: Array
-    """[slot of a rank] lower bound on how far it rises for the expert that is taken instead."""
+    """[slot of a rank] lower bound on the rise of the expected time if the first rank receives the slot's expert."""
     freed: Units
     """[rank, scenario] times without the slot that is given away."""
     peak: Units
-    """[scenario]"""
+    """[scenario] time of the slowest rank after the gift."""
     more: Units
-    """[scenario] time of a replica if there were one more, or one less."""
+    """[scenario] time of a replica if the expert had one replica more, or one less."""
     relief: Array
-    """[expert]"""
+    """[expert] time that an additional replica takes off the slowest ranks."""
     wanting: Ints
-    """[rank of relief] experts with the most of it, -1 where there are no more."""
+    """[TRIED] experts with the most relief, in order; -1 if there are fewer."""
     stale: NDArray[np.bool_]
-    """[rank, rank] whether a pair must be looked at."""
+    """[rank, rank] whether the pair of ranks must be examined again."""
 
 
 @helper()
@@ -155,14 +155,14 @@ def new_scratch(per_rank: int, ranks: int, experts: int, scenarios: int) -> Step
     )
 
 
-# Loops over scenarios take plain arrays: a call that passes the tuples above costs more than what it would do there.
+# Loops over scenarios take plain arrays: passing the tuples above would cost more than the loops themselves.
 
 
 @helper()
 def fill_units(
     units: Units, tokens: Array, weights: Array, each: float, token_s: float, touch_s: float, whole: bool
 ) -> None:
-    """The time of a replica that gets `each` of an expert's tokens."""
+    """Fill `units` [scenario] with the time of a replica that gets a share `each` of an expert's tokens."""
     row_s = token_s * each
     if touch_s == 0.0:
         for scenario in range(len(units)):
@@ -190,7 +190,7 @@ def summed(times: Units) -> int:
 
 @helper()
 def summed_past(times: Units, edges: Units) -> int:
-    """Sum of the scenario times beyond the edge of the tail."""
+    """Return the sum of the scenario times beyond the edge of the tail."""
     total = np.int32(0)
     for scenario in range(len(times)):
         past = np.int32(times[scenario] - edges[scenario])
@@ -227,7 +227,7 @@ def take(layer: StepLayer, state: StepState, row: Ints) -> None:
 
 @helper()
 def fill_slot(layer: StepLayer, state: StepState, slot: int) -> None:
-    """The slot's times in `table`."""
+    """Fill the times of a slot in `table`."""
     rank, expert = slot // (len(state.row) // len(layer.alive)), state.row[slot]
     token_s, touch_s, each = layer.per_token[rank, expert], layer.touch[rank], 1.0 / state.copies[expert]
     fill_units(state.table[slot], layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
@@ -235,7 +235,7 @@ def fill_slot(layer: StepLayer, state: StepState, slot: int) -> None:
 
 @helper()
 def rank_slowest(busy: Units, first: Units, second: Units, third: Units) -> None:
-    """The times of the three slowest ranks in every scenario."""
+    """Fill the times [scenario] of the three slowest ranks."""
     for scenario in range(len(first)):
         first[scenario], second[scenario], third[scenario] = 0, 0, 0
     for rank in range(len(busy)):
@@ -251,14 +251,14 @@ def rank_slowest(busy: Units, first: Units, second: Units, third: Units) -> None
 
 @helper()
 def mark_stale(stale: NDArray[np.bool_], rank: int) -> None:
-    """Mark all pairs of a rank that changed, so that they are looked at again."""
+    """Mark all pairs of a rank that changed, so that they are examined again."""
     for other in range(len(stale)):
         stale[rank, other] = stale[other, rank] = True
 
 
 @helper()
 def expected(layer: StepLayer, state: StepState, prices: StepPrices, peak: Units) -> float:
-    """Seconds that the objective counts for the times of the slowest ranks, `peak` [scenario]."""
+    """Return the expected seconds, tail included, for the times of the slowest ranks, `peak` [scenario]."""
     if prices.steep == 0.0:
         return summed(peak) / layer.scale
     return (prices.lean * summed(peak) + prices.steep * summed_past(peak, state.edges)) / layer.scale
@@ -280,14 +280,14 @@ def objective(seconds: float, moved: float, prices: StepPrices, edge: float) -> 
 
 @helper()
 def objective_now(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
-    """The objective without the part of the tail that is the edge itself, the same for all candidates."""
+    """Return the present objective without the term of the edge, which is the same for all candidates."""
     seconds = expected(layer, state, prices, state.first)
     return float(objective(seconds, moving(state, prices), prices, state.edge[0]))
 
 
 @helper()
 def set_edge(layer: StepLayer, state: StepState, prices: StepPrices, share: float) -> None:
-    """Put the edge at the time that the worst `share` of scenarios reach now."""
+    """Set the edge to the time that the slowest `share` of the scenarios reach now."""
     state.edge[0] = 0.0
     if prices.steep <= 0.0:
         return
