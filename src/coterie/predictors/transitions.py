@@ -140,7 +140,10 @@ class RankTransitions:
         return table
 
     def shares(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Predict shares [token, rank] in a layer from the ranks in the layers before, `previous` [token, layer]."""
+        """Predict shares [token, rank] in a layer from the ranks in earlier layers, `previous` [token, layer].
+
+        The last column of `previous` is the latest layer.
+        """
         return self.rows.shares[self.find(layer, previous)]
 
     def find(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -70,7 +70,7 @@ class _Counts(NamedTuple):
     load: NDArray[np.float64]  # [domain, layer, expert] activations
     tokens: NDArray[np.float64]  # [domain]
     scatter: NDArray[np.float64]  # [layer] variance of requests' inclusion within their domain, summed over experts
-    degrees: NDArray[np.float64]  # [domain] requests behind the scatter, less one
+    degrees: NDArray[np.float64]  # [domain] requests used to estimate the scatter, minus 1
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ class SlowDrift:
     """All preferences move continuously from their initial values towards new values."""
 
     half_life_s: float
-    """Seconds until preferences are half-way."""
+    """Seconds until the preferences are half-way to the new values."""
 
     def __post_init__(self) -> None:
         if not self.half_life_s > 0:
@@ -89,7 +89,7 @@ class SyntheticSettings:
     zipf_exponent: float = 0.8
     """Exponent s of the Zipf popularity: the r-th most popular expert has weight r^-s; at 0 all are equal."""
     specialisation: float = 0.5
-    """0: all domains prefer the same experts; 1: their preferences are unrelated."""
+    """Difference between domains: at 0 all prefer the same experts, at 1 their preferences are unrelated."""
     concentration: float | tuple[float, ...] = 100.0
     """Dirichlet concentration of requests around their domain, one value or one per layer: inf makes them equal."""
     phase_correlation: float = 0.9
@@ -117,12 +117,12 @@ class SyntheticSettings:
             raise ConfigError(f"preferences has shape {self.preferences.shape}; expected {shape}, all above 0")
 
     def concentrations(self) -> NDArray[np.float64]:
-        """[layer] Dirichlet concentration."""
+        """Return the Dirichlet concentration of each layer, [layer]."""
         given = np.asarray(self.concentration, np.float64)
         return np.full(self.num_layers, given) if given.ndim == 0 else given
 
     def shares(self) -> NDArray[np.float64]:
-        """[domain] share of the requests."""
+        """Return each domain's share of the requests, [domain]; the shares sum to 1."""
         mix = np.ones(len(self.domains)) if self.mix is None else np.asarray(self.mix, np.float64)
         return np.asarray(mix / mix.sum(), np.float64)
 

@@ -40,7 +40,7 @@ class Writer:
     keeps: frozenset[str]
     """Optional parts of a trace that the format can hold, named as in :func:`optional_parts`."""
     help: str
-    """One line: what the format is and who reads it."""
+    """One-line description of the format and its users."""
 
 
 class Written(NamedTuple):

@@ -1,8 +1,8 @@
 """The expert-event stream: the experts that each finished request activated, and the load of all requests over time.
 
-Published on ZMQ beside the KV events and framed the same way (:mod:`coterie.wire.framing`); a payload is msgpack
-``[timestamp, [events], rank]``, an event a map with its ``type``. A subscriber may join at any time: its first
-message has no events, and every event carries its own shape.
+It is published on ZMQ beside the KV events and framed the same way (:mod:`coterie.wire.framing`). A payload is msgpack
+``[timestamp, [events], rank]``, and an event is a map with its ``type``. A subscriber may join at any time, because
+every event carries its own shape. The vLLM plugin sends a message without events whenever a subscriber joins.
 """
 
 from __future__ import annotations

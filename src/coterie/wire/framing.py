@@ -30,7 +30,7 @@ def to_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
 def from_frames(frames: Sequence[bytes]) -> Frame:
     """Parse a message as received; malformed input raises InputError.
 
-    A replay may leave the topic out: SGLang does, and vLLM did.
+    Messages of a replay may lack the topic: SGLang omits it, and so did older versions of vLLM.
     """
     topic, rest = (b"", frames) if len(frames) == 2 else (frames[0] if frames else b"", frames[1:])
     if len(rest) != 2 or len(rest[0]) != 8:

@@ -118,7 +118,7 @@ class TokenTable:
         chosen = check_request_rows(trace, requests)
         popularity = mean_rates(trace, chosen, phase)
         spans = [np.arange(offsets[r], offsets[r + 1]) for r in chosen]
-        at = np.concatenate(spans)  # [token] of the trace
+        at = np.concatenate(spans)  # [token] position in the trace
         if phase is not None:
             at = at[tokens.phase[at] == phase]
         ids = tokens.token_ids[at]

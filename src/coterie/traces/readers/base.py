@@ -43,7 +43,7 @@ class Reader:
     sniff: Callable[[Path], bool]
     """Function that tells whether a file looks like this format: cheap, never raises on bytes of another format."""
     help: str
-    """One line: what the format is and who writes it."""
+    """One-line description of the format and its source."""
 
 
 readers: Registry[Reader] = Registry("format", group="coterie.readers")
