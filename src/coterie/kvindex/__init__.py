@@ -1,4 +1,4 @@
-"""Which worker holds which prefix: a directory fed by the KV events of the engines."""
+"""Directory of the prefixes that each worker holds, built from the engines' KV events."""
 
 from coterie.kvindex.directory import DirectoryCounts, HeldBlocks, KVDirectory
 from coterie.kvindex.follower import Follower, Replay

@@ -1,10 +1,12 @@
 """Hash tables with 128-bit keys, in plain arrays.
 
-A table is uint64 [entry, 2 + width]: the key in the first two columns, open addressing with linear probing from the
-second, a power of two of entries. A key's first half is odd, so 0 there is an empty entry. Deletion shifts later
-entries back, so none is ever lost; entry numbers must not be kept.
+A table is uint64 [entry, 2 + width] with a power of two of entries; the first two columns are the key. It uses open
+addressing: linear probing from the entry given by the low bits of the key's second half. The first half is odd, so 0
+there means an empty entry. Deletion shifts later entries back, so no entry becomes unreachable; entry numbers change,
+so callers must not keep them.
 
-`rows` tables keep one bit per worker, `held` tables (one per worker) the content's key, 0 where it is not known.
+`rows` tables map a key to one bit per worker. `held` tables (one per worker) map the key of a block's hash to the key
+of its content, 0 if the content is unknown.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VEIL = np.uint64(0xD1B54A32D192ED02)
-"""Even, so that a key stays odd: turns a content's key into that of its mark in a `held` table."""
+"""XOR mask from a content's key to the key of its ambiguity mark in a `held` table. Even, so that keys stay odd."""
 
 _CHUNK = np.int64(16)
-"""Blocks whose keys are computed before any is looked up, so that the loads overlap."""
+"""Blocks whose keys are computed before the first lookup, so that the memory loads of the lookups overlap."""
 
 SMALLEST = 64
 
@@ -43,7 +45,7 @@ def _mixed(x: np.uint64) -> Any:
 
 @njit()
 def fold(words: Words, tag: np.uint64, seeds: Words, keys: Words) -> None:
-    """Keys [item, 2] of items of equal length [item, word]; one word folds without any collision."""
+    """Compute keys [item, 2] of items of equal length, words [item, word]; items of one word never collide."""
     for item in range(words.shape[0]):
         first, second = seeds[0] ^ tag, seeds[1] ^ tag
         for column in range(words.shape[1]):
@@ -55,13 +57,14 @@ def fold(words: Words, tag: np.uint64, seeds: Words, keys: Words) -> None:
 
 @njit()
 def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Words, keys: Words, count: int) -> None:
-    """Keys of the prefixes that end with the blocks from `start` on; `above` is the key before them, then the last.
+    """Compute the keys of `count` prefixes, which end with the blocks from `start` on.
 
-    A multilinear hash with secret random weights, chained: two prompts meet in one key with a probability under 2^-90,
-    whoever chose their tokens (ids below 2^20).
+    `above` is the key of the prefix before `start`; it is overwritten with the last key. The hash is multilinear with
+    secret random weights, chained: two prompts get the same key with a probability under 2^-90, even if an attacker
+    chose their tokens (ids below 2^20).
     """
     size = weights.shape[1] - 4
-    for index in range(count):  # separate from the chain, and one half after the other, so that it is vectorised
+    for index in range(count):  # apart from the chain, one half of the key at a time, so that it is vectorised
         words = tokens[(start + index) * size : (start + index + 1) * size]
         first = second = _ZERO
         for token in range(size):
@@ -87,7 +90,7 @@ def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Wo
 
 @njit()
 def _find(table: Words, first: np.uint64, second: np.uint64) -> Any:
-    """Entry of a key; if absent, -1 - the entry where it would go."""
+    """Return the entry of a key; if the key is absent, -1 - the entry where it would be inserted."""
     mask = np.int64(table.shape[0] - 1)
     entry = np.int64(second) & mask
     while table[entry, 0] != _ZERO:
@@ -99,7 +102,7 @@ def _find(table: Words, first: np.uint64, second: np.uint64) -> Any:
 
 @njit()
 def _insert(table: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64) -> Any:
-    """Entry of a key; a new one of zeros if absent."""
+    """Return the entry of a key; an absent key gets a new entry, whose values are 0."""
     entry = _find(table, first, second)
     if entry < 0:
         entry = -1 - entry
@@ -115,6 +118,7 @@ def _delete(table: Words, used: NDArray[np.int64], entry: int) -> None:
     hole, following = np.int64(entry), (np.int64(entry) + 1) & mask
     while table[following, 0] != _ZERO:
         home = np.int64(table[following, 1]) & mask
+        # Move an entry back only if the hole is not before its home: a lookup starts there.
         if ((following - home) & mask) >= ((following - hole) & mask):
             for column in range(table.shape[1]):
                 table[hole, column] = table[following, column]
@@ -137,7 +141,7 @@ def rehash(old: Words, new: Words) -> None:
 
 @njit()
 def _hold(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> Any:
-    """Set the worker's bit; returns whether it was set before."""
+    """Set the worker's bit in the key's row; returns whether it was set before."""
     entry = _insert(rows, used, first, second)
     bit = _ONE << (np.uint64(worker) & _LOW_SIX)
     column = 2 + (worker >> 6)
@@ -148,7 +152,7 @@ def _hold(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uin
 
 @njit()
 def _release(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> None:
-    """Clear the worker's bit; drop a row that no worker holds."""
+    """Clear the worker's bit in the key's row; delete the row if no worker holds it."""
     entry = _find(rows, first, second)
     if entry < 0:
         return
@@ -175,11 +179,11 @@ def store(
     parent: Words,
     tally: NDArray[np.int64],
 ) -> None:
-    """Record blocks stored by a worker, each the child of the one before; without tokens the content is unknown.
+    """Record blocks stored by a worker, each the child of the block before; without tokens the content is unknown.
 
-    A block that is held already keeps its content unless a known one takes its place. One content under two hashes of
-    a worker differs in something its events do not tell: it is marked, and no hit by tokens from then on. Adds
-    new blocks and such contents to `tally`; `parent` is used up.
+    A block that is held already keeps its content unless a known content replaces it. If a worker stores one content
+    under two hashes, the blocks differ in something that its events do not carry: the content is marked as ambiguous
+    and no longer matched by tokens. Adds the numbers of new blocks and ambiguous ones to `tally`; overwrites `parent`.
     """
     chained = np.empty((keys.shape[0], 2), np.uint64)
     if tokens.shape[0]:
@@ -242,7 +246,7 @@ def release_all(
     contents_used: NDArray[np.int64],
     worker: int,
 ) -> None:
-    """Clear a worker's bit in all rows that its table lists."""
+    """Clear a worker's bit in the rows of all blocks in its `held` table."""
     for entry in range(held.shape[0]):
         if held[entry, 0] == _ZERO:
             continue
@@ -253,7 +257,7 @@ def release_all(
 
 @njit()
 def content_of(held: Words, keys: Words, out: Words) -> bool:
-    """Copy the content of the block with key keys[0] to `out`; returns whether it is held and known."""
+    """Copy the content's key of the block keys[0] to `out`; returns whether the block is held and its content known."""
     entry = _find(held, keys[0, 0], keys[0, 1])
     if entry < 0 or held[entry, 2] == _ZERO:
         return False
@@ -264,7 +268,10 @@ def content_of(held: Words, keys: Words, out: Words) -> bool:
 
 @njit()
 def _run(rows: Words, keys: Words, start: int, count: int, alive: Words, depth: NDArray[np.int64]) -> Any:
-    """Continue the live runs through `count` blocks; False when none is left."""
+    """Match `count` more blocks for the workers in `alive`; returns False once no worker is left.
+
+    A worker that lacks a block is removed from `alive`, and the number of that block is its `depth`.
+    """
     width = alive.shape[0]
     for block in range(count):
         entry = _find(rows, keys[block, 0], keys[block, 1])

@@ -1,17 +1,18 @@
 """The KV directory: which leading blocks of a prompt each worker holds.
 
-Engines publish (parent's hash, tokens, hash) for each block they store, and the hash of each they remove. A block's
-*content* is its tokens and context and those of all blocks before it; it gets a 128-bit key, chained from the first
-block on. Two tables map a key to a bit per worker: one by content, one by the engines' own hashes. So a prompt is
+Engines publish (parent's hash, tokens, hash) for each block they store, and the hash of each block they remove. A
+block's *content* is its tokens and context and those of all blocks before it; it gets a 128-bit key, chained from the
+first block on. Two tables map a key to a bit per worker: one by content, one by the engines' own hashes. So a prompt is
 matched by its tokens without any knowledge of an engine's hash function, and workers with different hashes for one
 content share a row. A third table per worker, hash → content, serves removals and children.
 
 There are no false hits; a block that a worker holds may be missed:
 - only blocks in GPU memory and of the full-attention group are kept;
-- a block whose parent is unknown waits for it, known by its hash alone;
-- blocks are a set: engines repeat a stored block when it is reused, so one removal takes it away;
-- one content under two hashes of a worker differs in something the events do not carry (an adapter loaded again from
-  another path; images, before the extra keys were published): no hit by tokens.
+- a block whose parent is unknown is matched by its hash alone until the parent is known;
+- blocks are a set: engines publish a stored block again when it is reused, and a single removal deletes it;
+- if a worker stores one content under two hashes, the blocks differ in something that the events do not carry (an
+  adapter loaded again from another path; images, in versions that do not publish extra keys): the content is not
+  matched by tokens.
 
 Not safe for use by several threads at once.
 """
@@ -37,9 +38,9 @@ _Used = NDArray[np.int64]
 _FILL = 0.625
 """Share of a table's entries in use at which it doubles."""
 MAX_BLOCKS = 1 << 18
-"""Most blocks of a worker unless it is told otherwise: 4 million tokens in blocks of 16, about 64 MB of tables."""
+"""Default limit on blocks per worker: 4 million tokens in blocks of 16, about 64 MB of tables."""
 MAX_WAITING = 1 << 12
-"""Most blocks of a worker whose parent is unknown: each is stored by itself, at 20 µs and 1 KB."""
+"""Limit on blocks per worker whose parent is unknown: each is stored by itself, at 20 µs and 1 KB."""
 
 
 @dataclass(slots=True)
@@ -49,44 +50,44 @@ class DirectoryCounts:
     stored: int = 0
     """Stored blocks that were new on their worker; repeats count once."""
     removed: int = 0
-    """Removed by an event."""
+    """Blocks removed by an event."""
     apart: int = 0
-    """Stored in another medium, group or place: not kept, no hit."""
+    """Blocks stored in another medium, KV cache group or locality: not kept, never a hit."""
     unknown_removals: int = 0
     unknown_parents: int = 0
-    """Stored under a parent that the worker does not hold: known by hash alone until it does."""
+    """Blocks stored under a parent whose content is unknown: matched by hash alone until it is known."""
     without_content: int = 0
-    """Stored without the tokens of whole blocks, or with keys that cannot be read: known by hash alone."""
+    """Blocks stored without the tokens of whole blocks, or with unreadable extra keys: matched by hash alone."""
     ambiguous: int = 0
-    """Stored under a second hash: no hit by tokens."""
+    """Blocks whose content the worker holds under another hash: not matched by tokens."""
     forgotten: int = 0
-    """Dropped because their worker's stream could no longer be trusted."""
+    """Blocks dropped because their worker's event stream could no longer be trusted."""
     gaps: int = 0
-    """Number of gaps in message numbers."""
+    """Number of gaps in the messages' sequence numbers."""
     lost: int = 0
     """Missing messages that were not replayed."""
     replayed: int = 0
     """Missing messages that were replayed."""
     restarts: int = 0
-    """Number of times that a worker's sequence fell."""
+    """Number of restarts: a worker's sequence number fell, or jumped farther than a gap can be."""
     undecodable: int = 0
-    """Messages that could not be read or hold an unknown event."""
+    """Messages that could not be decoded, for example because of an unknown event type."""
     refused: int = 0
-    """Blocks past what their worker may hold, or past those that may wait for a parent."""
+    """Blocks over their worker's limit, or over the limit on blocks that wait for a parent."""
     last_error: str = ""
-    """Why the last message or block was refused."""
+    """Reason why the last message or block was refused."""
 
 
 class HeldBlocks(NamedTuple):
-    """Blocks of one worker, on the GPU and of the full-attention group."""
+    """Number of blocks that one worker holds, in GPU memory and in the full-attention group."""
 
     hits: int
     waiting: int
-    """Blocks among these whose parent is unknown."""
+    """Number of blocks that wait for an unknown parent."""
 
 
 class _Table:
-    """A hash table that grows and never shrinks. Doubling a million rows takes tens of milliseconds: set a capacity."""
+    """A hash table that only grows. Doubling a million rows takes tens of milliseconds; a `capacity` avoids it."""
 
     __slots__ = ("entries", "limit", "used")
 
@@ -108,7 +109,7 @@ class _Table:
         self.entries, self.limit = grown, int(entries * _FILL)
 
     def widen(self, width: int) -> None:
-        """Add columns of zeros; an entry's place depends on its key alone."""
+        """Add columns of zeros. No entry moves, because its position depends on its key alone."""
         more = 2 + width - self.entries.shape[1]
         if more:
             self.entries = np.pad(self.entries, ((0, 0), (0, more)))
@@ -126,24 +127,24 @@ class _Waiting(NamedTuple):
 @dataclass(slots=True)
 class _Worker:
     group: int
-    """Full-attention group; -1 while the assumed one is known to be wrong."""
+    """Full-attention KV cache group; -1 if the assumed group is known to be of another kind."""
     group_named: bool = False
-    """Whether the engine named the group."""
+    """Whether an event of the engine named the full-attention group."""
     held: _Table = field(default_factory=lambda: _Table(2))
     blocks: int = 0
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     children: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """Unknown parent → blocks that wait for it."""
+    """Key of an unknown parent → keys of the blocks that wait for it."""
 
 
 class KVDirectory:
     """Directory of blocks per worker. `capacity` is the number of distinct blocks to allocate memory for at once.
 
-    `max_blocks` bounds the blocks of a worker, `limits` those of one whose KV cache is known, by its number: what a
-    worker tells of beyond that is refused and counted, never kept.
-    `group` is the full-attention KV cache group of a hybrid model, if the engine's events do not name it (vLLM's
-    give the kind of a group for offloaded blocks only). A worker is one stream of events: each data-parallel rank of
-    an engine is a worker of its own.
+    `max_blocks` limits the blocks of each worker; `limits` (worker → blocks) overrides it for workers whose KV cache
+    size is known. Blocks over the limit are refused and counted, never kept.
+    `group` is the full-attention KV cache group of a hybrid model, used if the engine's events do not name it (vLLM's
+    events give the kind of a group for offloaded blocks only). A worker is one stream of events: each data-parallel
+    rank of an engine is a worker of its own.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class KVDirectory:
         self.max_blocks = max_blocks
         self.limits: dict[int, int] = {}
         self.counters = DirectoryCounts()
-        # Results do not depend on these numbers; secret ones prevent prompts made to collide.
+        # Results do not depend on these numbers; if they are secret, nobody can construct prompts that collide.
         rng = np.random.default_rng() if rng is None else rng
         self._seeds = rng.integers(0, 1 << 64, 2, np.uint64)
         self._weights = rng.integers(0, 1 << 64, (2, block_size + 4), np.uint64) | np.uint64(1)
@@ -174,7 +175,7 @@ class KVDirectory:
         self._workers = [_Worker(group) for _ in range(num_workers)]
 
     def grow(self, num_workers: int) -> None:
-        """Make room for more workers; those there keep their numbers and blocks."""
+        """Make room for more workers; existing workers keep their numbers and blocks."""
         check_at_least(self.num_workers, num_workers=num_workers)
         self._workers += [_Worker(self.group) for _ in range(num_workers - self.num_workers)]
         self.num_workers = num_workers
@@ -215,7 +216,7 @@ class KVDirectory:
             self._wait(worker, state, family_keys[:1], keys, tokens, contexts_)
 
     def removed(self, worker: int, event: BlockRemoved) -> None:
-        """Remove blocks; those of another medium, place or group are not kept."""
+        """Remove blocks; an event of another medium, locality or group is ignored, because such blocks are not kept."""
         state = self._state(worker)
         if not (_is_local(event) and event.group_idx in (None, state.group) and event.block_hashes):
             return
@@ -240,9 +241,9 @@ class KVDirectory:
         self._workers[worker] = _Worker(self.group)
 
     def match(self, hashes: Sequence[BlockHash] | NDArray[np.uint64]) -> NDArray[np.int64]:
-        """[worker] leading blocks of a prompt that each worker holds, by the hashes its engine gives them.
+        """Count the leading blocks of a prompt that each worker holds, [worker], given the engine's block hashes.
 
-        Right only where all workers share a hash function: else match the tokens.
+        Correct only if all workers share a hash function; otherwise use :meth:`match_tokens`.
         """
         depth = np.zeros(self.num_workers, np.int64)
         if len(hashes):
@@ -257,10 +258,10 @@ class KVDirectory:
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
     ) -> NDArray[np.int64]:
-        """[worker] leading tokens of a prompt that each worker holds, in whole blocks.
+        """Count the leading tokens of a prompt that each worker holds, [worker], in whole blocks.
 
-        `extra_keys` are those of each block, as the engine publishes them. An array of integers is the fast way:
-        turning a list of 4,096 into one takes longer than the match.
+        `extra_keys` lists each block's extra keys, as the engine publishes them. Pass `token_ids` as an integer array
+        for speed: converting a list of 4,096 tokens takes longer than the match.
         """
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -279,12 +280,12 @@ class KVDirectory:
         return HeldBlocks(state.blocks, len(state.waiting))
 
     def __len__(self) -> int:
-        """Distinct blocks, by their hashes."""
+        """Return the number of distinct blocks, by hash, on all workers."""
         return int(self._hashes.used[0])
 
     @property
     def nbytes(self) -> int:
-        """Memory of all tables, without waiting blocks."""
+        """Bytes of all tables, without waiting blocks."""
         tables = [self._hashes, self._contents, *(state.held for state in self._workers)]
         return sum(table.entries.nbytes for table in tables)
 
@@ -305,12 +306,12 @@ class KVDirectory:
         return self._workers[worker]
 
     def _has_room(self, worker: int, state: _Worker, blocks: int) -> bool:
-        """Whether a worker may hold so many blocks more. Marks of ambiguous contents have room of their own."""
+        """Return whether a worker may hold `blocks` more blocks. Marks of ambiguous contents do not count as blocks."""
         limit = self.limits.get(worker, self.max_blocks)
         if state.blocks + blocks > limit:
             self._refuse(blocks, f"worker {worker} tells of {state.blocks + blocks} blocks, must be at most {limit}")
             return False
-        if state.held.used.item() > 2 * limit:
+        if state.held.used.item() > 2 * limit:  # blocks and marks: marks are never deleted one by one
             self.forget(worker)
         return True
 
@@ -344,7 +345,7 @@ class KVDirectory:
         parent: NDArray[np.uint64],
     ) -> None:
         more = len(keys)
-        state.held.reserve(2 * more)  # a block, and possibly a mark
+        state.held.reserve(2 * more)  # an entry for the block, and possibly one for a mark
         self._hashes.reserve(more)
         self._contents.reserve(more)
         tally = np.zeros(2, np.int64)
@@ -363,7 +364,7 @@ class KVDirectory:
         tokens: NDArray[np.uint64],
         contexts_: NDArray[np.uint64],
     ) -> None:
-        """Blocks under an unknown parent: each waits for the one before it, unless its own content is known."""
+        """Store blocks under an unknown parent: each waits for the block before it, unless its content is known."""
         above, size, found = parent_key, self.block_size, np.zeros(2, np.uint64)
         if len(state.waiting) + len(keys) > MAX_WAITING:
             self._refuse(len(keys), f"worker {worker}: {len(keys)} blocks more wait for a parent, over {MAX_WAITING}")
@@ -387,7 +388,7 @@ class KVDirectory:
             above = key
 
     def _join(self, worker: int, state: _Worker, keys: NDArray[np.uint64]) -> None:
-        """Resolve blocks whose content became known, and their waiting children."""
+        """Resolve the blocks that wait for `keys`, whose content became known, and their waiting descendants."""
         if not state.waiting:
             return
         self._stop_waiting(state, keys)
@@ -427,5 +428,5 @@ class KVDirectory:
 
 
 def _is_local(event: BlockStored | BlockRemoved) -> bool:
-    """Whether the event is about the worker's own GPU, which it is about where it names no medium."""
+    """Return whether the event concerns the worker's own GPU; an event without medium or locality does."""
     return (event.medium or "GPU").upper() == "GPU" and (event.locality or "LOCAL").upper() == "LOCAL"

@@ -1,9 +1,9 @@
 """Follow the numbered messages of each worker, so that a lost message never causes a false hit.
 
-A gap in the numbers means lost messages, possibly removals: they are fetched from the engine's replay endpoint if it
-still has them, else the worker's blocks are forgotten. A number that falls, or that jumps farther than any stream can
-have lost, means that the worker restarted, with an empty cache: one wrong number never silences a worker. A restart
-without a gap cannot be seen in the numbers: call :meth:`Follower.drop_worker` when a worker is known to be gone.
+A gap in the sequence numbers means lost messages, possibly removals. The lost messages are fetched from the engine's
+replay endpoint if it still has them; otherwise the worker's blocks are forgotten. A number that falls, or jumps by more
+than MOST_GAP, means that the worker restarted with an empty cache. So the numbering recovers from one wrong number. A
+restart without a gap does not show in the numbers: call :meth:`Follower.drop_worker` when a worker is known to be gone.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from coterie.wire.framing import REPLAY_END, Frame
 from coterie.wire.kv_events import decode_kv_events
 
 Replay = Callable[[int, int], Iterable[Frame]]
-"""(worker, first number wanted) → the messages from there on that the engine still has, in order, with or without the
-end marker; may raise CoterieError or OSError."""
+"""Function (worker, first sequence number) → the messages from that number on that the engine still has, in order, with
+or without the end marker; may raise CoterieError or OSError."""
 MOST_GAP = 1 << 20
-"""Most messages that a gap is believed to be: hours of an engine's steps. No replay endpoint keeps as many."""
+"""Largest jump, in messages, that counts as a gap and not as a restart: hours of steps, more than any replay keeps."""
 
 
 class Follower:
-    """Feeds a directory; `replay` fetches lost messages.
+    """Applies workers' messages to a directory; `replay` fetches lost messages.
 
-    A caller that must not block leaves `replay` out, calls :meth:`missing` before each message, and hands the
-    fetched frames to :meth:`apply_payload` as `replayed`. One thread may feed while others ask the directory: they
-    hold `lock` for that. Messages are decoded without it.
+    A caller that must not block leaves `replay` out, calls :meth:`missing` before each message, and passes the
+    fetched frames to :meth:`apply_payload` as `replayed`. One thread may apply messages while others query the
+    directory; a query must hold `lock`. Messages are decoded outside the lock.
     """
 
     def __init__(self, directory: KVDirectory, replay: Replay | None = None) -> None:
@@ -38,7 +38,10 @@ class Follower:
         self._next: list[int | None] = [None] * directory.num_workers
 
     def missing(self, worker: int, seq: int) -> range:
-        """Numbers to fetch before this message can be applied; all up to it for a first message or after a restart."""
+        """Return the sequence numbers to fetch before message `seq` is applied.
+
+        For a first message or after a restart these are all numbers below `seq`, at most MOST_GAP.
+        """
         self._check(worker, seq)
         expected = self._next[worker]
         if expected is None or not 0 <= seq - expected <= MOST_GAP:
@@ -53,10 +56,10 @@ class Follower:
         replayed: Iterable[Frame] | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Apply a message, after the lost ones before it.
+        """Apply a message, after the lost messages before it.
 
-        If it cannot be decoded, the worker's blocks are forgotten, and it is counted. Once `wanted` is false nothing
-        more is applied: another thread may drop the worker meanwhile.
+        A message that cannot be decoded is counted, and the worker's blocks are forgotten. Nothing is applied once
+        `wanted` returns False: another thread may drop the worker meanwhile.
         """
         missing, counters = self.missing(worker, seq), self.directory.counters
         expected, self._next[worker] = self._next[worker], seq + 1
@@ -80,19 +83,19 @@ class Follower:
         self._apply(worker, payload, wanted)
 
     def grow(self, num_workers: int) -> None:
-        """Make room for more workers, in the directory too."""
+        """Make room for more workers, also in the directory."""
         with self.lock:
             self.directory.grow(num_workers)
         self._next += [None] * (num_workers - len(self._next))
 
     def drop_worker(self, worker: int) -> None:
-        """Forget the blocks of a worker that is gone; the next message under its number counts as a first one."""
+        """Forget the blocks of a worker that is gone; its next message, if any, counts as its first."""
         with self.lock:
             self.directory.drop_worker(worker)
         self._next[worker] = None
 
     def _fetch(self, worker: int, missing: range, replayed: Iterable[Frame] | None) -> list[Frame]:
-        """Unbroken run of messages that ends just before this one."""
+        """Return the unbroken run of fetched messages that ends with the last missing number."""
         try:
             if replayed is None:
                 replayed = () if self._replay is None else self._replay(worker, missing.start)
@@ -119,7 +122,7 @@ class Follower:
                 if wanted():
                     self.directory.forget(worker)
             return
-        for event in events:  # a lock for each: whoever asks waits for one event, not for a message
+        for event in events:  # lock per event: a query waits for one event, not for a whole message
             with self.lock:
                 if wanted():
                     self.directory.apply(worker, event)

@@ -1,8 +1,8 @@
 """Identity of blocks: an engine's hash, and the context in which tokens were computed.
 
 Each engine has its own hash function, so a hash is valid on one worker only, unless the fleet shares the function and
-its seed. Tokens are comparable everywhere within a context: the LoRA, and the extra keys of a block (images, prompt
-embeddings, and on the first block the cache salt).
+its seed. Tokens are comparable between all workers within one context: the LoRA adapter and the extra keys of a block
+(images, prompt embeddings and, for the first block, the cache salt).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def hash_keys(hashes: Sequence[BlockHash] | NDArray[np.uint64], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Keys [block, 2] of engine hashes; integers and bytes never collide."""
+    """Compute keys [block, 2] of engine hashes; a tag of their type and length keeps integers and bytes apart."""
     keys = np.empty((len(hashes), 2), np.uint64)
     if isinstance(hashes, np.ndarray):
         _fold(writeable(np.ascontiguousarray(hashes, np.uint64)).reshape(-1, 1), 0, seeds, keys)
@@ -47,14 +47,14 @@ def hash_keys(hashes: Sequence[BlockHash] | NDArray[np.uint64], seeds: NDArray[n
             _fold(np.frombuffer(numbers, np.uint64).reshape(-1, 1), 0, seeds, keys)
             return keys
     except (TypeError, OverflowError):
-        pass  # mixed kinds, or negative: one by one
+        pass  # mixed types, or an integer outside 64 bits: fold each hash by itself
     for index, item in enumerate(hashes):
         _fold_one(item, seeds, keys[index : index + 1])
     return keys
 
 
 def writeable(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a writeable array: a read-only one is another type, for which compiling takes seconds."""
+    """Return the array, copied if read-only: numba would compile again for a read-only array, which takes seconds."""
     return words if words.flags.writeable else words.copy()
 
 
@@ -75,7 +75,7 @@ def _fold_one(item: BlockHash, seeds: NDArray[np.uint64], keys: NDArray[np.uint6
 
 
 def event_tokens(event: BlockStored, block_size: int) -> NDArray[np.uint64] | None:
-    """Tokens of the event's blocks; None if they do not fill blocks of this size."""
+    """Return the token ids [token] of the event's blocks; None if they do not fill blocks of `block_size`."""
     blocks = len(event.block_hashes)
     if event.block_size != block_size or len(event.token_ids) != blocks * block_size:
         return None
@@ -86,7 +86,7 @@ def event_tokens(event: BlockStored, block_size: int) -> NDArray[np.uint64] | No
 
 
 def event_contexts(event: BlockStored) -> NDArray[np.uint64] | None:
-    """Contexts [block, 2] of the event's blocks, [0, 2] where all are plain; None if they are unknown."""
+    """Return contexts [block, 2] of the event's blocks, [0, 2] if no block has any; None if its keys are unreadable."""
     lora = event.lora_id if event.lora_name is None else event.lora_name
     salt = event.cache_salt if event.parent_block_hash is None else None
     extra_keys = event.extra_keys
@@ -100,7 +100,7 @@ def event_contexts(event: BlockStored) -> NDArray[np.uint64] | None:
 def contexts(
     blocks: int, lora: str | int | None, cache_salt: str | None, extra_keys: Sequence[Any] | None
 ) -> NDArray[np.uint64] | None:
-    """Contexts [block, 2] from the first block on, [0, 2] where all are plain; None if a key cannot be encoded."""
+    """Compute contexts [block, 2] from the first block on, [0, 2] if no block has any; None if a key is unencodable."""
     if lora is None and not cache_salt and not extra_keys:
         return NO_CONTEXTS
     special = {block: keys for block, keys in enumerate(map(_listed, extra_keys or ())) if keys and block < blocks}
@@ -126,7 +126,7 @@ def _listed(entry: Any) -> list[Any]:
 
 
 def _context(lora: str | int | None, keys: list[Any]) -> NDArray[np.uint64]:
-    """Drop the LoRA from the extra keys, where vLLM repeats it."""
+    """Hash a LoRA and a block's extra keys to a context [2]. vLLM repeats the LoRA in the extra keys: drop it there."""
     if lora is None and not keys:
         return np.zeros(2, np.uint64)
     others = sorted(_ENCODER.encode(key) for key in keys if lora is None or key != lora)

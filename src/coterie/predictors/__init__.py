@@ -10,7 +10,7 @@ from coterie.predictors.token_table import TokenTable
 from coterie.predictors.transitions import RankTransitions
 from coterie.registry import import_modules
 
-import_modules(__name__)  # every predictor of this package is registered, without a line here
+import_modules(__name__)  # importing a module registers its predictors
 
 __all__ = [
     "DomainPredictor",

@@ -1,8 +1,8 @@
 """The contract of a predictor: estimate a request's load per expert before it runs.
 
 A predictor is constructed with settings, which does no work, then fitted on the calibration requests of a trace.
-Without information on a request (its tokens are not given, its domain was never seen) it falls back to popularity: the
-mean distribution of the calibration requests, scaled to the request's tokens. So a prediction is never empty.
+Without information on a request (for example, no token ids or an unknown domain) a predictor falls back to popularity:
+the mean distribution of the calibration requests, scaled to the request's tokens. So a prediction is never empty.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Load = NDArray[np.float64]
 
 
 class PredictRequest(NamedTuple):
-    """What is known of a request when it is predicted; every field is optional."""
+    """Information on a request to predict; every field is optional."""
 
     token_ids: NDArray[np.integer] | None = None
-    """[token] ids of the prompt, or of the part that is predicted."""
+    """[token] ids of the prompt, or of the part to predict."""
     footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
-    """[layer, expert] activations known already, such as those of its prefill."""
+    """[layer, expert] activations recorded so far, such as those of the request's prefill."""
     domain: str | None = None
     id: str | None = None
     num_tokens: int | None = None
-    """Tokens to predict for, if the ids are unknown."""
+    """Number of tokens to predict for; None takes it from the ids or the footprint."""
 
 
 @runtime_checkable
@@ -48,9 +48,9 @@ class Predictor(Protocol):
     def num_experts(self) -> int: ...
 
     def predict(self, request: PredictRequest) -> Load:
-        """[layer, expert] expected tokens, a new array; each layer sums to the request's tokens x top_k.
+        """Return the expected tokens [layer, expert], a new array; each layer sums to the request's tokens x top_k.
 
-        If the number of tokens is unknown, it is taken as 1.
+        If the number of tokens is unknown, it is assumed to be 1.
         """
         ...
 
@@ -68,7 +68,7 @@ class FittablePredictor(Predictor, Protocol):
 
 @runtime_checkable
 class PromptPredictor(Protocol):
-    """A predictor that compares prompts, which can be given where the trace lacks their token ids."""
+    """A predictor that compares prompts. Callers can pass the prompts separately from the trace."""
 
     def fit_prompts(
         self,
@@ -77,25 +77,25 @@ class PromptPredictor(Protocol):
         phase: int | None,
         prompts: Sequence[NDArray[np.integer] | None],
     ) -> FittablePredictor:
-        """Like `fit`; `prompts` [request of the trace] are token ids known before the request ran, or None."""
+        """Like `fit`; `prompts` holds, for each request of the trace, the token ids known before it ran, or None."""
         ...
 
 
 class StartKind(StrEnum):
-    """What a predictor must know of a request's beginning; its class attribute `needs_start`."""
+    """Information on a request's beginning that a predictor needs, named by its class attribute `needs_start`."""
 
     FOOTPRINT = "footprint"
     TOKENS = "tokens"
 
 
 def needs_start(predictor: Predictor) -> StartKind | None:
-    """What the predictor needs of a request's beginning, if anything."""
+    """Return the information on a request's beginning that the predictor needs; None if it needs none."""
     found = getattr(predictor, "needs_start", None)
     return None if found is None else StartKind(found)
 
 
 def fit_phase(predictor: Predictor, phase: int | None) -> int | None:
-    """Phase to fit on in order to predict `phase`; None is both.
+    """Return the phase to fit on in order to predict `phase`; None means both phases.
 
     A predictor class with ``any_phase = True`` learns from all tokens: it assumes that a token's experts do not depend
     on the phase.
@@ -104,12 +104,12 @@ def fit_phase(predictor: Predictor, phase: int | None) -> int | None:
 
 
 predictors: PolicyRegistry[FittablePredictor] = PolicyRegistry("predictor", group="coterie.predictors")
-"""Predictors by name; built-in ones are registered when :mod:`coterie.predictors` is imported. All settings have
-defaults."""
+"""Predictors by name; built-in predictors are registered when :mod:`coterie.predictors` is imported. All their settings
+have defaults."""
 
 
 class ActivationRates(NamedTuple):
-    """Mean distribution over experts of a token of the calibration requests."""
+    """Mean distribution over experts of a token, averaged over the calibration requests."""
 
     per_token: Load
     """[layer, expert] activations per token: each layer sums to top_k."""
@@ -124,11 +124,11 @@ class ActivationRates(NamedTuple):
         return int(self.per_token.shape[1])
 
     def scaled(self, request: PredictRequest) -> Load:
-        """[layer, expert] tokens of a request of which only the size is known."""
+        """Predict the load [layer, expert] in tokens of a request of which only the size is known."""
         return self.per_token * self.tokens_of(request)
 
     def tokens_of(self, request: PredictRequest) -> float:
-        """Tokens to predict for: as stated, else of the ids, else of the footprint, else one."""
+        """Return the tokens to predict for: `num_tokens`, else the number of ids, else from the footprint, else 1."""
         if request.num_tokens is not None:
             return float(request.num_tokens)
         if request.token_ids is not None:
@@ -138,7 +138,7 @@ class ActivationRates(NamedTuple):
         return 1.0
 
     def check(self, request: PredictRequest) -> None:
-        """Refuse a footprint of another model and a negative number of tokens."""
+        """Raise ConfigError for a footprint of another shape or a negative number of tokens."""
         if request.num_tokens is not None and request.num_tokens < 0:
             raise ConfigError(f"request {request.id!r}: num_tokens={request.num_tokens} must not be negative")
         if request.footprint is not None and request.footprint.shape != self.per_token.shape:
@@ -149,7 +149,7 @@ class ActivationRates(NamedTuple):
 
 
 def mean_rates(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> ActivationRates:
-    """Popularity over requests of a trace, with equal weights whatever their length."""
+    """Compute popularity over requests of a trace; requests have equal weights, whatever their length."""
     total = np.zeros((trace.meta.num_layers, trace.meta.num_experts))
     count = 0
     for _, ids in chosen_requests(trace, requests, phase):
@@ -164,14 +164,14 @@ def mean_rates(trace: ActivationTrace, requests: NDArray[np.integer] | None, pha
 def chosen_requests(
     trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
 ) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
-    """Index and expert ids [token, layer, k] of each chosen request, of one phase or both."""
+    """Yield the index and the expert ids [token, layer, k] of each chosen request, of one phase or both (None)."""
     for index in check_request_rows(trace, requests):
         tokens = trace.request(int(index))
         yield int(index), tokens.expert_ids if phase is None else tokens.only(phase)
 
 
 def check_request_rows(trace: ActivationTrace, requests: NDArray[np.integer] | None) -> NDArray[np.int64]:
-    """[request] chosen indices, unique and rising; all if None."""
+    """Return the chosen request indices, unique and ascending; all requests if None."""
     if requests is None:
         return np.arange(trace.num_requests, dtype=np.int64)
     chosen = np.unique(np.asarray(requests, np.int64))
@@ -183,7 +183,7 @@ def check_request_rows(trace: ActivationTrace, requests: NDArray[np.integer] | N
 
 @dataclass(slots=True, eq=False)
 class Calibrated:
-    """Base of predictors that fall back to popularity."""
+    """Base class of predictors that fall back to popularity."""
 
     name: ClassVar[str]
     popularity_: ActivationRates | None = field(default=None, init=False, repr=False)
@@ -202,7 +202,7 @@ class Calibrated:
 
 
 def per_step(load: NDArray[np.floating] | NDArray[np.integer], tokens: float) -> Load:
-    """[layer, expert] tokens per decode step, from a load over `tokens` tokens; at most 1, a probability."""
+    """Divide a load over `tokens` tokens: [layer, expert] probability that a token activates the expert in a step."""
     if not tokens > 0:
         raise ConfigError(f"tokens={tokens} must be above 0")
     return np.asarray(load, np.float64) / tokens

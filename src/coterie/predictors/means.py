@@ -1,4 +1,4 @@
-"""Predict a request as a mean of others (of all requests, the baseline, or of its domain's), or as it was recorded."""
+"""Predict a request's load as a mean over other requests (all of them, or its domain's), or as it was recorded."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class PopularityPredictor(Calibrated):
 @predictors.register("domain")
 @dataclass(slots=True, eq=False)
 class DomainPredictor(Calibrated):
-    """The mean distribution of the calibration requests of the same domain; popularity for an unknown one.
+    """The mean distribution of the calibration requests of the same domain; popularity for an unknown domain.
 
-    A reference to compare with: it needs a label of each request's subject. Wrong where a domain has few calibration
-    requests, whose mean is then mostly noise.
+    A reference for comparisons: it needs each request's domain label. Wrong for a domain with few calibration
+    requests, because their mean is mostly noise.
     """
 
     name: ClassVar[str] = "domain"
@@ -77,20 +77,20 @@ class DomainPredictor(Calibrated):
 @predictors.register("recorded")
 @dataclass(slots=True, eq=False)
 class RecordedLoads(Calibrated):
-    """The footprint given with a request, else the recorded one of its id, else popularity.
+    """The footprint given with a request, else the footprint recorded under its id, else popularity.
 
-    Exact for a replayed request, so use it in simulations. For a live request, the footprint of its prefill stands for
-    its decode: good as long as a request keeps to its subject.
+    Exact for a replayed request, so use it in simulations. For a live request, the footprint of its prefill predicts
+    its decode: good as long as the request does not change its subject.
     """
 
     name: ClassVar[str] = "recorded"
     footprints_: dict[str, NDArray[np.uint32]] = field(default_factory=dict, init=False, repr=False)
-    """Request id → [layer, expert] tokens. Without ids in the trace, the index as text is the id."""
+    """Request id → [layer, expert] tokens. If the trace has no ids, the id is the request's index as text."""
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> RecordedLoads:
-        """Keep the footprints of these requests."""
+        """Store the footprints of these requests."""
         popularity = mean_rates(trace, requests, phase)
         names = trace.requests.ids
         found: dict[str, NDArray[np.uint32]] = {}
@@ -104,7 +104,7 @@ class RecordedLoads(Calibrated):
         return self
 
     def predict(self, request: PredictRequest) -> Load:
-        """Return a request's own footprint, scaled only if num_tokens is given."""
+        """Return the request's own footprint, scaled only if `num_tokens` is given."""
         popularity = self.popularity
         popularity.check(request)
         known = request.footprint if request.footprint is not None else self.footprints_.get(request.id or "")

@@ -2,12 +2,12 @@
 
 The tokens after a prefix use other experts than the prefix: every prompt of a service may open with the same
 instructions, and answers use other experts than prompts. So the request's prefix is compared with the average prefix,
-and only the difference is carried over:
+and only the difference is added to the popularity of the tokens after a prefix:
 
-    per token = popularity of what follows + n / (n + smoothing) x (the request's prefix - popularity of prefixes)
+    per token = popularity after prefixes + n / (n + smoothing) x (the request's prefix - popularity of prefixes)
 
-for a prefix of n tokens. If prefixes and the rest have the same popularity, this is the prefix itself, shrunk towards
-popularity the shorter it is. Wrong where a request changes its subject.
+for a prefix of n tokens. If both popularities are equal, the prediction is the prefix itself, pulled towards
+popularity; the shorter the prefix, the stronger the pull. Wrong where a request changes its subject.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from coterie.types import DECODE, PREFILL
 @predictors.register("prefix")
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Prediction from the footprint of a request's prefill; popularity without one."""
+    """Prediction from the footprint of a request's prefill; popularity if the request has no footprint."""
 
     needs_start: ClassVar[StartKind] = StartKind.FOOTPRINT
     smoothing: float = 32.0
-    """Tokens of a prefix at which it weighs as much as popularity; 0 trusts a single one."""
+    """Number of tokens at which a prefix has the same weight as popularity; 0 fully trusts a single token."""
     before_: ActivationRates | None = field(default=None, init=False, repr=False)
     """Popularity of prefixes."""
     after_: ActivationRates | None = field(default=None, init=False, repr=False)
-    """Popularity of the tokens predicted."""
+    """Popularity of the tokens to predict, those after a prefix."""
 
     def __post_init__(self) -> None:
         check_not_negative(smoothing=self.smoothing)
@@ -63,9 +63,9 @@ class Prefix:
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> Prefix:
-        """Learn to predict tokens of `phase`, decode if None; tokens of the other phase are the prefixes.
+        """Learn to predict tokens of `phase` (None: decode); tokens of the other phase are the prefixes.
 
-        If the requests have one phase only, its tokens stand for both.
+        If the requests have tokens of one phase only, these serve as both.
         """
         held = {int(p) for r in check_request_rows(trace, requests) for p in np.unique(trace.request(int(r)).phase)}
         if len(held) < 2:
@@ -77,7 +77,7 @@ class Prefix:
         return self
 
     def predict(self, request: PredictRequest) -> Load:
-        """Scaled to num_tokens; by default to the number of tokens in the prefix."""
+        """Predict the load, scaled to `num_tokens`; by default to the number of tokens in the prefix."""
         after, before = self.after, require_fitted(self.before_, "predictor 'prefix'")
         after.check(request)
         if request.footprint is None or not request.footprint.any():

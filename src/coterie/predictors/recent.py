@@ -1,12 +1,13 @@
-"""Recent popularity: predict every request as the mean of recent ones, overall or of one worker.
+"""Recent popularity: predict every request as the mean of recent requests, of all workers or of one worker.
 
-Learns as it serves: a record's weight falls by `decay` with every later record, so at 0.99 the last hundred make up 63%
-of the mean. Records have equal weights, however many tokens they have. A worker's mean decays by that worker's records
-alone. Right where traffic drifts, and by worker where a router sends similar requests to each. Wrong where traffic is
-steady, because the mean of a hundred is noisier than that of all, and for an idle worker, whose mean does not decay.
+It learns while serving. A record (the footprint of a request or step) loses weight by the factor `decay` with every
+later record: at 0.99 the last hundred records make up 63% of the mean. A record's weight does not depend on its number
+of tokens. A worker's mean decays only with that worker's records. Right where traffic drifts, and by worker where a
+router sends similar requests to the same worker. Wrong where traffic is steady, because the mean of a hundred records
+is noisier than the mean of all, and for an idle worker, whose mean does not decay.
 
-The mean itself is kept, not a sum: a record moves it towards itself by 1 ÷ weight, where weight = decay x weight + 1
-stays below 1 ÷ (1 - decay). A record updates two arrays, however many workers there are, and nothing grows.
+Only the mean is stored, not a sum: a record moves it towards itself by 1 ÷ weight, where weight = decay x weight + 1
+stays below 1 ÷ (1 - decay). A record updates two arrays, however many workers there are, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RecentPopularity(Calibrated):
 
     name: ClassVar[str] = "recent_popularity"
     decay: float = 0.99
-    """Weight of a record relative to the one after it; 1 forgets nothing."""
+    """Weight of a record relative to the next record; 1 forgets nothing."""
     overall_: _Mean | None = field(default=None, init=False, repr=False)
     workers_: dict[Hashable, _Mean] = field(default_factory=dict, init=False, repr=False)
 
@@ -60,7 +61,7 @@ class RecentPopularity(Calibrated):
         return self
 
     def observe(self, footprint: Counts, tokens: float, worker: Hashable | None = None) -> None:
-        """Add activations [layer, expert] of `tokens` tokens, of a request or a step, on `worker` if given."""
+        """Add a record: activations [layer, expert] of `tokens` tokens of a request or step, on `worker` if given."""
         top_k = self._check(footprint, tokens)
         per_token = np.asarray(footprint, np.float64) / tokens
         self.overall_ = (self.overall_ or _nothing(per_token)).after(per_token, self.decay)
@@ -92,17 +93,17 @@ class RecentPopularity(Calibrated):
         return self.popularity.scaled(request)
 
     def of_worker(self, worker: Hashable) -> WorkerPopularity:
-        """Predictor of requests on this worker; it follows later observations."""
+        """Return a predictor for requests on this worker; later observations update it too."""
         return WorkerPopularity(self, worker)
 
     def forget(self, worker: Hashable) -> None:
-        """Drop a worker that is gone, known or not. Its part of the overall mean stays."""
+        """Drop the mean of a worker that is gone, if there is one. Its records stay in the overall mean."""
         self.workers_.pop(worker, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPopularity:
-    """Recent popularity of one worker; the overall one until it has records."""
+    """Recent popularity of one worker; the overall popularity until the worker has records."""
 
     recent: RecentPopularity
     worker: Hashable
@@ -127,14 +128,14 @@ class ArrivedRequest(NamedTuple):
 
     request: int
     footprint: NDArray[np.uint32]
-    """[layer, expert]"""
+    """[layer, expert] tokens."""
     tokens: int
 
 
 def arrived(
     trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
 ) -> Iterator[ArrivedRequest]:
-    """Requests with tokens, in order of arrival if known, else of the trace; raises if there are none."""
+    """Yield requests that have tokens, in order of arrival if known, else of the trace; raises if there are none."""
     chosen = check_request_rows(trace, requests)
     if trace.requests.arrival_s is not None:
         chosen = chosen[np.argsort(trace.requests.arrival_s[chosen], kind="stable")]

@@ -1,8 +1,8 @@
 """Scores of a predictor against recorded loads.
 
-Cosine compares shares of the load, not its size. Recall covers the few experts that matter most: of the k that a
-request used most in a layer, the share among the k predicted most. Experts that a request used equally often are
-equally right, and an expert with a prediction of 0 is never a hit.
+Cosine compares the distribution of the load, not its size. Recall covers the few experts that matter most: the share of
+the k experts that a request used most in a layer that are among the k with the highest prediction. Experts that a
+request used equally often are interchangeable, and an expert with a prediction of 0 is never a hit.
 
 Requests that share text (a group) are not independent: intervals come from resampling groups, not requests.
 """
@@ -22,7 +22,7 @@ from coterie.types import Interval
 
 RESAMPLES = 1000
 TEST_SHARE = 0.3
-"""Share of request groups that test; the others calibrate."""
+"""Share of request groups used for testing; the others are for calibration."""
 
 Loads = NDArray[np.floating] | NDArray[np.integer]
 
@@ -31,7 +31,7 @@ class Measure(NamedTuple):
     """One measure of a predictor."""
 
     over_requests: Interval
-    """2.5th and 97.5th percentile over resampled groups."""
+    """Mean over requests, with the 2.5th and 97.5th percentile over resampled groups."""
     by_layer: NDArray[np.float64]
     """[layer] mean over requests."""
 
@@ -44,7 +44,7 @@ class PredictorScore(NamedTuple):
     recall_top_k: Measure
     recall_top_2k: Measure
     recall_16: Measure
-    """Recall of 16 experts whatever top_k is, as published for a router that uses the 16 predicted most."""
+    """Recall of 16 experts whatever top_k is, as published for a router that uses the 16 highest predictions."""
 
 
 def score(
@@ -78,7 +78,7 @@ def score(
 def split_groups(
     groups: Sequence[Hashable], rng: Generator, test_share: float = TEST_SHARE
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Calibration and test requests: whole groups, `test_share` of them to test."""
+    """Split requests into indices for calibration and for testing, by whole groups; `test_share` of them test."""
     names = list(dict.fromkeys(groups))
     if len(names) < 2:
         raise ConfigError(f"{len(groups)} requests share {len(names)} prompt: there is nothing to calibrate on")
@@ -89,7 +89,7 @@ def split_groups(
 
 
 def cosine(predicted: Loads, truth: Loads) -> NDArray[np.float64]:
-    """[request, layer] of two loads [request, layer, expert]; 0 where nothing was predicted."""
+    """Compute the cosine [request, layer] of two loads [request, layer, expert]; 0 where nothing was predicted."""
     one, other = np.asarray(predicted, np.float64), np.asarray(truth, np.float64)
     norms = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
     dots = (one * other).sum(axis=-1)
@@ -97,22 +97,22 @@ def cosine(predicted: Loads, truth: Loads) -> NDArray[np.float64]:
 
 
 def recall(predicted: Loads, truth: Loads, k: int) -> NDArray[np.float64]:
-    """[request, layer] share of the truth's k most used experts that are among the k predicted most.
+    """Compute the share [request, layer] of the k most used experts that are among the k highest predictions.
 
-    If fewer than k experts were used, the share of those. Tied predictions go by the lower id.
+    If fewer than k experts were used, it is the share of those used. Ties between predictions go to the lower id.
     """
     true, guess = np.asarray(truth, np.float64), np.asarray(predicted, np.float64)
     least = np.partition(true, -k, axis=-1)[..., -k, None]  # load of the k-th expert
     above, tied = true > least, (true == least) & (true > 0)
     order = np.argsort(-guess, axis=-1, kind="stable")[..., :k]
     hits, drawn = (np.take_along_axis(of & (guess > 0), order, axis=-1).sum(axis=-1) for of in (above, tied))
-    places = k - above.sum(axis=-1)  # tied experts are equally right for these
+    places = k - above.sum(axis=-1)  # places in the true top k that any of the tied experts may take
     size = np.minimum(k, (true > 0).sum(axis=-1))
     return np.asarray((hits + np.minimum(drawn, places)) / np.maximum(1, size), np.float64)
 
 
 def _draws(groups: Sequence[Hashable], rng: Generator) -> NDArray[np.float64]:
-    """[resample, request] weight of each request when whole groups are drawn with replacement."""
+    """Draw weights [resample, request] of the requests when whole groups are drawn with replacement."""
     numbers: dict[Hashable, int] = {}
     of = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
     times = rng.multinomial(len(numbers), np.full(len(numbers), 1 / len(numbers)), size=RESAMPLES)

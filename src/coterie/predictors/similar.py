@@ -1,11 +1,11 @@
-"""Similar prefix: predict the profile of an earlier request with the longest shared beginning.
+"""Similar prefix: predict the recorded load of the earlier request with the longest shared prefix.
 
-Of the stored requests, the one that shares the most leading tokens with the prompt, the latest of ties. It must share
-at least `similarity` of the prompt; else the prediction is recent popularity. All tokens of an earlier request are
-compared, its answer too: the next turn of a conversation begins with them.
+The match is the stored request that shares the most leading tokens with the prompt; the latest wins a tie. It must
+share at least `similarity` of the prompt; otherwise the prediction is recent popularity. The answer of an earlier
+request is compared too, because the next turn of a conversation begins with prompt and answer.
 
 Right for conversations, retries and repeated questions on one long document. Wrong where prompts share a template and
-little else: then 0.8 of a prompt may not determine its subject, and one request's profile is noisier than a mean.
+little else: then 0.8 of a prompt may not determine its subject, and one request's load is noisier than a mean.
 Unrelated prompts mostly find no match.
 """
 
@@ -25,37 +25,37 @@ from coterie.traces.activations import ActivationTrace
 from coterie.types import PREFILL, narrowest_uint
 
 _WIDTH = np.dtype(np.int32).itemsize
-"""Bytes of a token."""
+"""Bytes of a token id."""
 
 
 class Match(NamedTuple):
-    """The sequence with the longest shared beginning."""
+    """The sequence with the longest shared prefix."""
 
     number: int
-    """Number returned by `add`."""
+    """Number of the sequence, as returned by `add`."""
     tokens: int
-    """Shared leading tokens; at least 1."""
+    """Number of shared leading tokens, at least 1."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A run of tokens that all sequences below share: those from `start` to `stop` of the sequence `latest`."""
+    """A run of tokens shared by all sequences below the node: bytes `start` to `stop` of the sequence `latest`."""
 
     start: int
-    """Offset in bytes, as `stop`."""
+    """Offset in bytes, like `stop`."""
     stop: int
     latest: int
-    """Highest sequence number below; when that one is forgotten, all below are."""
+    """Highest sequence number below the node; once this sequence is forgotten, so are all others below."""
     children: dict[bytes, _Node]
     """First token → child."""
 
 
 class PrefixIndex:
-    """Index of token sequences by their beginnings; the oldest are forgotten first.
+    """Index of token sequences by their prefixes; the oldest sequences are forgotten first.
 
-    A radix tree: a lookup compares each token of the prompt at most once, a run at a time, however many sequences there
-    are. Runs are views of the sequences, so the tree adds one or two nodes a sequence. Sequences are kept as bytes,
-    which compare ten times as fast as arrays; that matters where many prompts diverge from a long shared opening.
+    It is a radix tree: a lookup compares each token of the prompt at most once, a run at a time, however many sequences
+    there are. Runs refer to the stored sequences, so a sequence adds only one or two nodes. Sequences are stored as
+    bytes, which compare ten times as fast as arrays; that matters if many prompts diverge after a long shared prefix.
     """
 
     __slots__ = ("_added", "_held", "_roots")
@@ -69,7 +69,7 @@ class PrefixIndex:
         return len(self._held)
 
     def add(self, token_ids: NDArray[np.integer]) -> int:
-        """Add a sequence; returns its number, one more than the last."""
+        """Add a sequence; returns its number, one more than the previous sequence's."""
         return self._insert(_packed(token_ids))
 
     def _insert(self, tokens: bytes) -> int:
@@ -94,7 +94,7 @@ class PrefixIndex:
         return number
 
     def longest(self, token_ids: NDArray[np.integer]) -> Match | None:
-        """Sequence that shares the most leading tokens, the latest of ties; None if none shares any."""
+        """Return the sequence that shares the most leading tokens, the latest if tied; None if no token is shared."""
         tokens, best = _packed(token_ids), None
         children, at = self._roots, 0
         while at < len(tokens):
@@ -124,13 +124,14 @@ class PrefixIndex:
             children, at, above = node.children, node.stop, node
         if above is not None and len(children) == 1:
             (only,) = children.values()
-            # An older sequence may end between the two. The latest continues past it, so it is never the answer.
+            # Merge the two nodes. An older sequence may end between them, but the latest one, which wins ties,
+            # continues into the child: the older one is never the result of a lookup.
             if only.latest == above.latest:
                 above.stop, above.children = only.stop, only.children
         return number
 
     def _shared(self, node: _Node, tokens: bytes) -> int:
-        """Bytes shared from the start, up to the end of a node whose first token matches."""
+        """Return the bytes shared from the sequence's start, up to the end of a node whose first token matches."""
         stop = min(node.stop, len(tokens))
         own, asked = self._held[node.latest][node.start : stop], tokens[node.start : stop]
         if own == asked:
@@ -154,32 +155,32 @@ class Profile(NamedTuple):
     """Recorded activations of a request."""
 
     footprint: Counts
-    """[layer, expert]"""
+    """[layer, expert] tokens."""
     tokens: float
     nbytes: int
-    """Memory of the footprint and the token ids."""
+    """Bytes of the footprint and the token ids."""
 
 
 class Similar(NamedTuple):
-    """An earlier request with a shared beginning."""
+    """An earlier request with a shared prefix."""
 
     profile: Profile
     share: float
-    """Shared part of the prompt."""
+    """Share of the prompt's tokens in the shared prefix."""
 
 
 @predictors.register("similar_prefix")
 @dataclass(slots=True, eq=False)
 class SimilarPrefix:
-    """The profile of an earlier request with at least `similarity` of the prompt, scaled; else recent popularity."""
+    """The load of an earlier request that shares at least `similarity` of the prompt; else recent popularity."""
 
     similarity: float = 0.8
-    """Part of the prompt that must be shared, from its start."""
+    """Smallest share of the prompt, from its start, that an earlier request must have in common with it."""
     decay: float = 0.99
-    """Decay of recent popularity."""
+    """Decay of recent popularity per record (see RecentPopularity)."""
     max_bytes: int = 1 << 28
-    """Memory of stored profiles and tokens; above it the oldest are forgotten. At 48 layers of 128 experts and 1,000
-    tokens a request, about 16,000 to 27,000 requests; the tree takes another 500 bytes a request."""
+    """Bytes of stored profiles and token ids; above this the oldest requests are forgotten. At 48 layers of 128 experts
+    and 1,000 tokens per request, about 16,000 to 27,000 requests fit; the tree takes another 500 bytes per request."""
     recent_: RecentPopularity | None = field(default=None, init=False, repr=False)
     index_: PrefixIndex | None = field(default=None, init=False, repr=False)
     profiles_: dict[int, Profile] = field(default_factory=dict, init=False, repr=False)
@@ -221,7 +222,7 @@ class SimilarPrefix:
         phase: int | None,
         prompts: Sequence[NDArray[np.integer] | None],
     ) -> SimilarPrefix:
-        """Like :meth:`fit`; `prompts` [request of the trace] are token ids known before it ran, or None."""
+        """Like :meth:`fit`; `prompts` holds, per request of the trace, the token ids known before it ran, or None."""
         if trace.arrays()[0].token_ids is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: prefixes are compared by them")
         found = SimilarPrefix(self.similarity, self.decay, self.max_bytes)
@@ -254,7 +255,7 @@ class SimilarPrefix:
         self.nbytes_ += size
 
     def similar(self, token_ids: NDArray[np.integer] | None) -> Similar | None:
-        """Earlier request that predicts a prompt; None if popularity does."""
+        """Return the earlier request that predicts a prompt; None if the prediction is recent popularity."""
         if token_ids is None or not len(token_ids) or self.index_ is None:
             return None
         found = self.index_.longest(token_ids)

@@ -1,16 +1,17 @@
 """Rank transitions: predict a token's rank in a layer from its ranks in the layers before.
 
-Right where the experts of consecutive layers belong together, whatever the token: then a token that was on a rank is
-likely to go where others went from there. Wrong where a layer's choice does not depend on the last ones; the table then
-falls back to the ranks that are popular in the layer, with the confidence they deserve.
+Right where the experts of consecutive layers are correlated, whatever the token: then a token is likely to move from a
+rank to the same next rank as other tokens. Wrong where a layer's experts do not depend on the layers before; the
+prediction is then the popularity of the ranks in the layer, with a correspondingly low confidence.
 
-A context of n ranks is rare for large n, and a rare one says little. Each distribution is therefore pulled towards that
-of the context shorter by one layer, as if `smoothing` further tokens had followed it; the shortest, of no layers at
-all, is the mean of the layer. Contexts with fewer than `min_tokens` tokens are left out, and the next shorter one
-serves. :mod:`coterie.footprints.ranks` defines a token's rank and the numbering of contexts.
+A context is a token's ranks in the previous n layers. For large n most contexts are rare, and their counts are noisy.
+Each distribution is therefore pulled towards that of the context shorter by one layer, as if `smoothing` further tokens
+had followed it. The shortest context, of no layers, has the mean distribution of the layer. Contexts with fewer than
+`min_tokens` tokens are left out and replaced by the next shorter context. :mod:`coterie.footprints.ranks` defines a
+token's rank and the numbering of contexts.
 
-What is predicted is the share of a token's activations that each rank holds, as the token table predicts it: the two
-confidences can be compared. Fitted without `local`, it is the probability of each rank instead.
+The prediction is the share of a token's activations that each rank holds, as in the token table, so the confidences of
+the two can be compared. If fitted without `local`, it is the probability of each rank instead.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key
 
 
 class TransitionRows(NamedTuple):
-    """Contexts of all layers; those of layer l are rows offsets[l] … offsets[l + 1]."""
+    """Contexts of all layers; layer l has the rows offsets[l] … offsets[l + 1] - 1."""
 
     offsets: NDArray[np.int64]
-    """[layer + 1]"""
+    """[layer + 1] first row of each layer, then the number of rows."""
     keys: NDArray[np.int64]
-    """[row] context, rising within a layer; the first of a layer is 0, the context of no layers."""
+    """[row] number of the context, ascending within a layer; the first is 0, the context of no layers."""
     tokens: NDArray[np.int64]
     """[row] tokens counted."""
     shares: NDArray[np.float32]
     """[row, rank] expected share of a token's activations that the rank holds, in 0 … 1."""
     ranks: NDArray[np.int64]
-    """[row] rank with the largest share; of ties, the lowest."""
+    """[row] rank with the largest share; the lowest rank if tied."""
 
     @property
     def num_ranks(self) -> int:
@@ -50,7 +51,7 @@ class TransitionRows(NamedTuple):
 
     @property
     def confidence(self) -> NDArray[np.float32]:
-        """[row] share of the row's rank."""
+        """[row] largest share, that of the row's rank in `ranks`."""
         return np.asarray(self.shares.max(axis=1))
 
     @property
@@ -63,11 +64,11 @@ class RankTransitions:
     """Distribution over ranks in a layer, given a token's ranks in the `order` layers before."""
 
     order: int = 2
-    """Previous layers looked at, 1 … 5."""
+    """Number of previous layers in a context, 1 … 5."""
     smoothing: float = 8.0
-    """Tokens that a context's shorter one counts for."""
+    """Weight, in tokens, of the next shorter context's distribution in a context's own."""
     min_tokens: int = 2
-    """Tokens below which a context is left out."""
+    """Fewest tokens of a context that is kept."""
     rows_: TransitionRows | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,9 +84,10 @@ class RankTransitions:
     def fit(
         self, ranks: NDArray[np.integer], num_ranks: int, local: NDArray[np.integer] | None = None, top_k: int = 1
     ) -> RankTransitions:
-        """Count ranks [token, layer].
+        """Learn from the tokens' ranks [token, layer].
 
-        `local` [token, layer, rank] are activations by rank, of `top_k` in all; None counts each token's rank once.
+        `local` [token, layer, rank] is the number of a token's `top_k` activations on each rank; None counts each
+        token's rank once.
         """
         if ranks.ndim != 2 or 0 in ranks.shape:
             raise ConfigError(f"ranks has shape {ranks.shape}; expected [token, layer], none 0")
@@ -120,7 +122,8 @@ class RankTransitions:
         depth = min(self.order, layer)
         longest = context_keys(ranks[:, :layer], num_ranks, depth)
         order = np.argsort(longest, kind="stable")
-        # The latest rank leads, so tokens that share a shorter context lie together too: one sort serves all orders.
+        # The latest rank is the leading digit, so tokens with the same shorter context are adjacent too: one sort
+        # serves contexts of all lengths.
         by_order = [(longest[order] - starts[depth]) // num_ranks ** (depth - m) + starts[m] for m in range(depth + 1)]
         keys, tokens = [], []
         for column in by_order:
@@ -137,11 +140,14 @@ class RankTransitions:
         return table
 
     def shares(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.float32]:
-        """[token, rank] expected shares in a layer; `previous` [token, layer] are the ranks before, the latest last."""
+        """Predict shares [token, rank] in a layer from the ranks in earlier layers, `previous` [token, layer].
+
+        The last column of `previous` is the latest layer.
+        """
         return self.rows.shares[self.find(layer, previous)]
 
     def find(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.int64]:
-        """[token] row of the longest context known; a negative rank in `previous` is unknown, and ends the context."""
+        """Return the row [token] of the longest known context; a negative rank in `previous` is unknown and ends it."""
         rows = self.rows
         if not 0 <= layer < rows.num_layers:
             raise ConfigError(f"layer={layer} must be in 0 … {rows.num_layers - 1}")
@@ -159,7 +165,7 @@ class _Layer(NamedTuple):
 
 
 def _runs(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct values of a sorted array, and how often each occurs."""
+    """Return the distinct values of a sorted array and the number of occurrences of each."""
     first = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
     return values[first], np.diff(first, append=len(values))
 
@@ -174,7 +180,7 @@ def _count(
     has_local: bool,
     counts: NDArray[Any],
 ) -> None:
-    """Add each token's activations, or 1 for its rank, to the rows of its contexts; by_order [order, token] rises."""
+    """Add each token's activations, or 1 for its rank, to its contexts' rows; by_order [order, token] is sorted."""
     for m in range(len(by_order)):
         row = 0
         for i in range(len(order)):
@@ -183,7 +189,7 @@ def _count(
                 row += 1
             if row == len(keys):
                 break
-            if keys[row] != key:  # left out
+            if keys[row] != key:  # a context with fewer than min_tokens tokens
                 continue
             token = order[i]
             if has_local:
@@ -195,7 +201,7 @@ def _count(
 
 @njit()
 def _smooth(shares: NDArray[Any], tokens: NDArray[Any], parents: NDArray[Any], top_k: float, smoothing: float) -> None:
-    """Turn counts into shares, in place. A parent comes before its rows, as shorter contexts have lower keys."""
+    """Turn counts into shares, in place. Parents (shorter contexts) have lower keys, so they are smoothed first."""
     for row in range(len(shares)):
         total = tokens[row] * top_k
         if row > 0:

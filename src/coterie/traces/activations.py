@@ -1,7 +1,7 @@
-"""Activation traces: the experts that every token of every request activated, exactly; and the writer that records one.
+"""Activation traces, the experts that every token of every request activated, and the writer that records a trace.
 
-:mod:`coterie.traces.segments` describes the files, docs/traces.md what they are after each step of a recording.
-A writer locks its folder while it lives: two that append to one trace would each commit without the other's segments.
+:mod:`coterie.traces.segments` describes the files; docs/traces.md lists them after each step of a recording.
+A writer locks its folder: two writers that append to one trace would each commit without the other's segments.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class ActivationWriter:
 
     @classmethod
     def resume(cls, path: str | Path, meta: TraceMeta, flush_tokens: int = 1 << 19) -> ActivationWriter:
-        """Resume an interrupted recording: flushed requests are kept, and appending adds to them.
+        """Resume an interrupted recording: flushed requests are kept, and new requests are appended to them.
 
-        Refused are a trace that was closed, one whose meta is not `meta`, and one that another writer has open.
+        Raises ConfigError if the trace was closed, if its metadata differs from `meta`, or if another writer has it
+        open.
         """
         folder = Path(path)
-        read_meta(folder)  # a missing folder, a file or another format is named as such
+        read_meta(folder)  # raises a specific error for a missing folder, a file or another format
         out = cls.__new__(cls)
         out._start(folder, meta, flush_tokens)
         try:
@@ -89,7 +90,7 @@ class ActivationWriter:
             self._columns = _columns(found.segments[0].tokens, found.requests)
         self._entries = entries
         named = {entry[kind] for entry in entries for kind in ("activations", "requests")}
-        for file in self.folder.iterdir():  # from an uncommitted flush: never part of the trace
+        for file in self.folder.iterdir():  # delete files of an uncommitted flush, which are not part of the trace
             if PART.fullmatch(file.name.removesuffix(".tmp")) and file.name not in named:
                 file.unlink()
 
@@ -105,7 +106,7 @@ class ActivationWriter:
         gate_weights: NDArray[np.float16] | None = None,
         prefix_blocks: NDArray[np.int64] | None = None,
     ) -> None:
-        """Append one whole request. Append requests in order of arrival."""
+        """Append one complete request. Call it in order of arrival."""
         phases = np.asarray(phase, np.uint8)
         offsets = np.array([0, len(phases)], np.int64)
         prompt, output = phase_lengths(phases, offsets)
@@ -121,7 +122,7 @@ class ActivationWriter:
         self.append_many(Activations(np.asarray(expert_ids), phases, token_ids, gate_weights), offsets, row)
 
     def append_many(self, tokens: Activations, offsets: NDArray[np.int64], requests: RequestTrace) -> None:
-        """Append copies of several requests at once; all are checked before any is kept."""
+        """Append copies of several requests at once; all are checked before any is added."""
         if self._closed:
             raise ConfigError(f"{self.folder} is closed; nothing can be appended")
         if not np.issubdtype(tokens.expert_ids.dtype, np.integer):
@@ -208,11 +209,11 @@ class ActivationWriter:
         if kind is None:
             self.close()
         else:
-            self.suspend()  # keep what was recorded; the segments read as they are
+            self.suspend()  # keep the recorded requests: the segments are readable without being joined
 
 
 def check_unfinished(folder: Path) -> list[dict[str, Any]]:
-    """The segments of a trace that can be resumed; a closed one is refused."""
+    """Return the segments of a trace that can be resumed; raises ConfigError if the trace was closed."""
     entries = [dict(entry) for entry in read_meta(folder).get("segments") or []]
     if any(entry.get("activations") == FINAL[0] for entry in entries):
         raise ConfigError(f"{folder} is closed: its recording was finished and cannot be resumed")
@@ -220,12 +221,12 @@ def check_unfinished(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_same_meta(folder: Path, found: TraceMeta, wanted: TraceMeta) -> None:
-    """Refuse to resume under other settings; the message names each that differs."""
+    """Raise ConfigError if the recording has other settings than `wanted`; the message names each difference."""
     differing = []
     for field in fields(TraceMeta):
         old, new = getattr(found, field.name), getattr(wanted, field.name)
         if field.name == "source":
-            new = json.loads(json.dumps(dict(new)))  # as it would read: a tuple is a list on disk
+            new = json.loads(json.dumps(dict(new)))  # as read back from disk, where a tuple becomes a list
             keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
             differing += [f"{key}={old.get(key)!r}, not {new.get(key)!r}" for key in keys]
         elif old != new:
@@ -235,10 +236,10 @@ def check_same_meta(folder: Path, found: TraceMeta, wanted: TraceMeta) -> None:
 
 
 def _lock(owner: object, folder: Path) -> weakref.finalize[..., Any]:
-    """Lock the folder until the result is called or its owner is deleted; the lock ends with the process."""
+    """Lock the folder until the returned finalizer is called, `owner` is deleted or the process ends."""
     try:
         import fcntl
-    except ImportError:  # not Unix: the user must avoid two writers
+    except ImportError:  # not Unix, no lock: the user must not run two writers
         return weakref.finalize(owner, int)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -252,7 +253,7 @@ def _lock(owner: object, folder: Path) -> weakref.finalize[..., Any]:
 
 
 def _columns(tokens: Activations, requests: RequestTrace) -> frozenset[str]:
-    """Optional columns recorded: a trace has a column for all its requests or for none."""
+    """Return the optional columns that are present: a trace has a column for all its requests or for none."""
     given = {name for name in OPTIONAL if getattr(tokens, name) is not None}
     given |= {n for n in ("arrival_s", "ids", "domains", "prefix_blocks") if getattr(requests, n) is not None}
     return frozenset(given | {f"extra.{name}" for name in requests.extra})
@@ -269,7 +270,7 @@ class ActivationTrace(SegmentedTrace):
     """A recorded (or synthetic) trace, mapped from disk or held in memory."""
 
     def save(self, path: str | Path) -> None:
-        """Write a joined copy."""
+        """Write a copy of the trace, with its segments joined."""
         with ActivationWriter(path, self.meta) as out:
             table = self.requests
             for chunk in self.chunks():

@@ -1,8 +1,8 @@
 """Arrival times and lengths of requests: the workload of a synthetic trace.
 
-An arrival process draws, for a number of requests, their arrival times and the domain of each; a length model draws
-their prompt and output tokens. All are pure functions of their settings and a Generator. Arrivals are open-loop: a
-slow server does not slow them down, which is wrong for a fixed pool of clients that wait for their answers.
+An arrival process draws the arrival times and domains of requests; a length model draws their prompt and output
+tokens. Both are pure functions of their settings and a Generator. Arrivals are open-loop: a slow server does not slow
+them down, which is wrong for a fixed pool of clients that wait for their answers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Lengths(NamedTuple):
 
 class ArrivalProcess(Protocol):
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
-        """The first `count` arrivals; `mix` [domain] is each domain's share of the requests."""
+        """Draw the first `count` arrivals; `mix` [domain] is each domain's share of the requests."""
         ...
 
 
 class LengthModel(Protocol):
     def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
-        """Lengths of requests whose domains are given, in order of arrival."""
+        """Draw the lengths of requests; `domain` [request] is in order of arrival."""
         ...
 
 
@@ -58,7 +58,7 @@ class PoissonArrivals:
     """Independent requests at a constant mean rate."""
 
     rate: float = 10.0
-    """Requests a second."""
+    """Requests per second."""
 
     def __post_init__(self) -> None:
         _positive("Poisson arrivals", rate=self.rate)
@@ -73,15 +73,15 @@ class BurstyArrivals:
     """Semantic bursts over a Poisson background: occasionally many requests of one domain in a short time."""
 
     rate: float = 10.0
-    """Long-term mean of requests a second, in all."""
+    """Long-term mean of requests per second, bursts and background together."""
     burst_size: int = 32
-    """Requests of one burst."""
+    """Requests per burst."""
     burst_rate: float = 100.0
-    """Requests a second within a burst."""
+    """Requests per second within a burst."""
     share: float = 0.5
     """Share of the requests in bursts; the others are the background."""
     even_rate: bool = False
-    """Bursts of domains without bursts of rate: the order stays, the times are those of a Poisson process."""
+    """Whether bursts are of one domain but not faster: the order stays, the times are those of a Poisson process."""
 
     def __post_init__(self) -> None:
         _positive("bursty arrivals", rate=self.rate, burst_size=self.burst_size, burst_rate=self.burst_rate)
@@ -96,7 +96,7 @@ class BurstyArrivals:
             background = PoissonArrivals(self.rate * (1 - self.share)).draw(count, mix, rng)
             times, domains = [background.arrival_s], [background.domain]
         if self.share > 0:
-            # As many bursts as fill the count alone, then more until the last starts after the last request taken.
+            # Draw bursts until they hold `count` requests and the last burst starts after the last request to keep.
             burst_rate, drawn, last = self.rate * self.share / self.burst_size, 0, 0.0
             while drawn < count or last < np.partition(np.concatenate(times), count - 1)[count - 1]:
                 some = max(1, count // self.burst_size // 4)
@@ -114,7 +114,7 @@ class BurstyArrivals:
 
 
 def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
-    """The same process at another mean rate; bursts keep their size and relative rate."""
+    """Return the process at another mean rate; bursts keep their size and relative rate. Others become Poisson."""
     if isinstance(arrivals, BurstyArrivals):
         return replace(arrivals, rate=rate, burst_rate=arrivals.burst_rate * rate / arrivals.rate)
     return PoissonArrivals(rate)
@@ -122,13 +122,13 @@ def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedArrivals:
-    """Arrival times of a recorded trace, repeated if it is too short."""
+    """Arrival times of a recorded trace, which is repeated if it is too short."""
 
     trace: RequestTrace
     time_scale: float = 1.0
     """Factor on recorded times: 0.5 replays twice as fast."""
     domains: tuple[str, ...] | None = None
-    """Names of the domains, to use each request's recorded one; None draws them from the mix."""
+    """Names of the domains, to use each request's recorded domain; None draws domains from the mix."""
 
     def __post_init__(self) -> None:
         _positive("replayed arrivals", time_scale=self.time_scale)
@@ -147,7 +147,7 @@ class ReplayedArrivals:
         order = np.argsort(self.trace.arrival_s, kind="stable")
         times = self.trace.arrival_s[order] - self.trace.arrival_s[order[0]]
         lap, row = np.divmod(np.arange(count), len(times))
-        # A lap lasts one mean gap longer than the trace, so that its last and the next lap's first do not coincide.
+        # A lap lasts one mean gap longer than the trace, so that its last request and the next lap's first differ.
         lap_s = times[-1] * (1 + 1 / max(1, len(times) - 1))
         arrival_s = (times[row] + lap * lap_s) * self.time_scale
         if self.domains is None or self.trace.domains is None:
@@ -162,13 +162,13 @@ class LognormalLengths:
     """Lognormal prompt and output lengths, independent of each other and of the domain."""
 
     prompt_mean: float = 512.0
-    """Tokens; the mean of the lengths, not of their logarithms."""
+    """Mean prompt length in tokens (of the lengths, not of their logarithms)."""
     prompt_sigma: float = 1.0
-    """Standard deviation of the logarithm: 0 makes all equal, 1 puts one in 20 above 5 times the median."""
+    """Standard deviation of the log length: at 0 all are equal, at 1 one in 20 is above 5 times the median."""
     output_mean: float = 256.0
     output_sigma: float = 0.8
     longest: int = 32_768
-    """Longest length; longer draws are cut to it."""
+    """Largest length in tokens; longer draws are cut to it."""
 
     def __post_init__(self) -> None:
         _positive("lengths", prompt_mean=self.prompt_mean, output_mean=self.output_mean, longest=self.longest)
@@ -193,8 +193,8 @@ class RecordedLengths:
     output_tokens: NDArray[np.int64]
     """[request] tokens."""
     domain: NDArray[np.int64] | None = None
-    """[request] index of each one's domain: a request then takes the lengths of a random one of its own domain. None
-    replays them in order, repeatedly, to match ReplayedArrivals."""
+    """[request] index of each recorded request's domain: a new request gets the lengths of a random recorded request of
+    its domain. None replays the lengths in order, repeatedly, to match ReplayedArrivals."""
 
     def __post_init__(self) -> None:
         count = len(self.prompt_tokens)
@@ -203,7 +203,7 @@ class RecordedLengths:
 
     @classmethod
     def replay(cls, trace: RequestTrace) -> RecordedLengths:
-        """The lengths of a trace in order of arrival."""
+        """Return the lengths of a trace in order of arrival."""
         trace = trace.in_order()
         return cls(trace.prompt_tokens, trace.output_tokens)
 
@@ -218,7 +218,7 @@ class RecordedLengths:
 
 
 class DrawnRequests(NamedTuple):
-    """Requests in order of arrival, with their lengths: one array of [request] each."""
+    """Requests in order of arrival, with their domains and lengths; each array is [request]."""
 
     arrival_s: NDArray[np.float64]
     domain: NDArray[np.int64]
@@ -234,7 +234,7 @@ def draw_arrivals(
     requests: int | None = None,
     tokens: int | None = None,
 ) -> DrawnRequests:
-    """Draw a number of requests, or as many as hold exactly a number of tokens, the last one cut short."""
+    """Draw `requests` requests, or as many as have exactly `tokens` tokens; then the last request is cut short."""
     if (requests is None) == (tokens is None):
         raise ConfigError("give either a number of requests or a number of tokens")
     check_at_least(1, requests=requests, tokens=tokens)

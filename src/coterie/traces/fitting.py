@@ -1,10 +1,10 @@
-"""Settings of a synthetic trace that resembles a recorded one.
+"""Fit the settings of a synthetic trace to a recorded trace.
 
-Matched are, per domain and layer, how often each expert is among a token's top-k; per layer, how far requests lie from
-their domain; the mix of domains; and each domain's lengths. So the skew of loads agrees, and the number of distinct
-experts in a step of tokens from different requests. Not matched is what the generator leaves out (see
-coterie.traces.synthetic): real routing repeats within a request, so a few tokens of *one* real request touch fewer
-experts than of a synthetic one.
+The fit matches, per domain and layer, how often each expert is among a token's top-k; per layer, how much requests vary
+within their domain; the mix of domains; and each domain's lengths. So the skew of loads agrees, and so does the number
+of distinct experts in a step of tokens from different requests. Properties that the generator lacks (see
+coterie.traces.synthetic) are not matched: real routing repeats within a request, so a few tokens of *one* real request
+activate fewer distinct experts than those of a synthetic request.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from coterie.traces.synthetic import SyntheticSettings
 from coterie.types import PREFILL
 
 UNLABELLED = "all"
-"""Domain of the requests of a trace that names none."""
+"""Domain of all requests if the trace names no domains."""
 _MIN_TOKENS = 16
-"""Fewest tokens of a request that counts for the concentration: shorter ones are too noisy."""
+"""Fewest tokens of a request used to fit the concentration: shorter requests are too noisy."""
 _STEPS = (1.0, 1.0, 0.7, 0.5, 0.35)
-"""Share of each correction that is applied: decreasing, so that the model's sampling noise averages out."""
+"""Share of the correction applied in each step: decreasing, so that the model's sampling noise averages out."""
 
 
 def fit_synthetic(
     trace: ActivationTrace, rng: Generator, base: SyntheticSettings | None = None, samples: int = 400
 ) -> SyntheticSettings:
-    """Settings fitted to a trace; phase correlation, drift and arrivals are those of `base`.
+    """Fit settings to a trace; phase correlation, drift and arrivals are those of `base`.
 
-    Without `base`, arrivals are Poisson at the recorded mean rate, where one was recorded. `samples` is the number of
-    requests drawn per domain, layer and step to compare the model with the trace.
+    Without `base`, arrivals are Poisson at the recorded mean rate if the trace has arrival times. `samples` is the
+    number of requests drawn per domain, layer and step to compare the model with the trace.
     """
     counts = _count(trace)
     arrivals = (base or SyntheticSettings()).arrivals
@@ -70,13 +70,16 @@ class _Counts(NamedTuple):
     load: NDArray[np.float64]  # [domain, layer, expert] activations
     tokens: NDArray[np.float64]  # [domain]
     scatter: NDArray[np.float64]  # [layer] variance of requests' inclusion within their domain, summed over experts
-    degrees: NDArray[np.float64]  # [domain] requests behind the scatter, less one
+    degrees: NDArray[np.float64]  # [domain] requests used to estimate the scatter, minus 1
 
 
 @dataclass(slots=True)
 class _Halves:
-    """Running sums over requests of a domain: the covariance of two disjoint halves of their tokens is free of
-    sampling noise, and of the repetition of neighbouring tokens, which a binomial correction would take for scatter."""
+    """Running sums over a domain's requests, whose tokens are split into two disjoint halves.
+
+    The covariance of the halves is free of sampling noise and of the repetition between neighbouring tokens, which a
+    binomial correction would mistake for scatter between requests.
+    """
 
     first: NDArray[np.float64]  # [domain, layer, expert]
     second: NDArray[np.float64]  # [domain, layer, expert]
@@ -90,7 +93,7 @@ class _Halves:
         np.add.at(self.count, domain, 1.0)
 
     def scatter(self) -> NDArray[np.float64]:
-        """[layer], pooled over domains."""
+        """Return the variance of requests within their domain, [layer]: summed over experts, pooled over domains."""
         several = self.count > 1
         if not several.any():
             return np.zeros(self.product.shape[1])
@@ -114,7 +117,7 @@ def _count(trace: ActivationTrace) -> _Counts:
         offsets, rows = chunk.offsets, domain[chunk.first_request : chunk.first_request + len(chunk.offsets) - 1]
         prefill = np.diff(np.concatenate([[0], np.cumsum(chunk.tokens.phase == PREFILL)])[offsets])
         decode = np.diff(offsets) - prefill
-        # Four runs a request: each phase is halved, so that both halves see the same share of either phase.
+        # Four runs per request: each phase is split in two, so that both halves have the same share of each phase.
         runs = np.stack([prefill // 2, prefill - prefill // 2, decode // 2, decode - decode // 2], axis=1)
         cuts = np.concatenate([[0], np.cumsum(runs)])
         per_run = footprints(chunk.tokens.expert_ids, cuts, shape[2]).reshape(len(rows), 4, *shape[1:])
@@ -140,15 +143,16 @@ class _Fit(NamedTuple):
 def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> _Fit:
     domains, layers, experts = counts.load.shape
     tokens = np.maximum(counts.tokens, 1.0)[:, None, None]
-    # An unseen expert keeps a tenth of an activation: it may be drawn, but rarely.
+    # An unseen expert counts as a tenth of an activation, so that it is drawn rarely but not never.
     inclusion = np.clip(counts.load / tokens, 0.1 / tokens, 1.0 - 1e-4)
-    # Rings of exponential clocks: P(e in top-k) is about 1 - exp(-t q[e]), and a Dirichlet around q only changes t.
+    # The top-k are the first k of exponential clocks with rates q to ring, so P(e in top-k) is about 1 - exp(-t q[e])
+    # for some t; drawing the rates from a Dirichlet around q only changes t.
     hazard = -np.log1p(-inclusion)  # [domain, layer, expert]
     q = hazard / hazard.sum(axis=2, keepdims=True)
     if not (counts.scatter > 0).any():
         concentration = np.full(layers, np.inf)
     else:
-        # First order: inclusion moves by t (1 - inclusion) for each unit of q, whose variance is q (1 - q) / (c + 1).
+        # First order: inclusion changes by t (1 - inclusion) per unit of q, whose variance is q (1 - q) / (c + 1).
         slope = hazard.sum(axis=2, keepdims=True) * (1 - inclusion)
         scatter = _pool((slope**2 * q * (1 - q)).sum(axis=2), counts)
         concentration = np.clip(scatter / np.maximum(counts.scatter, 1e-9) - 1, 0.5, 1e6)
@@ -167,5 +171,5 @@ def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> _Fit:
 
 
 def _pool(per_domain: NDArray[np.float64], counts: _Counts) -> NDArray[np.float64]:
-    """[layer] from [domain, layer], weighing domains as the recorded scatter does."""
+    """Average [domain, layer] over domains to [layer], with the domain weights of the recorded scatter."""
     return np.asarray(counts.degrees @ per_domain / counts.degrees.sum(), np.float64)

@@ -1,4 +1,4 @@
-"""Load tables: tokens per expert, counted over windows or domains. Coarser than activations, far smaller.
+"""Load tables: tokens per expert, counted over windows or domains. Coarser than activation traces, but far smaller.
 
 On disk: a folder with ``meta.json`` and ``load.safetensors``."""
 
@@ -20,7 +20,7 @@ from coterie.traces.store import ArrayFile, write_arrays, write_json
 
 @dataclass(frozen=True, slots=True)
 class LoadTable:
-    """A series of loads, one per window (in order of time) or per label."""
+    """A series of loads, one per time window (in order of time) or per label."""
 
     counts: NDArray[np.uint64]
     """[window, layer, expert] tokens."""
@@ -28,9 +28,9 @@ class LoadTable:
     labels: Sequence[str] | None = None
     """[window] name of each window, such as its domain."""
     tokens: NDArray[np.int64] | None = None
-    """[window] tokens seen, if known."""
+    """[window] tokens processed; None if not known."""
     layer_ids: NDArray[np.int64] | None = None
-    """[layer] index of each row in the model, dense layers counted."""
+    """[layer] index of each layer in the model, dense layers counted."""
     source: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,13 +98,13 @@ class LoadTable:
 
 # A load before and after a drift: the workload on which placement planners are compared.
 #
-# Popularity is Zipf's, in a new random order in each layer. Between two windows every expert's popularity is scaled by
-# a lognormal factor, and a tenth of the experts, drawn at random, exchange theirs. Unlike real drift,
-# which moves related experts together: see `coterie evaluate latency-optimal` for real loads.
+# Popularity follows Zipf's law, in a new random order in each layer. Between the two windows every expert's popularity
+# is scaled by a lognormal factor, and a tenth of the experts, drawn at random, exchange their popularities. Real drift
+# differs: it moves related experts together. See `coterie evaluate latency-optimal` for real loads.
 
 
 class LoadsBeforeAfter(NamedTuple):
-    """Two windows, [layer, expert] tokens each."""
+    """Loads of two windows, each [layer, expert] tokens."""
 
     before: NDArray[np.float64]
     after: NDArray[np.float64]
@@ -120,7 +120,7 @@ def zipf_drift(
     shuffled: float = 0.1,
     tokens: float = 1e6,
 ) -> LoadsBeforeAfter:
-    """`tokens` tokens a layer and window, before and after a drift."""
+    """Draw a load before and after a drift; each layer of each window sums to `tokens`."""
     check_at_least(1, layers=layers, experts=experts)
     check_share(shuffled=shuffled)
     popularity = np.arange(1, experts + 1) ** -exponent
@@ -134,28 +134,28 @@ def zipf_drift(
 
 
 MERGED = "merged_"
-"""How labels of windows begin that are sums of other windows of their table."""
+"""Prefix of the labels of windows that are sums of other windows in the same table."""
 
 
 class ChosenWindows(NamedTuple):
-    """Windows of a table."""
+    """Windows chosen from a table."""
 
     windows: list[int]
-    """Indices, ascending."""
+    """Indices of the windows, ascending."""
     what: str
-    """Which windows of which file, in words."""
+    """Description of the windows and their file, for messages."""
 
 
 def domain_of(label: str) -> str:
-    """The part of a label before a /, which numbers the windows of one domain."""
+    """Return the domain of a label: the part before a "/"; the part after it numbers the domain's windows."""
     return label.split("/")[0]
 
 
 def choose_windows(path: Path, table: LoadTable, window: str | None) -> ChosenWindows:
-    """The windows asked for, of the table read from `path`.
+    """Choose windows of the table read from `path`.
 
-    `window` is a label (also the part before a /), a number from 0, or a range A:B that leaves B out. Without it
-    windows named merged_… are left out: they are sums of others, whose tokens would count twice.
+    `window` is a label (or the part of it before a "/"), an index from 0, or a range A:B that excludes B. None chooses
+    all windows except those named merged_…: they are sums of other windows, whose tokens would count twice.
     """
     labels = list(table.labels or ())
     if window is None:
@@ -176,7 +176,7 @@ def choose_windows(path: Path, table: LoadTable, window: str | None) -> ChosenWi
 
 
 def _up_to(most: int, digits: str) -> int:
-    """The number, or one past `most` where it is larger; it may have thousands of digits. No digits are 0."""
+    """Parse a number and limit it to `most` + 1; "" is 0. It may have thousands of digits, which int() refuses."""
     plain = digits.lstrip("0")
     return min(int(plain or "0"), most + 1) if len(plain) <= len(str(most)) else most + 1
 

@@ -22,10 +22,10 @@ from coterie.traces.store import read_json, write_json
 FORMAT = "coterie-trace"
 VERSION = 1
 MAX_TOKENS = 1 << 40
-"""Most tokens of one request, so that sums over any trace fit in 64 bits."""
+"""Upper bound on the tokens of one request, so that sums over any trace fit in 64 bits."""
 
 MOST_REQUESTS = 20_000_000
-"""Most requests that are drawn at a time: they take 2 GB of memory."""
+"""Most requests that may be drawn at once: they take 2 GB of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class RequestTrace:
     domains: Sequence[str] | None = None
     """[request] task or language the request belongs to."""
     prefix_blocks: Sequence[NDArray[np.int64]] | None = None
-    """[request] hashes of the prompt's blocks, in order: equal leading hashes are a shared prefix."""
+    """[request] hashes of the prompt's blocks, in order: equal leading hashes mean a shared prefix."""
     block_tokens: int | None = None
     """Tokens of one prefix block."""
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Further columns of the source."""
+    """Other columns of the source, by name."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """Origin of the trace: format, file, licence."""
 
@@ -107,11 +107,11 @@ class RequestTrace:
         )
 
     def in_order(self) -> RequestTrace:
-        """The same requests in order of arrival; ties keep their order."""
+        """Return the same requests in order of arrival; ties keep their order."""
         return self if self.arrival_s is None else self.take(np.argsort(self.arrival_s, kind="stable"))
 
     def save(self, path: str | Path) -> None:
-        """Write the folder; it must not hold a trace yet."""
+        """Write the trace to a folder, which must be new or empty."""
         folder = new_trace_folder(path)
         write_requests(folder / "requests.parquet", self)
         write_json(folder / "meta.json", self._meta())
@@ -143,11 +143,11 @@ class RequestTrace:
 
 
 TABLES: dict[str, Callable[[Path], RequestTrace]] = {}
-"""Kind of another trace → reader of the request table in its folder; the module of that kind adds itself."""
+"""Kind of trace → function that reads the request table of its folder; the module of each kind adds its own."""
 
 
 def check_new_folder(path: str | Path) -> Path:
-    """Folder of a trace to write: new or empty, so that a wrong path never loses data."""
+    """Return the folder for a new trace; raises unless it is new or empty, so that a wrong path never loses data."""
     folder = Path(path)
     if not str(path) or folder.is_file():
         raise ConfigError(f"{str(path)!r} is not a folder; a trace is one")
@@ -159,7 +159,7 @@ def check_new_folder(path: str | Path) -> Path:
 
 
 def new_trace_folder(path: str | Path) -> Path:
-    """Make the folder, refusing one that holds anything."""
+    """Create the folder for a new trace; raises ConfigError if it exists and is not empty."""
     folder = check_new_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -182,7 +182,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def write_requests(path: Path, trace: RequestTrace) -> None:
-    """Write the table as parquet, atomically."""
+    """Write the request table as parquet, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -219,7 +219,7 @@ def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any
 
     check_input_file(path)
     try:
-        with path.open("rb") as stream:  # given a path, Arrow would take names such as s3:x for addresses
+        with path.open("rb") as stream:  # a stream, because Arrow interprets a path such as s3:x as a URI
             table = pq.read_table(stream)
         names = table.column_names
     except FileNotFoundError:

@@ -3,14 +3,14 @@
 A trace is a folder:
 
     meta.json                 model, shape, origin, and the list of segments: the commit point
-    requests.parquet          one row a request (see coterie.traces.requests)
+    requests.parquet          one row per request (see coterie.traces.requests)
     activations.safetensors   expert_ids [token, layer, k] in the narrowest dtype, offsets [request + 1],
-                              phase [token], and where recorded token_ids [token], gate_weights [token, layer, k]
+                              phase [token] and, if recorded, token_ids [token], gate_weights [token, layer, k]
 
-While a service is recorded, every flush adds a segment (``activations-00001.safetensors``,
-``requests-00001.parquet``) and then replaces ``meta.json``, which names the segments that count. A crash at any
-moment leaves a trace that reads up to the last flush. Closing the writer joins the segments into the two files
-above. Reading maps the files: opening touches a few pages, whatever the size.
+During a recording, every flush adds a segment (``activations-00001.safetensors``, ``requests-00001.parquet``) and then
+replaces ``meta.json``, which lists the valid segments. A crash at any moment leaves a trace that is readable up to the
+last flush. Closing the writer joins the segments into the two files above. Reading maps the files: opening a trace
+reads a few pages, whatever its size.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from coterie.types import DECODE, PREFILL, narrowest_uint
 FINAL = ("activations.safetensors", "requests.parquet")
 """Files of a closed trace."""
 PART = re.compile(r"activations-\d{5,}\.safetensors|requests-\d{5,}\.parquet")
-"""Names of a segment's files while a trace is recorded."""
+"""Names of a segment's files during a recording."""
 
 OPTIONAL = ("token_ids", "gate_weights")
 MAX_EXPERTS = MAX_LAYERS = 1 << 16
-"""Most experts of a layer, and layers: far above any model, and so few that a wrong number cannot exhaust memory."""
+"""Upper bounds on experts per layer and on layers: far above any model, but a wrong number cannot exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class TraceMeta:
     model: str
     num_experts: int
     num_layers: int
-    """MoE layers recorded."""
+    """Number of MoE layers recorded."""
     top_k: int
     layer_ids: tuple[int, ...] | None = None
     """Index of each recorded layer in the model, dense layers counted."""
@@ -74,7 +74,7 @@ class TraceMeta:
             raise ConfigError(f"layer_ids has {len(self.layer_ids)} entries; num_layers={self.num_layers}")
 
     def specs(self, num_tokens: int, num_requests: int, optional: Sequence[str] = ()) -> dict[str, ArraySpec]:
-        """Dtypes and shapes of a segment's arrays."""
+        """Return the dtypes and shapes of a segment's arrays."""
         ids_shape = (num_tokens, self.num_layers, self.top_k)
         specs = {
             "expert_ids": ArraySpec(narrowest_uint(self.num_experts - 1), ids_shape),
@@ -86,7 +86,7 @@ class TraceMeta:
         return {name: spec for name, spec in specs.items() if name not in OPTIONAL or name in optional}
 
     def json(self, segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Contents of meta.json; each segment names its two files and its tokens."""
+        """Return the contents of meta.json; each segment has the names of its two files and its number of tokens."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -103,19 +103,19 @@ class TraceMeta:
 
 
 class Activations(NamedTuple):
-    """A run of tokens: of one request, or of several consecutive ones."""
+    """Consecutive tokens of one request or of several consecutive requests."""
 
     expert_ids: NDArray[np.unsignedinteger]
     """[token, layer, k] expert ids."""
     phase: NDArray[np.uint8]
     """[token] PREFILL or DECODE."""
     token_ids: NDArray[np.int32] | None = None
-    """[token] ids of tokens."""
+    """[token] vocabulary ids."""
     gate_weights: NDArray[np.float16] | None = None
-    """[token, layer, k]"""
+    """[token, layer, k] router weight of each expert."""
 
     def only(self, phase: int) -> NDArray[np.unsignedinteger]:
-        """[token, layer, k] of the tokens of one phase."""
+        """Return the expert ids [token, layer, k] of the tokens of one phase."""
         chosen: NDArray[np.unsignedinteger] = self.expert_ids[self.phase == phase]
         return chosen
 
@@ -125,12 +125,12 @@ class Chunk(NamedTuple):
 
     first_request: int
     offsets: NDArray[np.int64]
-    """[request + 1] into the arrays of this chunk."""
+    """[request + 1] first token of each request in this chunk's arrays, then the number of tokens."""
     tokens: Activations
 
 
 class Segment(NamedTuple):
-    """One file of a trace, or arrays in its place."""
+    """One segment of a trace: mapped from files, or arrays in memory."""
 
     offsets: NDArray[np.int64]
     tokens: Activations
@@ -157,15 +157,15 @@ class SegmentedTrace:
 
     def __init__(self, meta: TraceMeta, segments: Sequence[Segment], requests: RequestTrace | None = None) -> None:
         self.meta = meta
-        self.segments = list(segments)  # in order; only the writer and this class look into them
+        self.segments = list(segments)  # in order; used only by the writer and this class
         self._given_requests = requests
         self.unfinished = False
-        """Whether the recording was interrupted, or still runs: the trace holds what was flushed so far."""
+        """Whether the recording was interrupted or still runs: the trace then has the requests flushed so far."""
         self._first = np.concatenate([[0], np.cumsum([s.num_requests for s in segments])]).astype(np.int64)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Map a trace. Sizes are checked against the files; the ids themselves by :meth:`validate`."""
+        """Map a trace. This checks the sizes of the arrays; :meth:`validate` checks the ids."""
         folder = Path(path)
         raw = read_meta(folder)
         if raw["kind"] != "activations":
@@ -184,7 +184,7 @@ class SegmentedTrace:
             if not isinstance(raw["segments"], list) or not all(isinstance(e, dict) for e in raw["segments"]):
                 raise TraceError(folder / "meta.json", "segments", "must be a list of objects")
             entries = [(str(e["activations"]), str(e["requests"]), int(e["num_tokens"])) for e in raw["segments"]]
-            # A closing writer deletes the files of its segments: none outside the folder, none of another name.
+            # A closing writer deletes the files named here, so names outside the folder or of other files are refused.
             for name in (name for entry in entries for name in entry[:2]):
                 if name not in FINAL and not PART.fullmatch(name):
                     raise TraceError(folder / "meta.json", "segments", f"{name!r} is not the name of a segment's file")
@@ -194,7 +194,7 @@ class SegmentedTrace:
             raise
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
             raise TraceError(folder / "meta.json", "shape", str(error)) from None
-        # Without a segment, recording began and nothing was flushed yet.
+        # No segments: the recording has begun, but nothing was flushed yet.
         found = cls(meta, [_open_segment(folder, meta, *entry) for entry in entries]) if entries else cls.empty(meta)
         found.unfinished = [entry[:2] for entry in entries] != [FINAL]
         return found
@@ -210,7 +210,7 @@ class SegmentedTrace:
         token_ids: NDArray[np.int32] | None = None,
         gate_weights: NDArray[np.float16] | None = None,
     ) -> Self:
-        """A trace in memory. Without `phase` every token counts as decode; ids are checked."""
+        """Make a trace in memory. Without `phase` every token counts as decode. Expert ids are checked."""
         count = len(expert_ids)
         if phase is None:
             phase = np.full(count, DECODE, np.uint8)
@@ -227,7 +227,7 @@ class SegmentedTrace:
 
     @classmethod
     def empty(cls, meta: TraceMeta) -> Self:
-        """A trace without requests."""
+        """Make a trace without requests."""
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in meta.specs(0, 0).items()}
         segment = Segment(arrays["offsets"], Activations(arrays["expert_ids"], arrays["phase"]), None, None)
         return cls(meta, [segment], RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)))
@@ -247,7 +247,7 @@ class SegmentedTrace:
 
     @cached_property
     def requests(self) -> RequestTrace:
-        """The request table, read when first asked for."""
+        """The request table, read on first access."""
         if self._given_requests is not None:
             return self._given_requests
         tables = []
@@ -263,11 +263,11 @@ class SegmentedTrace:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """[request] tokens recorded."""
+        """[request] number of tokens recorded."""
         return np.concatenate([np.diff(s.offsets) for s in self.segments])
 
     def request(self, index: int) -> Activations:
-        """The tokens of one request, as views into the mapped file."""
+        """Return the tokens of one request, as views into the mapped file."""
         if not 0 <= index < self.num_requests:
             raise ConfigError(f"request {index} must be in 0 … {self.num_requests - 1}")
         at = bisect_right(self._first, index) - 1
@@ -275,7 +275,7 @@ class SegmentedTrace:
         return segment.between(int(segment.offsets[local]), int(segment.offsets[local + 1]))
 
     def chunks(self, max_tokens: int = 1 << 20) -> Iterator[Chunk]:
-        """Iterate over runs of whole requests of about `max_tokens`; mapped memory is released after each."""
+        """Yield chunks of complete requests of about `max_tokens` tokens; mapped memory is released after each."""
         for segment, first in zip(self.segments, self._first, strict=False):
             start = 0
             while start < segment.num_requests:
@@ -288,7 +288,7 @@ class SegmentedTrace:
                 start = stop
 
     def arrays(self) -> tuple[Activations, NDArray[np.int64]]:
-        """All tokens and the offsets [request + 1] as single arrays: views of a joined trace, else copies."""
+        """Return all tokens and the offsets [request + 1] as single arrays: copies if there are several segments."""
         if len(self.segments) == 1:
             return self.segments[0].tokens, self.segments[0].offsets
         parts = [s.tokens for s in self.segments]
@@ -306,7 +306,7 @@ class SegmentedTrace:
         )
 
     def validate(self) -> None:
-        """Read every id and offset once; raises if an id is not an expert or an offset falls. Streams."""
+        """Read all ids and offsets, in bounded memory; raises if an id is out of range or an offset decreases."""
         for segment in self.segments:
             name = segment.file.path if segment.file else "trace"
             try:
@@ -374,7 +374,7 @@ def phase_lengths(phase: NDArray[np.uint8], offsets: NDArray[np.int64]) -> tuple
 
 
 def concat_requests(tables: Sequence[RequestTrace]) -> RequestTrace:
-    """Tables one after the other. A column stays only if every table has it."""
+    """Concatenate request tables. A column is kept only if every table has it."""
 
     def join(name: str) -> Any:
         columns = [getattr(t, name) for t in tables]

@@ -1,8 +1,8 @@
-"""Arrays on disk as safetensors: mapped to read, streamed to write.
+"""Arrays on disk as safetensors: memory-mapped for reading, streamed for writing.
 
-The safetensors library copies what it reads and wants whole arrays to write. A trace of tens of gigabytes needs
-neither: opening maps the file, and rows are written one by one after the header. Files are
-plain safetensors either way, and the tests read and write them with the library.
+The safetensors library copies arrays when it reads them, and writes only whole arrays. That does not suit a trace of
+tens of gigabytes: here, opening maps the file, and rows are appended after the header. Files are plain safetensors, and
+the tests read and write them with the library too.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ArrayFile:
             raise TraceError(path, "file", f"has {size} bytes; its header describes {end}")
 
     def about(self, kind: str, version: int) -> dict[str, Any]:
-        """Coterie's metadata of a file of this format; raises for another format or version."""
+        """Return Coterie's metadata of the file; raises TraceError for another format or version."""
         try:
             about = json.loads(self._metadata["coterie"])
             found = (about["format"], about["version"])
@@ -102,7 +102,7 @@ class ArrayFile:
             raise TraceError(self.path, name, f"ends at byte {start + last}, the file has {size}: it is cut short")
         try:
             array = np.frombuffer(self._map, dtype, math.prod(shape), start + first).reshape(shape)
-        except (ValueError, OverflowError) as error:  # [0, 2**70], or more dimensions than NumPy has
+        except (ValueError, OverflowError) as error:  # shape [0, 2**70], or more dimensions than NumPy supports
             raise TraceError(self.path, name, f"has a shape that no array has: {error}") from None
         return array, start + last
 
@@ -116,7 +116,7 @@ class ArrayFile:
         return self._arrays.get(name)
 
     def names(self) -> list[str]:
-        """The arrays of the file, in the order of its header."""
+        """Return the names of the file's arrays, in the order of its header."""
         return list(self._arrays)
 
     def release(self) -> None:
@@ -126,7 +126,7 @@ class ArrayFile:
 
 
 def read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file of `size` bytes, read from its start, and the byte where its data begins."""
+    """Read the header of a safetensors file of `size` bytes; returns it with the byte offset of the data."""
     prefix = stream.read(8)
     if len(prefix) < 8:
         raise TraceError(path, "header", f"file has {size} bytes; safetensors starts with 8 of header length")
@@ -143,9 +143,9 @@ def read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any]
 
 
 class ArrayFileWriter:
-    """Write a safetensors file whose shapes are known, row by row; it takes its name when closed without error.
+    """Write a safetensors file row by row; the arrays' shapes must be known in advance.
 
-    Until then it is ``NAME.tmp``: a crash leaves no file under the final name.
+    The file is ``NAME.tmp`` until it is closed without error: a crash leaves no file under the final name.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, ArraySpec]) -> None:
@@ -170,7 +170,7 @@ class ArrayFileWriter:
         os.ftruncate(self._file, 8 + len(text) + at)
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
-        """Write the next rows of an array, in order."""
+        """Write the next rows of an array, after those appended before."""
         spec = self.specs[name]
         data = np.ascontiguousarray(rows, dtype=spec.dtype.newbyteorder("<"))
         done = self._rows[name]
@@ -214,13 +214,13 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def write_described(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
-    """Write arrays with Coterie's metadata, which :meth:`ArrayFile.about` reads; replaces an older file atomically.
+    """Write arrays with Coterie's metadata, which :meth:`ArrayFile.about` reads; replaces an existing file atomically.
 
     The same values give the same bytes.
     """
     from safetensors.numpy import save
 
-    # One entry of metadata: the library writes several in an order that differs from run to run.
+    # A single metadata entry: the library writes several entries in an order that differs from run to run.
     data = save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {"coterie": json.dumps(about)})
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

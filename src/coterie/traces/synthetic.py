@@ -1,14 +1,15 @@
-"""Seeded synthetic activation traces with a known truth.
+"""Seeded synthetic activation traces whose true expert preferences are known.
 
-Every domain has preferences over the experts of each layer: a Zipf popularity in its own order, mixed with one that
-all domains share. A request draws its own preferences around its domain's (Dirichlet), and each token draws its
-top-k experts from them one after the other without replacement (Plackett-Luce). Preferences may drift over time.
+Every domain has preferences over the experts of each layer: a Zipf popularity in its own order, mixed with a Zipf
+popularity that all domains share. A request draws its own preferences around its domain's (Dirichlet), and each token
+draws its top-k experts from them one after the other without replacement (Plackett-Luce). Preferences may drift over
+time.
 
-Properties that a synthetic trace does not reproduce, so draw no conclusion from them: tokens of a request are
-independent given its preferences, while real routing repeats from one token to the next; layers are independent, while
-a real token's experts in one layer predict those in the next; two experts are drawn together no more often than their
-weights imply; and experts do not depend on token ids. Use it for unions over *different* requests, loads and their
-drift.
+A synthetic trace does not reproduce these properties of real traces, so draw no conclusions about them: tokens of a
+request are independent given its preferences, while real routing repeats from one token to the next; layers are
+independent, while a real token's experts in one layer predict those in the next; two experts are drawn together no more
+often than their weights imply; and experts do not depend on token ids. Use it to study the distinct experts of
+*different* requests together, loads, and drift.
 
 The same settings and seed give byte-identical files, whatever the number of threads.
 """
@@ -45,15 +46,15 @@ from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import DECODE, PREFILL, ModelSpec
 
 CHUNK_BYTES = 64 << 20
-"""Expert ids drawn, then written, per chunk."""
+"""Bytes of expert ids that are drawn and then written at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowDrift:
-    """All preferences move continuously from their first values towards new ones."""
+    """All preferences move continuously from their initial values towards new values."""
 
     half_life_s: float
-    """Seconds until preferences are half-way."""
+    """Seconds until the preferences are half-way to the new values."""
 
     def __post_init__(self) -> None:
         if not self.half_life_s > 0:
@@ -62,7 +63,7 @@ class SlowDrift:
 
 @dataclass(frozen=True, slots=True)
 class AbruptDrift:
-    """All preferences change to new ones at given times, and are constant in between."""
+    """All preferences change to new values at the times `at_s`, and are constant in between."""
 
     at_s: tuple[float, ...]
 
@@ -73,31 +74,31 @@ class AbruptDrift:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyntheticSettings:
-    """Settings of a trace. `presets` holds named ones; coterie.traces.fitting makes one from a recorded trace."""
+    """Settings of a synthetic trace. `presets` has named settings; coterie.traces.fitting fits them to a recording."""
 
     model: str = "synthetic"
     num_experts: int = 32
     num_layers: int = 24
-    """MoE layers."""
+    """Number of MoE layers."""
     top_k: int = 4
     layer_ids: tuple[int, ...] | None = None
     """Index of each MoE layer in the model, dense layers counted."""
     domains: tuple[str, ...] = ("code", "math", "medical", "legal", "chat")
     mix: tuple[float, ...] | None = None
-    """Each domain's share of the requests; None is equal shares."""
+    """Each domain's share of the requests; None means equal shares."""
     zipf_exponent: float = 0.8
-    """Popularity of the r-th expert is r to minus this: 0 is even."""
+    """Exponent s of the Zipf popularity: the r-th most popular expert has weight r^-s; at 0 all are equal."""
     specialisation: float = 0.5
-    """0: all domains prefer the same experts; 1: their preferences are unrelated."""
+    """Difference between domains: at 0 all prefer the same experts, at 1 their preferences are unrelated."""
     concentration: float | tuple[float, ...] = 100.0
-    """Dirichlet concentration of a request around its domain, for all layers or each: larger is closer, inf equal."""
+    """Dirichlet concentration of requests around their domain, one value or one per layer: inf makes them equal."""
     phase_correlation: float = 0.9
-    """Correlation of a request's prefill and decode preferences around its domain's: 1 makes them the same."""
+    """Correlation of a request's prefill and decode preferences, given its domain's; at 1 they are the same."""
     drift: SlowDrift | AbruptDrift | None = None
     arrivals: ArrivalProcess = field(default_factory=PoissonArrivals)
     lengths: LengthModel = field(default_factory=LognormalLengths)
     preferences: NDArray[np.float64] | None = None
-    """[domain, layer, expert] given preferences, in place of zipf_exponent and specialisation."""
+    """[domain, layer, expert] preferences to use instead of zipf_exponent and specialisation."""
 
     def __post_init__(self) -> None:
         TraceMeta(self.model, self.num_experts, self.num_layers, self.top_k, self.layer_ids)  # checks the shape
@@ -116,17 +117,17 @@ class SyntheticSettings:
             raise ConfigError(f"preferences has shape {self.preferences.shape}; expected {shape}, all above 0")
 
     def concentrations(self) -> NDArray[np.float64]:
-        """[layer] Dirichlet concentration."""
+        """Return the Dirichlet concentration of each layer, [layer]."""
         given = np.asarray(self.concentration, np.float64)
         return np.full(self.num_layers, given) if given.ndim == 0 else given
 
     def shares(self) -> NDArray[np.float64]:
-        """[domain] share of the requests."""
+        """Return each domain's share of the requests, [domain]; the shares sum to 1."""
         mix = np.ones(len(self.domains)) if self.mix is None else np.asarray(self.mix, np.float64)
         return np.asarray(mix / mix.sum(), np.float64)
 
     def shaped_like(self, spec: ModelSpec) -> SyntheticSettings:
-        """The same settings with a model's experts, MoE layers and top-k."""
+        """Return the settings with a model's experts, MoE layers and top-k."""
         return replace(
             self,
             model=spec.name,
@@ -154,19 +155,19 @@ def _num_epochs(drift: SlowDrift | AbruptDrift | None) -> int:
 
 class _Blend(NamedTuple):
     origin: NDArray[np.int64]
-    """[request] epoch moved away from."""
+    """[request] epoch from which the preferences move."""
     target: NDArray[np.int64]
-    """[request] epoch moved towards."""
+    """[request] epoch towards which the preferences move."""
     weight: NDArray[np.float64]
-    """[request] progress: 0 is at the origin."""
+    """[request] progress from the origin (0) to the target (1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """True preferences behind a trace: of every domain, at any time."""
+    """True preferences behind a trace, of every domain at any time."""
 
     epochs: NDArray[np.float64]
-    """[epoch, domain, layer, expert] sums to 1 over experts."""
+    """[epoch, domain, layer, expert] preferences, which sum to 1 over experts."""
     drift: SlowDrift | AbruptDrift | None = None
 
     def __post_init__(self) -> None:
@@ -185,16 +186,16 @@ class Preferences:
         return _Blend(still, still, np.zeros(len(time_s)))
 
     def at(self, time_s: float) -> NDArray[np.float64]:
-        """[domain, layer, expert] preferences of a request that arrives then."""
+        """Return the preferences [domain, layer, expert] for a request that arrives at `time_s`."""
         origin, target, weight = (part[0] for part in self.blend(np.array([time_s])))
         return np.asarray((1 - weight) * self.epochs[origin] + weight * self.epochs[target], np.float64)
 
 
 def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences:
-    """Draw the domains' preferences, and those they drift to. Pass them to `generate` to know the truth of its trace.
+    """Draw the domains' preferences and those they drift to. Pass them to `generate` to know its trace's preferences.
 
-    Later epochs give every layer's experts new roles by a permutation that all domains share, so drift changes which
-    experts are popular but neither the skew nor the similarity of the domains.
+    Later epochs permute the experts of every layer, in the same way for all domains. So drift changes which experts are
+    popular, but neither the skew nor the similarity of the domains.
     """
     layers, experts = settings.num_layers, settings.num_experts
     first = settings.preferences
@@ -220,7 +221,7 @@ def generate(
     tokens: int | None = None,
     preferences: Preferences | None = None,
 ) -> ActivationTrace:
-    """Generate a trace in memory, of `requests` requests or of exactly `tokens` tokens, the last request cut short."""
+    """Generate a trace in memory: `requests` requests, or exactly `tokens` tokens with the last request cut short."""
     work = _draw_workload(settings, rng, requests, tokens, preferences)
     (whole,) = work.chunks(work.num_tokens)
     return ActivationTrace.from_arrays(work.meta, whole.expert_ids, work.offsets, work.requests, whole.phase)
@@ -240,8 +241,8 @@ def generate_to(
 ) -> ActivationTrace:
     """Write a trace of any size with bounded memory, in one pass, and open it.
 
-    `nbytes` sets the size on disk, up to the request table. `source` is added to the trace's metadata;
-    `progress` is called with the tokens done and to do. An interruption or error leaves no trace behind.
+    `nbytes` sets the size on disk, without the request table. `source` is added to the trace's metadata. `progress` is
+    called with the tokens written so far and the tokens in all. An interruption or error leaves no files behind.
     """
     specs = TraceMeta(settings.model, settings.num_experts, settings.num_layers, settings.top_k).specs(1, 0)
     token_bytes = specs["expert_ids"].nbytes + specs["phase"].nbytes
@@ -249,13 +250,13 @@ def generate_to(
         if requests is not None or tokens is not None:
             raise ConfigError("give one of requests, tokens and nbytes")
         tokens = max(1, nbytes // token_bytes)
-    if tokens is not None:  # before the requests are drawn: a size far too large would not fit in memory
+    if tokens is not None:  # check before drawing requests: a far too large number would not fit in memory
         _require_space(Path(path), tokens * token_bytes)
     work = _draw_workload(settings, rng, requests, tokens, preferences, source)
     _require_space(Path(path), work.num_tokens * token_bytes)
     folder = check_new_folder(path)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written next to the final path and renamed: an interruption leaves nothing, and of two writers one wins.
+    # Write next to the final path, then rename: an interruption leaves nothing, and only one of two writers succeeds.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         part = Path(temporary) / "trace"
         part.mkdir()
@@ -273,7 +274,7 @@ def generate_to(
         segment = {"activations": "activations.safetensors", "requests": "requests.parquet", "num_tokens": done}
         write_json(part / "meta.json", work.meta.json([segment]))
         try:
-            part.rename(folder)  # replaces an empty folder, and no other
+            part.rename(folder)  # replaces an empty folder; fails for any other
         except OSError:
             raise ConfigError(f"{folder} was written by another program meanwhile; choose another folder") from None
     return ActivationTrace.open(folder)
@@ -287,7 +288,7 @@ def _require_space(path: Path, needed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Workload:
-    """Draws made before the first token: arrivals, lengths and preferences of requests."""
+    """Values drawn before the first token: arrivals and lengths of requests, and the domains' preferences."""
 
     meta: TraceMeta
     requests: RequestTrace
@@ -303,7 +304,10 @@ class _Workload:
         return int(self.offsets[-1])
 
     def chunks(self, max_tokens: int) -> Iterator[Activations]:
-        """The tokens of all requests in order, in runs of whole requests; each run may reuse the last one's memory."""
+        """Yield the tokens of all requests in order, in chunks of complete requests.
+
+        A chunk's memory may be reused by the next chunk.
+        """
         prompts, arrival_s = self.requests.prompt_tokens, self.requests.arrival_s
         assert arrival_s is not None
         blend = self.preferences.blend(arrival_s)
@@ -379,7 +383,7 @@ def _draw_workload(
 
 
 def _describe(settings: Any) -> dict[str, Any]:
-    """The settings as JSON, for meta.json; recorded arrays are left out."""
+    """Return the settings as JSON values, for meta.json; an array or recorded trace becomes the word "recorded"."""
     out: dict[str, Any] = {}
     for name in (f.name for f in fields(settings)):
         value = getattr(settings, name)

@@ -1,7 +1,7 @@
-"""Write a trace, in Coterie's format or another system's.
+"""Write a trace in Coterie's format or in another system's format.
 
-A writer never replaces anything: it refuses a name that exists, writes under a temporary one and renames at the
-end. Parts that a format cannot hold are left out and named in the result; values it would distort are refused.
+A writer never overwrites anything: it refuses a path that exists, writes under a temporary name and renames at the
+end. Parts that a format cannot hold are left out and named in the result; values that it would distort raise an error.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Kind = type[ActivationTrace] | type[LoadTable] | type[RequestTrace]
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """One format to write."""
+    """An output format."""
 
     write: Callable[[Any, Path], None]
-    """Write the trace under a name that is free."""
+    """Function that writes the trace to a path that does not exist."""
     kinds: tuple[Kind, ...]
-    """Kinds of trace it can hold."""
+    """Kinds of trace that the format can hold."""
     keeps: frozenset[str]
-    """Optional parts of a trace it holds: names as in :func:`optional_parts`."""
+    """Optional parts of a trace that the format can hold, named as in :func:`optional_parts`."""
     help: str
-    """One line: what the format is and who reads it."""
+    """One-line description of the format and its users."""
 
 
 class Written(NamedTuple):
@@ -56,7 +56,7 @@ writers: Registry[Writer] = Registry("output format", group="coterie.writers")
 
 
 def optional_parts(trace: Trace) -> tuple[str, ...]:
-    """Optional parts that this trace has; ``requests`` is an activation trace's table."""
+    """Return the optional parts that this trace has; ``requests`` is the request table of an activation trace."""
     if isinstance(trace, ActivationTrace):
         return ("requests", *(["layer_ids"] if trace.meta.layer_ids is not None else []), *_model(trace.meta.model))
     if isinstance(trace, LoadTable):
@@ -71,7 +71,7 @@ def _model(name: str) -> tuple[str, ...]:
 
 
 def check_trace_target(path: Path, format: str) -> None:
-    """Raise unless the format is known and the name is free: call it before a long read."""
+    """Raise unless the format is known and the path does not exist: call it before a long read."""
     writers[format]
     check_new_file(path)
 
@@ -119,7 +119,7 @@ def _write_csv(trace: RequestTrace, path: Path) -> None:
     _check_extra(trace, (*columns, "id", "domain"))
     columns |= trace.extra
     with path.open("w", newline="", encoding="utf-8") as stream:
-        # All text in quotes: bare, a lone carriage return in it would read back as the end of a line.
+        # Quote all text: a lone carriage return in unquoted text would be read as the end of a line.
         out = csv.writer(stream, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         out.writerow(columns)
         out.writerows(zip(*columns.values(), strict=True))
@@ -176,7 +176,7 @@ def _write_mooncake(trace: RequestTrace, path: Path) -> None:
 
 
 def _milliseconds(arrival_s: float) -> int | float:
-    """A whole number where it is one, as in the published traces, else a fraction: times are not rounded."""
+    """Convert to milliseconds: an integer if exact, as in the published traces, else a float, without rounding."""
     whole = round(arrival_s * 1e3)
     return whole if whole / 1e3 == arrival_s else arrival_s * 1e3
 
@@ -208,7 +208,7 @@ def _write_load_history(trace: LoadTable, path: Path) -> None:
 
 
 def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
-    """Arrival times, for formats that require them."""
+    """Return the arrival times; raises ConfigError if the trace has none, as the format requires them."""
     if not len(trace):
         raise ConfigError(f"the trace has no requests, which format {format!r} cannot say; coterie can hold it")
     if trace.arrival_s is None:

@@ -29,14 +29,14 @@ class _KeyPair(NamedTuple):
 
 
 def _pair(secret: str, role: str) -> _KeyPair:
-    """Key pair of a role, in ZMQ's printable form; the same for everybody who knows the secret."""
+    """Derive the key pair of a role, as Z85 text; everyone who knows the secret derives the same pair."""
     private = hmac.digest(secret.encode(), f"coterie event streams 1: {role}".encode(), "sha256")
     encoded = zmq.utils.z85.encode(private)
     return _KeyPair(zmq.curve_public(encoded), encoded)
 
 
 def _domain(secret: str) -> str:
-    """Name under which ZMQ asks whether a client may come in. Says nothing of the secret."""
+    """Return the fleet's ZAP domain: a hash of the publisher's public key, which does not reveal the secret."""
     return hashlib.sha256(_pair(secret, "publisher").public).hexdigest()[:16]
 
 
@@ -45,7 +45,7 @@ def secure_publisher(socket: zmq.Socket[Any], secret: str) -> None:
     _check_curve()
     _zap_of(socket.context).allow(_domain(secret), _pair(secret, "subscriber").public)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, _domain(secret))
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody comes in if there is no one to ask
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuse every client if no ZAP handler runs
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, _pair(secret, "publisher").private)
 
@@ -65,13 +65,13 @@ def _check_curve() -> None:
 
 
 class _Zap:
-    """Answers ZMQ's question whether a client may come in, in a thread that ends with the context (RFC 27)."""
+    """ZAP handler (RFC 27): admits or refuses clients by their public key, in a thread that ends with the context."""
 
     def __init__(self, context: int) -> None:
-        """`context` is its address: ZMQ asks one handler per context, whatever objects stand for it."""
+        """`context` is the address of a ZMQ context, which has one handler even if several Python objects wrap it."""
         self._context = context
         self._allowed: dict[str, bytes] = {}
-        # A shadow, because a context closes its own sockets when it is destroyed, also those in use by a thread.
+        # A shadow context: `Context.destroy` closes the sockets made by that object, even while a thread uses them.
         socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(_ZAP)
@@ -81,14 +81,14 @@ class _Zap:
         self._allowed[domain] = zmq.utils.z85.decode(public)
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the context ends
+        with contextlib.suppress(zmq.ZMQError):  # raised when the context is terminated
             while True:
                 asked = socket.recv_multipart()
                 good = len(asked) >= 7 and self._right(asked)
                 status, text = (b"200", b"OK") if good else (b"400", b"not of this fleet")
                 request_id = asked[1] if len(asked) > 1 else b""
                 socket.send_multipart([_ZAP_VERSION, request_id, status, text, b"fleet" if good else b"", b""])
-        with _making:  # before the context is gone, and its address another's
+        with _making:  # before the context is freed: a new context may get the same address
             _handlers.pop(self._context, None)
         socket.close()
 

@@ -1,8 +1,8 @@
-"""The expert-event stream: which experts finished requests used, and the load in between.
+"""The expert-event stream: the experts that each finished request activated, and the load of all requests over time.
 
-Published on ZMQ beside the KV events and framed the same way (:mod:`coterie.wire.framing`); a payload is msgpack
-``[timestamp, [events], rank]``, an event a map with its ``type``. A subscriber may join at any time: its first
-message has no events, and every event carries its own shape.
+It is published on ZMQ beside the KV events and framed the same way (:mod:`coterie.wire.framing`). A payload is msgpack
+``[timestamp, [events], rank]``, and an event is a map with its ``type``. A subscriber may join at any time, because
+every event carries its own shape. The vLLM plugin sends a message without events whenever a subscriber joins.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from coterie.types import narrowest_uint
 TOPIC = b"experts"
 DEFAULT_PORT = 5602
 MAX_EXPERTS = 1 << 16
-"""Most experts of a layer: far above any model, and small enough that a wrong number cannot overflow a shape."""
+"""Upper bound on experts per layer: far above any model, and small enough that a wrong number cannot overflow."""
 
 MAX_LAYERS = 1 << 10
 MAX_EVENTS = 1 << 12
-"""Most layers of an event and events of a message, checked before any is decoded."""
+"""Upper bounds on layers per event and events per message, checked before their elements are decoded."""
 
 Layers = Annotated[list[int], msgspec.Meta(max_length=MAX_LAYERS)]
 
 
 class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
-    """A request that ended: the experts of each of its tokens but the last, which was never fed back."""
+    """A finished request: the experts of every token except the last, which was never an input of the model."""
 
     request_id: str
     model: str
@@ -40,13 +40,13 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
     top_k: int
     prompt_tokens: int
     token_ids: bytes
-    """int32, little-endian, one a row of expert_ids."""
+    """[token] ids as little-endian int32, one per row of `expert_ids`."""
     expert_ids: bytes
-    """[token, layer, k], little-endian, in the narrowest dtype that holds num_experts - 1; 0 where not known."""
+    """[token, layer, k] ids, little-endian, in the narrowest dtype that holds num_experts - 1; 0 if not known."""
     known: bytes = b""
-    """Bits, first token highest (numpy.packbits): 0 where this worker never saw the experts. Empty: it saw all."""
+    """One bit per token, as numpy.packbits packs them: 0 if this worker never saw the token's experts. Empty: all 1."""
     cached_tokens: int = 0
-    """Tokens of the prompt whose KV was found in the prefix cache."""
+    """Prompt tokens whose KV was in the prefix cache."""
     output_tokens: int = 0
     finish: str = ""
     """Finish reason in the engine's words: stop, length, abort …"""
@@ -81,7 +81,7 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
         )
 
     def ids(self) -> NDArray[np.unsignedinteger]:
-        """[token, layer, k] expert ids; raises InputError if the bytes and the shape disagree or an id is too large."""
+        """Decode expert ids [token, layer, k]; raises InputError if bytes and shape disagree or an id is too large."""
         if not 1 <= self.top_k <= self.num_experts <= MAX_EXPERTS or not self.layer_ids:
             problem = f"num_experts={self.num_experts}, top_k={self.top_k}, {len(self.layer_ids)} layers"
             raise InputError(f"{problem}: expected 1 <= top_k <= num_experts <= {MAX_EXPERTS} and a layer")
@@ -95,13 +95,13 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
         return ids.reshape(shape)
 
     def tokens(self) -> NDArray[np.int32]:
-        """[token] ids."""
+        """Decode the token ids, [token]."""
         if len(self.token_ids) % 4:
             raise InputError(f"token_ids has {len(self.token_ids)} bytes, not a multiple of 4")
         return np.frombuffer(self.token_ids, "<i4")
 
     def seen(self) -> NDArray[np.bool_]:
-        """[token] whether the row of ids is known."""
+        """Decode `known`: [token] whether the token's experts are known."""
         count = len(self.tokens())
         if not self.known:
             return np.ones(count, np.bool_)
@@ -111,7 +111,7 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
 
 
 class ExpertLoad(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
-    """Tokens per expert since the last such event, all requests together."""
+    """Tokens per expert since the previous ExpertLoad event, summed over all requests."""
 
     model: str
     layer_ids: Layers
@@ -124,7 +124,7 @@ class ExpertLoad(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """[layer, expert] uint32, little-endian."""
 
     def load(self) -> NDArray[np.uint32]:
-        """[layer, expert] tokens."""
+        """Decode the counts: [layer, expert] tokens."""
         shape = (len(self.layer_ids), self.num_experts)
         if min(shape) < 1 or len(self.counts) != 4 * math.prod(shape):
             raise InputError(f"counts has {len(self.counts)} bytes; uint32 {shape} is expected")
@@ -150,7 +150,7 @@ def encode_expert_events(batch: ExpertEvents) -> bytes:
 
 
 def decode_expert_events(payload: bytes) -> ExpertEvents:
-    """Decode a message; raises InputError with one line for any malformed bytes."""
+    """Decode a message; raises InputError with a one-line message for malformed bytes."""
     try:
         return _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:

@@ -1,8 +1,9 @@
-"""A footprint on the wire: what a prefill answer carries in ``kv_transfer_params`` beside the KV connector's own keys.
+"""A footprint on the wire: a prefill answer carries it in ``kv_transfer_params``, beside the KV connector's own keys.
 
-One key, so that it cannot clash: ``{"coterie_footprint": "<base64>"}``. Inside: msgpack with the shape and the counts
-in the narrowest dtype, deflated. 58 layers x 256 experts, top-8, take 4 KB for a prompt of 16 tokens, 20 KB for one of
-1,024 and 30 KB for one of 32,768; 20 to 40 KB stored plain, which takes a tenth of the time.
+It takes a single key, ``{"coterie_footprint": "<base64>"}``, which clashes with no connector's key. The value is
+msgpack with the shape and the counts in the narrowest dtype, deflated. For 58 layers x 256 experts, top-8, it is 4 KB
+for a prompt of 16 tokens, 20 KB for 1,024 and 30 KB for 32,768. Without compression it is 20 to 40 KB, and encoding
+takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from coterie.types import narrowest_uint
 KEY = "coterie_footprint"
 VERSION = 1
 MAX_COUNTS = 1 << 20
-"""Largest product of layers and experts: fifty times any model; a wrong header allocates at most 8 MB."""
+"""Upper bound on layers x experts: fifty times any model's, so a wrong header allocates at most 8 MB."""
 
 MOST_TOKENS = 1 << 24
-"""Most tokens that a footprint may claim."""
+"""Upper bound on the tokens of a footprint."""
 SLACK = 0.02
-"""Relative difference between layers that is let pass: some engines drop tokens of a full expert."""
+"""Accepted relative error of a layer's activations per token: some engines drop tokens of a full expert."""
 
 
 class WireFootprint(NamedTuple):
@@ -72,7 +73,7 @@ def encode_footprint(footprint: WireFootprint, deflate: bool = True) -> str:
 
 
 def decode_footprint(text: str | bytes) -> WireFootprint:
-    """Inverse of :func:`encode_footprint`; raises InputError in one line, whatever the bytes are."""
+    """Invert :func:`encode_footprint`; raises InputError with a one-line message for malformed input."""
     try:
         packed = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=_Packed)
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
@@ -81,7 +82,7 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
     size = packed.layers * packed.experts * packed.itemsize
     try:
         inflate = zlib.decompressobj()
-        data = inflate.decompress(packed.counts, size + 1)  # one byte more: never inflate a longer stream
+        data = inflate.decompress(packed.counts, size + 1)  # the extra byte detects a longer stream cheaply
     except zlib.error as error:
         raise InputError(f"is a damaged footprint: {error}") from None
     if len(data) != size or not inflate.eof or inflate.unused_data:
@@ -107,15 +108,15 @@ def _check_header(packed: _Packed) -> None:
 
 
 def check_possible(footprint: WireFootprint, shape: tuple[int, ...] | None = None, top_k: int | None = None) -> None:
-    """Raise InputError for counts that no prefill can have: every token activates as many experts in every layer.
+    """Raise InputError for impossible counts: every token activates the same number of experts in every layer.
 
-    The only place where counts of others are checked; whoever gets a footprint afterwards may rely on it. `shape` is
-    the model's [layer, expert] and `top_k` its experts per token, where they are known.
+    This is the only check of counts received from another process; later code relies on it. `shape` is the model's
+    [layer, expert] and `top_k` its experts per token; None if not known.
     """
     counts, tokens = footprint.counts, footprint.tokens
     if shape is not None and counts.shape != shape:
         raise InputError(f"is a footprint {counts.shape}; the model's is {shape}")
-    if not 0 < tokens <= MOST_TOKENS or counts.max() > tokens:  # a token activates an expert once
+    if not 0 < tokens <= MOST_TOKENS or counts.max() > tokens:  # a token activates an expert at most once
         raise InputError(f"is a footprint of {tokens} tokens, with {counts.max()} activations of one expert")
     per_token = counts.sum(axis=1, dtype=np.float64) / tokens
     k = float(top_k or per_token[0])
@@ -130,11 +131,11 @@ def attach_footprint(params: MutableMapping[str, Any], footprint: WireFootprint)
 
 
 def footprint_of(params: Mapping[str, Any] | None) -> WireFootprint | None:
-    """The footprint an answer's ``kv_transfer_params`` carries, if any."""
+    """Return the footprint in an answer's ``kv_transfer_params``; None if it has no footprint."""
     text = (params or {}).get(KEY)
     return None if text is None else decode_footprint(text)
 
 
 def without_footprint(params: Mapping[str, Any]) -> dict[str, Any]:
-    """``kv_transfer_params`` for the decode worker: without the footprint."""
+    """Return ``kv_transfer_params`` without the footprint, for the decode worker."""
     return {key: value for key, value in params.items() if key != KEY}

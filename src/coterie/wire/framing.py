@@ -1,6 +1,6 @@
 """The frames of an event stream on ZMQ PUB: ``[topic, sequence number, payload]``, as vLLM publishes KV events.
 
-A gap in the sequence tells a subscriber how many messages it lost (PUB drops messages for a slow reader).
+A gap in the sequence numbers tells a subscriber how many messages it lost (PUB drops messages for a slow reader).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zmq
 from coterie.errors import InputError
 
 REPLAY_END = (1 << 64) - 1
-"""Sequence number that closes a replay: vLLM sends -1 in eight bytes."""
+"""Sequence number of the message that ends a replay: vLLM sends -1 as eight bytes."""
 
 
 class Frame(NamedTuple):
@@ -30,7 +30,7 @@ def to_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
 def from_frames(frames: Sequence[bytes]) -> Frame:
     """Parse a message as received; malformed input raises InputError.
 
-    A replay may leave the topic out: SGLang does, and vLLM did.
+    Messages of a replay may lack the topic: SGLang omits it, and so did older versions of vLLM.
     """
     topic, rest = (b"", frames) if len(frames) == 2 else (frames[0] if frames else b"", frames[1:])
     if len(rest) != 2 or len(rest[0]) != 8:
@@ -41,9 +41,9 @@ def from_frames(frames: Sequence[bytes]) -> Frame:
 
 @dataclass(slots=True)
 class Gaps:
-    """Lower bound of the messages a subscriber missed: those lost at a publisher's end cannot be seen.
+    """Lower bound on the messages a subscriber missed: the last messages before a publisher stops leave no gap.
 
-    A sequence that falls means that the publisher restarted at 0.
+    A sequence number below the expected one means that the publisher restarted at 0.
     """
 
     lost: int = 0
@@ -51,7 +51,7 @@ class Gaps:
     _next: int | None = None
 
     def see(self, seq: int) -> int:
-        """Number of messages lost just before this one."""
+        """Record a received sequence number; returns the number of messages lost just before it."""
         missed = 0
         if self._next is not None:
             if seq < self._next:
@@ -65,22 +65,22 @@ class Gaps:
 
 
 KEEPALIVE_S = 10
-"""Silence after which the system asks whether the other end is there, and the time between two such questions."""
+"""Seconds of silence before the first TCP keep-alive probe, and seconds between probes."""
 QUEUE_BYTES = 64 << 20
-"""Most bytes of a queue. Beyond that the other end waits, and keeps messages or drops them."""
+"""Upper bound on the bytes of a receive queue. When the queue is full, the sender queues messages or drops them."""
 MOST_QUEUED = 1000
 
 
 def queue_of(message_bytes: int) -> int:
-    """Messages of a queue that is bounded in bytes: ZMQ itself counts messages only."""
+    """Return the length, in messages, of a queue of at most QUEUE_BYTES: ZMQ limits messages, not bytes."""
     return max(2, min(QUEUE_BYTES // message_bytes, MOST_QUEUED))
 
 
 def bound_reader(socket: zmq.Socket[Any], queue: int, message_bytes: int) -> None:
-    """Bound a socket's queue, in messages, and its messages. Call before `connect`.
+    """Limit a socket's receive queue, in messages, and the bytes of a message. Call before `connect`.
 
-    The system's keep-alive finds a connection whose other end is gone. Not ZMQ's heartbeats: with them, a reader whose
-    queue is full aborts its process (libzmq 4.3, assertion `_input_stopped`).
+    TCP keep-alive detects a connection whose other end is gone. ZMQ's heartbeats are not used: with them, a reader
+    whose queue is full aborts its process (libzmq 4.3, assertion `_input_stopped`).
     """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, queue)

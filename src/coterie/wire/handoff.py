@@ -1,8 +1,8 @@
-"""vLLM's prefill/decode handshake: two OpenAI bodies made from one, in sequence.
+"""vLLM's prefill/decode handshake: one OpenAI request becomes two, sent one after the other.
 
-The prefill worker answers one token and ``kv_transfer_params``; these go unchanged into the original body, which is
-then sent to a decode worker under the same ``X-Request-Id``. The decode worker is chosen in between, when the
-request's footprint is known.
+The prefill worker answers with one token and ``kv_transfer_params``. The parameters are added unchanged to the original
+body, which is then sent to a decode worker under the same ``X-Request-Id``. The decode worker is chosen in between,
+when the request's footprint is known.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 DP_RANK_HEADER = "X-data-parallel-rank"
 
 GRANT = "coterie_grant"
-"""Key of ``kv_transfer_params`` under which a reference worker's permission to fetch the KV stands."""
+"""Key in ``kv_transfer_params`` that holds a reference worker's permission to fetch the KV."""
 
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
@@ -24,11 +24,11 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""``kv_transfer_params`` that ask a worker to prefill for another."""
+"""``kv_transfer_params`` that ask a worker to prefill a request that another worker decodes."""
 
 
 def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Body for the prefill worker: one token, not streamed."""
+    """Return the body for the prefill worker: one output token, not streamed."""
     out = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
     out.update(stream=False, max_tokens=1, kv_transfer_params=dict(REMOTE_DECODE))
     if "max_completion_tokens" in body:
@@ -37,7 +37,7 @@ def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Body for the decode worker: the client's body with the answer's ``kv_transfer_params``."""
+    """Return the body for the decode worker: the client's body with the prefill answer's ``kv_transfer_params``."""
     out = dict(body)
     if params:
         out["kv_transfer_params"] = dict(params)

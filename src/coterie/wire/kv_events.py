@@ -1,10 +1,11 @@
 """KV events, as vLLM and SGLang publish them: which blocks of which prefix a worker holds.
 
 A payload is msgpack ``[timestamp, [events], data-parallel rank]``. An event is a map with a ``type`` (vLLM since 0.24,
-recent SGLang), or an array that begins with it (both before). Both decode to the same structs, unknown fields are
-skipped, and an unknown event raises: a directory that ignores one would report blocks that are gone. A hash is an
-integer or bytes, by the engine's hash function. `group_idx` (KV cache group of a hybrid model), `medium` (GPU, CPU …),
-`locality` and `cache_salt` matter: a block of another group, medium, place or salt is no hit.
+recent SGLang) or, in older versions of both engines, an array that begins with the type. Both forms decode to the same
+structs. Unknown fields are skipped. An unknown event type raises: a directory that ignored a removal would report
+blocks that are gone. A hash is an integer or bytes, depending on the engine's hash function. `group_idx` (KV cache
+group of a hybrid model), `medium` (GPU, CPU …), `locality` and `cache_salt` matter: a block that differs in any of them
+is not a hit.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from coterie.errors import InputError
 
 BlockHash = int | bytes
 MAX_BLOCKS = 1 << 16
-"""Most blocks of an event: a prompt of a million tokens in blocks of 16. Checked before any is decoded."""
+"""Upper bound on blocks per event: a prompt of a million tokens in blocks of 16. Checked before decoding the hashes."""
 MAX_TOKENS = 1 << 20
-"""Most token ids of an event."""
+"""Upper bound on token ids per event."""
 MAX_EVENTS = 1 << 12
-"""Most events of a message."""
+"""Upper bound on events per message."""
 OLD_FORM_BYTES = 1 << 20
-"""Longest message in an older form: it is decoded without a schema, to as much as 64 bytes of memory for a byte."""
+"""Upper bound on the bytes of a message in an older form: decoding without a schema takes up to 64x its memory."""
 
 Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_BLOCKS)]
 
@@ -40,12 +41,12 @@ class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
     extra_keys: Any = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
-    """Kind of the group: full_attention, sliding_window …"""
+    """Kind of the KV cache group: full_attention, sliding_window …"""
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     """LOCAL or REMOTE, seen from the publisher."""
     cache_salt: str | None = None
-    """SGLang's; vLLM puts it into extra_keys."""
+    """Cache salt as SGLang sends it; vLLM puts the salt into `extra_keys`."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
@@ -64,7 +65,7 @@ _TYPES: dict[str, type[BlockStored] | type[BlockRemoved] | type[AllBlocksCleared
     kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
 _ARRAY_FIELDS = {"BlockStored": 9, "BlockRemoved": 3, "AllBlocksCleared": 0}
-"""Number of fields of the array form: vLLM added later fields to the map only, in another order."""
+"""Number of fields in the array form: vLLM added later fields to the map form only, in another order."""
 
 
 class KVEvents(msgspec.Struct, array_like=True):
@@ -92,11 +93,11 @@ def encode_kv_events(batch: KVEvents) -> bytes:
 
 
 def decode_kv_events(payload: bytes) -> KVEvents:
-    """Decode either form; raises InputError with one line for malformed bytes and for more than a model needs."""
+    """Decode either form; raises InputError with a one-line message for malformed bytes or exceeded limits."""
     try:
         return _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-        # The array form, pairs of tokens, or damage: the slow path tells.
+        # The array form, SGLang's token pairs, or malformed bytes: the slow path below distinguishes them.
         if len(payload) > OLD_FORM_BYTES:
             raise InputError(f"is not a batch of KV events: {error}") from None
     try:
@@ -114,8 +115,8 @@ def _event(raw: dict[str, Any] | list[Any]) -> KVEvent:
     fields = raw if isinstance(raw, dict) else _named(kind, raw[1:])
     tokens = fields.get("token_ids")
     if isinstance(tokens, list) and tokens and all(isinstance(token, list) and len(token) == 2 for token in tokens):
-        fields = {**fields, "token_ids": [first for first, _ in tokens]}  # SGLang's bigrams: each token and its next
-    # bytes counts as built in, or text would be taken for base64.
+        fields = {**fields, "token_ids": [first for first, _ in tokens]}  # SGLang's bigrams: [token, next token]
+    # With bytes as a built-in type, msgspec does not decode text as base64.
     return msgspec.convert({**fields, "type": name}, kind, builtin_types=(bytes,))
 
 

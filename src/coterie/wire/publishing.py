@@ -1,10 +1,10 @@
-"""Publish on a ZMQ PUB or XPUB socket without waiting: a full subscriber is noticed, and costs no other one a message.
+"""Publish on a ZMQ PUB or XPUB socket without blocking: a full queue is detected, and other subscribers lose nothing.
 
-libzmq lets a publisher write at most a set number of messages ahead of each subscriber. A subscriber that keeps up
-returns that room by a command to the publisher's socket, and `send` looks at its commands only once in a while: once in
-3,000,000 ticks of the processor's clock, or of nanoseconds where libzmq cannot read that clock. This is about 1 ms on
-x86_64 and 3 ms on aarch64. Within that time a publisher that is fast enough finds everyone full, also subscribers who
-have read everything. So before a message is dropped, the commands are read.
+libzmq lets a publisher write at most a set number of messages ahead of each subscriber. A subscriber that reads
+messages frees room by a command to the publisher's socket, but `send` processes commands only once in 3,000,000 ticks
+of the processor's clock, or nanoseconds where libzmq cannot read that clock: about 1 ms on x86_64 and 3 ms on aarch64.
+Within that time a fast publisher may find every queue full, even those of subscribers that have read everything. So
+pending commands are processed before a message is dropped.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def limit_queues(socket: zmq.Socket[bytes], messages: int) -> None:
 
 
 def send_to_all(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
-    """Send to every subscriber that has room. False if a queue was found full.
+    """Send to every subscriber whose queue has room; returns False if a queue was full.
 
-    From then on libzmq leaves that subscriber out without telling, until half of its queue is free again.
+    After that, libzmq silently skips the subscriber with the full queue until half of its queue is free again.
     """
     if _accepts(socket, frames):
         return True
-    socket.getsockopt(zmq.EVENTS)  # reads the socket's commands now
+    socket.getsockopt(zmq.EVENTS)  # reading EVENTS processes the socket's pending commands
     if _accepts(socket, frames):
         return True
     socket.setsockopt(zmq.XPUB_NODROP, 0)

@@ -1,11 +1,11 @@
 """The routed-experts payload of an engine's answer: base64 text → expert ids [token, layer, k].
 
 Two forms exist. vLLM sends a whole ``.npy`` file, so the array carries its own shape. SGLang sends bare integers, so
-layers and k must be known; int32 unless the answer names another dtype.
+the number of layers and k must be known; the dtype is int32 unless the answer names another.
 
 Both count *all* hidden layers, dense ones included, and fill the rows of a dense layer with zeros
-(:func:`routed_layers` finds the others). The last token generated was never fed back, so a sequence of n tokens has
-n - 1 rows. Wrong input raises :class:`~coterie.errors.InputError` in one line, whatever the bytes are.
+(:func:`routed_layers` finds the MoE layers). The last generated token was never an input of the model, so a sequence
+of n tokens has n - 1 rows. Malformed input raises :class:`~coterie.errors.InputError` with a one-line message.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from coterie.errors import InputError
 
 SGLANG_DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
-"""The names SGLang gives in ``routed_experts_dtype``, where it gives one."""
+"""NumPy dtype of each name in SGLang's ``routed_experts_dtype``, a field that some answers omit."""
 
 
 def decode_npy(data: bytes) -> NDArray[Any]:
-    """Read a ``.npy`` file in memory without copying its numbers. Never unpickles.
+    """Parse a ``.npy`` file in memory without copying its data. Never unpickles.
 
-    NumPy's own reader allocates the size in the header before it checks how many bytes there are.
+    NumPy's own reader is not used: it allocates the size in the header before it checks the number of bytes.
     """
     stream = io.BytesIO(data)
     try:
@@ -49,12 +49,12 @@ def decode_npy(data: bytes) -> NDArray[Any]:
         raise InputError(f"has {len(data) - start} bytes of data; {dtype} {shape} needs {count * dtype.itemsize}")
     try:
         return np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if fortran else "C")
-    except (ValueError, OverflowError) as error:  # [0, 2**70], or more dimensions than NumPy has
+    except (ValueError, OverflowError) as error:  # shape [0, 2**70], or more dimensions than NumPy supports
         raise InputError(f"has a shape that no array has: {error}") from None
 
 
 def decode_vllm(payload: str | bytes) -> NDArray[np.integer]:
-    """vLLM's ``choices[i].routed_experts`` → [token, layer, k]."""
+    """Decode vLLM's ``choices[i].routed_experts`` to expert ids [token, layer, k]."""
     ids = decode_npy(_decode_base64(payload))
     if ids.ndim != 3 or ids.dtype.kind not in "ui":
         raise InputError(f"is {ids.dtype} {ids.shape}, expected integers [token, layer, k]")
@@ -62,7 +62,7 @@ def decode_vllm(payload: str | bytes) -> NDArray[np.integer]:
 
 
 def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str | None = None) -> NDArray[np.integer]:
-    """SGLang's ``meta_info.routed_experts`` → [token, layer, k]; `dtype` is its ``routed_experts_dtype``."""
+    """Decode SGLang's ``meta_info.routed_experts`` to ids [token, layer, k]; `dtype`: its ``routed_experts_dtype``."""
     if dtype is not None and dtype not in SGLANG_DTYPES:
         raise InputError(f"has dtype {dtype!r}, expected one of {', '.join(SGLANG_DTYPES)}")
     data, code = _decode_base64(payload), np.dtype(SGLANG_DTYPES[dtype or "int32"])
@@ -73,10 +73,10 @@ def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str 
 
 
 def routed_layers(expert_ids: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Indices of the MoE layers of [token, layer, k]: a dense layer's rows are all zero.
+    """Return the indices of MoE layers in ids [token, layer, k]: a dense layer's rows are all zero.
 
-    A router picks k *different* experts, so for k > 1 a zero row cannot be real. At k = 1 it can, and only a model's
-    shape tells a dense layer from one that always picked expert 0: then every layer counts as routed.
+    A router picks k *different* experts, so for k > 1 a row of zeros cannot come from a router. At k = 1 it can: a
+    dense layer looks like one that always picked expert 0, so every layer counts as routed.
     """
     if expert_ids.shape[2] == 1:
         return np.arange(expert_ids.shape[1])

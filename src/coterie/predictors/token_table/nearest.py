@@ -1,7 +1,7 @@
-"""Nearest tokens: the seen token whose embedding is most similar to that of a token never seen.
+"""Nearest tokens: for a token without a row, the seen token with the most similar embedding.
 
-Embeddings of a whole vocabulary may be mapped from a checkpoint and larger than memory allows twice, so they are
-compared in blocks and never copied. What was found is remembered by token id.
+The embeddings of a whole vocabulary may be mapped from a checkpoint, and a copy may not fit in memory. So they are
+compared in blocks and never copied as a whole. Results are cached by token id.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from coterie.errors import ConfigError
 BLOCK = 4096
 """Rows compared at a time: 64 MB of float32 at a width of 4,096."""
 _SHORTEST, _LONGEST = 1e-30, 1e30
-"""Lengths of embeddings between which float32 compares them; a shorter one has no direction."""
+"""Range of embedding norms that float32 can compare; a shorter embedding counts as zero, a longer one is refused."""
 _CLOSE = 1e-4
-"""Difference of cosines in float32 below which candidates are compared again in float64, so that the result does not
-depend on how many tokens are asked for at once."""
+"""Difference of float32 cosines below which candidates are compared again in float64, so that the result does not
+depend on how many tokens are searched at once."""
 
 
 class Nearest(NamedTuple):
-    """The seen tokens nearest to some tokens."""
+    """The nearest seen token of each of several tokens."""
 
     rows: NDArray[np.int64]
-    """[token] index among the seen tokens; -1 where the token has no embedding, or one of length 0."""
+    """[token] index of the nearest among the seen tokens; -1 if the token has no embedding, or a zero one."""
     similarity: NDArray[np.float64]
-    """[token] cosine, in 0 … 1: a negative one is 0."""
+    """[token] cosine of the two embeddings, in 0 … 1; negative cosines are set to 0."""
 
 
 class NearestTokens:
-    """Looks for the nearest of the seen tokens; of ties, the one with the lowest id."""
+    """Finds the nearest of the seen tokens; if tied, the one with the lowest id."""
 
     def __init__(self, embeddings: NDArray[np.floating], seen: NDArray[np.integer]) -> None:
         if embeddings.ndim != 2 or 0 in embeddings.shape or embeddings.dtype.kind != "f":
@@ -50,7 +50,7 @@ class NearestTokens:
         self._found: dict[int, tuple[int, float]] = {}
 
     def of(self, token_ids: NDArray[np.integer]) -> Nearest:
-        """The nearest seen token of each id."""
+        """Find the nearest seen token of each id."""
         wanted = np.unique(np.asarray(token_ids, np.int64))
         new = np.array([token for token in wanted.tolist() if token not in self._found], np.int64)
         if len(new):

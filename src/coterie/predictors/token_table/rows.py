@@ -1,4 +1,4 @@
-"""Rows of the token table: counted from a trace, added up for a request, blended with newer ones."""
+"""Rows of the token table: counted from a trace, summed for a request, blended with newer rows, saved to a file."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ ONE = 1 << 15
 
 
 class TokenRows(NamedTuple):
-    """Rows of the table, one per token seen, the most likely experts first."""
+    """Rows of the table, one per token id seen; each lists its most likely experts first."""
 
     token_ids: NDArray[np.int32]
-    """[seen] rising."""
+    """[seen] token ids, ascending."""
     counts: NDArray[np.int64]
     """[seen] times the token was seen, at least 1."""
     experts: NDArray[np.unsignedinteger]
-    """[seen, layer, kept]"""
+    """[seen, layer, kept] expert ids, the most likely first."""
     weights: NDArray[np.uint16]
-    """[seen, layer, kept] share of the token's occurrences that activated the expert, in units of 1 / ONE; falling."""
+    """[seen, layer, kept] share of the token's occurrences that activated the expert, in 1 / ONE; descending."""
     popularity: ActivationRates
     model: str
     layer_ids: tuple[int, ...] | None
-    """Index of each layer in the model, dense ones counted, where known."""
+    """Index of each layer in the model, dense layers counted; None if not known."""
 
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in (self.token_ids, self.counts, self.experts, self.weights))
 
     def find(self, token_ids: NDArray[np.integer]) -> NDArray[np.int64]:
-        """[token] row of each id; -1 where it was never seen."""
+        """Return the row of each id, [token]; -1 if the id was never seen."""
         at = np.searchsorted(self.token_ids, token_ids)
         at[at == len(self.token_ids)] = 0
         return np.where(self.token_ids[at] == token_ids, at, -1)
 
     def blended(self, newer: TokenRows, keep: float, max_bytes: int) -> TokenRows:
-        """Occurrences of these rows times `keep`, plus those of `newer` rows of the same model.
+        """Return rows with these occurrences times `keep`, plus the occurrences of `newer` rows of the same model.
 
-        Experts cut off on either side count as never activated there. The popularity is blended by the tokens counted.
+        An expert that either table did not keep counts as never activated there. The popularity is blended in
+        proportion to the tokens counted.
         """
         self._check_same_model(newer)
         old_counts = keep * self.counts
@@ -55,7 +56,7 @@ class TokenRows(NamedTuple):
         old_at, new_at = self.find(both), newer.find(both)
         old = np.where(old_at >= 0, old_counts[old_at], 0.0)
         new = np.where(new_at >= 0, newer.counts[new_at], 0).astype(np.float64)
-        # A count of at least 1: one occurrence tells more than popularity (docs/predictors.md).
+        # A count of at least 1: one occurrence predicts better than popularity (docs/predictors.md).
         counts = np.maximum(1, np.rint(old + new)).astype(np.int64)
         kept = max(self.experts.shape[2], newer.experts.shape[2])
         layers, experts = self.popularity.num_layers, self.popularity.num_experts
@@ -98,7 +99,7 @@ class TokenRows(NamedTuple):
 
 
 def most_frequent(counts: NDArray[np.int64], row_bytes: int, max_bytes: int) -> NDArray[np.int64]:
-    """Indices, rising, of the tokens that fit in max_bytes: all, or those seen most often."""
+    """Return the indices, ascending, of the tokens that fit in `max_bytes`: all, or those seen most often."""
     limit = max(1, max_bytes // (row_bytes + 12))  # 12 bytes: id and count of the token
     if len(counts) <= limit:
         return np.arange(len(counts))
@@ -107,7 +108,7 @@ def most_frequent(counts: NDArray[np.int64], row_bytes: int, max_bytes: int) -> 
 
 @helper()
 def _most_used(amounts: NDArray[Any], used: NDArray[Any], size: int, kept: int) -> None:
-    """Move the `kept` experts of `used` with the largest amounts to its front, falling; of ties, the lowest id."""
+    """Move the `kept` experts with the largest amounts to the front of `used`, descending; ties by the lowest id."""
     for place in range(min(kept, size)):
         best = place
         for other in range(place + 1, size):
@@ -127,7 +128,10 @@ def count_rows(
     experts: NDArray[Any],
     weights: NDArray[Any],
 ) -> int:
-    """Fill the rows of tokens whose occurrences are at[first[i]:last[i]]; -1, or the token with an id out of range."""
+    """Fill the rows of tokens, the i-th of which occurs at positions at[first[i]:last[i]] of the trace.
+
+    Returns -1, or the position of a token with an expert id out of range.
+    """
     layers, k = expert_ids.shape[1], expert_ids.shape[2]
     kept = experts.shape[2]
     counts = np.zeros(num_experts, np.int64)
@@ -148,7 +152,7 @@ def count_rows(
             _most_used(counts, used, size, kept)
             for place in range(min(kept, size)):
                 experts[row, layer, place] = used[place]
-                # Past 1 only where a trace repeats an id within a token; the excess falls back to popularity.
+                # The count exceeds `times` only if a trace repeats an id within a token; popularity gets the excess.
                 weights[row, layer, place] = min(counts[used[place]], times) * ONE // times
             for place in range(size):
                 counts[used[place]] = 0
@@ -168,7 +172,7 @@ def _blend_rows(
     experts: NDArray[Any],
     weights: NDArray[Any],
 ) -> None:
-    """Fill rows with share x the old row + (1 - share) x the new one, where -1 is no row; weights rounded down."""
+    """Fill rows with share x old row + (1 - share) x new row; index -1 means no row. Weights are rounded down."""
     kept = experts.shape[2]
     amounts = np.zeros(num_experts)
     used = np.empty(num_experts, np.int64)
@@ -201,7 +205,7 @@ def _blend_rows(
 def add_rows(
     experts: NDArray[Any], weights: NDArray[Any], rows: NDArray[Any], trust: NDArray[Any], out: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """Add the rows, each times its trust, to out [layer, expert]; returns the sum added, [layer]."""
+    """Add the rows, each times its trust, to out [layer, expert]; returns the sum added to each layer, [layer]."""
     layers, kept = experts.shape[1], experts.shape[2]
     placed = np.zeros(layers)
     for i in range(len(rows)):
@@ -227,10 +231,11 @@ def top_experts(
     share: NDArray[Any],
     prior: NDArray[Any],
 ) -> None:
-    """Fill out [token, layer, k] with a row's most likely experts, then the most popular ones [layer, expert] it lacks.
+    """Fill out [token, layer, k] with a row's most likely experts, then with the most popular experts it lacks.
 
-    share [token, layer] is the mean weight of the experts filled in from the row, prior that of the same k experts in
-    popularity per_token [layer, expert]. A row of -1 is all popularity.
+    `popular` [layer, expert] lists experts by popularity. `share` [token, layer] is set to the sum of the row's weights
+    of these experts ÷ k, `prior` to the mean of the same k experts' popularity per_token [layer, expert]. A token with
+    row -1 gets the k most popular experts.
     """
     k, kept = out.shape[2], experts.shape[2]
     taken = np.zeros(per_token.shape[1], np.bool_)
@@ -266,10 +271,10 @@ _DIMENSIONS = {"counts": 1, "experts": 3, "popularity": 2, "token_ids": 1, "weig
 
 
 class Opened(NamedTuple):
-    """What a file holds."""
+    """Contents of a saved token table."""
 
     settings: dict[str, Any]
-    """Settings of the table, not checked."""
+    """Settings of the table, unchecked, with the file's other metadata."""
     rows: TokenRows
 
 

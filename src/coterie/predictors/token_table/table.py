@@ -1,12 +1,13 @@
 """Token table: predict each token's experts from its id, whatever its context.
 
-Right where a token's identity determines its experts: in the first layers of most models, and on average over a prompt
-in far more. Wrong where context does. A token seen n times has weight n / (n + smoothing); the rest, and every unseen
-token, falls back to popularity. With embeddings, an unseen token takes the row of the most similar token seen.
+Right where a token's identity determines its experts: in the first layers of most models and, on average over a prompt,
+in many more layers. Wrong where the context determines them. The row of a token seen n times has weight
+n / (n + smoothing) and popularity the rest; an unseen token is predicted by popularity alone. With embeddings, an
+unseen token uses the row of the most similar token seen.
 
-A full table of 200,000 tokens, 48 layers and 128 experts would be 4.9 GB in 32 bits, so only tokens that were seen are
-kept, and of each layer only the `experts_kept` most likely experts, three bytes each. The remainder falls back to
-popularity too: the load of a layer always sums to tokens x top_k.
+A full table of 200,000 tokens, 48 layers and 128 experts would be 4.9 GB in 32 bits. So only tokens that were seen are
+kept, and in each layer only their `experts_kept` most likely experts, at three bytes each. Popularity also replaces the
+experts not kept: the load of a layer always sums to tokens x top_k.
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ Held = NDArray[np.bool_]
 
 
 class Expected(NamedTuple):
-    """The experts expected of some tokens."""
+    """The experts that tokens are expected to activate."""
 
     experts: NDArray[np.int64]
-    """[token, layer, k] the most likely first, different within a layer."""
+    """[token, layer, k] expert ids, the most likely first, all different within a layer."""
     confidence: NDArray[np.float64]
-    """[token, layer] expected share of the token's activations that fall on them, in 0 … 1."""
+    """[token, layer] expected share of the token's activations that fall on these experts, in 0 … 1."""
 
 
 class _Found(NamedTuple):
-    """Rows of some tokens."""
+    """Rows of the table that predict given tokens."""
 
     rows: NDArray[np.int64]
-    """[token] row, of the token itself or of the nearest one seen; -1 where there is none."""
+    """[token] row of the token itself or of the nearest seen token; -1 if there is no such row."""
     similarity: NDArray[np.float64]
-    """[token] 1 for the token itself, else the cosine of the two embeddings, 0 without a row."""
+    """[token] 1 for the token's own row, else the cosine of the two embeddings; 0 without a row."""
 
 
 @predictors.register("token_table")
@@ -74,15 +75,15 @@ class TokenTable:
     needs_start: ClassVar[StartKind] = StartKind.TOKENS
     any_phase: ClassVar[bool] = True
     smoothing: float = 0.0
-    """Occurrences of a token at which it weighs as much as popularity; 0 trusts a single one, and scored best where
-    measured: noise of rare tokens averages out over a request, a pull towards popularity does not."""
+    """Number of occurrences at which a token's row has the same weight as popularity. 0 fully trusts a single
+    occurrence and scored best: noise of rare tokens averages out over a request, a bias towards popularity does not."""
     experts_kept: int | None = None
-    """Experts kept of each token and layer; None is twice top_k."""
+    """Experts kept per token and layer; None is twice top_k."""
     max_bytes: int = 1 << 29
-    """Largest size of the table; above it the rarest tokens are left out and fall back to popularity."""
+    """Largest size of the table in bytes; above it the rarest tokens are left out and predicted by popularity."""
     confidence_smoothing: float = 2.0
-    """As `smoothing`, for confidences: a token seen once always hits its own experts, which says little of the next
-    time."""
+    """Like `smoothing`, but for confidences: a token seen once has a share of 1 on its own experts, which says little
+    about its next occurrence."""
     rows_: TokenRows | None = field(default=None, init=False, repr=False)
     nearest_: NearestTokens | None = field(default=None, init=False, repr=False)
 
@@ -117,7 +118,7 @@ class TokenTable:
         chosen = check_request_rows(trace, requests)
         popularity = mean_rates(trace, chosen, phase)
         spans = [np.arange(offsets[r], offsets[r + 1]) for r in chosen]
-        at = np.concatenate(spans)  # [token] of the trace
+        at = np.concatenate(spans)  # [token] position in the trace
         if phase is not None:
             at = at[tokens.phase[at] == phase]
         ids = tokens.token_ids[at]
@@ -148,9 +149,10 @@ class TokenTable:
         return self
 
     def merged(self, newer: TokenTable, keep: float = 0.5) -> TokenTable:
-        """A table of both, occurrences of this one counted `keep` times: 0 is the newer alone, 1 forgets nothing.
+        """Return a table of both, with this table's occurrences times `keep`: 0 uses only the newer, 1 forgets nothing.
 
-        Settings and embeddings stay as they are here. Exact, but for rounding, where neither table cut off experts.
+        Settings and embeddings are those of this table. If both tables kept all experts, the result is exact up to
+        rounding.
         """
         check_share(keep=keep)
         table = replace(self)
@@ -177,11 +179,11 @@ class TokenTable:
         return out * scale
 
     def expected(self, token_ids: NDArray[np.integer], k: int | None = None) -> Expected:
-        """The k experts (None: top_k) that each token activated most, with confidence.
+        """Return the k experts (None: top_k) that each token activated most, with confidence.
 
-        Confidence is the share of the token's activations, as counted, that fell on these experts, pulled towards the
-        share that they have of all tokens' activations: as if `confidence_smoothing` further occurrences had been
-        average ones. A token without a row is expected to use the most popular experts, and is as sure as they are.
+        Confidence is the counted share of the token's activations that fell on these experts, pulled towards their
+        share of all tokens' activations: as if `confidence_smoothing` further occurrences had followed popularity. A
+        token without a row gets the most popular experts; its confidence is their share of all activations.
         """
         rows, popularity = self.rows, self.rows.popularity
         size = popularity.top_k if k is None else k
@@ -193,14 +195,14 @@ class TokenTable:
         popular = np.argsort(-popularity.per_token, axis=1, kind="stable")
         top_experts(rows.experts, rows.weights, found.rows, popular, popularity.per_token, experts, share, prior)
         trust = self._trust(found)[:, None]
-        # Of k experts at most top_k are activated at once.
+        # `share` and `prior` are sums ÷ k; the share of a token's activations is the sum ÷ top_k.
         scale = size / popularity.top_k
         return Expected(experts, np.minimum(1.0, scale * (trust * share + (1 - trust) * prior)))
 
     def local_shares(self, held: Held) -> NDArray[np.float32]:
-        """[seen, layer, rank] expected share of each seen token's activations that are local on a rank.
+        """Compute the expected share of each seen token's activations that are local on a rank, [seen, layer, rank].
 
-        `held` [rank, layer, expert] is a placement's. Smoothed as confidences are.
+        `held` [rank, layer, expert] describes a placement. Shares are smoothed by `confidence_smoothing`.
         """
         rows, popularity = self.rows, self.rows.popularity
         ranks = len(held)
@@ -223,9 +225,9 @@ class TokenTable:
         return out
 
     def affinity(self, request: PredictRequest, held: Held) -> NDArray[np.float64]:
-        """[rank] share of the request's predicted activations that are local on the rank.
+        """Compute the share of the request's predicted activations that are local on each rank, [rank].
 
-        `held` [rank, layer, expert] is a placement's. The shares sum to 1 unless experts have replicas.
+        `held` [rank, layer, expert] describes a placement. The shares sum to 1 unless experts have replicas.
         """
         load = self.predict(request)
         if held.shape[1:] != load.shape:
@@ -242,14 +244,14 @@ class TokenTable:
         return _Found(at, similarity)
 
     def _trust(self, found: _Found) -> NDArray[np.float64]:
-        """[token] weight of what was counted, as against popularity; 0 without a row."""
+        """Return the weight of each token's row relative to popularity, [token] in 0 … 1; 0 without a row."""
         counts = np.where(found.rows >= 0, self.rows.counts[found.rows], 0)
         return np.asarray(found.similarity * counts / np.maximum(counts + self.confidence_smoothing, 1e-300))
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file; the same table gives the same bytes. Refuses to overwrite.
+        """Write one safetensors file; the same table gives the same bytes. Refuses to overwrite a file.
 
-        Embeddings are not saved: give them to `load`.
+        Embeddings are not saved: pass them to `load`.
         """
         file = Path(path)
         check_new_file(file)
@@ -263,13 +265,13 @@ class TokenTable:
 
     @classmethod
     def load(cls, path: str | Path, *, embeddings: Embeddings | None = None) -> TokenTable:
-        """Map a saved table: processes of one machine share its memory. Every number is checked."""
+        """Map a saved table into memory, which processes on one machine share. All values are checked."""
         file = Path(path)
         about, rows = read_rows(file)
         try:
             kept = about["experts_kept"]
             table = cls(float(about["smoothing"]), None if kept is None else int(kept), int(about["max_bytes"]))
-            # Files of before confidences lack it.
+            # Files written before confidences existed lack this setting.
             table = replace(
                 table, confidence_smoothing=float(about.get("confidence_smoothing", cls().confidence_smoothing))
             )

@@ -1,8 +1,8 @@
 """Rows of CSV and JSON Lines files, plain or gzipped, with errors that name the line and the field.
 
-A file that ends inside a row, a quoted field or a gzip stream is an error. Undetectable is a plain text
-file cut exactly between two lines, or inside the last number of the last line: published traces come with and
-without a newline at their end, so its absence proves nothing.
+A file that ends inside a row, a quoted field or a gzip stream is an error. A plain text file that was cut exactly
+between two lines, or inside the last number of the last line, cannot be detected: some published traces have no newline
+at the end, so a missing newline proves nothing.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
 
 MOST_RATIO = 200
-"""Largest ratio of unpacked to packed bytes. Real traces unpack to at most 20 times their size."""
+"""Largest accepted ratio of unpacked to packed bytes. Real traces unpack to at most 20 times their size."""
 ALWAYS_BYTES = 1 << 28
-"""Unpacked bytes that are read at any ratio."""
+"""Unpacked bytes that are accepted at any ratio."""
 _GZIP_MAGIC = b"\x1f\x8b"
-_MAX_FIRST_LINE = 1 << 22  # bytes a sniff looks at: a binary file may have no newline at all
+_MAX_FIRST_LINE = 1 << 22  # bytes read to detect a format: a binary file may have no newline at all
 _MAX_INT64 = 2**63 - 1
 
 
 class Row(NamedTuple):
-    """One row of the file."""
+    """One row of a file."""
 
     path: Path
     line: int
-    """Counted from 1, as editors do."""
+    """Line number, counted from 1."""
     values: Mapping[str, Any]
     """Column or key → text (CSV) or JSON value."""
     is_text: bool
-    """CSV: numbers are spelled as text. In JSON a number in quotes is an error."""
+    """Whether all values are text (CSV), including numbers. In JSON a number in quotes is an error."""
 
     def error(self, name: str, problem: str) -> TraceError:
         return TraceError(self.path, f"line {self.line}, {name}", problem)
 
     def whole(self, name: str) -> int:
-        """A count: a whole number, not negative."""
+        """Return a count: a whole number of at least 0."""
         value = self.values[name]
         if self.is_text:
             text = value.strip()
             if text.isascii() and text.isdigit() and len(text) < 19:  # 18 digits always fit 64 bits
                 return int(text)
-        elif type(value) is int and 0 <= value <= _MAX_INT64:  # bool is an int to isinstance
+        elif type(value) is int and 0 <= value <= _MAX_INT64:  # not isinstance, which accepts bool
             return value
         raise self.error(name, f"found {_shown(value)}, expected a whole number of at least 0")
 
     def time(self, name: str) -> float:
-        """A time since some start: finite, not negative."""
+        """Return a time in the file's own unit and from its own origin: finite, at least 0."""
         value = self.values[name]
         number = math.nan
-        if self.is_text and "_" not in value:  # float() reads 1_0 as 10
+        if self.is_text and "_" not in value:  # float() accepts 1_0 as 10
             with suppress(ValueError):
                 number = float(value)
         elif type(value) in (int, float) and abs(value) <= _MAX_INT64:
@@ -80,7 +80,7 @@ class Row(NamedTuple):
         raise self.error(name, f"found {_shown(value)}, expected text as on the other lines")
 
     def blocks(self, name: str) -> NDArray[np.int64]:
-        """[block] hashes."""
+        """Return the block hashes, [block]."""
         value = self.values.get(name)
         if isinstance(value, list) and all(type(v) is int and -_MAX_INT64 <= v <= _MAX_INT64 for v in value):
             return np.array(value, np.int64)
@@ -93,7 +93,7 @@ def _shown(value: Any) -> str:
 
 
 class RequestColumns:
-    """The columns of a request trace while its rows are read; numbers take eight bytes each."""
+    """Columns of a request trace, filled while its rows are read; numbers take eight bytes each."""
 
     def __init__(self, used: Collection[str]) -> None:
         self.used = frozenset(used)
@@ -102,7 +102,7 @@ class RequestColumns:
         self.extra: dict[str, list[Any]] = {}
 
     def add(self, row: Row, prompt_tokens: int, output_tokens: int) -> None:
-        """One request; values of the row that no column uses are kept as extra, None where a line lacks one."""
+        """Add one request. Values in columns not in `used` are kept as extra, None for a line that lacks the value."""
         count = len(self.prompt_tokens)
         self.prompt_tokens.append(prompt_tokens)
         self.output_tokens.append(output_tokens)
@@ -114,7 +114,7 @@ class RequestColumns:
     def trace(
         self, path: Path, format: str, options: ReadOptions, arrival_s: NDArray[np.float64], **columns: Any
     ) -> RequestTrace:
-        """The trace in order of arrival, its first request at 0."""
+        """Return the trace in order of arrival, with the first arrival at 0 s."""
         source: dict[str, Any] = {"format": format, "file": path.name}
         if options.model is not None:
             source["model"] = options.model
@@ -134,7 +134,7 @@ class RequestColumns:
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors of opening and unpacking a file into one line about that file."""
+    """Turn errors of opening and unpacking a file into TraceErrors with one line that names the file."""
     check_input_file(path)
     try:
         yield
@@ -158,12 +158,12 @@ def is_gzip(path: Path) -> bool:
 
 
 def open_binary(path: Path) -> io.BufferedReader:
-    """The bytes of a file, unpacked if it is gzip; an archive that unpacks to far too much is an error on the way."""
+    """Open the bytes of a file, unpacked if it is gzip; reading raises if the file unpacks to far too much."""
     return io.BufferedReader(_Unpacking(path), 1 << 16) if is_gzip(path) else path.open("rb")
 
 
 class _Unpacking(io.RawIOBase):
-    """A gzip stream that counts what it unpacks."""
+    """A gzip stream that counts the unpacked bytes and checks them against the limit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -185,14 +185,14 @@ class _Unpacking(io.RawIOBase):
 
 
 def check_unpacked(path: Path, unpacked: int) -> None:
-    """Refuse an archive that unpacks to far more than it holds, before that is in memory."""
+    """Raise TraceError if a file unpacks to far more than its size, before the bytes fill memory."""
     if unpacked > _most_unpacked(path):
         problem = f"unpacks to at least {unpacked:,} bytes, over {MOST_RATIO} times its size: not a file of real data"
         raise TraceError(path, "file", problem)
 
 
 def read_unpacked(path: Path) -> bytes:
-    """All bytes of a file, unpacked if it is gzip."""
+    """Return all bytes of a file, unpacked if it is gzip."""
     with file_errors(path), open_binary(path) as stream:
         return stream.read()
 
@@ -202,7 +202,7 @@ def _most_unpacked(path: Path) -> int:
 
 
 def csv_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
-    """The rows of a CSV file whose header has at least the columns needed."""
+    """Yield the rows of a CSV file; its header must have at least the columns `need`."""
     with file_errors(path), io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as stream:
         lines = csv.reader(stream, strict=True)  # strict: a quote left open at the end of the file is an error
         count = 0
@@ -238,7 +238,7 @@ def _check_header(path: Path, header: Sequence[str], need: Sequence[str]) -> Non
 
 
 def json_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
-    """The objects of a JSON Lines file, each with at least the keys needed."""
+    """Yield the objects of a JSON Lines file; each must have at least the keys `need`."""
     count = 0
     with file_errors(path), io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="\n") as stream:
         for number, line in enumerate(stream, start=1):
@@ -246,7 +246,7 @@ def json_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
                 continue
             try:
                 value = json.loads(line)
-                if "\\ud" in line:  # JSON can spell half a character, which no text file or table can hold
+                if "\\ud" in line:  # JSON can escape a lone surrogate, which UTF-8 cannot encode
                     json.dumps(value, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 ends = "" if line.endswith("\n") else "; it is the last line and has no newline: cut short?"
@@ -263,7 +263,7 @@ def json_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
 
 
 def sniff_csv(path: Path) -> frozenset[str]:
-    """Columns of the header, none if this is not CSV. For sniffing: never raises."""
+    """Return the columns of the header; empty if the file is not CSV. For format detection: never raises."""
     try:
         header = next(csv.reader([_first_line(path)], strict=True), [])
     except (ValueError, csv.Error):
@@ -272,7 +272,7 @@ def sniff_csv(path: Path) -> frozenset[str]:
 
 
 def sniff_json(path: Path) -> frozenset[str]:
-    """Keys of the object on the first line, none if there is none. For sniffing: never raises."""
+    """Return the keys of the JSON object on the first line; empty if there is none. For detection: never raises."""
     try:
         value = json.loads(_first_line(path))
     except (ValueError, RecursionError):
@@ -281,7 +281,7 @@ def sniff_json(path: Path) -> frozenset[str]:
 
 
 def _first_line(path: Path) -> str:
-    """The first line; raises ValueError (UnicodeDecodeError is one) when there is no text."""
+    """Return the first line; raises ValueError (such as UnicodeDecodeError) if the file has no text."""
     if not path.is_file():
         raise ValueError("not a file")
     try:

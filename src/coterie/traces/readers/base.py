@@ -1,8 +1,7 @@
 """The contract of a reader, and detection of a file's format.
 
-A reader turns one file or folder of another system into a trace. It either reads all of it or raises
-:class:`~coterie.errors.TraceError` naming the file, the field, and what was expected; it never returns less than
-the file claims to hold.
+A reader turns one file or folder of another system into a trace. It either reads the whole file or raises
+:class:`~coterie.errors.TraceError` with the file, the field and the expected value; it never returns a partial trace.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ Trace = ActivationTrace | LoadTable | RequestTrace
 T = TypeVar("T", ActivationTrace, LoadTable, RequestTrace)
 
 KIND_NAMES: dict[type[Trace], str] = {ActivationTrace: "activations", LoadTable: "load", RequestTrace: "requests"}
-"""Kind of trace → its name in ``meta.json`` and in messages."""
+"""Class of a trace → name of its kind in ``meta.json`` and in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Information that a file may lack."""
+    """Information from the user that a file may lack."""
 
     model: str | None = None
     """Name of the model that produced the file."""
     num_experts: int | None = None
-    """Experts per layer, if the file holds ids only."""
+    """Experts per layer, for files that do not state it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One foreign format."""
+    """An input format."""
 
     read: Callable[[Path, ReadOptions], Trace]
     sniff: Callable[[Path], bool]
-    """Whether the file looks like this format: cheap, never raises on foreign bytes."""
+    """Function that tells whether a file looks like this format: cheap, never raises on bytes of another format."""
     help: str
-    """One line: what the format is and who writes it."""
+    """One-line description of the format and its source."""
 
 
 readers: Registry[Reader] = Registry("format", group="coterie.readers")
@@ -67,7 +66,7 @@ readers.add(
 
 
 def read_trace(path: str | Path, format: str | None = None, options: ReadOptions | None = None) -> Trace:
-    """Read any known format; without `format`, the one whose reader recognises the file."""
+    """Read a trace in any known format; if `format` is None, it is detected."""
     path = Path(path)
     check_input_file(path)
     if format is None:
@@ -76,7 +75,7 @@ def read_trace(path: str | Path, format: str | None = None, options: ReadOptions
 
 
 def read_as(kind: type[T], path: Path, format: str | None = None) -> T:
-    """Read a trace that must be of this kind."""
+    """Read a trace; raises TraceError if it is of another kind."""
     trace = read_trace(path, format)
     if not isinstance(trace, kind):
         raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected {KIND_NAMES[kind]!r}")
@@ -84,18 +83,18 @@ def read_as(kind: type[T], path: Path, format: str | None = None) -> T:
 
 
 def kind_of(trace: Trace) -> str:
-    """activations, load or requests."""
+    """Return the name of the trace's kind: activations, load or requests."""
     return KIND_NAMES[type(trace)]
 
 
 def detect(path: Path) -> str:
-    """The name of the format of a file or folder."""
+    """Return the name of the format of a file or folder."""
     if not path.exists():
         raise TraceError(path, "file", "does not exist")
     check_input_file(path)
     matches = [name for name in readers if readers[name].sniff(path)]
     if not matches and path.suffix == ".npz":
-        return "npz"  # truncated or damaged: its reader reports how
+        return "npz"  # truncated or damaged: the reader's error is more specific
     if not matches:
         known = ", ".join(readers)
         raise TraceError(path, "format", f"is unknown, or the file is empty or cut: --from FORMAT says more ({known})")

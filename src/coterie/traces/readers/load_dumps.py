@@ -1,4 +1,4 @@
-"""Loads that engines write: TensorRT-LLM's statistics, and histories of loads in JSON."""
+"""Readers of expert loads that other systems write: TensorRT-LLM's statistics, and load histories in JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from coterie.traces.store import ArrayFile, read_json
 
 
 def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
-    """Load histories of EPLB experiments: JSON ``{"load_history": [{"logical_expert_load": [layer][expert]}, …]}``.
+    """Read the load history of an EPLB experiment: ``{"load_history": [{"logical_expert_load": [layer][expert]}, …]}``.
 
-    One window an entry, in order of time. The file names neither the model nor which layers are dense, so `layer_ids`
-    stays unknown.
+    Each entry is one window, in order of time. The file names neither the model nor its dense layers, so `layer_ids`
+    is None.
     """
     history = read_json(path).get("load_history")
     if not isinstance(history, list) or not history:
@@ -49,7 +49,7 @@ def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:
         raise TraceError(path, field, "has rows of different lengths, expected [layer][expert]") from None
     if load.ndim != 2 or 0 in load.shape or load.dtype.kind not in "uif":
         raise TraceError(path, field, f"is {load.dtype} {load.shape}, expected numbers [layer][expert]")
-    bad = np.argwhere(~((load >= 0) & (load < 2**63) & (load == np.floor(load))))  # ~ catches NaN as well
+    bad = np.argwhere(~((load >= 0) & (load < 2**63) & (load == np.floor(load))))  # ~ catches NaN too
     if bad.size:
         layer, expert = (int(n) for n in bad[0])
         raise TraceError(path, f"{field}[{layer}][{expert}]", f"is {load[layer, expert]}, expected a count of tokens")
@@ -76,13 +76,13 @@ _KEY = re.compile(r"(\d{1,18})_(\d{1,9})")
 
 
 def read_trtllm(path: Path, options: ReadOptions) -> LoadTable:
-    """TensorRT-LLM expert statistics: a folder with ``meta_info.json`` and one ``rank*.safetensors`` a rank.
+    """Read TensorRT-LLM expert statistics: a folder with ``meta_info.json`` and one ``rank*.safetensors`` per rank.
 
-    Written when EXPERT_STATISTIC_ITER_RANGE is set. ``meta_info.json`` holds num_experts and num_experts_per_token.
-    Each rank's file maps ``"{iteration}_{layer}"`` to int64 [expert], how often *its own* tokens chose each logical
-    expert in that iteration. The load of an iteration is the sum over ranks, which is also how TensorRT-LLM's own
-    planner reads it. Tokens are not recorded: they are derived (choices ÷ experts per token) where all layers agree,
-    else left out.
+    TensorRT-LLM writes them if EXPERT_STATISTIC_ITER_RANGE is set. ``meta_info.json`` has num_experts and
+    num_experts_per_token. Each rank's file maps ``"{iteration}_{layer}"`` to int64 [expert]: how often the tokens of
+    *that rank* chose each logical expert in the iteration. The load of an iteration is the sum over ranks, as in
+    TensorRT-LLM's own planner. The number of tokens is not recorded: it is choices ÷ experts per token if all layers
+    agree, else None.
     """
     meta = read_json(path / META)
     num_experts, top_k = (_positive(path / META, meta, name) for name in ("num_experts", "num_experts_per_token"))

@@ -1,6 +1,6 @@
-"""Public activation data kept as ``.npz``, and Coterie's own ``.npz``. Give the file, or the folder that holds it.
+"""Reader of ``.npz`` files: public activation data and Coterie's own. The path is the file or the folder with it.
 
-Which layout it is follows from the names of its arrays; the sidecar is found beside it:
+The names of the arrays determine the layout. Some layouts need a sidecar, a second file in the same folder:
 
     expert_ids, gate_probs_f16, offsets     + requests.jsonl.gz   gpt-oss-20b: decode routing     → ActivationTrace
     expert_ids, gate_weight_x1e4, offsets   + requests.jsonl      DeepSeek-V2-Lite by ESFT        → ActivationTrace
@@ -10,18 +10,19 @@ Which layout it is follows from the names of its arrays; the sidecar is found be
     counts, and optionally layer_ids, tokens                      Coterie's own                   → LoadTable
     model|expert_counts|domain                                    OLMoE and Mixtral counts        → LoadTable
 
-Contents of the two activation sets, as their own numbers show:
+Contents of the two activation data sets, inferred from the data:
 
-- *gpt-oss-20b*: row t of a request routed its generated token t (aligned so, equal tokens choose equal experts in
-  layer 0 far more often than one off: 55% against 24%). The last generated token was never fed back, so a request has
-  one row fewer than tokens; in two requests (185 and 384, both cut at 512 tokens) the listed token strings are one
-  short and one over. All rows are DECODE, the prompt's routing is not recorded, and output_tokens is rows + 1.
+- *gpt-oss-20b*: row t of a request has the experts of its generated token t (with this alignment, equal tokens choose
+  equal experts in layer 0 55% of the time, against 24% if shifted by one). The last generated token was never an input
+  of the model, so a request has one row fewer than tokens; in two requests (185 and 384, both cut at 512 tokens) the
+  list of token strings is one too short and one too long. All rows are DECODE, the prompt's routing is not recorded,
+  and output_tokens is rows + 1.
 - *DeepSeek-V2-Lite*: ESFT ran whole training examples, prompt and answer together, through one forward pass. Nothing
-  was generated, so all rows are PREFILL and prompt_tokens is the row count; where the answer begins is not recorded.
-  Gate weights are softmax scores over all 64 experts, not normalised over the six chosen.
+  was generated, so all rows are PREFILL and prompt_tokens is the number of rows; the start of the answer is not
+  recorded. Gate weights are softmax scores over all 64 experts, not normalised over the six chosen.
 
-The GLM tables overlap: the merged ones are sums of the shards, so adding up all windows counts tokens twice.
-:func:`read_placements` reads a kind of ``.npz`` that is no trace.
+The GLM tables overlap: the merged tables are sums of the shards, so adding up all windows counts tokens twice.
+:func:`read_placements` reads placements from ``.npz``, which are not traces.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ from coterie.types import DECODE, PREFILL
 from coterie.wire.routed_experts import decode_npy
 
 OLMOE_LAYERS = (0, 7, 15)
-"""Layers that OLMoE's routing analysis kept of every model."""
+"""Layers of every model that OLMoE's routing analysis recorded."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 def read_npz(path: Path, options: ReadOptions) -> Trace:
-    """Any of the layouts above."""
+    """Read a trace in any of the layouts above."""
     file = _find(path) if path.is_dir() else path
     names = _names(file)
     layout = _layout(names)
     if layout is None:
         problem = f"holds {', '.join(names[:4]) or 'nothing'}{', …' if len(names) > 4 else ''}: not a layout of traces"
         raise TraceError(file, "arrays", f"{problem} (token tables and placements have functions of their own)")
-    # Every array is read, also those no layout names: a damaged name must not pass for an absent optional array.
+    # Read all arrays, even unknown ones: an array with a damaged name must not look like an absent optional array.
     return _READ[layout](file, _load(file, names), options)
 
 
@@ -89,12 +90,12 @@ def _names(path: Path) -> list[str]:
             return [name.removesuffix(".npy") for name in archive.namelist()]
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
-    except Exception as error:  # the zip module lets out struct, zlib, OS and value errors on damaged archives
+    except Exception as error:  # zipfile raises struct, zlib, OS and value errors on damaged archives
         raise TraceError(path, "file", f"is not a .npz archive, or is cut: {error!r}") from None
 
 
 def read_arrays(path: Path) -> Arrays:
-    """All arrays of an archive by name; raises TraceError for one that is damaged or unpacks to far too much."""
+    """Read all arrays of an archive, by name; raises TraceError if it is damaged or unpacks to far too much."""
     return _load(path, _names(path))
 
 
@@ -116,7 +117,7 @@ def _load(path: Path, names: Sequence[str]) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class _Sidecar:
-    """The JSONL beside an archive. What it repeats of the arrays must agree with them."""
+    """The JSONL file beside an archive. Values that it repeats from the arrays must agree with them."""
 
     path: Path
     rows: Sequence[Mapping[str, Any]]
@@ -193,7 +194,7 @@ def _read_esft(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTr
         domains=sidecar.texts("domain"),
     )
     scaled = _array(file, arrays, "gate_weight_x1e4", 3, "ui")
-    # Layer 0 of the model is dense; ESFT's files are numbered 1 … 26.
+    # Layer 0 of the model is dense; ESFT numbers the MoE layers 1 … 26.
     layer_ids = range(1, 1 + scaled.shape[1])
     return _trace(file, arrays, options, name, requests, PREFILL, (scaled / 1e4).astype(np.float16), layer_ids)
 
@@ -259,7 +260,7 @@ def _array(file: Path, arrays: Arrays, name: str, ndim: int, kinds: str) -> NDAr
 
 
 def _offsets(file: Path, arrays: Arrays) -> NDArray[np.int64]:
-    """[request + 1], checked against the tokens: at least one request and one token."""
+    """Return the offsets [request + 1], checked against the tokens: at least one request and one token."""
     offsets, tokens = _array(file, arrays, "offsets", 1, "ui"), len(_array(file, arrays, "expert_ids", 3, "ui"))
     if len(offsets) < 2 or tokens < 1:
         raise TraceError(file, "offsets", f"describe {max(0, len(offsets) - 1)} requests of {tokens} tokens: empty")
@@ -292,7 +293,7 @@ def _read_counts(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
         sidecar.match("i", np.arange(len(counts)), "the arrays")
         sidecar.match("cnt_sum_layer0", counts[:, 0].sum(axis=1, dtype=np.int64), "counts")
         columns["tokens"] = sidecar.counts("tokens")
-        chunks = [row.get("chunk") for row in sidecar.rows]  # none in a merged table
+        chunks = [row.get("chunk") for row in sidecar.rows]  # None in a merged table
         columns["labels"] = [
             domain if chunk is None else f"{domain}/{chunk}"
             for domain, chunk in zip(sidecar.texts("domain"), chunks, strict=True)
@@ -335,7 +336,7 @@ def _load_table(file: Path, options: ReadOptions, counts: NDArray[Any], model: s
 
 
 def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:
-    """Name → 0/1 [rank, layer, expert]: which ranks hold which experts. Every expert is on at least one rank."""
+    """Read placements by name, [rank, layer, expert]: 1 if the rank holds the expert, else 0. Every expert is held."""
     path = Path(path)
     found = {}
     arrays = _load(path, _names(path))

@@ -1,10 +1,9 @@
-"""Request logs: Azure's and BurstGPT's tables, Mooncake's JSON lines, and plain tables.
+"""Request logs: Azure's and BurstGPT's CSV files, Mooncake's JSON Lines, and plain tables.
 
-Plain tables, CSV or JSON Lines, are the formats to write by hand or from one's own logs.
-
-Columns (keys): ``arrival_s`` or ``timestamp``, both in seconds, ``prompt_tokens``, ``output_tokens``; optional
-``id`` and ``domain``; in JSON Lines also ``prefix_blocks`` with ``block_tokens``. All others are kept as extra.
-CSV has no types, so its extra columns are text; JSON Lines keeps numbers, text, lists and null as they are.
+Plain tables, CSV or JSON Lines, are the formats to write by hand or from your own logs. Their columns (keys) are
+``arrival_s`` or ``timestamp``, both in seconds, ``prompt_tokens`` and ``output_tokens``; optionally ``id`` and
+``domain``; in JSON Lines also ``prefix_blocks`` with ``block_tokens``. All other columns are kept as extra. CSV has no
+types, so its extra columns are text; JSON Lines keeps numbers, text, lists and null as they are.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _SECOND = timedelta(seconds=1)
 
 
 def read_azure(path: Path, options: ReadOptions) -> RequestTrace:
-    """Azure's LLM inference traces of 2023 and 2024: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
+    """Read Azure's LLM inference traces of 2023 and 2024: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
 
-    Timestamps are absolute, with up to seven fractional digits (ticks of 100 ns) and, in 2024, a time zone; they are
-    subtracted as whole nanoseconds, so nothing is lost to floating point on the way to seconds since the first.
+    Timestamps are absolute, with up to seven fractional digits (ticks of 100 ns) and, in 2024, a time zone. They are
+    subtracted as integer nanoseconds before the conversion to seconds, so that no precision is lost.
     """
     columns = RequestColumns(AZURE_COLUMNS)
     arrival_ns = array("q")
@@ -79,13 +78,13 @@ BURSTGPT_COLUMNS = (*BURSTGPT_USED, "Model", "Total tokens", "Log Type")
 
 
 def read_burstgpt(path: Path, options: ReadOptions) -> RequestTrace:
-    """BurstGPT's traces: CSV of requests to ChatGPT and GPT-4 through a university's gateway.
+    """Read BurstGPT's traces: CSV of requests to ChatGPT and GPT-4 through a university's gateway.
 
         Timestamp,[Session ID,Elapsed time,]Model,Request tokens,Response tokens,Total tokens,Log Type
 
     ``Timestamp`` is in seconds since the collection began; the third file of the release adds the bracketed columns.
-    Requests that failed have 0 response tokens and are kept, as the file has them: the published files named
-    ``without_fails`` leave them out. Columns other than the time and the two token counts are kept as extra, as text.
+    Failed requests have 0 response tokens and are kept; the published files named ``without_fails`` do not have them.
+    Columns other than the time and the two token counts are kept as extra, as text.
     """
     columns = RequestColumns(BURSTGPT_USED)
     arrival_s = array("d")
@@ -110,12 +109,12 @@ MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def read_mooncake(path: Path, options: ReadOptions) -> RequestTrace:
-    """Mooncake's traces: JSON Lines of requests with the hashes of their prompt's 512-token blocks.
+    """Read Mooncake's traces: JSON Lines of requests with the hashes of their prompt's 512-token blocks.
 
         {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
 
-    ``timestamp`` is in milliseconds. Every prompt has one hash for each 512 tokens begun, which holds on all 12,031
-    lines of the published conversation trace and is enforced: a shorter list would pass for a smaller shared prefix.
+    ``timestamp`` is in milliseconds. A prompt must have one hash per 512 tokens, rounded up, as on all 12,031 lines of
+    the published conversation trace: a shorter list would look like a smaller shared prefix.
     """
     columns = RequestColumns(MOONCAKE_KEYS)
     arrival_ms, blocks = array("d"), []
@@ -156,7 +155,7 @@ def read_jsonl(path: Path, options: ReadOptions) -> RequestTrace:
 
 
 def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, known: tuple[str, ...]) -> RequestTrace:
-    """The first row sets the optional columns; every other row must agree."""
+    """Read a plain table. The first row determines the optional columns; every other row must have the same."""
     first = next(rows)
     clock = next((name for name in CLOCKS if name in first.values), None)
     if clock is None:
@@ -173,7 +172,7 @@ def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, kn
     domains: list[str] = []
     blocks: list[NDArray[np.int64]] = []
     for row in chain((first,), rows):
-        if not row.is_text:  # in CSV the header holds for every row
+        if not row.is_text:  # in CSV the header applies to every row
             _check_keys(row, clock, known, present)
         arrival_s.append(row.time(clock))
         if "id" in present:

@@ -1,13 +1,14 @@
-"""Answers of vLLM or SGLang that carry their routed experts: JSONL, one answer a line, in any mix.
+"""Answers of vLLM or SGLang with their routed experts: JSONL, one answer per line; a file may mix the forms.
 
     vLLM     {"usage": {…}, "choices": [{"routed_experts": BASE64, …}, …], …}
     SGLang   {"meta_info": {"routed_experts": BASE64, "prompt_tokens": …, …}, …}     from /generate
     SGLang   {"usage": {…}, "choices": […], "sglext": {"routed_experts": BASE64}}    from the OpenAI endpoints
 
-The prompt's rows come first: ``usage.prompt_tokens`` (or ``meta_info``'s) splits prefill from decode. The last token
-generated was never fed back and has no row, so an answer must have prompt + completion - 1 rows; one that was asked
-for a later part only (SGLang's ``routed_experts_start_len``) is refused, as it would shift the phases. Engines count
-dense layers too; those are dropped. SGLang's bytes lack layers and k: they come from the model's shape.
+The prompt's rows come first: ``usage.prompt_tokens`` (or ``meta_info``'s) separates prefill from decode. The last
+generated token was never an input of the model and has no row, so an answer must have prompt + completion - 1 rows. An
+answer that has only later rows (SGLang's ``routed_experts_start_len``) raises, because the phases would be wrong.
+Engines count dense layers too; those are dropped. SGLang does not send the number of layers and k: they are taken from
+the model's shape.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from coterie.wire.routed_experts import decode_sglang, decode_vllm, routed_layer
 
 
 def find_model(*names: str | None) -> ModelSpec | None:
-    """The shape of the first of these names that is known; a file may carry any name."""
+    """Return the shape of the first known model among these names; None if no name is known."""
     from coterie.models import get_model
 
     for name in names:
@@ -43,9 +44,9 @@ def find_model(*names: str | None) -> ModelSpec | None:
 
 
 def experts_of(path: Path, options: ReadOptions, name: str | None, stated: int | None = None) -> int:
-    """Experts per layer: given by the user, the file, or the model of that name.
+    """Return the experts per layer, as given by the user, the file (`stated`) or the model called `name`.
 
-    The largest id seen + 1 is no substitute: an expert may never have been chosen.
+    The largest id in the file + 1 is no substitute: some experts may never have been chosen.
     """
     if stated is not None and options.num_experts not in (None, stated):
         raise TraceError(path, "num_experts", f"is {stated}, --num-experts says {options.num_experts}")
@@ -62,7 +63,7 @@ class _Answer(NamedTuple):
     """One generated sequence."""
 
     expert_ids: NDArray[np.integer]
-    """[token, layer, k], all layers the engine counts."""
+    """[token, layer, k] expert ids, in all layers that the engine counts."""
     prompt_tokens: int
     id: str | None
     token_ids: NDArray[np.int64] | None
@@ -70,7 +71,7 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the file, with errors that name it."""
+    """A line of the file; its errors name the file and the line."""
 
     path: Path
     number: int
@@ -152,7 +153,7 @@ def _text(value: Any) -> str | None:
 
 
 def _token_ids(prompt: Any, output: Any, rows: int) -> NDArray[np.int64] | None:
-    """[token] of every row, where the answer was asked to list its token ids."""
+    """Return the token id of every row, [token]; None if the answer does not list valid token ids."""
     if not isinstance(prompt, list) or not isinstance(output, list):
         return None
     listed = [*prompt, *output][:rows]
@@ -204,7 +205,7 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
 
 
 def _bodies(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line number and answer; a batch of SGLang's /generate is a list of answers on one line."""
+    """Yield the line number and each answer; a batch of SGLang's /generate is a list of answers on one line."""
     check_input_file(path)
     try:
         with path.open("rb") as stream:
@@ -222,7 +223,7 @@ def _bodies(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _layers(path: Path, ids: NDArray[np.integer], spec: ModelSpec | None) -> NDArray[np.int64]:
-    """The MoE layers among those counted. A row of zeros in one of them was never captured."""
+    """Return the indices of the MoE layers. A row of zeros in an MoE layer raises: the engine did not capture it."""
     counted = ids.shape[1]
     if spec is not None and counted not in (spec.num_layers, spec.num_moe_layers):
         problem = f"has {counted} layers; {spec.name} has {spec.num_layers}, {spec.num_moe_layers} of them MoE"

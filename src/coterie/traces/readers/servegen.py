@@ -1,16 +1,16 @@
 """ServeGen's client data: for each client of a service, the distribution of its requests.
 
-A folder (or tar, or tar.gz of one) has two files for each client:
+A folder (or a tar or tar.gz of a folder) has two files per client:
 
     chunk-7-trace.csv     no header; time (s), rate (requests/s), CV of the gaps, Gamma or Weibull, shape, scale:
-                          one row for each window, the same windows for all clients; a silent one has no family
+                          one row per window, the same windows for all clients; no family if the rate is 0
     chunk-7-dataset.json  {"0": {"input_tokens": "{45: 0.0097, 46: 0.0117, …}", "output_tokens": "{…}"}, "21600": …}:
-                          from that second on, tokens → probability; an empty "{}" where nothing was sent
+                          from that second on, tokens → probability; an empty "{}" if nothing was sent
 
-A trace is drawn from these. In each window a client sends as many requests as its rate gives, spread by gaps of its
-family and shape that are scaled to fill the window, as ServeGen does. Prompt and output lengths are drawn apart: the
-data has no joint distribution, so a trace drawn here has no correlation between the two (ServeGen's own generator
-correlates them fully). ``reason_ratio`` splits the output and does not lengthen it; it is not used.
+A trace is drawn from these distributions. In each window a client sends rate x duration requests; the gaps between them
+are drawn from its family and shape and scaled to fill the window, as in ServeGen. Prompt and output lengths are drawn
+independently: the data has no joint distribution, so the two are uncorrelated here (ServeGen's own generator correlates
+them fully). ``reason_ratio`` splits the output and does not lengthen it; it is not used.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from coterie.traces.requests import MAX_TOKENS, MOST_REQUESTS, RequestTrace
 
 DEFAULT_SEED = 0
 DEFAULT_DURATION_S = 3600.0
-"""Duration that `read_trace` draws: the first hour. A whole day of DeepSeek-R1's 73 clients is 1.4 million requests."""
+"""Seconds of traffic that `read_trace` draws: the first hour. A day of DeepSeek-R1's 73 clients has 1.4 M requests."""
 
 _FILE = re.compile(r"chunk-(\d{1,9})-(trace\.csv|dataset\.json)")
-_TAR_END = bytes(1024)  # two empty blocks close every tar
+_TAR_END = bytes(1024)  # every tar ends with two empty blocks
 
 
 class LengthHistogram(NamedTuple):
-    """Distribution of lengths."""
+    """Distribution of prompt or output lengths."""
 
     tokens: NDArray[np.int64]
-    """[bin]"""
+    """[bin] length in tokens."""
     cumulative: NDArray[np.float64]
-    """[bin] share of requests of at most this length; the last is 1."""
+    """[bin] probability of this bin and all before it; the last is 1."""
 
     def draw(self, rng: Generator, count: int) -> NDArray[np.int64]:
         return self.tokens[np.searchsorted(self.cumulative, rng.random(count), side="right")]
 
 
 class ClientWindow(NamedTuple):
-    """A period with constant behaviour of a client."""
+    """A period in which a client's arrival process is constant."""
 
     start_s: float
     duration_s: float
     rate: float
     """Requests per second."""
     family: str
-    """Gamma or Weibull; empty when the rate is 0."""
+    """Distribution of the gaps between requests: Gamma or Weibull; may be empty if the rate is 0."""
     shape: float
 
 
 class ClientLengths(NamedTuple):
-    """Length distributions that hold from a time on."""
+    """Length distributions that apply from `start_s` on."""
 
     start_s: float
     prompt: LengthHistogram
@@ -83,15 +83,15 @@ class TrafficClient:
     id: int
     windows: Sequence[ClientWindow]
     lengths: Sequence[ClientLengths]
-    """Lengths by time; spans in which the client sent nothing are left out."""
+    """Length distributions in order of time, without spans in which the client sent nothing."""
 
     def lengths_at(self, time_s: float) -> ClientLengths:
-        """Lengths of the latest span begun by then; before the first, of the first."""
+        """Return the lengths of the latest span that starts at or before `time_s`; the first span if there is none."""
         return next((span for span in reversed(self.lengths) if span.start_s <= time_s), self.lengths[0])
 
 
 def read_servegen_clients(path: str | Path) -> list[TrafficClient]:
-    """All clients of a folder, tar or tar.gz, by id."""
+    """Read all clients of a folder, tar or tar.gz, in order of their ids."""
     path = Path(path)
     files = _folder_files(path) if path.is_dir() else _tar_files(path)
     ids = sorted({id for id, _ in files})
@@ -118,9 +118,9 @@ def read_servegen_clients(path: str | Path) -> list[TrafficClient]:
 def sample_servegen(
     clients: Sequence[TrafficClient], rng: Generator, start_s: float, duration_s: float, rate_scale: float = 1.0
 ) -> RequestTrace:
-    """Draw the requests of a period; arrivals count from `start_s`. ``extra["client"]`` is each one's client.
+    """Draw the requests of a period; arrival times count from `start_s`. ``extra["client"]`` is the client's id.
 
-    `rate_scale` multiplies every client's rate: their mix and burstiness stay.
+    `rate_scale` multiplies every client's rate; the mix of clients and their burstiness do not change.
     """
     if not clients:
         raise ConfigError("clients is empty: there is nothing to draw from")
@@ -154,20 +154,20 @@ def sample_servegen(
 
 
 def _arrivals(window: ClientWindow, rate_scale: float, rng: Generator) -> NDArray[np.float64]:
-    """[request] times of one client in one window.
+    """Draw the arrival times [request] of one client in one window, in seconds.
 
-    The count is fixed by the rate, which was measured; gaps drawn until the window is full would send too many:
-    by (CV² - 1) / 2 requests in each window, 200 of them at the largest CV of DeepSeek-R1's clients, 20.
+    The measured rate fixes the number of requests. Drawing gaps until the window is full would give too many: on
+    average (CV² - 1) / 2 more per window, 200 at a CV of 20, the largest of DeepSeek-R1's clients.
     """
     expected = window.rate * rate_scale * window.duration_s
     count = int(expected) + int(rng.random() < expected - int(expected))
     draw = rng.standard_gamma if window.family == "Gamma" else rng.weibull
-    gaps = draw(window.shape, count + 1)  # one more: the time from the last request to the end of the window
-    if not gaps.sum():  # a tiny shape can underflow every gap to 0: then all arrive at once
+    gaps = draw(window.shape, count + 1)  # the extra gap is from the last request to the end of the window
+    if not gaps.sum():  # a tiny shape can underflow every gap to 0: make one of them the whole window
         gaps[rng.integers(count + 1)] = 1.0
     times = window.start_s + window.duration_s * np.cumsum(gaps)[:-1] / gaps.sum()
     end_s = window.start_s + window.duration_s
-    return np.asarray(np.minimum(times, np.nextafter(end_s, 0.0)), np.float64)  # a last gap of 0 would end on end_s
+    return np.asarray(np.minimum(times, np.nextafter(end_s, 0.0)), np.float64)  # a last gap of 0 would give end_s
 
 
 def _folder_files(path: Path) -> dict[tuple[int, str], bytes]:
@@ -176,7 +176,7 @@ def _folder_files(path: Path) -> dict[tuple[int, str], bytes]:
 
 
 def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
-    data = read_unpacked(path)  # whole: only the end of a gzip stream proves that it is complete
+    data = read_unpacked(path)  # read it all: only the end of a gzip stream proves that it is complete
     files: dict[tuple[int, str], bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
@@ -246,7 +246,7 @@ def _lengths(path: Path, name: str, data: bytes) -> list[ClientLengths]:
 
 
 def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> LengthHistogram | None:
-    """The distribution, or None where it is empty."""
+    """Parse a length distribution; None if it is empty."""
     text = span.get(field) if isinstance(span, dict) else None
     if not isinstance(text, str) or not (text.startswith("{") and text.endswith("}")):
         raise TraceError(path, f"{where}, {field}", f"found {str(text)[:40]!r}, expected '{{tokens: probability, …}}'")
@@ -258,12 +258,12 @@ def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> L
     except ValueError:
         raise TraceError(path, f"{where}, {field}", "holds a pair that is not 'tokens: probability'") from None
     total = float(share.sum())
-    in_range = (pairs >= 0).all() and (pairs <= MAX_TOKENS).all()  # NaN is neither
+    in_range = (pairs >= 0).all() and (pairs <= MAX_TOKENS).all()  # both are False for NaN
     if not (in_range and (tokens % 1 == 0).all() and abs(total - 1) < 1e-3):
         problem = f"expected whole tokens and shares of at least 0 that sum to 1; they sum to {total:g}"
         raise TraceError(path, f"{where}, {field}", problem)
     cumulative = np.cumsum(share) / total
-    cumulative[-1] = 1.0  # rounding may leave less, and a draw above it would have no bin
+    cumulative[-1] = 1.0  # rounding may leave less than 1, and a higher draw would have no bin
     return LengthHistogram(tokens.astype(np.int64), cumulative)
 
 
