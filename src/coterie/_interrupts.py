@@ -58,7 +58,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 def leave(code: int) -> NoReturn:
     """End the process after an interrupt with this exit code; threads are not waited for, further signals ignored.
 
-    Python itself would end by SIGINT, not with a code, if the interrupt came inside exec().
+    Python itself would end by SIGINT, not with a code, if the interrupt arrived inside exec().
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

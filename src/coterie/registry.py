@@ -1,7 +1,7 @@
 """Registries of named policies, readers and suites, which users can extend.
 
 A policy, a reader or a suite registers itself under a name; looking up an unknown name suggests the nearest. A user's
-package adds its own through an entry point of the registry's group, which then works everywhere a built-in one does.
+package adds items through entry points of the registry's group; they then work everywhere that built-in ones do.
 
 Policies (strategies, routers, planners, predictors) are *made* from their names: :meth:`PolicyRegistry.make` reads a
 policy's parameters, fills them from the caller's context, and names in one sentence what is missing. So no caller uses

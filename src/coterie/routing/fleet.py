@@ -96,7 +96,7 @@ class Fleet:
         self.missed = np.full((workers, size), 255, np.uint8)
         """[worker, expert index] probability that a step does not touch the expert; 255 stands for 1."""
         self.expected = np.zeros(workers)
-        """Number of requests expected to run beside one that arrives now."""
+        """Number of requests expected to run beside a request that arrives now."""
         self.distinct = np.zeros(workers)
         """Expected number of distinct experts in a step of `expected` requests, summed over layers."""
         self.local: NDArray[np.uint64] | None = None
