@@ -11,7 +11,7 @@ One import is enough for the common path::
     plan = coterie.plan(load, topology, current, model=model, horizon=10_000)
     report = coterie.simulate(trace, decoders=8, model=model)
 
-Names are loaded when they are first used: ``import coterie`` is quick.
+Names are imported when first used, so that ``import coterie`` is quick.
 """
 
 from importlib import import_module

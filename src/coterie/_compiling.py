@@ -1,10 +1,10 @@
-"""Says on stderr that loops are being compiled, for the command line: it takes a while, once per machine and version.
+"""Print on stderr that loops are being compiled, for the command line: it takes a while, once per machine and version.
 
-Numba tells when it compiles, but by then a verb may have run for seconds. So a file beside Numba's cache lists the
-verbs whose loops are compiled, and a verb that is not listed says so as soon as it imports Numba. What the file cannot
-know, such as a loop that only one option of a verb runs, is said when Numba begins to compile it.
+Numba reports when it compiles, but by then a verb may have run for seconds. So a file beside Numba's cache lists the
+verbs whose loops are compiled, and a verb that is not listed prints the message before it imports Numba. For loops that
+the file cannot know, such as those of one option of a verb, it is printed when Numba begins to compile.
 
-Only the command line enables it; a program that imports Coterie prints nothing.
+Only the command line enables the message; a program that imports Coterie prints nothing.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from typing import Any
 MESSAGE = "compiling once, about {} s; coterie warm does it ahead"
 FILE = "coterie-compiled.json"
 DEFAULT_S = 25
-"""Seconds, for verbs of which it is not known."""
+"""Compile time in seconds stated for verbs whose own is not known."""
 
 
 class _Run:
-    """The verb that this process runs."""
+    """State of the verb that this process runs."""
 
     enabled = False
     seconds: int | None = None
-    """Seconds that compiling takes, for the message; None once it was printed, or where there is none."""
+    """Compile time in seconds for the message; None if no message is to be printed, or it was printed already."""
     listed = True
     """Whether the verb's loops are known to be compiled."""
     listening = False
     compiled = 0
-    """Functions that Numba has compiled for it."""
+    """Number of functions that Numba has compiled for the verb."""
 
 
 def announce(verb: str, seconds: int | None) -> None:
-    """Say it if this verb compiles. `seconds` is how long it takes; None is a verb that need not compile anything."""
+    """Print the message if this verb compiles. `seconds` is its compile time; None if it need not compile anything."""
     count_from_now()
     _Run.seconds = DEFAULT_S if seconds is None else seconds
     _Run.listed = seconds is None or verb in compiled_verbs()
 
 
 def count_from_now() -> None:
-    """Count compiled functions without a word; see :func:`compiled_functions`."""
+    """Count compiled functions without printing the message; see :func:`compiled_functions`."""
     _Run.enabled, _Run.seconds, _Run.compiled = True, None, 0
     if "coterie._numba" in sys.modules:
         on_numba_import()
 
 
 def compiled_functions() -> int:
-    """Functions that Numba has compiled, not read from its cache, since :func:`announce` or :func:`count_from_now`."""
+    """Return the number of functions compiled, not read from the cache, since `announce` or `count_from_now`."""
     return _Run.compiled
 
 
 def before_numba_import() -> None:
-    """Numba takes up to a second to import: a verb whose loops are not compiled says so before."""
+    """Print the message for a verb whose loops are not compiled, before Numba's import of up to a second."""
     if not _Run.listed:
         _say()
 
 
 def on_numba_import() -> None:
-    """Listen to Numba, once it is imported; does nothing unless enabled."""
+    """Listen to Numba's compile events after its import; does nothing unless enabled."""
     if not _Run.enabled or _Run.listening:
         return
     _Run.listening = True
@@ -78,7 +78,7 @@ def on_numba_import() -> None:
             pass
 
     heard: Any = Heard()
-    register("numba:compile", heard)  # reading a loop from the cache is not compiling it
+    register("numba:compile", heard)  # not sent for a loop read from the cache
 
 
 def _say() -> None:
@@ -88,7 +88,7 @@ def _say() -> None:
 
 
 def note_compiled(*verbs: str) -> None:
-    """List verbs whose loops are compiled now; where nothing can be written, nothing is."""
+    """Record in the file that the loops of these verbs are compiled; does nothing if it cannot be written."""
     known = compiled_verbs()
     if "coterie._numba" not in sys.modules or known >= set(verbs):
         return
@@ -101,7 +101,7 @@ def note_compiled(*verbs: str) -> None:
 
 
 def compiled_verbs() -> set[str]:
-    """Verbs whose loops are compiled, for this version of Coterie, Numba and Python on this processor."""
+    """Return the verbs whose loops are compiled, for this version of Coterie, Numba and Python on this processor."""
     try:
         found = json.loads(_file().read_text())
         return set(map(str, found["verbs"])) if found["key"] == _key() else set()
@@ -110,7 +110,7 @@ def compiled_verbs() -> set[str]:
 
 
 def _file() -> Path:
-    """In NUMBA_CACHE_DIR, or where Numba keeps what it compiles without: beside the sources, or in the user's cache."""
+    """Return the file's path, where Numba keeps its cache: NUMBA_CACHE_DIR, beside the sources, or the user's cache."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen) / FILE
     package = Path(__file__).parent
@@ -124,7 +124,7 @@ def _key() -> str:
     for name in ("coterie", "numba"):
         try:
             versions.append(version(name))
-        except PackageNotFoundError:  # a source tree on the path
+        except PackageNotFoundError:  # a source tree on the path has no metadata
             versions.append("?")
     return " ".join([*versions, platform.python_version(), str(Path(__file__).parent), _processor()])
 

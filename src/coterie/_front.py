@@ -1,4 +1,4 @@
-"""The front door: the verbs that ``import coterie`` offers. Policies are named; everything else is a value."""
+"""Functions that ``import coterie`` offers. Policies are given by name; all other arguments are values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from coterie.types import ModelSpec, Placement, Topology, WeightDtype
 
 
 def open_trace(path: str | Path, format: str | None = None) -> Trace:
-    """Open a trace in any known format; without `format`, the one that recognises the file."""
+    """Open a trace in any known format; without `format`, the reader that recognises the file is used."""
     return read_trace(path, format)
 
 
@@ -36,9 +36,9 @@ def step_model(
     dtype: WeightDtype | None = None,
     topology: Topology | None = None,
 ) -> StepModel:
-    """The calibrated step-time model of a known model (or any shape) on a device.
+    """Return the calibrated step-time model of a known model (or any ModelSpec) on a device.
 
-    `device` is a preset's name or a calibration of your own; `dtype` is the weight dtype as published unless given;
+    `device` is a preset's name or your own calibration; `dtype` is the weight dtype, by default as published;
     `topology` spreads the experts over several ranks.
     """
     spec = get_model(model) if isinstance(model, str) else model
@@ -48,14 +48,14 @@ def step_model(
 def fit_router(
     trace: Trace, workers: int, *, batch: int = 16, weighting: Weighting = "count_idf", seed: int = 0
 ) -> RouterFit:
-    """Learn what routers need from an activation trace, for a fleet of `workers` decode workers."""
+    """Fit the values that routers need to an activation trace, for a fleet of `workers` decode workers."""
     if not isinstance(trace, ActivationTrace):
         raise ConfigError(f"a router is fitted on activations; this is a {type(trace).__name__}")
     return RouterFit(workers, batch, weighting).fit(trace, np.random.default_rng(seed))
 
 
 def load_router(path: str | Path, model: str | None = None, workers: int | None = None) -> RouterFit:
-    """Read a fit that was saved; with `model` or `workers`, only one made for those."""
+    """Read a saved fit; raise InputError if it was made for another `model` or number of `workers`, if given."""
     return RouterFit.load(path, model, workers)
 
 
@@ -71,12 +71,12 @@ def plan(
     planner: str = "latency_optimal",
     **settings: Any,
 ) -> Plan:
-    """Where the experts should live, and whether moving them pays within `horizon` steps.
+    """Plan a placement of the experts, and decide whether moving them pays within `horizon` steps.
 
-    `load` is what a window of steps asked of the experts, or its tokens [layer, expert], or a sample of single steps
-    [scenario, layer, expert], whose expected time is minimised. `current` is the placement that serves now; None is
-    the engines' default, expert e in slot e. `tokens` is how many a step computes over all ranks; `movement` says
-    whether the engine `stops` for every move or has them `staged` behind its steps; `settings` are the planner's own.
+    `load` is the load of a window of steps: a Load, or tokens [layer, expert], or a sample of single steps
+    [scenario, layer, expert], whose expected time is minimised. `current` is the present placement; None is the
+    engines' default, expert e in slot e. `tokens` is the number of tokens in a step over all ranks. `movement` says
+    whether the engine `stops` for every move or moves are `staged` behind its steps. `settings` are the planner's own.
     """
     window = load if isinstance(load, Load) else _load_of(np.asarray(load, np.float64))
     if current is None:
@@ -103,11 +103,11 @@ def simulate(
     splits: int = 3,
     requests: int = 2000,
 ) -> FleetReport:
-    """What routers would gain on a fleet of decoders with `in_flight` requests each, on the trace's own routing.
+    """Simulate what routers gain on a fleet of decoders with `in_flight` requests each, on the trace's own activations.
 
-    The first router is what the others are compared with. Without `arrivals` (whose times and lengths are used) and
-    `rate` (requests a second) the number in flight is kept. `fitted` serves requests it was not fitted on; without it
-    routers are fitted on one half of the trace and serve the other, `splits` times.
+    The first router is the baseline of the others. Without `arrivals` (whose times and lengths are used) and `rate`
+    (requests per second) the number of requests in flight is kept constant. `fitted` serves requests it was not fitted
+    on; without it routers are fitted on one half of the trace and serve the other, `splits` times.
     """
     if not isinstance(trace, ActivationTrace):
         raise ConfigError(f"a fleet replays activations; this is a {type(trace).__name__}")

@@ -1,13 +1,13 @@
-"""Ctrl-C and SIGTERM, for the command line: context managers clean up, and a line says what happened.
+"""Ctrl-C and SIGTERM, for the command line: context managers clean up, and one line reports the interrupt.
 
-Python runs a signal's handler at its next instruction. After a long optimisation in LLVM that is in a callback of
-llvmlite, which swallows exceptions: the interrupt would be lost, and the program would continue. Here it is recorded
-instead, and raised as soon as the compiler is back in Python.
+Python runs a signal's handler at its next instruction. After a long optimisation in LLVM that instruction is in a
+callback of llvmlite, which swallows exceptions: the interrupt would be lost, and the program would continue. So the
+interrupt is recorded instead, and raised as soon as the compiler is back in Python.
 
 SIGTERM is handled as Ctrl-C is, so that no half-written folder stays behind; only the exit code differs.
 
-Only the command line enables it. A program that imports Coterie, such as vLLM, keeps its own handlers and Numba's
-events.
+Only the command line enables these handlers. A program that imports Coterie, such as vLLM, keeps its own handlers and
+Numba's events.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WORDS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
 
 _asked = False
 _noted = False
-"""An interrupt came where an exception would be lost."""
+"""Whether an interrupt arrived where an exception would be lost."""
 _terminated = False
 
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """End the process at a signal, for while modules are imported: nothing is begun, and there is no traceback."""
+    """End the process at a signal without a traceback, while modules are imported and no work has begun."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ours = [number for number, handler in kept.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
     if not _in_main_thread():
@@ -56,9 +56,9 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process after an interrupt: with this code, without waiting for threads, deaf to further signals.
+    """End the process after an interrupt with this exit code; threads are not waited for, further signals ignored.
 
-    Python itself would end by SIGINT, not with a code, if the interrupt came inside exec().
+    Python itself would end by SIGINT, not with a code, if the interrupt arrived inside exec().
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -71,7 +71,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def handle_interrupts() -> Iterator[None]:
-    """Handle SIGTERM as Ctrl-C until the end of the block, and neither is lost in the compiler from now on.
+    """Handle SIGTERM like Ctrl-C until the end of the block. From now on the compiler loses neither.
 
     Does not import Numba itself.
     """
@@ -85,7 +85,7 @@ def handle_interrupts() -> Iterator[None]:
     hook, others = sys.unraisablehook, []
 
     def send_again(lost: Any) -> None:
-        """Python drops what is raised in a callback, such as that of a weak reference: the signal is sent again."""
+        """Send the signal again: Python drops an exception raised in a callback, such as that of a weak reference."""
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             others.append(traceback.format_exception(lost.exc_value))
             return
@@ -97,7 +97,7 @@ def handle_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
-        for lines in others:  # not after an interrupt, which leaves objects half made
+        for lines in others:  # not after an interrupt, which leaves objects half initialised
             sys.stderr.write("Exception ignored: " + "".join(lines))
     finally:
         sys.unraisablehook = hook
@@ -106,7 +106,7 @@ def handle_interrupts() -> Iterator[None]:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Exit code if an interrupt is behind this error; None if it has another reason.
+    """Return the exit code if an interrupt caused this error; None if it has another cause.
 
     Compiled code that calls Python turns an interrupt into a SystemError.
     """
@@ -117,7 +117,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def interrupted_by() -> int:
-    """Exit code after an interrupt: of SIGTERM if one came, else of Ctrl-C."""
+    """Return the exit code after an interrupt: that of SIGTERM if it was received, else that of Ctrl-C."""
     return TERMINATED if _terminated else INTERRUPTED
 
 
@@ -141,7 +141,7 @@ def _interrupt(_number: int, frame: FrameType | None) -> None:
 
 
 def on_numba_import() -> None:
-    """Install the listener and the checks of Numba's cache, once Numba is imported; does nothing unless enabled."""
+    """Install the listener and the checks of Numba's cache after Numba's import; does nothing unless enabled."""
     if not _asked:
         return
     from numba.core.compiler_lock import global_compiler_lock

@@ -9,7 +9,7 @@
     ├── UnavailableError      the request is valid, but this machine lacks what it needs (torch, a GPU)
     └── RankFailedError       a process of an expert-parallel group raised, died or was silent too long
 
-:class:`UnfinishedWarning` is no error: what is there was read.
+:class:`UnfinishedWarning` is a warning, not an error: the trace was read as far as it was written.
 
 Messages are one line, quote the value, and state the relation that fails:
 ``num_slots=290 must be a multiple of num_ranks=32 (remainder 2)``.
@@ -39,7 +39,7 @@ class TraceError(InputError):
     """A file that cannot be read as what it claims to be."""
 
     def __init__(self, path: str | Path, field: str, problem: str) -> None:
-        super().__init__(f"{path}: {field}: {problem}".replace("\n", "\\n"))  # names of files and fields may hold it
+        super().__init__(f"{path}: {field}: {problem}".replace("\n", "\\n"))  # names may hold line breaks
         self.path = Path(path)
         self.field = field
         self.problem = problem
@@ -65,7 +65,7 @@ def require_fitted(value: T | None, what: str) -> T:
 
 
 def check_at_least(least: float, **values: float | None) -> None:
-    """Refuse a setting below `least`. None, a setting that is left out, passes this check and the others."""
+    """Raise ConfigError for a setting below `least`. None (not given) passes this check and the ones below."""
     _check(values, lambda value: value >= least, f"at least {least}")
 
 
@@ -98,9 +98,9 @@ def check_one_of(choices: Collection[str], **values: str) -> None:
 
 
 def check_input_file(path: Path) -> None:
-    """Refuse a device, a pipe or a socket before it is opened: reading one may never end.
+    """Raise TraceError for a device, a pipe or a socket before it is opened: reading it may never end.
 
-    A missing file passes: opening it says more.
+    A missing file passes: opening it gives a better error.
     """
     try:
         mode = path.stat().st_mode
@@ -111,7 +111,7 @@ def check_input_file(path: Path) -> None:
 
 
 def check_new_file(path: Path | None) -> None:
-    """Refuse to replace a file. None, where nothing is to be written, passes."""
+    """Raise ConfigError if the file exists. None (nothing is to be written) passes."""
     if path is not None and (path.exists() or path.is_symlink()):
         raise ConfigError(f"{path} exists already; choose another name or remove it first")
 
@@ -137,4 +137,4 @@ class UnavailableError(CoterieError, RuntimeError):
 
 
 class RankFailedError(CoterieError, RuntimeError):
-    """A rank of a group failed, so no rank can go on."""
+    """A rank of an expert-parallel group failed, so no rank can continue."""

@@ -1,12 +1,12 @@
 """Shapes of Mixture-of-Experts models: those shipped, and any a Hugging Face ``config.json`` describes.
 
 A config is read by what its keys mean, not by its model type: families give the same number under different names
-(``num_experts``, ``n_routed_experts``, ``num_local_experts`` …), so the synonyms below cover families that did not
-exist when they were written. It is wrong where a family gives a common key another meaning. What a
-:class:`~coterie.types.ModelSpec` cannot hold is left out: sliding windows and linear attention (the KV cache is then
+(``num_experts``, ``n_routed_experts``, ``num_local_experts`` …), so the synonyms below also cover families
+published later. This is wrong for a family that gives a common key another meaning. Features that a
+:class:`~coterie.types.ModelSpec` cannot hold are left out: sliding windows and linear attention (the KV cache is then
 smaller than reported), vision towers, sparse-attention indexers, multi-token prediction layers.
 
-With latent attention `head_dim` is the value head's width; the query's part without rotation is taken to be as wide.
+With latent attention `head_dim` is the value head's width; the query's part without rotation is assumed equally wide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
 DENSE_WIDTH = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
 FIRST_MOE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 EVERY_NTH = ("decoder_sparse_step", "moe_layer_frequency", "interleave_moe_layer_step", "moe_layer_interval")
-"""The n-th layer, the 2n-th … are MoE, counting from one; ``moe_layer_freq`` counts from zero instead."""
+"""Keys for n, where layers n, 2n, … are MoE, counting from one; ``moe_layer_freq`` counts from zero instead."""
 
 _TEXT = ("thinker_config", "text_config", "llm_config", "language_config")
 _DTYPES: Mapping[str, WeightDtype] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -45,13 +45,13 @@ _QUANTIZED: Mapping[str, WeightDtype] = {
 
 @cache
 def models() -> Mapping[str, ModelSpec]:
-    """The shipped shapes by name, sorted."""
+    """Return the shipped models by name, sorted."""
     raw = json.loads(files("coterie").joinpath("data/models.json").read_text(encoding="utf-8"))
     return MappingProxyType({name: ModelSpec(name=name, **raw[name]) for name in sorted(raw)})
 
 
 def get_model(name: str) -> ModelSpec:
-    """A shipped shape by its name or its Hugging Face repository (``Qwen/Qwen3-30B-A3B`` or its last part)."""
+    """Return a shipped model by its name or its Hugging Face repository (``Qwen/Qwen3-30B-A3B`` or its last part)."""
     wanted = name.lower().rsplit("/", 1)[-1]
     known = models()
     for spec in known.values():
@@ -61,9 +61,9 @@ def get_model(name: str) -> ModelSpec:
 
 
 def model_of(name: str, asked: str | None = None) -> ModelSpec:
-    """The shape that `asked` names (a known name, a folder or a config file), or else the known shape called `name`.
+    """Return the model that `asked` names (a known name, a folder or a config file), else the known model `name`.
 
-    `name` is what a trace or a load says of itself.
+    `name` is the model's name in a trace or a load.
     """
     if asked is not None:
         return model_from_config(asked) if Path(asked).exists() else get_model(asked)
@@ -78,10 +78,10 @@ def _repository(spec: ModelSpec) -> str:
 
 
 def total_params(spec: ModelSpec) -> int:
-    """All weights but norms and biases, the embeddings counted twice: in and out.
+    """Return the number of all weights but norms and biases, with both the input and the output embedding.
 
-    Within 3% of the published totals. High where the model ties its embeddings, or where its query projection is
-    low-rank (DeepSeek-V2 and V3, GLM-5): a ModelSpec does not say, so the full matrix is counted.
+    Within 3% of the published totals. Too high if the model ties its embeddings, or if its query projection is
+    low-rank (DeepSeek-V2 and V3, GLM-5): a ModelSpec does not say so, and the full matrix is counted.
     """
     hidden, moe = spec.hidden_size, spec.num_moe_layers
     moe_layer = spec.num_experts * (spec.expert_params + hidden) + 3 * hidden * spec.shared_intermediate_size
@@ -91,10 +91,10 @@ def total_params(spec: ModelSpec) -> int:
 
 
 def active_params(spec: ModelSpec) -> int:
-    """The weights one token passes through: all but the routed experts it did not choose.
+    """Return the number of weights that one token uses: all but the routed experts it did not choose.
 
-    Counts both embeddings, as most model cards do (gpt-oss's leave the input one out). The caveat on low-rank queries
-    weighs more here: DeepSeek-V3's 37 billion come out a fifth high.
+    Counts both embeddings, as most model cards do (gpt-oss's leave out the input embedding). Low-rank queries matter
+    more here than in :func:`total_params`: the result for DeepSeek-V3 is a fifth above the published 37 billion.
     """
     idle = (spec.num_experts - spec.top_k) * spec.expert_params
     return total_params(spec) - spec.num_moe_layers * idle
@@ -110,7 +110,7 @@ def _attention_params(spec: ModelSpec) -> int:
 
 
 def model_from_config(config: str | Path | Mapping[str, Any], name: str | None = None) -> ModelSpec:
-    """The shape a Hugging Face ``config.json`` describes, given as a file, a model folder, or its parsed content.
+    """Return the model a Hugging Face ``config.json`` describes, given as a file, a model folder, or parsed content.
 
     Raises :class:`~coterie.errors.TraceError` naming the field and the keys tried: for a dense model, a missing or
     mistyped key, weights in a format without a WeightDtype, or MoE layers in no regular pattern.
@@ -140,7 +140,7 @@ def _spec(reader: _Config, name: str) -> ModelSpec:
     num_kv_heads = reader.number("num_kv_heads", ("num_key_value_heads", "num_kv_heads"), default=num_heads)
     latent = reader.number("kv_lora_rank", ("kv_lora_rank",), default=0, least=0)
     if latent:
-        # `head_dim` in such configs is the rotary part's width (GLM-5), or absent.
+        # In configs with latent attention `head_dim` is the rotary part's width (GLM-5), or absent.
         head_dim = reader.number("head_dim", ("v_head_dim",))
     else:
         head_dim = reader.number(
@@ -174,7 +174,7 @@ def _spec(reader: _Config, name: str) -> ModelSpec:
 
 
 def _shared_width(reader: _Config, hidden: int, expert_width: int) -> int:
-    """Summed inner width of what every token passes beside its routed experts."""
+    """Return the summed inner width of the MLPs that every token uses beside its routed experts."""
     found = reader.found
     if found.get("use_residual") is True:  # Arctic: a residual MLP as wide as the model
         return hidden
@@ -188,7 +188,7 @@ def _shared_width(reader: _Config, hidden: int, expert_width: int) -> int:
 
 
 def _moe_layers(reader: _Config, num_layers: int) -> range:
-    """The MoE layers as a range; raises where they follow no (first, step)."""
+    """Return the MoE layers as a range; raise TraceError if they have no first layer and fixed step."""
     if num_layers > 10_000:
         reader.fail("num_hidden_layers", f"found {num_layers}, expected at most 10000")
     ids = _moe_layer_ids(reader, num_layers)
@@ -203,7 +203,7 @@ def _moe_layers(reader: _Config, num_layers: int) -> range:
 
 
 def _moe_layer_ids(reader: _Config, num_layers: int) -> list[int]:
-    # Explicit lists first: where a family gives one, the other keys are leftovers of its ancestors.
+    # Explicit lists first: if a family gives a list, the other keys are leftovers of the family it derives from.
     if "mlp_layer_types" in reader.found:
         kinds = reader.per_layer("mlp_layer_types", num_layers)
         return [i for i, kind in enumerate(kinds) if kind != "dense"]
@@ -247,7 +247,7 @@ def _weight_dtype(reader: _Config) -> WeightDtype:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The keys of a config without nulls, with errors that name the file."""
+    """Keys of a config without nulls; errors name the file."""
 
     path: Path
     found: Mapping[str, Any]
@@ -258,7 +258,7 @@ class _Config:
     def number(
         self, field: str, keys: tuple[str, ...], default: int | None = None, least: int = 1, hint: str = ""
     ) -> int:
-        """Value of the first key present, a whole number of at least `least`."""
+        """Return the value of the first key present; it must be a whole number of at least `least`."""
         for key in keys:
             if key in self.found:
                 value = self.found[key]
@@ -284,7 +284,7 @@ class _Config:
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's keys over the outer ones: multimodal configs nest it, yet keep dtype or format outside."""
+    """Merge the language model's keys over the outer ones: multimodal configs nest it, with dtype or format outside."""
     flat = {key: value for key, value in config.items() if value is not None}
     for key in _TEXT:
         if isinstance(flat.get(key), Mapping):
@@ -300,7 +300,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise TraceError(path, "file", "does not exist") from None
     except OSError as error:
         raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # covers bad UTF-8 too
+    except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
         raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
     if not isinstance(value, dict):
         raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")

@@ -18,23 +18,24 @@ class Prompt(NamedTuple):
 
     id: str
     domain: str
-    """Empty if unknown."""
+    """Name of the domain; empty if unknown."""
     lang: str
-    """ISO 639-1, or empty."""
+    """ISO 639-1 code; empty if unknown."""
     prompt: str
 
 
 def load_prompts() -> list[Prompt]:
-    """All shipped prompts, in the file's order."""
+    """Return all shipped prompts, in the file's order."""
     text = files("coterie").joinpath("data/prompts.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(io.StringIO(text, newline=""))
     return [Prompt(row["id"], row["domain"], row["lang"], row["prompt"]) for row in rows]
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a user's prompts: ``.txt`` one a line, ``.jsonl`` objects, ``.csv`` with a header.
+    """Read a user's prompts: ``.txt`` with one per line, ``.jsonl`` objects, ``.csv`` with a header.
 
-    The last two need ``prompt`` and may have ``id``, ``domain`` and ``lang``. Absent ids are line numbers.
+    The last two need ``prompt`` and may have ``id``, ``domain`` and ``lang``. Missing ids are made of file name
+    and line number.
     """
     file = Path(path)
     readers = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
@@ -59,7 +60,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def take_in_turn(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """At most `count` prompts, taken from the domains in turn so that none is left out, in their original order."""
+    """Return at most `count` prompts, chosen round-robin over the domains so that all are covered, in file order."""
     turns: dict[str, int] = {}
     order = []
     for index, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
 """Registries of named policies, readers and suites, which users can extend.
 
 A policy, a reader or a suite registers itself under a name; looking up an unknown name suggests the nearest. A user's
-package adds its own through an entry point of the registry's group, and it then works everywhere a built-in does.
+package adds items through entry points of the registry's group; they then work everywhere that built-in ones do.
 
 Policies (strategies, routers, planners, predictors) are *made* from their names: :meth:`PolicyRegistry.make` reads a
 policy's parameters, fills them from the caller's context, and names in one sentence what is missing. So no caller uses
@@ -40,16 +40,16 @@ _HINT = "coterie.needs"
 
 
 def import_modules(package: str) -> None:
-    """Import the modules of a package, so that what they hold is registered; private ones (``_name``) are left out."""
+    """Import the modules of a package, which registers their items; private modules (``_name``) are left out."""
     for module in pkgutil.iter_modules(sys.modules[package].__path__):
         if not module.name.startswith("_"):
             import_module(f"{package}.{module.name}")
 
 
 def load_plugin(name: str) -> None:
-    """Import a module (``package.module``) or a file (``path/to/file.py``) that registers policies of a user.
+    """Import a module (``package.module``) or a file (``path/to/file.py``) that registers a user's policies.
 
-    Its name is added to the environment for the processes that this one starts. A plugin is imported once.
+    Its name is added to `COTERIE_PLUGINS` for the processes that this one starts. A plugin is imported once.
     """
     try:
         if name.endswith(".py"):
@@ -79,7 +79,7 @@ def _import_file(path: Path) -> None:
     assert spec.loader is not None
     module = sys.modules[path.stem] = module_from_spec(spec)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # for what the file imports from beside it, and for processes of a pool
+        sys.path.append(str(path.parent))  # for modules beside the file that it imports, and for processes of a pool
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -104,7 +104,7 @@ class Registry(Generic[T]):
         self._plugins_read = group is None
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: register the item under this name. A name is used once."""
+        """Return a decorator that registers an item under this name; each name may be used once."""
 
         def decorate(item: T) -> T:
             self.add(name, item)
@@ -154,7 +154,7 @@ class Registry(Generic[T]):
         return len(self.names())
 
     def names(self) -> list[str]:
-        """All known names, sorted."""
+        """Return all known names, sorted."""
         self._read_plugins()
         return sorted(self._items)
 
@@ -181,7 +181,7 @@ class Offers(Mapping[str, Any]):
 
 
 def needs(hint: str) -> Any:
-    """Declare a policy's field without a default, and the hint for the error when it is missing."""
+    """Declare a policy's field without a default; `hint` is part of the error if it is missing."""
     return field(metadata={_HINT: hint})
 
 
@@ -260,7 +260,7 @@ class PolicyRegistry(Registry[Callable[..., T]]):
         return factory(**given)
 
     def parameters(self, name: str) -> dict[str, bool]:
-        """Parameters of a policy: name → whether it is required."""
+        """Return the parameters of a policy: name → whether it is required."""
         return {
             parameter.name: parameter.default is Parameter.empty
             for parameter in signature(self[name]).parameters.values()
@@ -268,12 +268,12 @@ class PolicyRegistry(Registry[Callable[..., T]]):
         }
 
     def _settings(self, text: str, more: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Settings behind a name, converted to the types of the policy's parameters; `more` are checked with them."""
+        """Return the settings after a name, converted to the parameters' types; keys of `more` are checked too."""
         policy = PolicyText.parse(text)
         factory = self[policy.name]
         try:
             parameters = signature(factory, eval_str=True).parameters
-        except Exception:  # annotations that name what the module does not import: values are read as JSON
+        except Exception:  # an annotation may name a type that is not imported: values are then read as JSON
             parameters = signature(factory).parameters
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
             for key in (*policy.settings, *more):
@@ -298,7 +298,7 @@ def _known(key: str, parameters: Mapping[str, Parameter]) -> str:
 
 
 def _converted(text: str, kind: Any) -> Any:
-    """A setting's value as the type of its parameter; JSON or else text if that is unknown. Raises ValueError."""
+    """Convert a setting to the type of its parameter; if unknown, read JSON or else text. Raises ValueError."""
     import msgspec
 
     if kind is not Parameter.empty and not isinstance(kind, str):

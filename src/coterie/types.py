@@ -16,7 +16,7 @@ from coterie.errors import ConfigError, check_at_least, check_one_of
 WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "mxfp4"]
 
 MAX_SLOTS = 1 << 20
-"""Most slots of a layer: far above any fleet, and small enough that a wrong number cannot exhaust memory."""
+"""Largest number of slots in a layer: far above any fleet, but a wrong number below it cannot exhaust memory."""
 BYTES_PER_WEIGHT: dict[str, float] = {
     "fp32": 4.0,
     "bf16": 2.0,
@@ -24,7 +24,7 @@ BYTES_PER_WEIGHT: dict[str, float] = {
     "fp8": 1.0,  # block scales of DeepSeek's 128 x 128 add 0.02%: left out
     "mxfp4": 4.25 / 8,  # 4 bits a weight and one 8-bit scale for every 32
 }
-"""Bytes in memory, and so on the bus, for one weight."""
+"""Bytes of one weight in memory, and so of reading it."""
 
 PREFILL, DECODE = 0, 1
 """Phase of a token: part of the prompt, or generated."""
@@ -35,12 +35,12 @@ def check_dtype(dtype: str) -> None:
 
 
 def narrowest_uint(largest: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest unsigned dtype that holds 0 … largest: uint8 for 256 experts, uint16 past that."""
+    """Return the smallest unsigned dtype that holds 0 … largest: uint8 for 256 experts, uint16 for more."""
     return np.dtype(np.min_scalar_type(largest))
 
 
 class Interval(NamedTuple):
-    """A mean and the ends of its 95% interval, which are None where one sample was taken: it has no interval."""
+    """A mean and the ends of its 95% confidence interval, which are None if there is only one sample."""
 
     mean: float
     low: float | None
@@ -60,14 +60,14 @@ class ModelSpec:
     """Experts a token activates in one MoE layer."""
     hidden_size: int
     expert_intermediate_size: int
-    """Inner width of one routed expert, which holds three matrices of hidden_size x this."""
+    """Inner width of one routed expert, which has three matrices of hidden_size x this width."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     first_moe_layer: int = 0
     moe_layer_step: int = 1
-    """Distance between MoE layers, from first_moe_layer on; the others are dense."""
+    """Distance between MoE layers, from first_moe_layer on; the other layers are dense."""
     shared_intermediate_size: int = 0
     """Summed inner width of the always-on experts (or parallel dense MLP) beside the routed ones."""
     dense_intermediate_size: int = 0
@@ -119,12 +119,12 @@ class ModelSpec:
         return 3 * self.hidden_size * self.expert_intermediate_size
 
     def expert_bytes(self, dtype: WeightDtype | None = None) -> float:
-        """Bytes of one routed expert in one layer."""
+        """Return the bytes of one routed expert in one layer."""
         return self.expert_params * BYTES_PER_WEIGHT[dtype or self.weight_dtype]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """16-bit KV cache of one token over all layers."""
+        """Bytes of one token's KV cache over all layers, in 16 bits."""
         width = self.kv_lora_rank + self.rope_head_dim if self.kv_lora_rank else 2 * self.num_kv_heads * self.head_dim
         return 2 * width * self.num_layers
 
@@ -159,7 +159,7 @@ class Topology:
     """Link between a device and its host's memory."""
     speeds: tuple[float, ...] = ()
     """[rank] speed relative to the calibrated device. A rank of speed 0 is gone: nothing is planned on it and nothing
-    can be fetched from it. Empty: all 1."""
+    can be fetched from it. If empty, all speeds are 1."""
 
     def __post_init__(self) -> None:
         check_at_least(1, num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
@@ -173,12 +173,12 @@ class Topology:
 
     @property
     def rank_speeds(self) -> NDArray[np.float64]:
-        """[rank] speed."""
+        """[rank] speed relative to the calibrated device."""
         return np.array(self.speeds) if self.speeds else np.ones(self.num_ranks)
 
     @property
     def rank_nodes(self) -> NDArray[np.int64]:
-        """[rank] node."""
+        """[rank] node that holds the rank."""
         return np.arange(self.num_ranks) // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
@@ -194,7 +194,7 @@ class Placement:
     """Which expert each slot holds. Ranks own contiguous blocks of slots of equal size."""
 
     slot_experts: NDArray[np.int32]
-    """[layer, slot] expert."""
+    """[layer, slot] expert in the slot."""
     num_ranks: int
     num_experts: int
 
@@ -221,7 +221,7 @@ class Placement:
 
     @classmethod
     def linear(cls, num_layers: int, num_experts: int, num_ranks: int, num_slots: int | None = None) -> Placement:
-        """Expert e in slot e, replicas of the first experts in the remaining slots: the default of every engine."""
+        """Place expert e in slot e and replicas of the first experts in the remaining slots: every engine's default."""
         if num_slots is not None and num_slots > MAX_SLOTS:
             raise ConfigError(f"num_slots={num_slots} must be at most {MAX_SLOTS}")
         slots = np.arange(num_experts if num_slots is None else num_slots, dtype=np.int32) % num_experts
@@ -247,31 +247,31 @@ class Placement:
 
     @property
     def replicas(self) -> NDArray[np.int64]:
-        """[layer, expert] number of slots that hold it."""
+        """[layer, expert] number of slots that hold the expert."""
         counts = np.zeros((self.num_layers, self.num_experts), np.int64)
         np.add.at(counts, (np.arange(self.num_layers)[:, None], self.slot_experts), 1)
         return counts
 
     @property
     def held(self) -> NDArray[np.bool_]:
-        """[rank, layer, expert] whether the rank has a slot of it."""
+        """[rank, layer, expert] whether a slot of the rank holds the expert."""
         held = np.zeros((self.num_ranks, self.num_layers, self.num_experts), np.bool_)
         rank = np.arange(self.num_slots) // self.slots_per_rank
         held[rank[None, :], np.arange(self.num_layers)[:, None], self.slot_experts] = True
         return held
 
     def rank_load(self, load: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
-        """[layer, rank] tokens, from load [layer, expert] tokens; replicas share an expert's tokens equally."""
+        """Return [layer, rank] tokens from `load` [layer, expert]; replicas share an expert's tokens equally."""
         per_slot = np.take_along_axis(load / self.replicas, self.slot_experts.astype(np.int64), axis=1)
         return np.asarray(per_slot.reshape(self.num_layers, self.num_ranks, -1).sum(axis=2), dtype=np.float64)
 
 
 def balancedness(rank_load: NDArray[np.float64]) -> float:
-    """Mean over layers of :func:`layer_balance`."""
+    """Return the mean over layers of :func:`layer_balance`."""
     return float(layer_balance(rank_load).mean())
 
 
 def layer_balance(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[layer] mean ÷ max of [layer, rank] load: 1 is even; 1 for a layer without load."""
+    """Return [layer] mean ÷ max of [layer, rank] load: 1 is even; 1 for a layer without load."""
     peak = rank_load.max(axis=1)
     return np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)

@@ -8,7 +8,7 @@ from coterie.batching.latency_aware import LatencyAware
 from coterie.batching.power_of_d import PowerOfD, PowerOfDDot
 from coterie.registry import import_modules
 
-import_modules(__name__)  # every strategy of this package is registered, without a line here
+import_modules(__name__)  # importing a module registers its strategies: a new one needs no line here
 
 __all__ = [
     "BestFit",

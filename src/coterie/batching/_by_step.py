@@ -1,6 +1,6 @@
-"""The loops of :mod:`coterie.batching.latency_aware` that minimise a :class:`~coterie.costs.lines.StepCost`.
+"""Compiled loops of :mod:`coterie.batching.latency_aware` that minimise a :class:`~coterie.costs.lines.StepCost`.
 
-`parameters` are :meth:`StepCost.numbers`, loads are [request, layer, slot] with a rank's slots side by side.
+`parameters` are :meth:`StepCost.numbers`; loads are [request, layer, slot], with a rank's slots contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from coterie.batching.picking import Indices, allowed_skips, drop, due, in_order
 from coterie.costs.lines import line_us, rows_past
 
 ALMOST_NEVER = 1e-3
-"""Least probability that a request misses an expert: keeps a product of many above 0."""
+"""Lower limit of the probability that a request misses an expert: keeps the product over many requests above 0."""
 
 
 @njit()
@@ -45,8 +45,10 @@ def by_step(
 def step_avoidable(
     loads: Loads, running: Loads, arrived: Indices, time: float, parameters: NDArray[np.float64], ranks: int
 ) -> float:
-    """Share of the time that unevenness costs (prefill), or streaming experts for these requests alone (decode),
-    divided by their share of the tokens."""
+    """Return the share of the step's time that depends on the choice of requests, divided by their share of the tokens.
+
+    In prefill that is the cost of unevenness, in decode that of streaming experts for these requests alone.
+    """
     before, brought = _tokens(running), _brought(loads, arrived)
     if brought <= 0.0:
         return 0.0
@@ -68,8 +70,8 @@ def _step_gain(
     parameters: NDArray[np.float64],
     ranks: int,
 ) -> float:
-    """Share of the time of `arrived` that `order`, which takes `other`, saves."""
-    if parameters[5] > 0.0:  # cost of unevenness per token: a larger batch is no gain
+    """Return the share of `time`, that of `arrived`, which `order` saves; `other` is the time of `order`."""
+    if parameters[5] > 0.0:  # compares unevenness per token: a batch of more tokens is no gain
         before = _tokens(running)
         arrived_tokens, tokens = before + _brought(loads, arrived), before + _brought(loads, order)
         uneven = (other - _even_us(tokens, loads, parameters, ranks)) / tokens
@@ -94,11 +96,11 @@ def _brought(loads: Loads, requests: Indices) -> float:
     return total
 
 
-# Arrays here are [layer x rank, …, slot of the rank]: the inner loops then run over whole rows. They become vector code
-# only where they do not begin or end inside one. Whole-array statements would compile for seconds.
+# Arrays below are [layer x rank, …, slot of the rank], so that inner loops run over whole rows: loops that begin or end
+# inside a row are not vectorised. Whole-array statements would take seconds to compile.
 @njit()
 def step_us(loads: Loads, running: Loads, order: Indices, parameters: NDArray[np.float64], ranks: int) -> float:
-    """The time of these requests and the load that runs, in microseconds."""
+    """Return the time in microseconds of a step of the requests in `order` and the running load."""
     brings = loads.reshape(len(loads), loads.shape[1] * ranks, loads.shape[2] // ranks)
     rows, cold = _together(brings, running, order)
     return _time_us(rows, cold, parameters, ranks)
@@ -108,7 +110,7 @@ def step_us(loads: Loads, running: Loads, order: Indices, parameters: NDArray[np
 def _fill_step(
     loads: Loads, running: Loads, order: Indices, forced: int, parameters: NDArray[np.float64], ranks: int
 ) -> float:
-    """Fill the order up from its forced picks; the time of the whole in microseconds."""
+    """Fill `order` after its forced picks; return the time of the whole step in microseconds."""
     waiting, layers, slots = loads.shape
     groups, per_rank, tile, by_tokens = layers * ranks, slots // ranks, parameters[2], parameters[5] > 0.0
     brings = loads.reshape(waiting, groups, per_rank)
@@ -126,9 +128,9 @@ def _fill_step(
                 chance[group, request, slot] = min(brings[request, group, slot], 1.0)
             own[group, request] = _total(brings[request, group])
             totals[request] += own[group, request]
-    # With each candidate: slots touched, rows past a first tile, and rows.
+    # [group, candidate] slots touched, rows past a first tile, and rows, if the candidate joins.
     touched, past, arrived = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty((groups, waiting))
-    # Without a slot that could fill a tile there are no rows past one, as in decode.
+    # If no slot can fill a tile, as in decode, there are no rows past a first tile to count.
     tiles = _may_fill(by_group, rows, len(order), tile)
     for place in range(forced, len(order)):
         for group in range(groups):
@@ -142,7 +144,7 @@ def _fill_step(
         best, least = -1, np.inf
         for i in range(count):
             score = line_us(parameters, ranks, touched, past, arrived, i)
-            if by_tokens:  # cost of unevenness per token, or short prompts would win
+            if by_tokens:  # unevenness per token: otherwise short prompts would always win
                 tokens = total + totals[left[i]]
                 score = (score - _even_us(tokens, loads, parameters, ranks)) / tokens
             if score < least:
@@ -157,12 +159,12 @@ def _fill_step(
 
 @helper()
 def _together(brings: Loads, running: Loads, order: Indices) -> tuple[Loads, Loads]:
-    """Expected tokens of these requests and the running load, and the probability that a slot is not touched."""
+    """Return per slot the expected tokens of these requests and the running load, and the probability of none."""
     rows = running.copy().reshape(brings.shape[1], brings.shape[2])
     cold = np.empty(rows.shape)
     for group in range(len(rows)):
         for slot in range(rows.shape[1]):
-            # The running load does not say how many requests it sums; independent tokens miss with exp(-load).
+            # The number of running requests is unknown; independent tokens all miss a slot with probability exp(-load).
             cold[group, slot] = np.exp(-rows[group, slot])
     for request in order:
         _add(rows, cold, brings[request])
@@ -180,7 +182,7 @@ def _time_us(rows: Loads, cold: Loads, parameters: NDArray[np.float64], ranks: i
     return line_us(parameters, ranks, parts[0], parts[1], parts[2], 0)
 
 
-@helper()  # not fastmath, unlike `total_of`: requests that tie must go on tying
+@helper()  # not fastmath, unlike `total_of`: equal requests must keep equal totals
 def _total(row: Loads) -> float:
     total = 0.0
     for slot in range(len(row)):
@@ -198,7 +200,7 @@ def _add(rows: Loads, cold: Loads, brings: Loads) -> None:
 
 @helper(fastmath=True)
 def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
-    """Expected slots that each request would touch first."""
+    """Fill `out` with the expected number of slots that each request in `left` would be the first to touch."""
     for i in range(len(left)):
         row, dot = chance[left[i]], 0.0
         for slot in range(len(cold)):
@@ -208,7 +210,7 @@ def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
 
 @helper(fastmath=True)
 def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -> None:
-    """Tokens past a first tile, with each request."""
+    """Fill `out` with the tokens past a first tile if each request in `left` joined."""
     for i in range(len(left)):
         row, past = brings[left[i]], 0.0
         for slot in range(len(rows)):
@@ -218,7 +220,7 @@ def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -
 
 @helper()
 def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
-    """Time of a batch whose `total` tokens are spread evenly over all columns."""
+    """Return the time of a batch whose `total` tokens are spread evenly over all layers and slots."""
     fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
     layers, slots = loads.shape[1], loads.shape[2]
     rows, per_rank = total / (layers * slots), slots // ranks

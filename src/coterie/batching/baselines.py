@@ -1,4 +1,4 @@
-"""The oldest requests or a random sample: what a strategy that looks at loads has to beat."""
+"""Strategies that ignore loads, the oldest requests or a random sample: baselines for strategies that use loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, f
 @strategies.register("fcfs")
 @dataclass(frozen=True, slots=True)
 class Fcfs(Skipping):
-    """First come, first served: the fairest. Requests that another strategy left overdue still go first.
+    """First come, first served: the fairest order. Requests that another strategy left overdue still go first.
 
     Right where the queue is shallow: reordering then delays requests without a gain.
     """
@@ -34,9 +34,9 @@ def _oldest(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
 @strategies.register("random")
 @dataclass(frozen=True, slots=True)
 class RandomSample(Skipping):
-    """Uniformly without replacement, whatever the loads.
+    """Random sample: requests drawn uniformly without replacement, whatever their loads.
 
-    In a burst of like requests it already mixes more than the order of arrival does.
+    After a burst of similar requests it already mixes requests more than the order of arrival does.
     """
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:

@@ -1,13 +1,13 @@
-"""Strategies that see one number of each request, its total load: longest processing time first, and Karmarkar-Karp.
+"""Strategies that use only a request's total load: longest processing time first, and Karmarkar-Karp.
 
 ``lpt`` starts heavy requests early, so that none is left to run alone at the end. Right where batches run on parallel
 machines and the last one to finish counts. By itself it harms the balance between experts: it fills a batch with the
-heaviest requests, like or not. ``lpt_balanced``, which does not, is among the greedy strategies.
+heaviest requests, similar or not. ``lpt_balanced``, which does not, is among the greedy strategies.
 
 ``karmarkar_karp`` splits the window into two sides of nearly equal total, and takes the side of the oldest request. The
 two largest totals go to opposite sides and are replaced by their difference, until one is left: the difference of
-the sides. Right where requests differ in weight alone. It sees one number of each request, so it cannot tell like
-requests from unlike, and the sides do not depend on the batch size or on what runs.
+the sides. Right where requests differ in weight alone. It uses only totals, so it cannot tell similar requests from
+dissimilar ones, and the sides do not depend on the batch size or the running load.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coterie.batching.picking import (
 @strategies.register("lpt")
 @dataclass(frozen=True, slots=True)
 class Lpt(Skipping):
-    """The heaviest by total load."""
+    """Longest processing time first: the requests with the largest total load."""
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
         check_snapshot(window, running, size)
@@ -45,7 +45,7 @@ class Lpt(Skipping):
 
 @helper()
 def heaviest_first(requests: Indices, totals: Loads) -> None:
-    """Sort in place by falling total; requests of one total keep their order."""
+    """Sort requests in place by falling total; requests of equal total keep their order."""
     for i in range(1, len(requests)):
         request, j = requests[i], i
         while j > 0 and totals[requests[j - 1]] < totals[request]:
@@ -68,7 +68,7 @@ def _heaviest(loads: Loads, skipped: Indices, size: int, max_skips: int) -> tupl
 @strategies.register("karmarkar_karp")
 @dataclass(frozen=True, slots=True)
 class KarmarkarKarp(Skipping):
-    """The oldest request's side, heaviest first; where that has too few, the other side's, oldest first."""
+    """Karmarkar-Karp: the oldest request's side, heaviest first; if that is too few, the other side, oldest first."""
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
         check_snapshot(window, running, size)
@@ -78,7 +78,7 @@ class KarmarkarKarp(Skipping):
 
 @helper()
 def sides_of(totals: Loads) -> NDArray[np.bool_]:
-    """[request] whether it is on the oldest request's side, by the differencing method; ties to the older."""
+    """Return [request] whether it is on the oldest request's side, by the differencing method; ties by age."""
     count = len(totals)
     values = totals.copy()
     ranked = np.empty(count, np.int64)
@@ -87,7 +87,7 @@ def sides_of(totals: Loads) -> NDArray[np.bool_]:
     heaviest_first(ranked, values)
     kept, lost = np.empty(count, np.int64), np.empty(count, np.int64)
     for merge in range(count - 1):
-        # The larger one stands for the pair from now on: its value is the difference, which may sort further back.
+        # The larger request represents the pair from now on: its value is the difference, which may sort further back.
         first, second = ranked[merge], ranked[merge + 1]
         kept[merge], lost[merge] = first, second
         values[first] -= values[second]

@@ -1,7 +1,7 @@
-"""The greedy strategies: each pick is the request that suits the load so far best, by one of six measures.
+"""The greedy strategies: each pick is the request that fits the load so far best, by one of six measures.
 
-With L the load that runs plus what is picked so far, flattened over layers and experts to n columns of total T, and a
-candidate v of total t, each takes the least of
+Let L be the running load plus the picks so far, flattened over layers and experts to n columns of total T, and v a
+candidate of total t. Each strategy takes the candidate with the least
 
     greedy_variance      variance of L + v              2 v·L + |v|² - (2Tt + t²) / n
     norm_minimizing      |L + v|²                       2 v·L + |v|²
@@ -10,9 +10,9 @@ candidate v of total t, each takes the least of
     differencing         (v - mean v)·(L - mean L)      v·L - Tt / n
     lpt_balanced         variation of L + v             |L + v|² / (T + t)²
 
-where u is the column load of the whole batch if it came out even. Terms that are the same for every candidate are left
-out. Where all candidates have one total, the first, second, fourth and last rank alike, and so do the third and fifth;
-those two ignore |v|², how spiky a candidate is by itself. All are sure to agree where candidates have one norm as well.
+where u is the load per column if the whole batch were even. Terms that are the same for every candidate are left out.
+If all candidates have the same total, the first, second, fourth and last measure give the same order, and so do the
+third and fifth, which ignore |v|², the candidate's own unevenness. If all have the same norm too, all six agree.
 
 Right where the slowest rank decides a step (expert parallel, prefill). Wrong in one GPU's decode, where an even load
 means more experts to stream.
@@ -48,7 +48,7 @@ VARIANCE, NORM, DOT, EVEN, DEVIATION, VARIATION = range(6)
 
 @dataclass(frozen=True, slots=True)
 class Greedy(Skipping):
-    """Picks the least by a measure, again and again."""
+    """Base of the greedy strategies: repeatedly pick the request with the least `measure`."""
 
     measure: ClassVar[int]
     by: ClassVar[str]
@@ -62,10 +62,10 @@ class Greedy(Skipping):
 @strategies.register("greedy_variance")
 @dataclass(frozen=True, slots=True)
 class GreedyVariance(Greedy):
-    """The flattest load: least variance over all columns. The strategy CAPS began with.
+    """The flattest load: least variance over all columns. CAPS's first strategy.
 
-    A candidate's total counts: where the load is uneven, it takes a heavy one that fills the valleys before a light
-    one that leaves them.
+    A candidate's total counts: if the load is uneven, a heavy request that fills its valleys is picked before a light
+    one that does not.
     """
 
     measure: ClassVar[int] = VARIANCE
@@ -75,7 +75,7 @@ class GreedyVariance(Greedy):
 @strategies.register("norm_minimizing")
 @dataclass(frozen=True, slots=True)
 class NormMinimizing(Greedy):
-    """The shortest load vector. Unlike the variance it shrinks with the load, so it prefers light requests."""
+    """The load vector of least norm. Unlike the variance, it grows with any load, so it prefers light requests."""
 
     measure: ClassVar[int] = NORM
     by: ClassVar[str] = "least norm"
@@ -84,7 +84,7 @@ class NormMinimizing(Greedy):
 @strategies.register("greedy_dot_product")
 @dataclass(frozen=True, slots=True)
 class GreedyDotProduct(Greedy):
-    """The request that meets the load least. Prefers light requests, and does not see how spiky one is by itself."""
+    """The request that overlaps least with the load. Prefers light requests and ignores a request's own unevenness."""
 
     measure: ClassVar[int] = DOT
     by: ClassVar[str] = "least dot product"
@@ -93,9 +93,9 @@ class GreedyDotProduct(Greedy):
 @strategies.register("best_fit")
 @dataclass(frozen=True, slots=True)
 class BestFit(Greedy):
-    """Nearest to the even load that the whole batch would have, if its requests were of the window's average total.
+    """Nearest to the even load that the whole batch would have if its requests had the window's average total.
 
-    Early picks are drawn to heavy requests, since the target is far; late ones fill what is left.
+    Early picks prefer heavy requests, since the target is far; late picks fill the rest.
     """
 
     measure: ClassVar[int] = EVEN
@@ -105,9 +105,9 @@ class BestFit(Greedy):
 @strategies.register("differencing")
 @dataclass(frozen=True, slots=True)
 class Differencing(Greedy):
-    """Karmarkar-Karp on vectors: keep the difference of the load to even, and commit what cancels most of it.
+    """Karmarkar-Karp on vectors: pick the request that cancels most of the load's difference from even.
 
-    Does not see what a candidate's own unevenness adds, so where the load is even already any candidate is as good.
+    Ignores the unevenness that a candidate adds itself, so if the load is even already, any candidate is as good.
     """
 
     measure: ClassVar[int] = DEVIATION
@@ -117,9 +117,9 @@ class Differencing(Greedy):
 @strategies.register("lpt_balanced")
 @dataclass(frozen=True, slots=True)
 class LptBalanced(Greedy):
-    """Longest processing time first, among those that even the load out: least coefficient of variation.
+    """Longest processing time first, among requests that even the load out: least coefficient of variation.
 
-    Unevenness counts against the load it comes with, so of two requests that are as uneven the heavier goes first.
+    Unevenness counts relative to the load, so of two equally uneven requests the heavier goes first.
     """
 
     measure: ClassVar[int] = VARIATION
@@ -133,8 +133,8 @@ def _greedy(
     return pick_greedily(loads, running, skipped, size, max_skips, measure)
 
 
-# Sums of whole numbers are exact in float64 in any order, so reordering them changes no pick. The measures are
-# multiplied by n (EVEN by the window as well) to keep them whole, and with that every tie a tie.
+# Sums of whole numbers are exact in float64 in any order, so fastmath's reordering changes no pick. The measures are
+# multiplied by n (EVEN by the window as well) to keep them whole, so that ties stay exact ties.
 @helper(fastmath=True)
 def pick_greedily(
     loads: Loads, running: Loads, skipped: Indices, size: int, max_skips: int, measure: int | np.int64
@@ -204,7 +204,7 @@ def _variation(square: float, total: float) -> float:
 
 @helper(fastmath=True)
 def _add(batch: Loads, row: Loads) -> float:
-    """Adds the row, and returns the squared norm."""
+    """Add `row` to `batch`, and return the squared norm of the sum."""
     square = 0.0
     for column in range(len(batch)):
         batch[column] += row[column]
@@ -231,16 +231,19 @@ def _add_narrow_dots(dots: Loads, rows: Narrow, left: Indices, picked: Narrow) -
 
 
 NARROW_FROM = 16
-"""Picks from which a copy in 16 bits pays: each pass takes half the time, and copying costs about two."""
+"""Number of picks from which a 16-bit copy pays: each pass takes half the time, and copying costs about two passes."""
 
 
 @helper(fastmath=True)
 def _narrow(rows: Loads, squares: Loads, picks: int) -> tuple[Narrow, bool]:
-    """A copy in 16 bits, and whether dot products of it are exact: tokens are whole, and few in any one column."""
+    """Return a 16-bit copy of `rows` and True, or nothing and False if its dot products would not be exact.
+
+    They are exact if all loads are whole numbers that fit in 16 bits and no squared norm reaches 2^31.
+    """
     none = np.empty((0, 0), np.int16)
     if picks < NARROW_FROM:
         return none, False
-    for square in squares:  # no dot product is larger than the largest square
+    for square in squares:  # no dot product exceeds the largest square (Cauchy-Schwarz)
         if square >= 2.0**31:
             return none, False
     narrow = np.empty(rows.shape, np.int16)

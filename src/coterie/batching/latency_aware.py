@@ -1,16 +1,17 @@
 """Latency-aware: the fastest batch by a cost model, as long as reordering pays for the requests it delays.
 
-It minimises predicted time, so it mixes unlike requests where the slowest rank decides, and groups like ones where
-streaming the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
+It minimises predicted time, so it mixes dissimilar requests where the slowest rank sets a step's time, and groups
+similar ones where streaming the experts' weights does. Unlike the published strategies it also decides *whether* to
+reorder:
 
 * Choosing can save at most the share of a batch's time that depends on its requests: the cost of unevenness across
-  ranks, or of streaming the chosen requests' experts. Of that share, `trust` is the part that choosing really saves.
+  ranks, or of streaming the chosen requests' experts. `trust` is the part of that share which choosing really saves.
 * A batch that is faster by that much shortens the wait of every request behind the next two batches: by
-  `trust x share x behind` batches in sum. Being passed over costs one request one batch.
-* So a request may be passed over that many times, and no more: with a shallow queue, or where it hardly matters which
-  requests run together, the order stays first come, first served.
+  `trust x share x behind` batches in sum, for `behind` such requests. Being passed over costs one request one batch.
+* So a request may be passed over `trust x share x behind` times, and no more: with a shallow queue, or where it hardly
+  matters which requests run together, the order stays first come, first served.
 
-Wrong where predictions are wrong: it then reorders for nothing, though by no more than that many batches.
+It is wrong where predictions are wrong: it then reorders without a gain, though within the same limit of skips.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from coterie.errors import ConfigError
 from coterie.registry import needs
 
 SOON = 2
-"""Batches at the head of the queue that start soon in any order; a queue no longer than these is shallow."""
+"""Number of batches at the head of the queue that start soon in any order; a queue of at most these is shallow."""
 
 SPREAD_TRUST, STEP_TRUST = 0.4, 0.1
-"""Default trust: for CAPS's traffic patterns, and about the most measured on recorded requests in any order."""
+"""Default `trust` with SpreadCost, for CAPS's traffic patterns, and with StepCost, about the most measured on recorded
+requests in any order."""
 
 
 @strategies.register("latency_aware")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyAware(Skipping):
-    """The fastest batch by a cost model, where that pays."""
+    """The fastest batch by a cost model, if reordering pays for the requests it delays."""
 
     cost: BatchCost = needs(
         "what a batch costs: StepCost.for_phase(step_model, …), or SpreadCost(), which evens the load out"
@@ -47,7 +49,7 @@ class LatencyAware(Skipping):
     """Cost model to minimise."""
     trust: float | None = None
     """Part of the avoidable time that choosing really saves; :func:`measure_trust` measures it for a predictor and a
-    kind of traffic. None takes a default by the kind of cost."""
+    kind of traffic. None takes the default for the kind of cost."""
 
     def __post_init__(self) -> None:
         Skipping.__post_init__(self)
@@ -77,19 +79,19 @@ class LatencyAware(Skipping):
 def measure_trust(
     cost: BatchCost, predicted: Loads, truth: Loads, stream: Indices, size: int = 8, window: int = 32, running: int = 0
 ) -> float:
-    """Share of avoidable time that choosing avoids; `predicted` and `truth` [request, …] are of the same requests.
+    """Return the share of avoidable time that choosing avoids; `predicted` and `truth` are [request, layer, expert].
 
     `stream` lists requests in a typical order of arrival. They are served twice, by prediction and in order, always
-    with `window` waiting and `running` others under way, and both runs are timed with the true loads. That includes
-    what a single choice does not show: predictions are wrong, and a request passed over now has to be served later.
-    Requests that the strategy is evaluated on must not be among them.
+    with `window` waiting and `running` others under way, and both runs are timed with the true loads. That includes two
+    effects that a single choice does not show: predictions are wrong, and a request passed over is served later. Do not
+    use requests that the strategy is evaluated on.
     """
     if predicted.shape != truth.shape:
         raise ConfigError(f"predicted {predicted.shape} and truth {truth.shape} must be of the same requests")
     batches = (len(stream) - running - window) // size
     if batches < 1:
         raise ConfigError(f"the stream has {len(stream)} requests; it must have {running + window + size} or more")
-    rng = np.random.default_rng(0)  # nothing here is random, but a strategy takes one
+    rng = np.random.default_rng(0)  # unused by this strategy, but `select` takes a generator
     everyone = LatencyAware(max_skips=None, cost=cost, trust=1.0)
     skipped = np.zeros(window, np.int64)
     avoidable, spent = 0.0, [0.0, 0.0]
@@ -112,7 +114,7 @@ def measure_trust(
 
 
 def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Share of a batch's time that depends on which requests are in it."""
+    """Return the share of a batch's time that depends on which requests are in it."""
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
@@ -123,7 +125,7 @@ def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
 
 
 def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Time of a batch: all these requests added to the `running` load."""
+    """Return the time of a batch: all these requests added to the `running` load."""
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
@@ -131,10 +133,10 @@ def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
     return float(spread(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity))
 
 
-# The loops of :mod:`coterie.batching.latency_aware` that even out ``1 + sensitivity x CV`` of the load.
+# Compiled loops that minimise a SpreadCost, ``1 + sensitivity x CV`` of the load.
 
 BY_DOT = np.int64(DOT)
-"""A NumPy integer: Numba would compile the picking again for a Python one."""
+"""`DOT` as a NumPy integer: Numba would compile `pick_greedily` again for a Python integer."""
 
 
 @njit()
@@ -151,7 +153,7 @@ def by_spread(
         return arrived, 0, 0.0
     order, forced = due(skipped, size, max_skips, budget)
     if forced < len(order):
-        # Not the least CV of this batch: over many batches the dot product passes the same requests over least often.
+        # Dot product, not the least CV of this batch: over many batches it passes the same requests over least often.
         order = pick_greedily(loads, running, skipped, size, budget, BY_DOT)[0]
     gain = 1.0 - spread(rows, load, order, sensitivity) / time
     return (order, budget, gain) if gain > 0.0 else (arrived, 0, 0.0)
@@ -159,7 +161,7 @@ def by_spread(
 
 @njit()
 def spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) -> float:
-    """Share of the time 1 + sensitivity x CV that unevenness costs, divided by the share of the work chosen here."""
+    """Return the share of `time` that unevenness costs, divided by the share of the load that `arrived` brings."""
     brought = 0.0
     for request in arrived:
         brought += total_of(rows[request])
@@ -171,7 +173,7 @@ def spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) ->
 
 @njit(fastmath=True)
 def spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> float:
-    """1 + sensitivity x CV of the load with these requests."""
+    """Return 1 + sensitivity x CV of the load with the requests in `order`."""
     batch = load.copy()
     for request in order:
         row = rows[request]

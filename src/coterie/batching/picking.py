@@ -1,10 +1,10 @@
-"""Shared by all strategies: their common setting, and the forced picks.
+"""Helpers of all strategies: their common setting, and the forced picks.
 
-:func:`must_take` lists the forced picks, :func:`first_picks` in compiled code: the oldest request, and those that were
-passed over too often (:func:`is_due`). A strategy chooses the rest.
+:func:`must_take` lists the forced picks, and :func:`first_picks` does so in compiled code: the oldest request, and
+requests passed over too often (:func:`is_due`). A strategy chooses the rest.
 
-The compiled functions here are for compiled code alone. One that returns an array must not be called from Python too:
-where both it and its caller come from numba's cache, numba 0.68 takes the constants of one for those of the other and
+Call the compiled functions of this module from compiled code only. A function that returns an array must not be called
+from Python too: if both it and its compiled caller come from numba's cache, numba 0.68 confuses their constants and
 raises "'descr' is NULL".
 """
 
@@ -22,7 +22,7 @@ from coterie.errors import ConfigError
 Indices = NDArray[np.int64]
 
 NEVER = 1 << 62
-"""More than any skip count: what the loops take for `max_skips=None`."""
+"""Larger than any skip count: the compiled loops get it for `max_skips=None`."""
 
 
 def check_at_least_one(name: str, value: object) -> None:
@@ -35,7 +35,7 @@ class Skipping:
     """Base of the built-in strategies: their common setting."""
 
     max_skips: int | None = DEFAULT_MAX_SKIPS
-    """Times a request may be passed over before it is taken first; None never forces it."""
+    """Times a request may be passed over before it is taken first; None for no limit."""
 
     def __post_init__(self) -> None:
         if self.max_skips is not None:
@@ -43,7 +43,7 @@ class Skipping:
 
 
 def check_snapshot(window: Window, running: Loads, size: int) -> None:
-    """Check the shapes: compiled loops trust them and would read past an array's end."""
+    """Raise ConfigError for wrong shapes: compiled loops do not check them and would read past an array's end."""
     if window.loads.ndim != 3 or running.shape != window.loads.shape[1:]:
         raise ConfigError(f"running has shape {running.shape}; loads {window.loads.shape} must be [request, *running]")
     if not window.loads.flags.c_contiguous:
@@ -56,12 +56,12 @@ def check_snapshot(window: Window, running: Loads, size: int) -> None:
 
 @helper()
 def is_due(request: int, skips: int, limit: int) -> bool:
-    """Whether a window's request must be taken: it is the oldest, or was passed over `limit` times or more."""
+    """Return whether a window's request must be taken: it is the oldest, or was passed over `limit` times or more."""
     return request == 0 or skips >= limit
 
 
 def must_take(window: Window, size: int, max_skips: int | None) -> list[int]:
-    """The oldest request, then those passed over `max_skips` times or more, oldest first, as far as there is room."""
+    """Return the oldest request, then those passed over `max_skips` times or more, oldest first; at most `size`."""
     limit = NEVER if max_skips is None else max_skips
     skipped = window.skipped.tolist()
     if skipped and max(skipped) < limit:  # none is overdue: only the oldest is checked
@@ -70,7 +70,7 @@ def must_take(window: Window, size: int, max_skips: int | None) -> list[int]:
 
 
 def selection(picks: tuple[Indices, int], window: Window, by: str) -> Selection:
-    """A selection from `picks` (order, number of forced picks), with the reason in words."""
+    """Return the selection of `picks` (order, number of forced picks), with the reason as text."""
     order, forced = picks
     reason = f"{by} of {len(window.loads)} waiting"
     return Selection(order, reason if forced < 2 else f"{reason}, after {forced - 1} overdue")
@@ -78,7 +78,7 @@ def selection(picks: tuple[Indices, int], window: Window, by: str) -> Selection:
 
 @helper()
 def first_picks(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
-    """The order with its forced picks in place, and their number: the oldest, then the overdue, oldest first."""
+    """Return an order with its forced picks filled in, the oldest then the overdue, oldest first, and their number."""
     order = np.empty(min(size, len(skipped)), np.int64)
     forced = 0
     for request in range(len(skipped)):
@@ -92,14 +92,14 @@ def first_picks(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, i
 
 @helper()
 def fill_up(order: Indices, forced: int, rest: Indices) -> None:
-    """Fill the places after the forced picks from `rest`. Without slices: those take a second to compile."""
+    """Fill the places after the forced picks from `rest`; in a loop, as slices take a second to compile."""
     for place in range(forced, len(order)):
         order[place] = rest[place - forced]
 
 
 @helper()
 def not_in(picks: Indices, waiting: int) -> Indices:
-    """The other requests of a window, oldest first."""
+    """Return the requests of a window that are not in `picks`, oldest first."""
     taken = np.zeros(waiting, np.bool_)
     for request in picks:
         taken[request] = True
@@ -114,7 +114,7 @@ def not_in(picks: Indices, waiting: int) -> Indices:
 
 @helper()
 def drop(items: Indices, count: int, at: int) -> None:
-    """Take out one of the first `count` items and close the gap, so that their order stays."""
+    """Remove the item at `at` from the first `count` items, keeping the order of the others."""
     for i in range(at, count - 1):
         items[i] = items[i + 1]
 
@@ -122,14 +122,14 @@ def drop(items: Indices, count: int, at: int) -> None:
 @helper(fastmath=True)
 def total_of(row: Loads) -> float:
     total = 0.0
-    for column in range(len(row)):  # by index: iterating over the row is not turned into vector code
+    for column in range(len(row)):  # by index: iterating over the row itself is not vectorised
         total += row[column]
     return total
 
 
 @helper(fastmath=True)
 def totals_of(rows: Loads) -> Loads:
-    """[request] tokens of rows [request, column]."""
+    """Return [request] the total tokens of rows [request, column]."""
     totals = np.empty(len(rows))
     for request in range(len(rows)):
         totals[request] = total_of(rows[request])
@@ -138,7 +138,7 @@ def totals_of(rows: Loads) -> Loads:
 
 @helper()
 def in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
-    """The oldest requests, overdue ones first."""
+    """Return the oldest requests, overdue ones first."""
     order, forced = first_picks(skipped, size, max_skips)
     fill_up(order, forced, not_in(order[:forced], len(skipped)))
     return order
@@ -146,7 +146,7 @@ def in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
 
 @helper()
 def due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indices, int]:
-    """The order with its forced picks, and their number: overdue requests, then those whose budget is used up."""
+    """Return an order filled with forced picks, overdue ones, then those skipped `budget` times, and their number."""
     order, forced = first_picks(skipped, size, max_skips)
     for request in range(1, len(skipped)):
         if forced == len(order):
@@ -159,5 +159,5 @@ def due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indic
 
 @helper()
 def allowed_skips(avoidable: float, expected_gain: float, max_skips: int) -> int:
-    """Times a request may be passed over: `avoidable` share of a batch's time x `expected_gain` per unit of it."""
+    """Return how often a request may be passed over: `avoidable` share of a batch's time x `expected_gain`."""
     return int(min(float(max_skips), avoidable * expected_gain)) if avoidable > 0.0 else 0

@@ -1,8 +1,8 @@
-"""The power of d choices: each pick looks at d of the waiting requests only, drawn at random.
+"""The power of d choices: each pick compares only d of the waiting requests, drawn at random.
 
-O(batch x d x columns) whatever the window, for queues of thousands. With d at least the window it is the greedy
-strategy of the same measure. Right and wrong where those are; with a small d the picks are worse, and unlike those it
-differs from run to run unless the generator is seeded.
+The time is O(batch x d x columns) whatever the window, for queues of thousands. With d at least the window it is the
+greedy strategy of the same measure, and it is right and wrong in the same cases. With a small d the picks are worse,
+and they differ from run to run unless the generator is seeded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from coterie.batching.picking import (
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Skipping):
-    """Picks the least by a measure of a few drawn at random, again and again."""
+    """Base of both strategies: repeatedly draw `d` requests at random and pick the one with the least measure."""
 
     d: int = 8
-    """Requests each pick looks at."""
+    """Number of requests that each pick compares."""
 
     flat: ClassVar[bool]
     by: ClassVar[str]
@@ -52,7 +52,7 @@ class Sampled(Skipping):
 @strategies.register("power_of_d")
 @dataclass(frozen=True, slots=True)
 class PowerOfD(Sampled):
-    """The least variance of d drawn at random."""
+    """The request of least variance of the load, among d drawn at random."""
 
     flat: ClassVar[bool] = True
     by: ClassVar[str] = "least variance of a few"
@@ -61,7 +61,7 @@ class PowerOfD(Sampled):
 @strategies.register("power_of_d_dot")
 @dataclass(frozen=True, slots=True)
 class PowerOfDDot(Sampled):
-    """The least dot product with the load of d drawn at random."""
+    """The request of least dot product with the load, among d drawn at random."""
 
     flat: ClassVar[bool] = False
     by: ClassVar[str] = "least dot product of a few"
@@ -71,7 +71,7 @@ class PowerOfDDot(Sampled):
 def _sampled(
     loads: Loads, running: Loads, skipped: Indices, draws: Loads, max_skips: int, flat: bool
 ) -> tuple[Indices, int]:
-    """draws [pick, choice] uniform in [0, 1); `flat` takes the variance, else the dot product."""
+    """Pick requests; `draws` [pick, choice] are uniform in [0, 1); `flat` compares by variance, else by dot product."""
     waiting, columns = loads.shape[0], loads.shape[1] * loads.shape[2]
     rows, load = loads.reshape(waiting, columns), running.ravel().copy()
     batch_total = total_of(load)

@@ -22,15 +22,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     strategy: str = "greedy_variance"
     """Name of a registered strategy."""
     max_batch_size: int = 8
-    """Most requests in one batch."""
+    """Largest number of requests in one batch."""
     window_size: int = 32
-    """Oldest waiting requests a strategy may choose from."""
+    """Number of oldest waiting requests a strategy may choose from."""
     min_batch_trigger: int = 16
-    """Requests that must wait before a batch starts; fewer start once the oldest has waited an interval."""
+    """Number of waiting requests at which a batch starts; fewer start once the oldest has waited an interval."""
     scheduling_interval_ms: float = 100.0
-    """Longest the oldest request waits for the trigger while the server is free."""
+    """Longest time, in milliseconds, that the oldest request waits for the trigger while the server is free."""
     max_skips: int | None = DEFAULT_MAX_SKIPS
-    """Times a request may be passed over before it must be taken; null never forces one."""
+    """Times a request may be passed over before it must be taken; null for no limit."""
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -45,7 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_not_negative(scheduling_interval_ms=self.scheduling_interval_ms)
 
     def make(self, context: Mapping[str, Any] | None = None) -> Strategy:
-        """The strategy with this `max_skips`; `context` holds what the server offers, such as `cost`."""
+        """Make the strategy with this `max_skips`; `context` holds values that the server offers, such as `cost`."""
         return strategies.make(self.strategy, context, max_skips=self.max_skips)
 
 
@@ -53,9 +53,9 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A configuration file in the layout CAPS uses: a model, its experts, and the scheduler."""
 
     model_name: str | None = None
-    """Checkpoint whose router gives the load vectors, where one is run: a folder, or the name it is known by."""
+    """Checkpoint whose router gives the load vectors, if a model is run: a folder, or the model's name."""
     quantization: str | None = None
-    """Precision to load it in, such as bf16 or nf4; null takes the checkpoint's."""
+    """Precision to load the checkpoint in, such as bf16 or nf4; null takes the checkpoint's own."""
     num_experts: int = 60
     top_k_experts: int = 4
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -66,7 +66,7 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def read(cls, path: Path) -> CapsConfig:
-        """From a JSON file; what is wrong is named with the file and the field."""
+        """Read a JSON file; errors name the file and the field."""
         check_input_file(path)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
@@ -90,11 +90,11 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Scheduler:
     """The simulator's waiting list: a request is a row of the expected loads.
 
-    It has no clock: the caller reports arrivals with their times and asks when a batch is due.
+    The scheduler has no clock: the caller reports arrivals with their times and asks when a batch is due.
     """
 
     def __init__(self, config: SchedulerConfig, strategy: Strategy, loads: Loads, rng: Generator) -> None:
-        """`loads` is [request, layer, expert]. A strategy that breaks its contract is an error."""
+        """`loads` is [request, layer, expert]. A strategy that breaks its contract raises an error."""
         self.config = config
         self._view = RowView(loads)
         self.chooser = Chooser(
@@ -108,12 +108,12 @@ class Scheduler:
         return len(self._waiting)
 
     def push(self, request: int, now_s: float) -> None:
-        """A request arrives."""
+        """Add a request that arrives at `now_s` seconds."""
         self._waiting.push(request)
         self._arrival_s[request] = now_s
 
     def due_s(self) -> float:
-        """Time at which a batch is due on a free server if no other request arrives; inf where none waits."""
+        """Return the time in seconds when a batch is due if no other request arrives; inf if no request waits."""
         waiting = len(self._waiting)
         if not waiting:
             return math.inf

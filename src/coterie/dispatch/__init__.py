@@ -1,1 +1,1 @@
-"""Tokens to ranks: which rank takes a request, a token or an activation. Pure schedules on plain arrays."""
+"""Dispatch: assign requests, tokens and activations to ranks. Pure functions of plain arrays."""

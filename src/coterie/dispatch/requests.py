@@ -1,16 +1,16 @@
-"""Attention-DP: give requests to ranks by score, in rounds that keep the ranks' loads even.
+"""Attention-DP: assign requests to ranks by score, in rounds that keep the ranks' loads even.
 
 Where attention is data parallel, a request has one rank for all layers. It should be the rank that holds most of its
-experts, but a rank that many requests prefer would be swamped. So requests are dealt in rounds: a round has as many
-turns as there are ranks, each rank gets its share of them, and a request takes the best rank that has a turn left. When
-no rank has one, the next round begins.
+experts, but a rank that many requests prefer would be overloaded. So requests are assigned in rounds: a round has as
+many turns as there are ranks, each rank gets its share of the turns, and a request takes the best rank that has a turn
+left. When no rank has a turn left, the next round begins.
 
 With equal loads each rank has one turn a round, as in Sem-MoE's algorithm. With unequal loads the turns go to the least
 loaded ranks, one by one, as if every turn brought a mean request: a rank that is three requests ahead gets no turn
 until the others have caught up.
 
-Wrong where requests differ so much in work that the last turn of a round decides the balance: turns count requests, and
-only the next round sees what they weigh.
+It is wrong where requests differ so much in work that the last turn of a round decides the balance: turns count
+requests, and their work only affects the next round.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Ints = NDArray[np.int64]
 
 
 class RequestSchedule(NamedTuple):
-    """Which rank takes each request, and why."""
+    """Rank of each request, and the reasons."""
 
     ranks: Ints
-    """[request] rank."""
+    """[request] rank chosen."""
     rounds: Ints
-    """[request] round it was dealt in, from 0."""
+    """[request] round in which the request was assigned, from 0."""
     scores: Floats
-    """[request, rank] scores it was decided by."""
+    """[request, rank] scores that the ranks were chosen by; higher is better."""
     open_ranks: NDArray[np.bool_]
-    """[request, rank] whether the rank had a turn left: the mask of the request's round."""
+    """[request, rank] whether the rank had a turn left when the request was assigned."""
     load: Floats
-    """[rank] load with these requests."""
+    """[rank] load including these requests."""
     turns: Ints
-    """[rank] turns left in the last round: pass them to the next call."""
+    """[rank] turns left in the last round, to be passed to the next call."""
 
     def reason(self, request: int) -> str:
-        """Why a request went to its rank, in words."""
+        """Return the reason for a request's rank, as text."""
         rank, scores = int(self.ranks[request]), self.scores[request]
         best = int(np.argmax(scores))
         where = f"rank {rank} (score {scores[rank]:.3g}) in round {self.rounds[request]}"
@@ -56,10 +56,10 @@ class RequestSchedule(NamedTuple):
 def schedule_requests(
     scores: ArrayLike, load: ArrayLike | None = None, work: ArrayLike | None = None, turns: ArrayLike | None = None
 ) -> RequestSchedule:
-    """Deal requests, in the order given, to ranks by `scores` [request, rank]; of equals to the less loaded rank.
+    """Assign requests, in the order given, to ranks by `scores` [request, rank]; ties go to the less loaded rank.
 
-    `load` [rank] is what the ranks have to do already, `work` [request] what each request adds, in the same unit; by
-    default ranks are idle and requests count 1 each. `turns` [rank] are those that an earlier call left.
+    `load` [rank] is the ranks' present load, `work` [request] what each request adds, in the same unit; by default the
+    load is 0 and each request adds 1. `turns` [rank] are the turns left by an earlier call.
     """
     values = np.array(scores, np.float64)
     if values.ndim != 2 or not values.shape[1]:
@@ -87,7 +87,7 @@ def schedule_requests(
 
 
 def _turns_of_round(load: Floats, work: float) -> Ints:
-    """[rank] turns: as many as ranks, each to the rank that is least loaded with its turns so far."""
+    """Return [rank] the turns of a round: as many as ranks, each to the rank least loaded with its turns so far."""
     turns, filled = np.zeros(len(load), np.int64), load.copy()
     for _ in range(len(load)):
         rank = int(np.argmin(filled))

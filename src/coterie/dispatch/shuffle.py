@@ -1,18 +1,18 @@
 """Attention-TP: the order in which a reduce-scatter leaves each rank the tokens whose experts it holds.
 
 After tensor-parallel attention every rank holds a partial sum of every token. The reduce-scatter that adds them up
-leaves each rank an equal block of tokens, in whatever order the rows come. So the rows are put in an order in which
-rank r's block holds the tokens predicted for rank r:
+leaves each rank an equal block of tokens, in the order of the rows. So the rows are put in an order in which rank r's
+block holds the tokens predicted for rank r:
 
     argsort   tokens by predicted rank, stable
     group     one group per rank
     align     every block holds ceil(tokens ÷ ranks): surplus tokens move to ranks with room, padding fills the rest
 
-Which tokens move is decided by confidence, the share of a token's activations expected to be local on its rank: those
-that lose least. Of the ranks with room the lowest is filled first; all are as good, since a token's second choice is
-not known. A token's confidence is all that counts, so moving the least sure of each full rank is the optimum.
+Tokens with the least confidence move, where confidence is the share of a token's activations expected to be local on
+its rank. Ranks with room are filled from the lowest; all are equally good, since a token's second choice is not known.
+Only a token's confidence counts, so moving the least confident tokens of each full rank is optimal.
 
-:func:`shuffle_schedule` is compiled: it runs per layer and step. :func:`shuffle_schedule_numpy` says the same in NumPy.
+:func:`shuffle_schedule` is compiled: it runs per layer and step. :func:`shuffle_schedule_numpy` is its reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 PADDING = -1
-"""Entry of `order` that stands for no token."""
+"""Entry of `order` at a place without a token."""
 
 
 class ShuffleSchedule(NamedTuple):
@@ -38,9 +38,9 @@ class ShuffleSchedule(NamedTuple):
     order: Ints
     """[rank x per_rank] token at each place, or PADDING."""
     per_rank: int
-    """Places of a block."""
+    """Number of places in a rank's block."""
     inverse: Ints
-    """[token] its place: ``shuffled[inverse]`` restores the order."""
+    """[token] place of the token: ``shuffled[inverse]`` restores the original order."""
 
     @property
     def num_ranks(self) -> int:
@@ -48,19 +48,19 @@ class ShuffleSchedule(NamedTuple):
 
     @property
     def homes(self) -> Ints:
-        """[token] rank whose block holds it."""
+        """[token] rank whose block holds the token."""
         return np.asarray(self.inverse // max(self.per_rank, 1))
 
     def tokens_of(self, rank: int) -> Ints:
-        """Tokens of a rank's block, in their places' order, without padding."""
+        """Return the tokens of a rank's block, in the order of their places, without padding."""
         block = self.order[rank * self.per_rank : (rank + 1) * self.per_rank]
         return np.asarray(block[block != PADDING])
 
 
 def shuffle_schedule(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None = None) -> ShuffleSchedule:
-    """Schedule of tokens predicted for `ranks` [token]; without `confidence` [token] all are equally sure.
+    """Return the schedule for tokens of predicted `ranks` [token]; without `confidence` [token] it is equal for all.
 
-    Of equally sure tokens the earlier ones move.
+    Of tokens with equal confidence the earlier ones move.
     """
     wanted, sure = _checked(ranks, num_ranks, confidence)
     per_rank = -(-len(wanted) // num_ranks)
@@ -69,7 +69,7 @@ def shuffle_schedule(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | N
 
 
 def in_turn_schedule(num_tokens: int, num_ranks: int) -> ShuffleSchedule:
-    """Blocks in the tokens' own order: the plain reduce-scatter."""
+    """Return the schedule that keeps the tokens' own order: a plain reduce-scatter."""
     check_at_least(1, num_ranks=num_ranks)
     per_rank = -(-num_tokens // num_ranks)
     order = np.arange(num_ranks * per_rank)
@@ -78,7 +78,7 @@ def in_turn_schedule(num_tokens: int, num_ranks: int) -> ShuffleSchedule:
 
 
 def shuffle_schedule_numpy(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None = None) -> ShuffleSchedule:
-    """Reference of :func:`shuffle_schedule`."""
+    """Reference implementation of :func:`shuffle_schedule` in NumPy."""
     wanted, sure = _checked(ranks, num_ranks, confidence)
     per_rank = -(-len(wanted) // num_ranks)
     homes = wanted.copy()
@@ -122,7 +122,7 @@ def _checked(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None) -> 
 
 @njit()
 def _align(wanted: Ints, sure: Floats, num_ranks: int, per_rank: int) -> tuple[Ints, Ints]:
-    """Order and inverse. A few passes over the tokens: those that leave a full rank are selected, not sorted."""
+    """Return order and inverse, in a few passes: tokens that leave a full rank are selected, not sorted."""
     homes = wanted.copy()
     counts = np.zeros(num_ranks, np.int64)
     for rank in wanted:
@@ -133,7 +133,7 @@ def _align(wanted: Ints, sure: Floats, num_ranks: int, per_rank: int) -> tuple[I
     for token, rank in enumerate(wanted):
         grouped[filled[rank]] = sure[token]
         filled[rank] += 1
-    # Tokens below a rank's bar leave it, and the first `ties` of those at the bar.
+    # Tokens whose confidence is below their rank's bar leave, and the first `ties` tokens at the bar.
     bars = np.full(num_ranks, -np.inf)
     ties = np.zeros(num_ranks, np.int64)
     for rank in range(num_ranks):

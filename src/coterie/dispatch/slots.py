@@ -1,9 +1,10 @@
-"""Activations to slots: which replica of an expert computes a token's row.
+"""Activations to slots: choose the replica of an expert that computes an activation.
 
-A token's own rank first: what is there need not be sent. Else the replicas take turns: the i-th activation of an expert
-that a rank has to send goes to replica (i + rank) mod replicas, so that ranks do not all begin with the same one.
+A replica on the token's own rank is preferred, since nothing need be sent. Otherwise replicas are used round-robin: the
+i-th activation of an expert that a rank has to send goes to replica (i + rank) mod replicas, so that ranks do not all
+begin with the same replica.
 
-Wrong where replicas differ in load: turns are equal shares. :mod:`coterie.placement.splits` computes unequal ones.
+It is wrong where replicas should get unequal shares, which :mod:`coterie.placement.splits` computes.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ Ints = NDArray[np.int64]
 
 
 class SlotTable(NamedTuple):
-    """Slots of each expert in one layer, as its map says."""
+    """Slots of each expert in one layer of a placement."""
 
     slots: Ints
-    """[expert, replica] slot, rising; the first one again where an expert has fewer replicas."""
+    """[expert, replica] slot, rising; padded with the first slot if the expert has fewer replicas."""
     replicas: Ints
-    """[expert] slots that hold it."""
+    """[expert] number of slots that hold the expert."""
     per_rank: int
 
     @classmethod
     def of(cls, row: Sequence[int] | NDArray[np.integer], num_experts: int, num_ranks: int) -> SlotTable:
-        """From a placement's row: [slot] expert."""
+        """Make the table from one layer of a placement: [slot] expert."""
         experts = np.asarray(row, np.int64)
         if len(experts) % num_ranks:
             raise ConfigError(f"{len(experts)} slots must be a multiple of num_ranks={num_ranks}")
@@ -45,7 +46,7 @@ class SlotTable(NamedTuple):
 
 
 def choose_slots(experts: NDArray[np.integer], rank: int, table: SlotTable) -> Ints:
-    """[token, k] slot for each activation in `experts` [token, k] of tokens that live on `rank`."""
+    """Return [token, k] the slot for each activation in `experts` [token, k] of tokens that are on `rank`."""
     flat = np.asarray(experts, np.int64).ravel()
     if flat.size and not 0 <= flat.min() <= flat.max() < len(table.replicas):
         wrong = flat[(flat < 0) | (flat >= len(table.replicas))][0]
@@ -61,7 +62,7 @@ def choose_slots(experts: NDArray[np.integer], rank: int, table: SlotTable) -> I
 
 
 def _occurrence(values: Ints) -> Ints:
-    """[i] how often the value of i occurs before it."""
+    """Return [i] the number of earlier entries equal to entry i."""
     order = np.argsort(values, kind="stable")
     grouped = values[order]
     first = np.searchsorted(grouped, grouped)

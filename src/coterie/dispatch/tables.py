@@ -1,13 +1,13 @@
-"""Rank tables: what data scheduling looks up, in one file, together with the placement that it belongs to.
+"""Rank tables: predicted ranks of tokens, in one file with the placement they were made for.
 
     tokens      token id → rank in each layer, with confidence; token id → affinity to each rank, over all layers
-    contexts    ranks in the layers before → rank in this layer, with confidence
+    contexts    ranks in the previous layers → rank in this layer, with confidence
 
-A confidence is the expected share of a token's activations that are local on the rank, in both tables: the surer of the
-two decides. Confidences take one byte (steps of 1 / 255) and ranks one (two past 256 ranks), as much together as the
-16-bit rank alone that is published.
+In both tables a confidence is the expected share of a token's activations that are local on the rank; the table with
+the higher confidence decides. A confidence takes one byte (steps of 1 / 255) and a rank one (two above 256 ranks):
+together as much as the 16-bit rank alone of the published tables.
 
-A token never seen has no row; its context decides, and without one the most popular rank of the layer.
+A token never seen has no row: its context decides, and without a known context the most popular rank of the layer.
 """
 
 from __future__ import annotations
@@ -38,54 +38,54 @@ class Contexts(NamedTuple):
     """Contexts of all layers, numbered as in :mod:`coterie.footprints.ranks`."""
 
     order: int
-    """Most previous layers of a context, 1 … 5."""
+    """Largest number of previous layers in a context, 1 … 5."""
     offsets: NDArray[np.integer]
-    """[layer + 1] rows of layer l are offsets[l] … offsets[l + 1]."""
+    """[layer + 1] layer l has rows offsets[l] … offsets[l + 1] - 1."""
     keys: NDArray[np.integer]
-    """[row] rising within a layer, from 0, the context of no layers."""
+    """[row] key of the context, rising within a layer from 0, the empty context."""
     ranks: NDArray[np.integer]
-    """[row]"""
+    """[row] rank predicted for the context."""
     confidence: NDArray[np.floating]
-    """[row] in 0 … 1."""
+    """[row] confidence in the rank, 0 … 1."""
 
 
 class Ranks(NamedTuple):
-    """The rank expected of each token in a layer."""
+    """Predicted rank of each token in a layer."""
 
     ranks: NDArray[np.int64]
-    """[token]"""
+    """[token] predicted rank."""
     confidence: NDArray[np.float32]
-    """[token] expected share of its activations that are local there."""
+    """[token] expected share of the token's activations that are local on that rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTables:
-    """The placement, and the ranks expected under it; :meth:`of` makes one from plain arrays."""
+    """A placement and the ranks predicted under it; :meth:`of` makes the tables from plain arrays."""
 
     placement: Placement
     token_ids: NDArray[np.int32]
-    """[token] rising."""
+    """[token] token id, rising."""
     token_ranks: NDArray[np.unsignedinteger]
-    """[layer, token]"""
+    """[layer, token] predicted rank."""
     token_confidence: NDArray[np.uint8]
-    """[layer, token] in units of 1 / ONE."""
+    """[layer, token] confidence in units of 1 / ONE."""
     affinity: NDArray[np.uint16]
-    """[token, rank] expected share of its activations that are local on the rank, mean over layers, in units of
-    1 / AFFINITY_ONE."""
+    """[token, rank] expected share of the token's activations that are local on the rank, mean over layers, in units
+    of 1 / AFFINITY_ONE."""
     order: int
-    """Most previous layers of a context."""
+    """Largest number of previous layers in a context."""
     offsets: NDArray[np.int64]
-    """[layer + 1] rows of contexts."""
+    """[layer + 1] first context row of each layer, and the end."""
     keys: NDArray[np.int64]
-    """[row] context."""
+    """[row] key of the context."""
     context_ranks: NDArray[np.unsignedinteger]
-    """[row]"""
+    """[row] rank predicted for the context."""
     context_confidence: NDArray[np.uint8]
-    """[row] in units of 1 / ONE."""
+    """[row] confidence in units of 1 / ONE."""
     model: str
     top_k: int
     layer_ids: tuple[int, ...] | None = None
-    """Index of each layer in the model, dense ones counted, where known."""
+    """Index of each layer in the model, dense layers counted; None if unknown."""
 
     def __post_init__(self) -> None:
         layers, ranks, tokens = self.num_layers, self.placement.num_ranks, len(self.token_ids)
@@ -144,9 +144,9 @@ class RankTables:
         affinity: NDArray[np.floating] | None = None,
         layer_ids: tuple[int, ...] | None = None,
     ) -> RankTables:
-        """Tables from ranks and confidences [layer, token] in 0 … 1; ranks of shape [1, token] are of all layers.
+        """Make tables from ranks and confidences (0 … 1) [layer, token]; the shape [1, token] is for all layers alike.
 
-        `affinity` [token, rank] None is the mean over layers of the confidence in the rank of each layer.
+        Without `affinity` [token, rank], each layer adds its confidence to its rank, and the mean over layers is taken.
         """
         num_ranks, layers = placement.num_ranks, placement.num_layers
         shape = (layers, len(token_ids))
@@ -183,11 +183,11 @@ class RankTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables, the placement's among them."""
+        """Bytes of the tables, including the placement."""
         return sum(array.nbytes for array in self._arrays().values())
 
     def rows_of(self, token_ids: NDArray[np.integer]) -> NDArray[np.int64]:
-        """[token] row of each id, the same for all layers; -1 where it was never seen."""
+        """Return [token] the row of each id, the same for all layers; -1 for an id never seen."""
         ids = np.asarray(token_ids)
         if not len(self.token_ids):
             return np.full(len(ids), -1, np.int64)
@@ -198,15 +198,15 @@ class RankTables:
     def ranks_of(
         self, token_ids: NDArray[np.integer], layer: int, previous: NDArray[np.integer] | None = None
     ) -> Ranks:
-        """The rank of each token in a layer, by the surer of the two tables; of equals, by the token's.
+        """Return the rank of each token in a layer, from the table with the higher confidence; if equal, the tokens'.
 
-        `previous` [token, layer] are its ranks in the layers before, the latest last; None, or a negative rank, is
-        unknown.
+        `previous` [token, layer] are the token's ranks in the previous layers, the latest last; None or a negative rank
+        is unknown.
         """
         return self.ranks_at(self.rows_of(token_ids), layer, previous)
 
     def ranks_at(self, rows: NDArray[np.int64], layer: int, previous: NDArray[np.integer] | None = None) -> Ranks:
-        """As :meth:`ranks_of`, for rows of :meth:`rows_of`, which serve all layers of a step."""
+        """Like :meth:`ranks_of`, for rows from :meth:`rows_of`, which are the same for all layers of a step."""
         if not 0 <= layer < self.num_layers:
             raise ConfigError(f"layer={layer} must be in 0 … {self.num_layers - 1}")
         before = np.empty((len(rows), 0), np.int64) if previous is None else previous
@@ -228,19 +228,19 @@ class RankTables:
     def shuffle(
         self, token_ids: NDArray[np.integer], layer: int, previous: NDArray[np.integer] | None = None
     ) -> ShuffleSchedule:
-        """Attention-TP: the shuffle that takes a step's tokens to their ranks in a layer, as many to every rank."""
+        """Return the shuffle of a step's tokens to their ranks in a layer, in equal blocks (attention-TP)."""
         found = self.ranks_of(token_ids, layer, previous)
         return shuffle_schedule(found.ranks, self.placement.num_ranks, found.confidence)
 
     def request_ranks(self, requests: Sequence[NDArray[np.integer]], load: ArrayLike | None = None) -> RequestSchedule:
-        """Attention-DP: ranks of requests, given by their token ids, in rounds; `load` [rank] is there already."""
+        """Assign requests, given by their token ids, to ranks (attention-DP); `load` [rank] is the present load."""
         scores = [self.request_scores(token_ids) for token_ids in requests]
         return schedule_requests(np.array(scores).reshape(len(scores), self.placement.num_ranks), load)
 
     def request_scores(self, token_ids: NDArray[np.integer]) -> NDArray[np.float64]:
-        """[rank] mean affinity of a request's tokens, in 0 … 1.
+        """Return [rank] the mean affinity of a request's tokens, in 0 … 1.
 
-        Tokens never seen are left out; where all are, every rank scores 1 / ranks.
+        Tokens never seen are left out; if no token is left, every rank scores 1 / ranks.
         """
         rows = self.rows_of(token_ids)
         known = rows[rows >= 0]
@@ -249,7 +249,7 @@ class RankTables:
         return np.asarray(self.affinity[known].sum(axis=0, dtype=np.int64) / (len(known) * AFFINITY_ONE))
 
     def check_fits(self, spec: ModelSpec) -> None:
-        """Refuse tables of another model than `spec`."""
+        """Raise ConfigError if the tables are of another model than `spec`."""
         for name, found, right in (
             ("MoE layers", self.num_layers, spec.num_moe_layers),
             ("experts", self.placement.num_experts, spec.num_experts),
@@ -281,7 +281,7 @@ class RankTables:
 
     @classmethod
     def load(cls, path: str | Path) -> RankTables:
-        """Map saved tables: processes of one machine share their memory. Every number is checked."""
+        """Map saved tables into memory that processes of one machine share. Every value is checked."""
         file = Path(path)
         arrays = ArrayFile(file)
         about = arrays.about(FORMAT, VERSION)
@@ -292,7 +292,7 @@ class RankTables:
             raise TraceError(file, "slot_experts", problem)
         try:
             experts, layers = int(about["num_experts"]), about["layer_ids"]
-            if not 1 <= experts <= slots.shape[1]:  # each needs a slot, and a placement counts them all
+            if not 1 <= experts <= slots.shape[1]:  # every expert needs a slot; Placement allocates by this number
                 raise ConfigError(f"num_experts={experts} must be in 1 … num_slots={slots.shape[1]}")
             return cls(
                 placement=Placement(slots, int(about["num_ranks"]), experts),
@@ -325,18 +325,18 @@ _STORED = (
 
 
 class TableBytes(NamedTuple):
-    """Bytes of the tables of a whole vocabulary."""
+    """Sizes in bytes of the tables of a whole vocabulary."""
 
     published: int
-    """One 16-bit rank for each token and MoE layer."""
+    """Published tables: one 16-bit rank for each token and MoE layer."""
     tokens: int
-    """Ours: ids, ranks, confidences and affinities."""
+    """Coterie's token table: ids, ranks, confidences and affinities."""
     contexts: int
-    """Ours: every context of every layer."""
+    """Coterie's context table: every context of every layer."""
 
 
 def table_bytes(spec: ModelSpec, num_ranks: int, order: int = 2) -> TableBytes:
-    """Largest size of a model's tables: every token and every context seen."""
+    """Return the largest size of a model's tables, with every token and every context seen."""
     check_at_least(1, num_ranks=num_ranks)
     rank = narrowest_uint(num_ranks - 1).itemsize
     starts = key_starts(num_ranks, order)
@@ -361,7 +361,7 @@ def _ranks(name: str, ranks: NDArray[np.integer], num_ranks: int) -> NDArray[np.
 
 
 def _fixed(name: str, values: NDArray[np.floating], one: int, dtype: type[np.unsignedinteger[Any]]) -> NDArray[Any]:
-    """Shares as fixed point, rounded to the nearest."""
+    """Return shares in 0 … 1 as fixed-point integers, rounded to the nearest."""
     if not np.isfinite(values).all() or float(values.min(initial=0)) < 0 or float(values.max(initial=0)) > 1 + 1e-6:
         raise ConfigError(f"{name} must be in 0 … 1")
     return np.asarray(np.rint(np.minimum(values, 1.0) * one), dtype)

@@ -19,14 +19,14 @@ Ids = NDArray[np.integer]
 
 
 def footprint(expert_ids: Ids, num_experts: int) -> NDArray[np.uint32]:
-    """[layer, expert] activations of all the tokens together."""
+    """Return [layer, expert] activation counts, summed over the tokens."""
     out = np.zeros((_layers(expert_ids), num_experts), np.uint32)
     accumulate_load(expert_ids, out)
     return out
 
 
 def footprints(expert_ids: Ids, offsets: NDArray[np.int64], num_experts: int) -> NDArray[np.uint32]:
-    """[request, layer, expert] activations; the tokens of request r are offsets[r] … offsets[r + 1]."""
+    """Return [request, layer, expert] activation counts; request r has tokens offsets[r] … offsets[r + 1] - 1."""
     if len(offsets) < 1 or offsets[0] < 0 or offsets[-1] > len(expert_ids) or (np.diff(offsets) < 0).any():
         raise ConfigError(f"offsets must rise from 0 or more to at most the {len(expert_ids)} tokens")
     out = np.zeros((len(offsets) - 1, _layers(expert_ids), num_experts), np.uint32)
@@ -45,7 +45,7 @@ def accumulate_load(expert_ids: Ids, out: NDArray[Any]) -> None:
 
 
 def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
-    """[layer] experts that at least one of the tokens activates: those a decode step must stream."""
+    """Return [layer] the number of experts that at least one token activates: those a decode step must stream."""
     return np.asarray((footprint(expert_ids, num_experts) > 0).sum(axis=1), np.int64)
 
 
@@ -63,7 +63,7 @@ def _bad_id(expert_ids: Ids, token: int, num_experts: int) -> ConfigError:
 
 @njit()
 def _accumulate(expert_ids: NDArray[Any], out: NDArray[Any]) -> int:
-    """The first token with an id outside 0 … experts - 1, or -1. Tokens before it are counted."""
+    """Count into `out` up to the first token with an id outside 0 … experts - 1; return that token, or -1."""
     tokens, layers, k = expert_ids.shape
     experts = out.shape[1]
     for token in range(tokens):

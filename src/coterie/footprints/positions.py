@@ -4,22 +4,23 @@ An engine writes each token's KV to a position (block x block size + offset in t
 the request's blocks. The store keeps the token's expert ids under the same number, so it follows the KV cache without
 bookkeeping of its own:
 
-- a prefix hit finds the ids that the first request left there, whichever request asks;
+- a prefix hit finds the ids that the first request wrote, whichever request reads them;
 - a recomputed, preempted or rejected token writes the same position again: nothing is counted twice;
-- a freed block needs no clearing: its next owner overwrites it before it reads it.
+- a freed block needs no clearing: its next owner overwrites it before reading it.
 
 Rows that no forward pass of this worker wrote (KV received from another worker, or computed while capture was off)
-must not be read as known. So each position carries the *epoch* of its writing, and only the current epoch counts.
+must not be read as known. So each position stores the *epoch* in which it was written, and only rows of the current
+epoch are known.
 
     file     64 header words · layer ids [layer] · load [layer, expert], all uint64 ·
              last steps [step, column] float64 · epoch [position] uint16 · ids [position, layer, k]
 
 The file is in memory (``/dev/shm``). One process writes, in the order of the steps; others map it and read a request's
-positions after the step that wrote them. Ids are exact at any block size; counts per block clip.
+positions after the step that wrote them. Ids are exact at any block size; counts per block would clip.
 
-Its creator holds a lock (``flock``) on the file as long as it lives: a store whose lock is free is that of a dead
-engine, and the next engine of its name takes the name over. The creator's process id would not do: a killed process
-that nobody waited for still has one, and ids are used again.
+The creator holds a lock (``flock``) on the file as long as it lives: a store whose lock is free is that of a dead
+engine, and the next engine of that name takes the name over. The creator's process id would not show this: a killed
+process keeps its id until its parent waits for it, and ids are used again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError, InputError
 from coterie.types import narrowest_uint
 
-MAGIC = 0x53_4C_4F_54_43_4F_54_33  # "SLOTCOT3": stores before held no lock, so none may be taken for dead
+MAGIC = 0x53_4C_4F_54_43_4F_54_33  # "SLOTCOT3"; stores of earlier versions held no lock, so must not count as dead
 HEADER_WORDS = 64
 MAX_EPOCH = (1 << 16) - 1
 SUFFIX = ".slots"
@@ -92,7 +93,7 @@ class PositionRows(NamedTuple):
     expert_ids: NDArray[np.unsignedinteger]
     """[token, layer, k]; a copy."""
     known: NDArray[np.bool_]
-    """[token] False where no step of this worker wrote the position: that row of ids means nothing."""
+    """[token] whether a step of this worker wrote the position; if not, the row of ids is meaningless."""
 
 
 class PositionStore:
@@ -103,13 +104,13 @@ class PositionStore:
         self.path = path
         self._buffer = buffer
         self._release: Callable[[], object] = lambda: None
-        """Gives up the creator's lock."""
+        """Function that releases the creator's lock."""
         self._header = np.frombuffer(buffer, np.uint64, HEADER_WORDS)
         self._layer_ids = np.frombuffer(buffer, np.uint64, shape.num_layers, shape.layers_at)
         self.load = np.frombuffer(buffer, np.uint64, shape.num_layers * shape.num_experts, shape.load_at).reshape(
             shape.num_layers, shape.num_experts
         )
-        """[layer, expert] tokens since the start; only grows."""
+        """[layer, expert] number of tokens that activated the expert since the start."""
         ring = np.frombuffer(buffer, np.float64, KEPT * len(COLUMNS), shape.log_at).reshape(KEPT, len(COLUMNS))
         self.log = StepLog(ring, self._header[_STEPS : _STEPS + 1])
         self._epochs = np.frombuffer(buffer, np.uint16, shape.num_positions, shape.epochs_at)
@@ -125,7 +126,7 @@ class PositionStore:
 
         `layer_ids` are the recorded layers' indices in the model, dense layers counted; 0 … layers - 1 by default.
         `owner` identifies the engine: `attach` can require it, since a file of that name may be another engine's. The
-        file of a dead process is replaced, that of a living one is refused.
+        file of a dead process is replaced; the file of a living one raises ConfigError.
         """
         layers = range(shape.num_layers) if layer_ids is None else layer_ids
         if len(layers) != shape.num_layers:
@@ -170,14 +171,14 @@ class PositionStore:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Index of each kept layer in the model, dense layers counted."""
+        """Index of each recorded layer in the model, dense layers counted."""
         return tuple(int(layer) for layer in self._layer_ids)
 
     @property
     def enabled(self) -> bool:
         """Whether steps are captured. Any process may set it; a change starts a new epoch: all positions are unknown.
 
-        Turning it off must do that too: else rows of positions reused from then on would still count as known.
+        Turning capture off must do so too: otherwise positions reused while it is off would still count as known.
         """
         return bool(self._header[_ENABLED])
 
@@ -189,7 +190,7 @@ class PositionStore:
 
     @property
     def epoch(self) -> int:
-        """Current epoch; increased when all rows are invalidated."""
+        """Current epoch, increased whenever all rows are invalidated."""
         return int(self._header[_EPOCH])
 
     def forget_all(self) -> None:
@@ -209,7 +210,7 @@ class PositionStore:
 
     @property
     def step(self) -> int:
-        """Number of the last step written, in the writer's count."""
+        """Number of the last step written or skipped, as counted by the writer."""
         return int(self._header[_STEP])
 
     @property
@@ -221,10 +222,10 @@ class PositionStore:
     def write(
         self, positions: NDArray[np.integer], expert_ids: NDArray[np.integer], step: int = 0, epoch: int | None = None
     ) -> int:
-        """Write one step: ids [token, layer, k] to their positions; negative ones are padding. Returns tokens kept.
+        """Write one step: ids [token, layer, k] to `positions` [token]. Return the number of tokens kept.
 
-        A row with an id outside 0 … experts - 1 makes its position unknown. `epoch` is the step's, if it may be older
-        than the current one: rows of a past epoch are unknown.
+        Negative positions are padding. A row with an id outside 0 … experts - 1 makes its position unknown. Give the
+        step's `epoch` if it may be older than the current one: rows of a past epoch are unknown.
         """
         shape = self.shape
         if expert_ids.shape != (len(positions), shape.num_layers, shape.top_k):
@@ -254,17 +255,17 @@ class PositionStore:
         self._epochs[positions[(positions >= 0) & (positions < self.shape.num_positions)]] = 0
 
     def copy(self, source: NDArray[np.integer], target: NDArray[np.integer]) -> None:
-        """Follow a copy of KV from positions to positions (copy on write of a block)."""
+        """Copy rows from `source` to `target` positions, after their KV was copied (copy on write of a block)."""
         self._ids[target] = self._ids[source]
         self._epochs[target] = self._epochs[source]
 
     def read(self, positions: NDArray[np.integer]) -> PositionRows:
-        """The rows of a request's positions, in the order of its tokens."""
+        """Return the rows of a request's positions, in the order of its tokens."""
         _check_positions(positions, self.shape.num_positions)
         return PositionRows(self._ids[positions], self._epochs[positions] == self._header[_EPOCH])
 
     def footprint(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.uint32], int]:
-        """[layer, expert] activations of the known tokens among `positions`, and how many tokens those are."""
+        """Return [layer, expert] activation counts of the known tokens at `positions`, and their number."""
         _check_positions(positions, self.shape.num_positions)
         counts = np.zeros((self.shape.num_layers, self.shape.num_experts), np.uint32)
         known = _count(positions, self._ids, self._epochs, np.uint16(self._header[_EPOCH]), counts)
@@ -277,8 +278,8 @@ class PositionStore:
         self._release()
 
 
-# Files that belong to a living process: locked by it, and taken over once it is dead. The kernel gives up a lock with
-# its process, however that ends. A file's first word is MAGIC once it is whole: nothing else is ever removed.
+# A living process holds a lock on its file; once it is dead, another may take the file over. The kernel releases the
+# lock however the process ends. Only files whose first word is MAGIC (complete) or 0 (not yet complete) are removed.
 
 
 def _locked_new(path: Path) -> int:
@@ -291,28 +292,28 @@ def _locked_new(path: Path) -> int:
                 problem = "is the position store of a running engine, or not one of this version"
                 raise ConfigError(f"{path} {problem}: name another, or remove it") from None
             continue
-        # Another engine that starts just now may have found the file before its lock: then it is gone, or taken.
+        # Another engine starting now may have found the file before it was locked, and locked or removed it.
         if _lock(descriptor) and _same_file(descriptor, path):
             return descriptor
         os.close(descriptor)
 
 
 def _remove_dead(path: Path) -> bool:
-    """Remove a store that nobody has locked; False where its creator lives or it is no store.
+    """Remove a store that no process has locked; return False if its creator lives or the file is not a store.
 
-    One that is gone already counts as removed, and one whose creator died before it was whole as a store.
+    A file that is already gone counts as removed. A file whose creator died before completing it counts as a store.
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return True
     except PermissionError:
-        return False  # of another user
+        return False  # a file of another user
     try:
         first_word = int.from_bytes(os.pread(descriptor, 8, 0), sys.byteorder)
         if first_word not in (0, MAGIC) or not _lock(descriptor):
             return False
-        if _same_file(descriptor, path):  # else its name is another's by now
+        if _same_file(descriptor, path):  # otherwise another file has this name by now
             path.unlink()
         return True
     finally:
@@ -320,7 +321,7 @@ def _remove_dead(path: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
-    import fcntl  # Unix alone has it, and nobody else has stores in files
+    import fcntl  # imported here: only Unix has it, and only Unix has stores in files
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -337,7 +338,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def block_positions(block_ids: Sequence[int], block_size: int, start: int, stop: int) -> NDArray[np.int64]:
-    """Positions of the tokens start … stop - 1 of a request, given its blocks."""
+    """Return [token] the positions of tokens start … stop - 1 of a request, given its blocks."""
     if not 0 <= start <= stop <= len(block_ids) * block_size:
         raise ConfigError(f"tokens {start} … {stop} must lie in {len(block_ids)} blocks of {block_size}")
     tokens = np.arange(start, stop)
@@ -345,13 +346,13 @@ def block_positions(block_ids: Sequence[int], block_size: int, start: int, stop:
 
 
 def store_folder() -> Path:
-    """Folder for stores: in memory where the system has one."""
+    """Return the folder for stores: /dev/shm, which is in memory, or else the temporary folder."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def sweep(folder: Path, prefix: str) -> list[Path]:
-    """Remove stores whose creator is dead: a killed process cannot do it itself."""
+    """Remove stores whose creator is dead, since a killed process cannot do it; return their paths."""
     removed = []
     for path in folder.glob(f"{prefix}*{SUFFIX}"):
         try:
@@ -418,19 +419,19 @@ def _count(positions: NDArray[Any], ids: NDArray[Any], epochs: NDArray[Any], epo
     return known
 
 
-# Log of a worker's last steps, one row each: sums would hide how a step's distinct experts depend on its rows.
+# Log of a worker's last steps, one row per step: sums would hide how a step's distinct experts depend on its tokens.
 
 KEPT = 1 << 14
 COLUMNS = ENDED_S, ROWS, DISTINCT, SECONDS = range(4)
-"""End on the machine's monotonic clock; tokens computed; distinct experts of a layer, mean over layers; time of the
-forward pass, 0 where the worker does not measure it."""
+"""Columns of the log: end of the step on the machine's monotonic clock, in seconds; tokens computed; distinct experts
+of a layer, mean over layers; seconds of the forward pass, 0 if the worker does not measure them."""
 
 
 class LoggedSteps(NamedTuple):
     total: int
-    """Steps since the worker's start."""
+    """Number of steps since the worker's start."""
     rows: NDArray[np.float64]
-    """[step, column] of the last steps; a copy."""
+    """[step, column] values of the last steps; a copy."""
 
 
 class StepLog:
@@ -442,7 +443,7 @@ class StepLog:
 
     @property
     def total(self) -> int:
-        """Steps since the start, those no longer kept included."""
+        """Number of steps since the start, including those no longer kept."""
         return int(self._total[0])
 
     def add(self, ended_s: float, rows: int, distinct: float, seconds: float = 0.0) -> None:
@@ -450,7 +451,7 @@ class StepLog:
         self._total[0] += np.uint64(1)
 
     def read(self, after: int | None = None) -> LoggedSteps:
-        """Steps after the first `after` since the start; by default all that are kept."""
+        """Return the steps after the first `after` steps since the start; by default all that are kept."""
         total = self.total
         first = max(0, total - len(self._ring))
         if after is None:

@@ -1,16 +1,16 @@
-"""Ranks of tokens: on which ranks a token's experts lie, layer by layer, and the sequences that these ranks form.
+"""Ranks of tokens: which rank holds a token's experts in each layer, and the sequences that these ranks form.
 
-A token's *rank in a layer* is the rank that holds most of the experts it activates there. Of ranks that hold equally
-many, it is the one whose experts have the larger gate weight where weights are given, then the one whose expert is
+A token's *rank in a layer* is the rank that holds most of the experts it activates there. If several ranks hold equally
+many, it is the rank whose experts have the larger gate weight, if weights are given, then the rank whose expert is
 listed first: top-k lists the highest gate score first.
 
-The *context* of a token at layer l is its ranks in the layers before it, the latest first: order m uses m of them.
-Contexts of all orders have one numbering, so that one sorted array of keys finds any of them::
+The *context* of a token at layer l is its ranks in the layers before l, the latest first: order m uses m layers.
+Contexts of all orders have one numbering, so that one sorted array of keys finds any context::
 
     key = start(m) + latest x R^(m - 1) + the one before x R^(m - 2) + …        start(m) = 1 + R + … + R^(m - 1)
 
-The context of order m - 1 is that of order m less its earliest rank: (key - start(m)) // R + start(m - 1). Order 0 has
-the key 0, and is every token's.
+R is the number of ranks. The context of order m - 1 is that of order m without its earliest rank:
+(key - start(m)) // R + start(m - 1). Order 0, the empty context, has key 0 and is a context of every token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 
 MAX_ORDER = 5
-"""Most previous layers of a context."""
+"""Largest number of previous layers in a context."""
 MAX_KEY = 1 << 62
 
 Held = NDArray[np.bool_]
@@ -32,18 +32,18 @@ Held = NDArray[np.bool_]
 
 
 class TokenRanks(NamedTuple):
-    """Where the experts of some tokens lie."""
+    """Ranks that hold the experts of some tokens."""
 
     ranks: NDArray[np.int64]
-    """[token, layer] the token's rank."""
+    """[token, layer] rank that holds most of the token's experts."""
     local: NDArray[np.uint16]
-    """[token, layer, rank] of its activations, those whose expert the rank holds."""
+    """[token, layer, rank] number of the token's activations whose expert the rank holds."""
 
 
 def token_ranks(
     expert_ids: NDArray[np.integer], held: Held, gate_weights: NDArray[np.floating] | None = None
 ) -> TokenRanks:
-    """The rank of each token in each layer, from expert ids [token, layer, k]."""
+    """Return the rank of each token in each layer, from expert ids [token, layer, k]."""
     if expert_ids.ndim != 3 or held.ndim != 3 or expert_ids.shape[1] != held.shape[1] or not expert_ids.shape[2]:
         raise ConfigError(
             f"expert_ids has shape {expert_ids.shape}, held {held.shape}; expected [token, layer, k] and "
@@ -104,7 +104,7 @@ def _token_ranks(
 
 
 def key_starts(num_ranks: int, order: int) -> NDArray[np.int64]:
-    """[order + 2] first key of each order, and the end."""
+    """Return [order + 2] the first key of each order 0 … `order`, and the end."""
     if not 0 <= order <= MAX_ORDER:
         raise ConfigError(f"order={order} must be in 0 … {MAX_ORDER}")
     starts = [0]
@@ -116,10 +116,10 @@ def key_starts(num_ranks: int, order: int) -> NDArray[np.int64]:
 
 
 def context_keys(previous: NDArray[np.integer], num_ranks: int, order: int) -> NDArray[np.int64]:
-    """[token] key of the longest context of at most `order` ranks.
+    """Return [token] the key of the longest context of at most `order` ranks.
 
-    `previous` [token, layer] are the ranks in the layers before, the latest last, of any number of layers; a negative
-    one is unknown, and ends the context.
+    `previous` [token, layer] are the ranks in any number of previous layers, the latest last; a negative rank is
+    unknown and ends the context.
     """
     if previous.ndim != 2:
         raise ConfigError(f"previous has shape {previous.shape}; expected [token, layer]")
@@ -138,7 +138,10 @@ def context_keys(previous: NDArray[np.integer], num_ranks: int, order: int) -> N
 
 
 def find_contexts(keys: NDArray[np.int64], wanted: NDArray[np.int64], num_ranks: int, order: int) -> NDArray[np.int64]:
-    """[token] index in the rising `keys` of the longest known part of each wanted context; keys[0] must be 0."""
+    """Return [token] the index in the rising `keys` of the longest known part of each wanted context.
+
+    The earliest layers are dropped until the key is found; keys[0] must be 0, the empty context.
+    """
     starts = key_starts(num_ranks, order)
     out = np.zeros(len(wanted), np.int64)
     left = np.arange(len(wanted))  # tokens whose context is not found yet
@@ -155,6 +158,6 @@ def find_contexts(keys: NDArray[np.int64], wanted: NDArray[np.int64], num_ranks:
 
 
 def shorter_contexts(keys: NDArray[np.int64], num_ranks: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[token] key of the context shorter by its earliest layer; 0 for that of none."""
+    """Return [token] the key of the context without its earliest layer; 0 for the empty context."""
     length = np.searchsorted(starts, keys, side="right") - 1
     return np.where(length > 0, (keys - starts[length]) // num_ranks + starts[np.maximum(length - 1, 0)], 0)

@@ -1,4 +1,4 @@
-"""Signatures: normalised footprints, such that requests with near signatures decode with the same experts.
+"""Signatures: normalised footprints, such that requests with similar signatures decode with the same experts.
 
 A request's prefill counts are weighted (experts that every request activates carry no information), cut to the most
 informative layers, and scaled to length 1. Quality is measured by rho: over pairs of requests, Spearman's rank
@@ -29,9 +29,10 @@ from coterie.errors import ConfigError, check_one_of, require_fitted
 Weighting = Literal["count_idf", "count", "gate", "binary"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 MAX_PAIRS = 20_000
-"""Most pairs of requests that rho is computed over; of more, this many are drawn."""
+"""Largest number of request pairs that rho is computed over; if there are more, this many are drawn."""
 _BUCKETS = 4096
-"""Buckets of values that share a rank while layers are tried. Exact ranks would sort 20,000 pairs 1,176 times."""
+"""Number of buckets while layers are tried; values in a bucket share a rank. Exact ranks of 48 layers would sort 20,000
+pairs 1,176 times."""
 
 Counts = NDArray[np.integer] | NDArray[np.floating]
 
@@ -116,7 +117,7 @@ class Signature:
         return len(self.layers) * int(self.weights.shape[1])
 
     def transform(self, counts: Counts) -> NDArray[np.float32]:
-        """[index in kept layers] of one request's counts [layer, expert]; all 0 where the weighted counts are."""
+        """Return the signature [index in kept layers] of counts [layer, expert]; all 0 if the weighted counts are."""
         weights, layers = require_fitted(self.kept_, "the signature")
         if counts.shape != weights.shape:
             raise ConfigError(f"footprint has shape {counts.shape}; the signature was fitted for {weights.shape}")
@@ -125,7 +126,7 @@ class Signature:
         return out
 
     def transform_all(self, counts: Counts) -> NDArray[np.float32]:
-        """[request, index in kept layers] of counts [request, layer, expert]."""
+        """Return the signatures [request, index in kept layers] of counts [request, layer, expert]."""
         if counts.shape[1:] != self.weights.shape:
             raise ConfigError(f"footprints {counts.shape[1:]} do not fit the signature's {self.weights.shape}")
         out = np.empty((len(counts), self.size), np.float32)
@@ -143,10 +144,10 @@ class Signature:
 def rho(
     signatures: NDArray[np.floating], decode_probabilities: Counts, pairs: NDArray[np.int64] | None = None
 ) -> float:
-    """Spearman's correlation of cosine distances, over `pairs` of requests; all pairs by default.
+    """Return Spearman's correlation of cosine distances, over `pairs` [pair, 2] of requests; all pairs by default.
 
-    Both are [request, index]; only a row's direction matters, so counts serve as probabilities. 0 where all distances
-    of either side are equal.
+    Both arrays are [request, index]; only a row's direction matters, so counts serve as probabilities. The result is 0
+    if all distances of one array are equal.
     """
     if pairs is None:
         pairs = np.argwhere(np.triu(np.ones((len(signatures),) * 2, np.bool_), 1))
@@ -157,7 +158,7 @@ def rho(
 
 
 def sample_pairs(requests: int, limit: int, rng: Generator) -> NDArray[np.int64]:
-    """[pair, 2] pairs of different requests: all of them, or `limit` drawn without repeats."""
+    """Return [pair, 2] pairs of different requests: all pairs, or `limit` of them drawn without repeats."""
     total = requests * (requests - 1) // 2
     chosen = np.arange(total) if total <= limit else np.sort(rng.choice(total, limit, replace=False))
     second = ((1 + np.sqrt(1 + 8.0 * chosen)) / 2).astype(np.int64)
@@ -167,7 +168,7 @@ def sample_pairs(requests: int, limit: int, rng: Generator) -> NDArray[np.int64]
 
 
 def pair_cosines(rows: Counts, pairs: NDArray[np.int64]) -> NDArray[np.float32]:
-    """[pair] cosine of two rows; 0 where one is empty."""
+    """Return [pair] the cosine of two rows; 0 if one of them is all 0."""
     flat = np.ascontiguousarray(rows.reshape(len(rows), 1, -1), np.float32)
     lengths = np.sqrt(np.einsum("rlc,rlc->r", flat, flat))
     scale = lengths[pairs[:, 0]] * lengths[pairs[:, 1]]
@@ -179,7 +180,7 @@ def _values(counts: Counts, weighting: str) -> NDArray[np.float32]:
 
 
 def _centred_ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Ranks minus their mean; equal values share a rank."""
+    """Return the ranks minus their mean; equal values share a rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     ranks = (last - (counts - 1) / 2)[inverse]
@@ -213,7 +214,7 @@ def _transform(
 
 @njit(fastmath=True)
 def _layer_products(rows: NDArray[np.float32], pairs: NDArray[np.int64]) -> Any:
-    """[layer, pair] inner products of two requests within a layer."""
+    """Return [layer, pair] the inner product of two requests within a layer."""
     layers, experts = rows.shape[1:]
     out = np.empty((layers, len(pairs)), np.float32)
     for pair in range(len(pairs)):
@@ -234,7 +235,7 @@ def _greedy_layers(
     truth: NDArray[np.float64],
     buckets: Any,
 ) -> Any:
-    """Layers in the order chosen, and rho after each: sums of inner products give the cosine of any set of layers."""
+    """Return layers in the order chosen, and rho after each; sums of products give the cosine of any set of layers."""
     layers, count = products.shape
     requests = squares.shape[1]
     dots, lengths = np.zeros(count, np.float32), np.zeros(requests, np.float32)
@@ -269,7 +270,7 @@ def _greedy_layers(
 def _bucket_rho(
     values: NDArray[np.float32], truth: NDArray[np.float64], sizes: NDArray[np.int64], sums: NDArray[np.float64]
 ) -> float:
-    """Correlation of centred ranks with the ranks of `values`; values of one bucket are tied."""
+    """Return the correlation of the centred ranks `truth` with the ranks of `values`; values in a bucket are tied."""
     low, high = values[0], values[0]
     for value in values:
         low, high = min(low, value), max(high, value)

@@ -12,7 +12,7 @@ from coterie.routing.locality_band import LocalityBand
 from coterie.routing.pressure import Pressure
 from coterie.routing.semantic import Semantic
 
-import_modules(__name__)  # every router of this package is registered, without a line here
+import_modules(__name__)  # importing a module registers its routers: a new one needs no line here
 
 __all__ = [
     "BatchRouter",

@@ -1,7 +1,7 @@
 """The contract of a router: choose the worker for a request, given the state of the fleet.
 
-A router is a pure function of a snapshot: what is known of the request, and the fleet. It changes neither. The caller
-(a simulator, a gateway) admits the request to the chosen worker, and so changes the fleet for the next request.
+A router is a pure function of the request and the state of the fleet, and changes neither. The caller (a simulator, a
+gateway) admits the request to the chosen worker, which changes the fleet for the next request.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from coterie.routing.fleet import Fleet
 
 
 class Request(NamedTuple):
-    """What is known of a request when it is routed; every field is optional."""
+    """Data known about a request when it is routed; every field is optional."""
 
     id: str = ""
     prompt_tokens: int = 0
     footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
-    """[layer, expert] activations of its prefill, or a predictor's estimate."""
+    """[layer, expert] activation counts of the request's prefill, or a predictor's estimate of them."""
     domain: str | None = None
     cached_tokens: NDArray[np.int64] | None = None
-    """[worker] leading prompt tokens whose KV the worker holds."""
+    """[worker] number of leading prompt tokens whose KV is in the worker's cache."""
 
 
 class Decision(NamedTuple):
@@ -33,26 +33,26 @@ class Decision(NamedTuple):
 
     worker: int
     scores: NDArray[np.float64]
-    """[worker] scores compared, lower is better; infinite where the request must not go."""
+    """[worker] score, lower is better; infinite for a worker that must not be chosen."""
     told: str | tuple[Any, ...]
-    """The reason: a text, or a format and its values, as most are never read and formatting takes time."""
+    """Reason for the choice: a text, or a format string and its values, formatted only when read: most never are."""
     profile: NDArray[np.float32] | None = None
-    """[expert index] probability that a token of the request activates it, if the router predicts that: the fleet
-    keeps it while the request runs. Expert index = layer x experts + expert."""
+    """[expert index] predicted probability that a token of the request activates the expert; None if the router does
+    not predict it. The fleet keeps it while the request runs. Expert index = layer x num_experts + expert."""
 
     @property
     def reason(self) -> str:
-        """Why this worker, in words."""
+        """Reason for the choice, as text."""
         told = self.told
         try:
             return told if isinstance(told, str) else told[0].format(*told[1:])
-        except Exception:  # of a plugin's router; whoever asks for a reason can do without
+        except Exception:  # a plugin's router may give a wrong format, which must not fail the caller
             return "a reason that cannot be read"
 
 
 @runtime_checkable
 class Router(Protocol):
-    """Chooses a worker for a request; settings are the fields of a frozen dataclass."""
+    """Policy that chooses a worker for a request; its settings are the fields of a frozen dataclass."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision: ...
 
@@ -62,12 +62,12 @@ class BatchRouter(Router, Protocol):
     """A router that can also decide for several requests together."""
 
     def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-        """Decisions for requests that arrive together, in their order."""
+        """Return one decision per request, in order, for requests that arrive together."""
         ...
 
 
 def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-    """Route and admit requests that arrive together: at once with a `BatchRouter`, else one by one."""
+    """Route and admit requests that arrive together: in one call with a `BatchRouter`, else one by one."""
     if isinstance(router, BatchRouter) and len(requests) > 1:
         found = router.route_batch(requests, fleet)
         for request, decision in zip(requests, found, strict=True):
@@ -81,6 +81,6 @@ def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) ->
 
 
 routers: PolicyRegistry[Router] = PolicyRegistry("router", group="coterie.routers")
-"""Routers by name; importing :mod:`coterie.routing` registers every module of that package. Contexts offer `fitted` (a
+"""Registry of routers; importing :mod:`coterie.routing` registers those of the package. Callers offer `fitted` (a
 :class:`~coterie.routing.fitted.RouterFit`), `cost` (:class:`~coterie.costs.lines.DecodeStepPrices`), `labels`,
 `placement` (:class:`~coterie.types.Placement`) and `seed`."""

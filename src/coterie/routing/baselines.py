@@ -1,4 +1,4 @@
-"""Routers that look at load alone, or at a label: references for those that look at experts."""
+"""Routers that use only the workers' load, or a request's label: baselines for routers that use experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coterie.routing.picking import NONE, any_free, best, chosen, mixed, next_li
 @routers.register("random")
 @dataclass(frozen=True, slots=True)
 class RandomWorker:
-    """Random: any open worker. The baseline of load balancing."""
+    """Random: choose any open worker with equal probability. The simplest baseline of load balancing."""
 
     seed: int = 0
 
@@ -34,7 +34,7 @@ class RandomWorker:
 @routers.register("round_robin")
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Round robin: workers in turn. Equal numbers of requests, whatever their duration."""
+    """Round robin: choose workers in cyclic order. Each gets the same number of requests, whatever their durations."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         turn = next_living(fleet.alive, fleet.routed)
@@ -46,7 +46,7 @@ class RoundRobin:
 @routers.register("join_shortest_queue")
 @dataclass(frozen=True, slots=True)
 class JoinShortestQueue:
-    """Join the shortest queue: fewest requests in flight relative to speed. The best policy by load alone."""
+    """Join the shortest queue: fewest requests in flight relative to speed. The best policy that uses load alone."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
@@ -56,9 +56,10 @@ class JoinShortestQueue:
 @routers.register("power_of_two")
 @dataclass(frozen=True, slots=True)
 class PowerOfTwo:
-    """Power of two choices: two workers at random, the one with fewer requests in flight.
+    """Power of two choices: draw two workers at random, choose the one with fewer requests in flight for its speed.
 
-    Nearly as even as the shortest queue without knowing every worker's load; worse with eight workers or fewer.
+    Balances nearly as well as the shortest queue without knowing every worker's load; worse with eight workers or
+    fewer.
     """
 
     seed: int = 0
@@ -82,7 +83,10 @@ def _less_loaded(
     speeds: NDArray[np.float64],
     scores: NDArray[np.float64],
 ) -> tuple[np.int64, np.int64]:
-    """Pick two open workers by the random numbers; returns the less loaded, then the other; -1 if none is open."""
+    """Pick two open workers with the random numbers `one` and `two`; return the less loaded, then the other.
+
+    Both are -1 if no worker is open. Fills `scores` [worker].
+    """
     free, allowed, count = any_free(alive, running, places), np.empty(len(alive), np.int64), 0
     for worker in range(len(alive)):
         scores[worker] = np.inf
@@ -103,8 +107,8 @@ def _less_loaded(
 class Domain:
     """Domain: each label has its own workers, as an operator who knows every request's subject would assign them.
 
-    A reference to compare with: real traffic has no labels, and coarse labels are worse than footprints. Requests of an
-    unknown label may go anywhere.
+    A baseline for comparison: real traffic has no labels, and coarse labels are worse than footprints. Requests with
+    an unknown label go to the shortest queue of all workers.
     """
 
     labels: Mapping[str, tuple[int, ...]] = needs("label → workers that take its requests; make it with share_out()")
@@ -119,13 +123,13 @@ class Domain:
             raise ConfigError(f"domain {request.domain!r} has worker {max(own)}; the fleet has {len(fleet)}")
         elsewhere = np.ones(len(fleet), np.bool_)
         elsewhere[list(own)] = False
-        # Own workers first; if none of them is open, the others.
+        # The penalty ranks the label's own workers first; others are chosen only if none of its own is open.
         worker, scores = best(load + elsewhere * (1.0 + load.max()), fleet)
         return Decision(worker, scores, f"the shortest queue of the {len(own)} workers of {request.domain!r}")
 
 
 def share_out(requests: Mapping[str, int], workers: int) -> dict[str, tuple[int, ...]]:
-    """Assign workers to labels in proportion to requests; labels share workers where they outnumber them."""
+    """Assign workers to labels in proportion to requests. Labels share workers if they outnumber them."""
     if workers < 1 or not requests or min(requests.values()) < 0:
         raise ConfigError(f"workers={workers} and {len(requests)} labels must be at least 1, requests not negative")
     labels = sorted(requests, key=lambda label: (-requests[label], label))

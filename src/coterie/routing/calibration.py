@@ -1,4 +1,4 @@
-"""Calibration requests: their counts before and after the moment of routing, from which routers learn."""
+"""Calibration requests: activation counts of their prefill and decode, from which routers are fitted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Progress = Callable[[str, int, int], None]
 
 
 class Calibration(NamedTuple):
-    """Counts [request, layer, expert] before and after the moment of routing."""
+    """Activation counts [request, layer, expert] before routing (prefill) and after it (decode)."""
 
     prefill: NDArray[np.uint32]
     decode: NDArray[np.uint32]
     gates: NDArray[np.float32] | None
-    """Gate-probability mass of prefill, where the trace has gate weights."""
+    """[request, layer, expert] sum of gate weights over prefill tokens; None if the trace has no gate weights."""
     requests: NDArray[np.int64]
-    """[request] index in the trace."""
+    """[request] index of the request in the trace."""
     halved: bool
-    """Whether the trace has one phase only: halves of a request then stand for prefill and decode."""
+    """Whether the trace has one phase only; the first half of a request's tokens then stands for its prefill."""
     model: str
     top_k: int
 
@@ -45,7 +45,7 @@ class Calibration(NamedTuple):
 
     @property
     def digests(self) -> NDArray[np.uint64]:
-        """[request] a number made of its counts: equal wherever the same recording is read, in any format or order."""
+        """[request] 64-bit hash of the request's counts: the same for one recording in any file format or order."""
         made = [
             blake2b(before.tobytes() + after.tobytes(), digest_size=8).digest()
             for before, after in zip(self.prefill, self.decode, strict=True)
@@ -54,14 +54,14 @@ class Calibration(NamedTuple):
 
 
 def activation_probabilities(counts: Counts, top_k: int) -> NDArray[np.float32]:
-    """[request, expert index] of counts [request, layer, expert]: the share of tokens that activate the expert."""
+    """Return [request, expert index] share of tokens that activate the expert; counts are [request, layer, expert]."""
     flat = np.array(counts.reshape(len(counts), -1), np.float32)
     flat /= np.asarray(counted_tokens(counts, top_k), np.float32)[:, None]
     return flat
 
 
 def counted_tokens(counts: Counts, top_k: int) -> NDArray[np.float64]:
-    """[request] number of tokens in counts [request, layer, expert]; at least 1."""
+    """Return [request] the number of tokens behind the counts [request, layer, expert]; at least 1."""
     sums = counts.sum(axis=(1, 2), dtype=np.float64)
     return np.asarray(np.maximum(sums / (counts.shape[1] * top_k), 1.0), np.float64)
 
@@ -69,9 +69,9 @@ def counted_tokens(counts: Counts, top_k: int) -> NDArray[np.float64]:
 def calibration(
     trace: ActivationTrace, requests: NDArray[np.integer] | None = None, progress: Progress | None = None
 ) -> Calibration:
-    """Count a trace's requests, or the given ones; requests that lack a phase are left out.
+    """Count the activations of a trace's requests, or of the given indices; requests that lack a phase are left out.
 
-    If the trace has one phase only, a request's first half stands for its prefill.
+    If the trace has one phase only, the first half of a request's tokens stands for its prefill.
     """
     wanted = np.arange(trace.num_requests) if requests is None else np.asarray(requests, np.int64)
     phases = {int(p) for segment in trace.segments for p in np.unique(segment.tokens.phase)}

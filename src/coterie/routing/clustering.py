@@ -1,7 +1,7 @@
 """Clusters of signatures, one for each worker: balanced K-means by cosine distance.
 
 Each cluster takes at most its capacity, and the total distance is minimal under that limit. The Hungarian method finds
-the same, but needs an N x N table for N signatures. Instead, every signature goes to the nearest centroid first, which
+this too, but needs an N x N table for N signatures. Instead, every signature goes to the nearest centroid first, which
 is optimal for the sizes that result. Then overfull clusters push out one signature at a time along the cheapest chain
 of clusters that ends in one with room. Each push keeps the assignment optimal for its sizes (successive shortest
 paths), so the last one is optimal; the chain is searched among K clusters, not N signatures. The tests compare it with
@@ -25,8 +25,8 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 
 GRAM_REQUESTS = 4096
-"""Largest number of signatures whose inner products are all kept, so that K-means reads no signature again. Of more,
-this many are drawn, and all take part in the last rounds only."""
+"""Largest number of signatures whose pairwise inner products are all kept, so that K-means need not read signatures
+again. With more, K-means runs on a random sample of this size, then `FULL_ROUNDS` rounds on all."""
 FULL_ROUNDS = 4
 """Rounds of K-means over all signatures, after those over a sample."""
 _NONE = np.int64(-1)
@@ -38,24 +38,24 @@ Labels = NDArray[np.int64]
 
 class Clusters(NamedTuple):
     labels: Labels
-    """[request] worker"""
+    """[request] worker whose cluster holds the request."""
     centroids: NDArray[np.float32]
-    """[worker, index in kept layers] of length 1; all 0 for a worker without requests."""
+    """[worker, index in kept layers] centroid, scaled to length 1; all 0 for a worker without requests."""
     distance: float
     """Sum of the cosine distances of requests to their centroids."""
 
 
 class Reclustered(NamedTuple):
     clusters: Clusters
-    """Clusters in the order of the old centroids' workers."""
+    """Clusters, numbered by the workers of the old centroids."""
     kept: bool
-    """Whether the old centroids stay: new ones are not better by the margin."""
+    """Whether the old centroids were kept because new ones were not better by more than the margin."""
     gain: float
-    """Share of the old centroids' distance that the new ones save."""
+    """Reduction of the total distance by the new centroids, as a share of the old centroids' distance."""
 
 
 def capacities(requests: int, workers: int, speeds: NDArray[np.floating] | None = None) -> NDArray[np.int64]:
-    """[worker] most requests of each: equal shares, or in proportion to its speed, rounded up."""
+    """Return [worker] the most requests each may get: equal shares, or in proportion to speed, rounded up."""
     if workers < 1:
         raise ConfigError(f"workers={workers} must be at least 1")
     shares = np.ones(workers) if speeds is None else np.asarray(speeds, np.float64)
@@ -65,7 +65,7 @@ def capacities(requests: int, workers: int, speeds: NDArray[np.floating] | None 
 
 
 def assign(costs: NDArray[np.floating], limits: NDArray[np.integer]) -> Labels:
-    """[request] worker, so that the summed costs [request, worker] are least and no worker exceeds its limit."""
+    """Return [request] worker such that the sum of costs [request, worker] is least and no worker exceeds its limit."""
     if costs.ndim != 2 or costs.shape[1] != len(limits):
         raise ConfigError(f"costs {costs.shape} must be [request, worker] for {len(limits)} limits")
     if int(limits.sum()) < len(costs) or (len(limits) and int(limits.min()) < 0):
@@ -86,7 +86,7 @@ def cluster(
     restarts: int = 2,
     iterations: int = 20,
 ) -> Clusters:
-    """Cluster by the best of `restarts` runs of K-means from K-means++ seeds."""
+    """Return the best clusters of `restarts` runs of K-means from K-means++ seeds."""
     if len(signatures) < workers:
         raise ConfigError(f"{len(signatures)} signatures cannot make {workers} clusters: at least {workers} are needed")
     limits = capacities(len(signatures), workers, speeds)
@@ -106,14 +106,14 @@ def cluster(
 
 
 def centroids_of(signatures: NDArray[np.float32], labels: Labels, workers: int) -> NDArray[np.float32]:
-    """[worker, index in kept layers] direction of each cluster's sum."""
+    """Return [worker, index in kept layers] the sum of each cluster's signatures, scaled to length 1."""
     sums = np.zeros((workers, signatures.shape[1]), np.float32)
     _sum_rows(np.ascontiguousarray(signatures, np.float32), labels, sums)
     return np.asarray(sums / _lengths(sums)[:, None], np.float32)
 
 
 def match(old: NDArray[np.floating], new: NDArray[np.floating]) -> NDArray[np.int64]:
-    """[worker] row of `new` matched to each row of `old`, so that the summed similarity is greatest."""
+    """Return [worker] the row of `new` matched to each row of `old` such that the sum of similarities is greatest."""
     if old.shape != new.shape:
         raise ConfigError(f"centroids {old.shape} and {new.shape} must have equal shapes")
     return np.asarray(linear_sum_assignment(old @ new.T, maximize=True)[1], np.int64)
@@ -129,8 +129,8 @@ def recluster(
 ) -> Reclustered:
     """Cluster newer signatures and match the clusters to the workers whose old centroids they resemble.
 
-    Unless the total distance falls by more than the share `margin`, the old centroids stay: a worker that gets other
-    requests loses the use of its caches.
+    The old centroids are kept unless the total distance falls by more than the share `margin`: a worker that gets
+    other requests no longer benefits from its caches.
     """
     if not 0 <= margin < 1:
         raise ConfigError(f"margin={margin} must be in 0 … 1, less than 1")
@@ -141,7 +141,7 @@ def recluster(
     gain = 1.0 - found.distance / before if before > 0 else 0.0
     if gain <= margin:
         return Reclustered(Clusters(labels, old, before), True, gain)
-    # Unequal workers keep their sizes: a cluster may only become a worker of the same capacity.
+    # Clusters have their worker's capacity, so one is only matched to a worker of the same speed.
     order = match(old, found.centroids) if speeds is None else _match_equal(old, found.centroids, np.asarray(speeds))
     worker = np.empty(len(order), np.int64)
     worker[order] = np.arange(len(order))
@@ -160,7 +160,10 @@ def _rounds(
     balanced: bool,
     rounds: int,
 ) -> _Run:
-    """Run K-means from similarities [request, worker] to the first centroids, until it hardly improves."""
+    """Run K-means, starting from the similarities `near` [request, worker] to the first centroids.
+
+    Stops after `rounds`, or when the distance falls by less than 1e-5 per request.
+    """
     best = _Run(np.inf, np.zeros(len(near), np.int64))
     for _ in range(rounds):
         labels = assign(-near, limits) if balanced else _nearest(near)
@@ -181,7 +184,7 @@ def _match_equal(old: NDArray[np.floating], new: NDArray[np.floating], speeds: N
 
 
 def _members(labels: Labels, workers: int) -> NDArray[np.float32]:
-    """[worker, request] 1 where the request is the worker's."""
+    """Return [worker, request] 1 if the request is in the worker's cluster, else 0."""
     members = np.zeros((workers, len(labels)), np.float32)
     placed = np.flatnonzero(labels >= 0)
     members[labels[placed], placed] = 1.0
@@ -194,7 +197,7 @@ def _lengths(rows: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 def _products(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[np.float32]]:
-    """Function of labels (negative: no cluster) → [request, worker] similarity to centroids, by inner products only."""
+    """Return a function of labels (negative: no cluster) that gives similarities [request, worker] to the centroids."""
     products = signatures @ signatures.T
 
     def similar(labels: Labels, workers: int) -> NDArray[np.float32]:
@@ -211,7 +214,7 @@ def _direct(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[
 
 
 def _seeds(signatures: NDArray[np.float32], workers: int, rng: Generator) -> Labels:
-    """[request] worker whose first centroid it is, else -1; distant ones are drawn more often (K-means++)."""
+    """Return [request] the worker that it seeds, or -1. Distant requests are likelier to become seeds (K-means++)."""
     labels = np.full(len(signatures), _NONE)
     chosen = int(rng.integers(len(signatures)))
     far = np.full(len(signatures), np.inf)
@@ -219,14 +222,14 @@ def _seeds(signatures: NDArray[np.float32], workers: int, rng: Generator) -> Lab
         labels[chosen] = worker
         far = np.minimum(far, np.maximum(1.0 - signatures @ signatures[chosen], 0.0))
         far[chosen] = 0.0
-        weight = np.where(labels < 0, far + 1e-9, 0.0)  # copies of one signature must still seed every worker
+        weight = np.where(labels < 0, far + 1e-9, 0.0)  # 1e-9: equal signatures must still seed every worker
         if worker + 1 < workers:
             chosen = int(rng.choice(len(signatures), p=weight / weight.sum()))
     return labels
 
 
 def _nearest(near: NDArray[np.float32]) -> Labels:
-    """[request] nearest centroid; an empty cluster gets the request farthest from its own centroid."""
+    """Return [request] the nearest centroid; an empty cluster gets the request farthest from its own centroid."""
     labels = np.asarray(near.argmax(axis=1), np.int64)
     for worker in np.flatnonzero(np.bincount(labels, minlength=near.shape[1]) == 0):
         own = near[np.arange(len(labels)), labels].copy()
@@ -298,7 +301,7 @@ def _assign(costs: NDArray[np.float32], limits: NDArray[np.int64], labels: Any) 
 def _cheapest(
     a: int, b: int, costs: NDArray[np.float32], first: Any, after: Any, price: NDArray[np.float64], who: Any
 ) -> None:
-    """Find the request that is cheapest to move from a to b; fill its `price` and `who`."""
+    """Find the request that is cheapest to move from cluster a to b; set its extra cost `price` and its index `who`."""
     price[a, b], who[a, b] = np.inf, _NONE
     request = first[a]
     while a != b and request >= 0:

@@ -36,26 +36,26 @@ from coterie.traces.store import ArrayFile, write_described
 FORMAT, VERSION = "coterie-router", 1
 FIT_HINT = "a fit to a trace; make it with coterie.fit_router(trace, workers)"
 RESTART_WORK = 2e8
-"""Work for all random starts of the union search. One start costs requests x expert indices x workers; at most 10 are
-made."""
+"""Work budget for all random starts of the union search; one start costs requests x expert indices x workers. 1 to 10
+starts are made."""
 
 
 MOST_BATCH = 1 << 16
-"""Most requests in a decode step: far more than any device decodes."""
+"""Largest accepted `batch`: far more requests than any device decodes in a step."""
 
 
 @dataclass(slots=True, eq=False)
 class RouterFit:
-    """Routing knowledge of a model and its traffic. Construct it with settings, then call :meth:`fit`."""
+    """Values that routers learn about a model and its traffic. Construct it with settings, then call :meth:`fit`."""
 
     workers: int
-    """Decode workers of the fleet."""
+    """Number of decode workers in the fleet."""
     batch: int = 16
-    """Requests in a worker's decode step, which clusters are optimised for."""
+    """Number of requests in a worker's decode step that clusters are optimised for."""
     weighting: Weighting = "count_idf"
     """Weighting of experts in signatures. `gate` is refused: a request carries counts, not gate weights."""
     speeds: NDArray[np.floating] | None = None
-    """[worker] relative speed; None: equal."""
+    """[worker] relative speed; None if all are equal."""
     learned_: Learned | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class RouterFit:
     def fit(
         self, source: ActivationTrace | Calibration, rng: Generator, report: Callable[[str, float], None] | None = None
     ) -> RouterFit:
-        """Learn from calibration requests; `report` is called with each part's name and seconds."""
+        """Learn from calibration requests; `report` is called with the name and the seconds of each part."""
         known = calibration(source) if isinstance(source, ActivationTrace) else source
         workers = self.workers
         if len(known.prefill) < max(3, workers):
@@ -129,16 +129,16 @@ class RouterFit:
         return self.learned.profiles
 
     def with_signature(self, signature: Signature, centroids: NDArray[np.float32]) -> RouterFit:
-        """Copy the fit with another signature and its centroids."""
+        """Return a copy of the fit with another signature and its centroids."""
         other = RouterFit(self.workers, self.batch, self.weighting, self.speeds)
         other.learned_ = self.learned.changed(signature=signature, centroids=centroids)
         return other
 
     def widened(self, workers: int) -> RouterFit:
-        """The fit for a fleet of more workers, made without fitting again; for fewer, the fit itself.
+        """Return the fit extended to more workers without fitting again; for as many or fewer, the fit itself.
 
-        Rows of the fit stay as they are. Each further row repeats the cluster with the largest share of requests per
-        worker, as the fleet grows. For fewer workers than rows, leave rows of the fleet without a living worker.
+        Existing rows stay as they are. Each additional row repeats the cluster that then has the largest share of
+        requests per worker. A fleet of fewer workers than rows has rows without a living worker.
         """
         if workers <= self.workers:
             return self
@@ -155,26 +155,29 @@ class RouterFit:
     def router(self, name: str, model: StepModel, **settings: Any) -> Router:
         """Make a registered router for a fleet of this fit's workers, with step prices from `model`.
 
-        Settings are the router's own, such as ``band=0.05``; `cost` replaces the prices.
+        `settings` are the router's own, such as ``band=0.05``; a `cost` among them replaces the prices.
         """
         context = {"fitted": self, "cost": DecodeStepPrices.of(model, self.batch), "seed": 0}
         return routers.make(name, context, **settings)
 
     def fleet(self, places: int, speeds: NDArray[np.floating] | list[float] | None = None) -> Fleet:
-        """Make an empty fleet of this fit's workers, with `places` requests each and their profiles as priors.
+        """Make an empty fleet of workers that run `places` requests each, with the fitted profiles as priors.
 
-        Leave room: a router can only choose workers with a free place. Four times the mean number of running requests
-        is plenty.
+        Leave room: a router can only choose workers with a free place. Four times a worker's mean number of running
+        requests is plenty.
         """
         return Fleet([places] * self.workers, self.profiles, self.speeds if speeds is None else speeds)
 
     def similarities(self, footprint: Counts) -> NDArray[np.float32]:
-        """[worker] cosine of a request's signature with each centroid, from its prefill's counts [layer, expert]."""
+        """Return [worker] the cosine of a request's signature with each centroid; `footprint` is of the prefill."""
         learned = self.learned
         return learned.similarities(learned.signature.transform(footprint))
 
     def profile(self, footprint: Counts) -> NDArray[np.float32]:
-        """[expert index] activation probabilities forecast for decode, from prefill counts; the mean if all are 0."""
+        """Return [expert index] the activation probabilities forecast for decode, from prefill counts [layer, expert].
+
+        If all counts are 0, these are the mean over the calibration requests.
+        """
         learned = self.learned
         if footprint.shape != learned.shape:
             raise ConfigError(f"footprint has shape {footprint.shape}; {learned.model} was fitted for {learned.shape}")
@@ -183,7 +186,10 @@ class RouterFit:
         return profile
 
     def for_fleet(self, footprint: Counts | None, fleet: Fleet) -> Learned:
-        """Fitted values; refuses a footprint of another model, and a fleet that does not track its experts."""
+        """Return the fitted values.
+
+        Raises ConfigError for a footprint of another model's shape, or a fleet that does not track its experts.
+        """
         learned = self.learned
         if footprint is None:
             return learned
@@ -280,7 +286,7 @@ class RouterFit:
         return fitted
 
     def check_workers(self, workers: int) -> None:
-        """Refuse a fleet of another size."""
+        """Raise ConfigError if the fleet has another number of workers."""
         if workers != self.workers:
             raise ConfigError(f"the router was fitted for {self.workers} workers; the fleet has {workers}")
 
@@ -313,7 +319,10 @@ class _Watch:
 
 
 def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.floating] | None) -> Labels:
-    """Renumber clusters by the `leading` ones they share most requests with, only among workers of equal speed."""
+    """Renumber clusters so that they share the most requests with the `leading` clusters of the same numbers.
+
+    A cluster stays with workers of its speed.
+    """
     shared = np.zeros((workers, workers))
     np.add.at(shared, (labels, leading), 1.0)
     if speeds is not None:

@@ -1,4 +1,4 @@
-"""State of the fleet for routers: one row per worker, updated by the caller that runs it.
+"""State of the fleet for routers: one row per worker, updated by the caller that runs the fleet.
 
 State is in plain arrays, so that a decision over a thousand workers is a few passes over them. An *expert index* is
 layer x experts + expert. `missed` holds, for every worker and expert index, the probability that a step does not touch
@@ -6,12 +6,12 @@ the expert,
 
     missed = exp(expected x mean over requests of log(1 - p))
 
-where p is the probability that a token of a request activates it. Adding a request with probabilities q is then
-expected to touch ``sum(q x missed)`` more experts a step. What matters is which requests will run beside one that
-arrives now. Requests have similar durations, so on average half of those running now will, and later arrivals replace
-the rest. So `expected`, their number, is half way between the worker's own and the fleet's mean, and the mean over
-requests is half that of the running requests, half that of the worker's *prior*: the requests it usually gets, from
-calibration at first, then a moving average of those that arrived.
+where p is the probability that a token of a request activates the expert. Adding a request with probabilities q is
+then expected to touch ``sum(q x missed)`` more experts per step. The values describe the requests that will run beside
+a request that arrives now. Requests have similar durations, so on average half of these are running now and half arrive
+later. Therefore `expected`, their number, is half way between the worker's running requests and the fleet's mean. The
+mean over requests is taken half over the running requests, half over the worker's *prior*: the requests that the worker
+usually gets, from calibration at first, then a moving average of the requests that arrived.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 
 MOST_CERTAIN = 0.999
-"""Largest probability: removing a request from a product with a factor of 0 would be impossible."""
+"""Upper limit of p: log(1 - p) of p = 1 is infinite, so such a request could not be subtracted again."""
 
 PRIOR_WINDOW = 32
 """Window of the prior's moving average, in requests."""
 
 UNIT = 2.0**-13
-"""Logarithms are whole multiples of this, so that adding and removing a request leaves no rounding error. 32 bits hold
-the sums of 37,000 requests of probability `MOST_CERTAIN`."""
+"""Unit of stored logarithms: they are whole multiples of it, so that adding and removing a request leaves no rounding
+error. 32 bits hold the sums of 37,000 requests of probability `MOST_CERTAIN`."""
 
 LEAST_LOG = -16.0
-"""Logarithm of the smallest probability distinguished from 0."""
+"""Lower limit of log(missed): smaller probabilities are not distinguished."""
 
 TINY = 1e-30
-"""Probabilities below are 0: a mean of zeros shrinks for ever, and the processor is slow on numbers below 1e-38."""
+"""Prior probabilities below this become 0: averaging in zeros would shrink them to denormal numbers, which are slow."""
 
 MOST_CONTEXT = 1 << 40
-"""Most tokens of a request: 64 bits hold the sum over eight million of them."""
+"""Largest context of a request, in tokens: 64 bits hold the sum over eight million such requests."""
 
 MOST_ACTIVATIONS = 64
-"""Most times that a token activates an expert: traces with repeated ids give more than 1."""
+"""Largest value of a profile, in activations per token: traces with repeated expert ids give more than 1."""
 
 STALE = 0.1
 """Relative change of the fleet's mean load after which the values of all workers are recomputed."""
@@ -55,11 +55,11 @@ class _Resident(NamedTuple):
     worker: int
     context: int
     logs: NDArray[np.int32] | None
-    """[expert index] log(1 - p), in units"""
+    """[expert index] log(1 - p) in multiples of `UNIT`; None if the request has no profile."""
 
 
 class Fleet:
-    """Workers that decode; arrays are [worker]. The caller uses `admit`, `finish` and `refine`; routers never do."""
+    """State of the decode workers; arrays are [worker]. The caller updates it; routers only read it."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Fleet:
         prior: NDArray[np.floating] | None = None,
         speeds: NDArray[np.floating] | list[float] | None = None,
     ) -> None:
-        """`places` [worker] is the number of requests each runs at once.
+        """`places` [worker] is the number of requests that each worker runs at once.
 
-        `prior` [worker, expert index] is the profile of a request that the worker usually gets: mean activation
-        probabilities. With it the fleet tracks experts; without it, it refuses profiles, and routers that need
-        experts refuse the fleet. :meth:`~coterie.routing.fitted.RouterFit.fleet` makes one with fitted profiles.
+        `prior` [worker, expert index] holds mean activation probabilities of the requests that a worker usually gets.
+        Without a prior the fleet does not track experts: it refuses profiles, and routers that need experts refuse the
+        fleet. :meth:`~coterie.routing.fitted.RouterFit.fleet` makes a fleet with fitted profiles as its prior.
         """
         self.places = np.array(places, np.int64)
         workers = len(self.places)
@@ -84,34 +84,35 @@ class Fleet:
             raise ConfigError(f"prior has shape {prior.shape}; expected [worker, expert index], {workers} workers")
         size = 0 if prior is None else prior.shape[1]
         self.running = np.zeros(workers, np.int64)
-        """Requests admitted and not finished, waiting ones included."""
+        """Number of requests admitted and not finished, waiting ones included."""
         self.context_tokens = np.zeros(workers, np.int64)
-        """Sum of those requests' cached tokens at admission."""
+        """Sum of the context tokens of these requests at admission."""
         self.prefill_tokens = np.zeros(workers, np.int64)
-        """Prompt tokens still to compute."""
+        """Number of prompt tokens still to compute."""
         self.kv_used = np.zeros(workers)
         """Share of KV blocks in use."""
         self.alive = np.ones(workers, np.bool_)
-        """A worker that is not alive gets no requests."""
+        """Whether the worker is alive; others get no requests."""
         self.missed = np.full((workers, size), 255, np.uint8)
-        """[worker, expert index] probability that a step does not touch it; 255 is 1."""
+        """[worker, expert index] probability that a step does not touch the expert; 255 stands for 1."""
         self.expected = np.zeros(workers)
-        """Number of requests expected to run beside one that arrives now."""
+        """Number of requests expected to run beside a request that arrives now."""
         self.distinct = np.zeros(workers)
-        """Distinct experts expected in a step of `expected` requests, over all layers."""
+        """Expected number of distinct experts in a step of `expected` requests, summed over layers."""
         self.local: NDArray[np.uint64] | None = None
-        """[worker, layer, word] bit e of a layer: the worker holds expert e; None where all hold all."""
+        """[worker, layer, word] bitmask of the experts that the worker holds, 64 per word; None if all hold all."""
         self.routed = 0
-        """Requests admitted so far."""
+        """Number of requests admitted so far."""
         self.in_round = np.zeros(workers, np.bool_)
-        """Got a request in this round. A round ends when all living workers got one, or one got a second."""
+        """Whether the worker got a request in this round. A round ends when every living worker got one, or one gets a
+        second."""
         self._logs = np.zeros((workers, size), np.int32)
         self._profiled = np.zeros(workers, np.int64)
         self._prior = np.zeros((workers, 0), np.float32) if prior is None else np.array(prior, np.float32)
         self._prior_logs = _logs(self._prior)
         self._mean = 0.0
         self._tracking = False
-        """False until a request has a profile: no router uses expert values before, so none are computed."""
+        """False until a request has a profile: no router uses expert values before that, so none are computed."""
         self._residents: dict[str, _Resident] = {}
 
     def __len__(self) -> int:
@@ -127,12 +128,12 @@ class Fleet:
 
     @property
     def open(self) -> NDArray[np.bool_]:
-        """[worker] alive with a free place; if there is none, every one alive, where requests then queue."""
+        """[worker] whether it is alive with a free place; if no worker is, whether it is alive: requests then queue."""
         free = self.alive & (self.running < self.places)
         return free if free.any() else self.alive
 
     def admit(self, request_id: str, worker: int, context: int = 0, profile: NDArray[np.float32] | None = None) -> None:
-        """Add a request to its worker. What is refused with an error leaves the fleet as it was."""
+        """Add a request to its worker. If an error is raised, the fleet is unchanged."""
         if request_id in self._residents:
             worker = self._residents[request_id].worker
             raise ConfigError(f"request {request_id!r} is in the fleet already, on worker {worker}")
@@ -168,11 +169,10 @@ class Fleet:
         self._shift(known.worker, logs, 1)
 
     def take_over(self, other: Fleet, priors: bool = False) -> None:
-        """Copy another fleet's requests into this empty one. They stay on their rows, which this one must have.
+        """Copy the requests of `other` into this empty fleet. Each stays on its row, which this fleet must have.
 
-        Places, speeds and which workers are alive are this fleet's own. Profiles are dropped if the fleets track
-        different experts. With `priors`, rows that both have keep what `other` learned of the requests they usually
-        get.
+        This fleet keeps its own places, speeds and living workers. Profiles are dropped if the fleets track different
+        experts. With `priors`, rows that both fleets have also take over the prior of `other`.
         """
         if self._residents:
             raise ConfigError(f"the fleet has {len(self._residents)} requests; only an empty one can take over another")
@@ -193,11 +193,11 @@ class Fleet:
             self._tracking = other._tracking
         else:
             self._residents = {name: one._replace(logs=None) for name, one in other._residents.items()}
-        self._mean = -1.0  # no mean is this small: the values of all workers are computed
+        self._mean = -1.0  # differs from any mean: the next line recomputes the values of all workers
         self._shift(0, None, 0)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where sums differ from those of the requests that are in the fleet."""
+        """Raise AssertionError if a worker's sums differ from those over the requests in the fleet."""
         running, context, profiled = (np.zeros(len(self), np.int64) for _ in range(3))
         logs = np.zeros_like(self._logs)
         for one in self._residents.values():
@@ -234,7 +234,7 @@ class Fleet:
         return profile
 
     def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int, refresh: bool = True) -> None:
-        """Add or subtract a request's experts, and update the workers' values."""
+        """Add (`sign` 1) or subtract (-1) a request's logarithms, and update the workers' expert values."""
         if not self._tracking:
             return
         if logs is not None:
@@ -265,9 +265,9 @@ def _count_in(
     in_round: NDArray[np.bool_],
     alive: NDArray[np.bool_],
 ) -> None:
-    """Count a request in, and mark its worker in the round.
+    """Add a request to its worker's counts, and mark the worker in the round.
 
-    A new round begins with a worker's second request, or once all living ones got one.
+    A new round begins with a worker's second request, or once every living worker got one.
     """
     running[worker] += 1
     context_tokens[worker] += context
@@ -282,14 +282,14 @@ def _count_in(
 
 
 def shown(number: int) -> str:
-    """A number for a message: Python refuses to print one of thousands of digits."""
+    """Return a number as text for a message; Python refuses to print a number of thousands of digits."""
     return str(number) if abs(number) < 1 << 64 else f"a number of {number.bit_length()} bits"
 
 
-# Not with fastmath, which assumes that nothing is NaN.
+# Without fastmath, which assumes that no value is NaN.
 @njit()
 def _probable(p: NDArray[np.float32]) -> bool:
-    """Whether all are activation counts of a token, give or take rounding; a NaN is not."""
+    """Return whether all values are in 0 … `MOST_ACTIVATIONS`, up to rounding below 0; NaN is not."""
     wrong = 0
     for at in range(len(p)):
         wrong += not (np.float32(-0.001) <= p[at] <= np.float32(MOST_ACTIVATIONS))
@@ -298,7 +298,7 @@ def _probable(p: NDArray[np.float32]) -> bool:
 
 @njit()
 def _learn(prior: NDArray[np.float32], profile: NDArray[np.float32]) -> None:
-    """Move the average towards a request. Values far below any that counts become 0: denormal ones are slow to use."""
+    """Move the moving average `prior` towards a request's profile; values below `TINY` become 0."""
     for at in range(len(prior)):
         mean = prior[at] + (profile[at] - prior[at]) * np.float32(1.0 / PRIOR_WINDOW)
         prior[at] = mean if abs(mean) > np.float32(TINY) else np.float32(0.0)
@@ -310,10 +310,13 @@ def _logs(profiles: NDArray[np.float32]) -> NDArray[np.int32]:
     return logs
 
 
-# The library's logarithm and exponential take one number at a time, 10 ns each: a request took 0.3 ms with them.
+# Series, since the library's log and exp are not vectorised: 10 ns per number, 0.3 ms per request.
 @njit(fastmath=True, division_raises=False)
 def _fill_logs(p: NDArray[np.float32], logs: NDArray[np.int32]) -> None:
-    """log(1 - p) in units, off by less than one: 16 log x = 32 artanh((x - 1) / (x + 1)) for its 16th root x."""
+    """Fill `logs` with log(1 - p) in multiples of `UNIT`, with an error below one unit.
+
+    With x the 16th root of 1 - p, log(1 - p) = 16 log x = 32 artanh((x - 1) / (x + 1)).
+    """
     for at in range(len(p)):
         left = np.float32(1.0) - min(max(p[at], np.float32(0.0)), np.float32(MOST_CERTAIN))
         root = np.sqrt(np.sqrt(np.sqrt(np.sqrt(left))))
@@ -336,7 +339,7 @@ def _refresh(
     distinct: NDArray[np.float64],
     missed: NDArray[np.uint8],
 ) -> float:
-    """Recompute a worker's values, or all workers' where the fleet's mean load has changed. Returns the mean used."""
+    """Recompute a worker's values, or all workers' if the fleet's mean load changed by `STALE`. Return that mean."""
     living, requests = 0, 0
     for every in range(len(alive)):
         if alive[every]:
@@ -359,7 +362,10 @@ def _refresh(
 def _spread(
     logs: NDArray[np.int32], prior: NDArray[np.int32], running_share: float, arriving: float, missed: NDArray[np.uint8]
 ) -> float:
-    """Fill `missed` and return the experts that a step touches. exp(x) = exp(x / 64)^64, error at most 3e-6."""
+    """Fill `missed` and return the expected number of distinct experts in a step.
+
+    Computes exp(x) as exp(x / 64)^64, with a series for exp(x / 64); the error is at most 3e-6.
+    """
     a, b, least = np.float32(running_share * UNIT / 64), np.float32(arriving * UNIT / 64), np.float32(LEAST_LOG / 64)
     untouched = np.float32(0.0)
     for at in range(len(logs)):

@@ -3,14 +3,14 @@
     p(decode) = after + z (own + A B'),    z = n / (n + noise) x (p(prefill) - before)
 
 for a prefill of n tokens. `before` and `after` are the mean activation probabilities of calibration requests in the two
-phases, so a short prefix, whose probabilities are mostly noise, predicts `after`. `own` is the share of its own prefill
-that a request keeps, one number. A B' is a linear map of low rank for the remainder: ridge regression over the
-calibration requests (in its dual form, as expert indices outnumber requests), cut to the directions in which its
-predictions vary most. A request's ridge is ridge x SCALE / n, since noise falls with n; the ridge is chosen by
+phases, so a short prefix, whose probabilities are mostly noise, predicts `after`. `own`, one number, is the share of
+z that persists in decode. A B' is a linear map of low rank for the remainder: ridge regression over the calibration
+requests (in its dual form, as expert indices outnumber requests), cut to the directions in which its predictions vary
+most. A request's ridge is ridge x SCALE / n, since noise falls with n; the ridge is chosen by
 leave-one-out error over the calibration requests.
 
-Better than the prefill itself, which is noisy and of another phase, and than popularity, which is the same for all
-requests. Wrong for requests unlike those of calibration: the map has no direction for them.
+This is better than the prefill itself, which is noisy and of another phase, and than expert popularity, which is the
+same for all requests. It is wrong for requests unlike the calibration requests: the map has no direction for them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from coterie._numba import njit
 from coterie.errors import ConfigError, require_fitted
 
 SCALE = 60.0
-"""Tokens at which a request's ridge is `ridge` itself."""
+"""Prefill tokens at which a request's ridge equals `ridge`."""
 RIDGES = (1.0, 3.0, 10.0, 20.0, 40.0, 100.0, 300.0)
 NOISES = (5.0, 15.0, 30.0, 60.0, 120.0)
 OWN_SHARES = (0.5, 0.65, 0.8, 1.0)
-"""Candidates for `own`, relative to the share that is best without a map: with the map a smaller one is better."""
+"""Candidates for `own`, relative to the best share without a map: with the map a smaller share is better."""
 RANK = 8
-"""Default rank. On gpt-oss-20b, 16 lowers the squared error on other requests by 0.4%, and more ranks by nothing."""
+"""Default rank. On gpt-oss-20b, rank 16 lowers the squared error on held-out requests by 0.4%, more no further."""
 CHOICE_REQUESTS = 256
-"""Most calibration requests that the ridge is chosen on."""
+"""Largest number of calibration requests that the ridge is chosen on."""
 LINE = 16
-"""Floats in a cache line: reading unaligned rows takes a quarter longer."""
+"""32-bit floats in a cache line, to which rows are aligned: reading unaligned rows takes a quarter longer."""
 APART = 5 * LINE
 """Floats of padding between rows: rows a multiple of 4 KiB apart evict each other from the cache."""
 IN, OUT = 4, 10
-"""Rows of A and of B that a loop processes at a time."""
+"""Numbers of rows of A, and of B, that a loop processes at a time."""
 
 
 class LinearMap(NamedTuple):
@@ -51,19 +51,19 @@ class LinearMap(NamedTuple):
     after: NDArray[np.float32]
     """[expert index] mean activation probability in decode."""
     inward: NDArray[np.float32]
-    """[rank, expert index] A"""
+    """[rank, expert index] matrix A of the map."""
     outward: NDArray[np.float32]
-    """[rank, expert index] B"""
+    """[rank, expert index] matrix B of the map."""
     own: float
     """Share of a prefill's difference from `before` that stays in decode."""
     noise: float
-    """Tokens of a prefill at which it weighs as much as `after`."""
+    """Prefill tokens at which the difference from `before` gets a weight of one half."""
     ridge: float
     rows: NDArray[np.float32]
-    """[row, expert index and padding] A, then after, before and B, padded with zero rows: loops process several rows
-    at a time."""
+    """[row, expert index and padding] rows of A, then `after`, `before` and the rows of B. Zero rows pad A to a
+    multiple of `IN` and the rest to a multiple of `OUT`."""
     prior: NDArray[np.float32]
-    """[row of A] its product with `before`."""
+    """[row of A] inner product of the row with `before`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,18 +149,18 @@ class DecodeForecast:
         return self
 
     def predict(self, counts: NDArray[np.integer] | NDArray[np.floating], tokens: float) -> NDArray[np.float32]:
-        """[expert index] activation probabilities in decode, from `counts` of a prefill of `tokens` tokens."""
+        """Return [expert index] activation probabilities in decode, from `counts` of a prefill of `tokens` tokens."""
         profile, _ = self.read(counts)
         self.apply(profile, tokens)
         return profile
 
     def apply(self, profile: NDArray[np.float32], tokens: float) -> None:
-        """Turn counts of :meth:`read` into probabilities, in place."""
+        """Turn the counts that :meth:`read` returned into probabilities, in place."""
         learned = self.map
         turn_to_forecast(profile, float(tokens), learned.own, learned.noise, learned.rows, learned.prior)
 
     def read(self, counts: NDArray[np.integer] | NDArray[np.floating]) -> tuple[NDArray[np.float32], float]:
-        """[expert index] counts as :func:`turn_to_forecast` takes them, and their sum."""
+        """Return the counts as float32 [expert index], the input of :func:`turn_to_forecast`, and their sum."""
         size = len(self.map.after)
         if counts.size != size:
             raise ConfigError(f"counts {counts.shape} do not match the {size} expert indices of the forecast")
@@ -169,14 +169,14 @@ class DecodeForecast:
 
 
 def _aligned(rows: int, width: int) -> NDArray[np.float32]:
-    """Zeros aligned to a cache line."""
+    """Return zeros [row, column] that begin at a cache line."""
     room = np.zeros(rows * width + LINE, np.float32)
     start = -room.ctypes.data // 4 % LINE
     return room[start : start + rows * width].reshape(rows, width)
 
 
 def _own_share(z: NDArray[np.float32], y: NDArray[np.float32], tokens: NDArray[np.float64]) -> tuple[float, float]:
-    """Share and noise with the least squared error of predicting y from shrunk z alone."""
+    """Return the share and noise with the least squared error when y is predicted from shrunk z alone."""
     products, squares = np.einsum("rc,rc->r", z, y), np.einsum("rc,rc->r", z, z)
     best = (0.0, 0.0, NOISES[0])
     for noise in NOISES:
@@ -190,12 +190,12 @@ def _own_share(z: NDArray[np.float32], y: NDArray[np.float32], tokens: NDArray[n
 def _best_left_out(
     z: NDArray[np.float32], y: NDArray[np.float32], scales: NDArray[np.float64], own: float, ridges: tuple[float, ...]
 ) -> tuple[float, float]:
-    """Own share and ridge with the least leave-one-out squared error over requests (closed form)."""
+    """Return the own share and ridge with the least leave-one-out squared error over requests (closed form)."""
     zz, zy, yy = (np.asarray(a @ b.T, np.float64) for a, b in ((z, z), (z, y), (y, y)))
     best = (np.inf, own, ridges[0])
     for ridge in ridges:
         inverse = np.linalg.inv(zz + np.diag(ridge * scales))
-        # Squared errors of requests left out: diag(M⁻¹ rest M⁻¹) / diag(M⁻¹)², where rest is what the map must explain.
+        # Squared errors of left-out requests: diag(M⁻¹ r r' M⁻¹) / diag(M⁻¹)²; the map must explain r = y - own z.
         scale = np.diag(inverse) ** -2.0
         a, b, c = (float(scale @ np.einsum("ij,ij->i", inverse @ part, inverse)) for part in (yy, zy + zy.T, zz))
         for kept in (share * own for share in OWN_SHARES):
@@ -206,10 +206,9 @@ def _best_left_out(
 def _low_rank(
     z: NDArray[np.float32], y: NDArray[np.float32], ridges: NDArray[np.float64], rank: int, rng: Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """A and B [rank, expert index]: the ridge regression of y on z, within the span where its fitted values vary most.
+    """Return A and B [rank, expert index]: the ridge regression of y on z, cut to the span of most varied predictions.
 
-    That span is found by power iteration on a few random vectors; the full map [expert index, expert index] is never
-    formed.
+    Power iteration on a few random vectors finds that span; the full map [expert index, expert index] is never formed.
     """
     solve = np.linalg.inv(np.asarray(z @ z.T, np.float64) + np.diag(ridges))  # [request, request]
     smooth = np.asarray(np.eye(len(z)) - ridges[:, None] * solve, np.float32)  # fitted values = smooth @ y
@@ -224,7 +223,7 @@ def _low_rank(
 
 @njit(fastmath=True)
 def _read(counts: NDArray[Any], profile: NDArray[np.float32]) -> float:
-    """Convert and sum counts of any dtype, in a third of the time of NumPy's conversion."""
+    """Copy counts of any dtype to `profile` and return their sum, in a third of the time of NumPy's conversion."""
     total = np.float32(0.0)
     for at in range(len(counts)):
         profile[at] = counts[at]
@@ -241,7 +240,7 @@ def turn_to_forecast(
     rows: NDArray[np.float32],
     prior: NDArray[np.float32],
 ) -> None:
-    """Compiled :meth:`DecodeForecast.predict`, in place: counts become probabilities; `after` without tokens."""
+    """Replace the counts in `profile` by probabilities, as :meth:`DecodeForecast.predict`; with 0 tokens by `after`."""
     inward, outward, scale, trust = rows[: len(prior)], rows[len(prior) :], np.float32(0.0), np.float32(0.0)
     if tokens > 0.0:
         scale, trust = np.float32(1.0 / tokens), np.float32(tokens / (tokens + noise))

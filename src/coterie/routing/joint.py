@@ -6,9 +6,9 @@ Locality is the share of the request's most activated experts (`top` of each lay
 before prefill the footprint is a predictor's estimate. The three terms have different units: a long prompt outweighs
 the others, as in the article.
 
-A batch is routed in two passes. First each request goes to its best worker or, of those nearly as good, to the one
-whose requests share most experts with it. Then a worker with more than twice the mean is cut to 1.5 times the mean, and
-the rest goes to the workers with the fewest. Every request is assigned exactly once.
+A batch is routed in two passes. First each request goes to its best worker or, among workers nearly as good, to
+the one whose requests share the most experts with it. Then a worker with more than twice the mean number of requests is
+cut to 1.5 times the mean; the surplus goes to the workers with the fewest. Every request is assigned exactly once.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from coterie.routing.picking import chosen, lowest_scored
 
 NOTHING = np.empty(0, np.int64)
 ANYTHING = np.empty((1, 0), np.uint64)
-"""Stands for `local` where all workers hold all experts."""
+"""Placeholder for `fleet.local` if all workers hold all experts."""
 
 FINE = np.float32(2.0**-20)
-"""Relative to a layer's sum: fractional values closer than this count as equal."""
+"""Fractional values closer than this share of their layer's sum count as equal."""
 HALVINGS = 32
-"""Bisection steps; sufficient for any counts."""
+"""Largest number of bisection steps; sufficient for any counts."""
 
 REASON = "score {:.1f}: {} of {} prompt tokens cached, {:.0%} of the experts local"
 NEARLY = 0.05
-"""Relative excess over the best score up to which a worker is chosen for shared experts."""
+"""Workers whose score exceeds the best by at most this share compete by shared experts."""
 
 
 class _Weighed(msgspec.Struct):
     worker: int
     """Best worker."""
     scores: NDArray[np.float64]
-    """[worker] scores; infinite where the request must not go."""
+    """[worker] score; infinite for a worker that must not be chosen."""
     local: NDArray[np.float64]
-    """[worker] share of the request's experts that it holds."""
+    """[worker] share of the request's experts that the worker holds."""
 
 
 @routers.register("joint")
@@ -60,7 +60,7 @@ class Joint:
     load: float = 0.3
     """Weight of the load."""
     top: int = 16
-    """Experts of each layer that a request counts as using."""
+    """Number of a request's most activated experts per layer that locality counts."""
 
     def __post_init__(self) -> None:
         for name in ("kv", "experts", "load"):
@@ -74,7 +74,7 @@ class Joint:
         return Decision(weighed.worker, weighed.scores, _told(request, weighed.worker, weighed))
 
     def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-        """Decisions for requests that arrive together, in their order."""
+        """Return one decision per request, in order, for requests that arrive together."""
         bits = [self._bits(request) for request in requests]
         weighed = [self._weigh(request, own, fleet) for request, own in zip(requests, bits, strict=True)]
         scores = [one.scores for one in weighed]
@@ -88,7 +88,7 @@ class Joint:
         ]
 
     def _bits(self, request: Request) -> NDArray[np.uint64] | None:
-        """[layer, word] experts the request is predicted to use."""
+        """Return [layer, word] bitmask of the experts the request is predicted to use; None without a footprint."""
         use = request.footprint
         if use is None:
             return None
@@ -133,9 +133,9 @@ def _told(request: Request, worker: int, weighed: _Weighed) -> tuple[Any, ...]:
 def _together(
     scores: list[NDArray[np.float64]], bits: list[NDArray[np.uint64] | None], room: NDArray[np.int64]
 ) -> list[int]:
-    """[request] best worker, or of those nearly as good the one whose requests share most experts with it.
+    """Return [request] the best worker, or among those nearly as good the one whose requests share most experts.
 
-    If none shares any, the one that got the fewest so far.
+    Ties go to the worker that got the fewest requests of this batch so far.
     """
     workers = len(room)
     left, chosen = room.copy(), []
@@ -161,14 +161,14 @@ def _together(
 def _trimmed(
     chosen: list[int], scores: list[NDArray[np.float64]], alive: NDArray[np.bool_], room: NDArray[np.int64]
 ) -> list[int]:
-    """Cut workers above twice the mean to 1.5 times the mean; the rest goes to the workers with the fewest."""
+    """Cut workers above twice the mean to 1.5 times the mean; surplus requests go to the workers with the fewest."""
     mean = len(chosen) / max(1, int(alive.sum()))
     keep = max(1, int(1.5 * mean))
     count = np.bincount(chosen, minlength=len(alive))
     result = list(chosen)
     for worker in np.flatnonzero(count > 2 * mean):
         mine = [at for at, where in enumerate(chosen) if where == worker]
-        mine.sort(key=lambda at: scores[at][worker])  # the worst fits move
+        mine.sort(key=lambda at: scores[at][worker])  # requests with the worst scores move
         for at in mine[keep:]:
             others = np.flatnonzero(alive & (count < np.minimum(keep, room)))
             if not len(others):
@@ -197,7 +197,7 @@ def _add_up(
     shares: NDArray[np.float64],
     scores: NDArray[np.float64],
 ) -> np.int64:
-    """Choose the worker; fills `shares` [worker], the part of the experts that it holds, and `scores`."""
+    """Return the best worker. Fills `scores` [worker] and `shares` [worker], the share of its experts held."""
     asked, most = 0, 1.0
     for word in range(len(bits)):
         asked += _count(bits[word])
@@ -218,7 +218,7 @@ def _add_up(
 
 @njit(fastmath=True)
 def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]) -> None:
-    """Set the bits of each layer's `top` largest values above 0, first ones of ties. `whole`: all are integers."""
+    """Set the bits of each layer's `top` largest values above 0; ties go to lower ids. `whole`: all are integers."""
     row = np.empty(use.shape[1], np.float32)
     for layer in range(len(use)):
         total = np.float32(0.0)
@@ -226,14 +226,14 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
             row[expert] = use[layer, expert]
             total += row[expert]
         # Bisect for a level that exactly `top` values exceed; with ties, for bounds around the tied values only.
-        # Not all of `top` values can exceed sum / top, so the search starts there.
+        # At most `top` - 1 values can exceed sum / top, so this is the first upper bound.
         low, high = np.float32(0.0), total / np.float32(top)
         nearest = np.float32(1.0) if whole else total * FINE
         for _ in range(HALVINGS):
             if high - low <= nearest:
                 break
             middle, above = (low + high) / np.float32(2.0), np.float32(0.0)
-            for expert in range(len(row)):  # in the row's type, else it is not vectorised
+            for expert in range(len(row)):  # counted in the row's dtype: other types are not vectorised
                 above += np.float32(1.0) if row[expert] > middle else np.float32(0.0)
             if above >= top:
                 low = middle
@@ -248,7 +248,7 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
                 here |= np.uint64(part[expert] > low) << np.uint64(expert)
             bits[layer, word] = here
             surplus += _count(here)
-        for expert in range(len(row) - 1, -1, -1):  # of ties the last go
+        for expert in range(len(row) - 1, -1, -1):  # surplus ties are dropped from the last expert on
             if surplus <= 0:
                 break
             if low < row[expert] <= high:
@@ -258,7 +258,7 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
 
 @njit()
 def _count(word: np.uint64) -> int:
-    """Number of set bits: sums of pairs, then fours, then bytes in parallel."""
+    """Return the number of set bits: sums of pairs, then fours, then bytes in parallel."""
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)

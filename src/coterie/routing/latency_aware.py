@@ -5,13 +5,13 @@ A request that joins n others makes each of their steps longer, and waits for th
 
     (n + 1) x T(D + d, n + 1) - n x T(D, n)
 
-where d is the number of experts it is expected to add to those the worker's requests touch anyway, from the
-probabilities that they miss an expert (:mod:`coterie.routing.fleet`). Similarity and load thus become one time, and
-nothing needs tuning: where experts do not matter it is the shortest queue; where they do, requests that share experts
-gather. It needs no clusters, so none become stale; clusters of calibration requests only give empty workers a prior.
-Prompt tokens missing from the worker's cache are paid once, spread over the tokens a request decodes.
+where d is the number of experts the request is expected to add to those that the worker's requests touch anyway, from
+their probabilities of missing an expert (:mod:`coterie.routing.fleet`). Similarity and load are both expressed as time,
+so no weight needs tuning: where experts do not matter, this is the shortest queue; where they do, requests that share
+experts gather. It needs no clusters, which would become stale; those of calibration requests only give empty workers a
+prior. Prompt tokens missing from the worker's cache are paid once, spread over the tokens a request decodes.
 
-Wrong where the workers' step times differ from the prices, or the forecast of a request's experts is poor.
+It is wrong where the workers' step times differ from the prices, or the forecast of a request's experts is poor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COST_OF_EXPERTS = COST + ": {:.1f} experts more a step beside the {} running"
 @dataclass(frozen=True, slots=True)
 class LatencyAware:
     fitted: RouterFit = needs(FIT_HINT)
-    """Forecasts a request's experts."""
+    """Fit that forecasts a request's experts."""
     cost: DecodeStepPrices = needs("the prices of a decode step; make them with DecodeStepPrices.of(step_model)")
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
@@ -105,9 +105,10 @@ def _cheapest(
     added: NDArray[np.float32],
     scores: NDArray[np.float64],
 ) -> np.int64:
-    """Choose the worker; turns counts in `profile` [expert index] into a forecast, fills `added` and `scores` [worker].
+    """Return the cheapest worker. Turns counts in `profile` [expert index] into a forecast.
 
-    Without a profile, requests and context are half way to the fleet's mean, as `expected` is with one.
+    Fills `added` [worker], the experts added to a step, and `scores` [worker]. The context, and without a profile the
+    number of requests, are half way between the worker's own and the fleet's mean, as `expected` is.
     """
     known = len(profile) > 0
     if known:

@@ -20,10 +20,10 @@ SCALE = np.float32(255.0)
 def products(
     rows: NDArray[np.uint8] | NDArray[np.float32], vector: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:
-    """out[row] = row · vector without rescaling; four rows share each read of the vector.
+    """Compute out[row] = row · vector without rescaling; four rows share each read of the vector.
 
-    Rows of a fleet are kept in 8 bits: a product takes as long as its reads from memory, and this reads a quarter. Such
-    rows hold numbers in 0 … 1 as 0 … 255. Over thousands of expert indices the relative error of a product is about
+    Rows of a fleet are kept in 8 bits, 0 … 255 for numbers in 0 … 1: a product takes as long as its reads from memory,
+    and 8 bits are a quarter of 32. Over thousands of expert indices the relative error of a product is about
     1e-4, far less than the differences between workers.
     """
     count, size = rows.shape
@@ -47,7 +47,8 @@ def products(
 NARROW_BYTES = 1 << 20
 """Centroids above this size are kept in 8 bits: reading them dominates the time of a similarity."""
 WIDE = 32767.0
-"""Fixed-point scale of a 16-bit signature. Its product with an 8-bit row fits in 32 bits: the lengths bound it."""
+"""Fixed-point scale of a 16-bit signature. Its inner product with an 8-bit row fits in 32 bits, bounded by the
+product of both lengths."""
 SLACK = 1e-3
 """Relative slack for rounding errors of sums in 32 bits."""
 
@@ -71,11 +72,11 @@ class Learned(NamedTuple):
     shares: NDArray[np.float32]
     """[worker] share of calibration requests in the worker's union-minimising cluster."""
     narrow: NDArray[np.int8] | None
-    """Centroids in 8 bits, if they are large."""
+    """[worker, index in kept layers] centroids in 8 bits; None if they are at most `NARROW_BYTES` large."""
     scales: NDArray[np.float32] | None
-    """[worker] factor from 8-bit products to similarities."""
+    """[worker] factor from products with `narrow` to similarities; None without it."""
     seen: NDArray[np.uint64] | None
-    """Digests of the calibration requests, ascending; None in a file that does not have them."""
+    """Digests of the calibration requests, ascending; None if the file does not have them."""
 
     @classmethod
     def of(
@@ -132,12 +133,12 @@ class Learned(NamedTuple):
         )
 
     def changed(self, **values: Any) -> Learned:
-        """A copy with other values, checked as all are."""
+        """Return a copy with these values replaced; they are checked as in :meth:`of`."""
         derived = ("shape", "narrow", "scales")
         return Learned.of(**{name: one for name, one in self._asdict().items() if name not in derived} | values)
 
     def rows_for(self, workers: int) -> NDArray[np.int64]:
-        """[worker] row for each worker of a larger fleet: each further one goes to the largest share per worker."""
+        """Return [worker] the row of each worker of a larger fleet; each new one takes the largest share per worker."""
         rows, count = list(range(len(self.shares))), np.ones(len(self.shares))
         while len(rows) < workers:
             rows.append(int(np.argmax(self.shares / count)))
@@ -145,7 +146,7 @@ class Learned(NamedTuple):
         return np.array(rows, np.int64)
 
     def similarities(self, own: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[worker] cosine of a request's signature with each centroid."""
+        """Return [worker] the cosine of a request's signature `own` with each centroid."""
         out = np.empty(len(self.centroids), np.float32)
         if self.narrow is None or self.scales is None:
             products(self.centroids, own, out)
@@ -155,7 +156,7 @@ class Learned(NamedTuple):
 
 
 def check_ranges(learned: Learned) -> None:
-    """Refuse values that no fit gives, and that a router would compare without a word."""
+    """Raise ConfigError for values that no fit gives; a router would use them without an error."""
     forecast = learned.forecast.map
     means = np.stack([forecast.before, forecast.after]).sum(axis=1, dtype=np.float64)
     per_token = float(learned.top_k * learned.num_layers)
@@ -171,7 +172,7 @@ def check_ranges(learned: Learned) -> None:
         ("sums of before and after over experts and layers", means, per_token),
         ("sum of shares", learned.shares.sum(dtype=np.float64, keepdims=True), 1.0),
     ):
-        off = np.where(found == 0, 0.0, np.abs(found / right - 1))  # 0: a worker without requests
+        off = np.where(found == 0, 0.0, np.abs(found / right - 1))  # a worker without requests has 0
         if off.max() > SLACK:
             raise ConfigError(f"{name} must be {right:g}; found {found[off.argmax()]:g}")
     check_not_negative(own=forecast.own, noise=forecast.noise, ridge=forecast.ridge)

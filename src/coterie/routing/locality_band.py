@@ -1,9 +1,9 @@
 """Locality band (ELDR): the least loaded of the workers whose centroids are nearly as similar as the best.
 
 Signatures of calibration requests are clustered offline, one centroid per worker. A request goes to the worker with the
-fewest requests in flight among those whose cosine similarity is within `band` of the highest: 0 chooses the most
-similar, whatever its load, 1 the shortest queue. Wrong where cosine similarity does not reflect shared experts, and
-under drift until it is refitted.
+fewest requests in flight among those whose cosine similarity is within `band` of the highest: a band of 0
+chooses the most similar worker, whatever its load, a band of 1 the shortest queue. It is wrong where cosine similarity
+does not reflect shared experts, and under drift until the router is refitted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REASON = "{} in flight, the fewest of {} within {:g} of the most similar"
 @dataclass(frozen=True, slots=True)
 class LocalityBand:
     fitted: RouterFit = needs(FIT_HINT)
-    """Signature and centroids."""
+    """Fit with the signature and the centroids."""
     band: float = 0.1
     """Largest difference from the best cosine similarity at which a worker is a candidate."""
 
@@ -61,7 +61,7 @@ def _least_loaded(
     routed: int,
     scores: NDArray[np.float64],
 ) -> tuple[np.int64, int]:
-    """Choose the worker; also returns the number of candidates."""
+    """Return the chosen worker and the number of candidates; fills `scores` [worker]."""
     free = any_free(alive, running, places)
     most = -np.inf
     for worker in range(len(similarity)):

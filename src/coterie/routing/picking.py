@@ -13,7 +13,7 @@ NONE = np.int64(-1)
 
 
 def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.float64]]:
-    """The open worker with the lowest score, and the scores with those that are not open at infinity.
+    """Return the open worker with the lowest score, and the scores, infinite for workers that are not open.
 
     Ties go to the next living worker in round-robin order, so that they do not all go to the first.
     """
@@ -23,7 +23,7 @@ def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.flo
 
 
 def chosen(worker: np.int64, fleet: Fleet) -> int:
-    """Worker found by :func:`lowest_scored`; raises if there is none."""
+    """Return the worker found by :func:`lowest_scored`; raise UnavailableError if it is -1."""
     if worker < 0:
         raise UnavailableError(f"none of the {len(fleet)} workers is alive, or none may be chosen")
     return int(worker)
@@ -38,7 +38,7 @@ def lowest_scored(
     routed: int,
     allowed: NDArray[np.float64],
 ) -> np.int64:
-    """Compiled form of `best`: returns the worker or -1, and fills `allowed`."""
+    """Compiled form of `best`: return the worker or -1; `allowed` [worker] becomes the scores of open workers."""
     free = any_free(alive, running, places)
     found, least, start = NONE, np.inf, next_living(alive, routed)
     for turn in range(len(scores)):
@@ -54,7 +54,10 @@ def lowest_scored(
 
 @njit()
 def next_living(alive: NDArray[np.bool_], routed: int) -> int:
-    """The worker whose turn it is after `routed` requests; a dead worker's turns are not all its neighbour's."""
+    """Return the living worker whose turn it is after `routed` requests.
+
+    Turns count living workers only, so that a dead worker's turns do not all go to its neighbour.
+    """
     living = 0
     for worker in range(len(alive)):
         living += alive[worker]
@@ -68,7 +71,7 @@ def next_living(alive: NDArray[np.bool_], routed: int) -> int:
 
 @njit()
 def any_free(alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
-    """Whether a living worker has a free place."""
+    """Return whether a living worker has a free place."""
     free = False
     for worker in range(len(alive)):
         free |= alive[worker] and running[worker] < places[worker]
@@ -76,7 +79,7 @@ def any_free(alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArr
 
 
 def mixed(seed: int, number: int) -> int:
-    """64 pseudo-random bits of both numbers (splitmix64): a router keeps no generator between decisions."""
+    """Return 64 pseudo-random bits from both numbers (splitmix64): a router keeps no generator between decisions."""
     word = (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -1,8 +1,8 @@
 """Pressure: the worker with the least weighted sum of KV use, pending prefill, queue and experts.
 
 After Gimbal's request scheduler. Each term is a share of the capacity or of the largest value of any worker: KV blocks
-in use, requests per place, prompt tokens still to compute, and distinct experts of a step. Wrong where the terms differ
-in cost: nothing says that a full KV cache is as bad as a full queue.
+in use, requests per place, prompt tokens still to compute, and distinct experts of a step. It is wrong where
+the terms differ in cost: a full KV cache need not be as bad as a full queue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie.routing.picking import chosen, lowest_scored
 @dataclass(frozen=True, slots=True)
 class Pressure:
     fitted: RouterFit = needs(FIT_HINT)
-    """Forecasts a request's experts."""
+    """Fit that forecasts a request's experts."""
     kv: float = 1.0
     """Weight of the KV blocks in use."""
     queue: float = 1.0
@@ -38,7 +38,7 @@ class Pressure:
         profile, experts, scores = None, 0.0, np.empty(len(fleet))
         if request.footprint is not None:
             self.fitted.for_fleet(request.footprint, fleet)
-            profile = self.fitted.profile(request.footprint)  # the fleet tracks experts by profiles
+            profile = self.fitted.profile(request.footprint)  # the fleet needs it to track experts
             experts = self.experts
         found = _least_pressed(
             self.kv,

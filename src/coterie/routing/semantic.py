@@ -5,11 +5,11 @@ in every layer, and an activation whose expert is on that rank crosses no link. 
 footprint whose experts are elsewhere.
 
 Affinity alone would send all requests of one kind to one rank, and the slowest rank decides a step. So ranks are chosen
-in rounds: a rank that got a request is masked until every living rank has got one (:attr:`Fleet.in_round`); if those
-that are left are full, a new round begins. Equal numbers are not equal load where requests differ in length, so a rank
-that runs far more than the mean is masked too.
+in rounds: a rank that got a request is masked until every living rank has got one (:attr:`Fleet.in_round`); if the
+ranks that are left are full, a new round begins. Equal numbers are not equal load where requests differ in length, so
+a rank that runs far more requests than the mean is masked too.
 
-Wrong where the exchange costs little: on NVLink it is 2 to 3% of a decode step, and `latency_aware` saves more.
+It is wrong where the exchange costs little: on NVLink it is 2 to 3% of a decode step, and `latency_aware` saves more.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from coterie.types import Placement
 class Semantic:
     placement: Placement = needs("where the experts live, on ranks that are the fleet's workers (a Placement)")
     most: float = 1.25
-    """Running requests, as a multiple of the mean over living ranks, above which a rank gets no more; by speed."""
+    """A rank with more running requests per speed than this multiple of the mean over living ranks gets no more."""
     _indices: NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    """Expert indices that ranks hold, rank by rank; a replica on another rank is there again."""
+    """Expert indices that ranks hold, concatenated in rank order; an expert appears once per rank that holds it."""
     _starts: NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    """[rank] where its own begin."""
+    """[rank] position in `_indices` at which the rank's experts begin."""
 
     def __post_init__(self) -> None:
         check_at_least(1, most=self.most)
@@ -57,7 +57,7 @@ class Semantic:
         return Decision(worker, scores, f"{local[worker]:.0%} of its activations are local, the most {among}")
 
     def _local(self, request: Request) -> NDArray[np.float64] | None:
-        """[rank] share of the footprint whose experts the rank holds; None where no expert is known."""
+        """Return [rank] the share of the footprint whose experts the rank holds; None if it is missing or all 0."""
         use = request.footprint
         if use is None:
             return None
@@ -67,11 +67,11 @@ class Semantic:
         total = float(use.sum())
         if not total > 0:
             return None
-        # Every rank holds some expert, so no run is empty.
+        # Every rank holds some expert, so no segment is empty, which reduceat would not sum to 0.
         return np.add.reduceat(use.reshape(-1)[self._indices], self._starts, dtype=np.float64) / total
 
     def _masked(self, fleet: Fleet) -> NDArray[np.bool_]:
-        """[rank] may not be chosen now. At least one open rank is left, if there is any."""
+        """Return [rank] whether it must not be chosen now. At least one open rank is left, if there is any."""
         may = fleet.open
         load = fleet.running / fleet.speeds
         mean = float(load[fleet.alive].mean()) if fleet.alive.any() else 0.0

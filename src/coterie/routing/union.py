@@ -2,15 +2,16 @@
 
 Let p be the mean probability, over a cluster's requests, of activating an expert index (a layer's expert). A step of B
 of its requests touches that expert with probability ``1 - (1 - p)^B``, approximately: exactly if the step drew its
-requests from the cluster with replacement. The sum over expert indices is a cluster's U. Minimised is the sum over
-clusters of share x U, where share is the cluster's part of all requests.
+requests from the cluster with replacement. The sum over expert indices is a cluster's U. The search
+minimises the sum over clusters of share x U, where share is the cluster's part of all requests.
 
-U is concave in the cluster's sums, so its tangent lies above it: assigning all requests at once by the tangents (one
+U is concave in the cluster's sums, so its tangent is above it: assigning all requests at once by the tangents (one
 balanced assignment, see :mod:`~coterie.routing.clustering`) never raises the sum. Such rounds run first. When they no
 longer help, two requests of different clusters are swapped, and requests moved where there is room, whenever the exact
 U falls; the pairs tried are those most promising by the tangents. Both find local minima, so use several starts.
 
-Right where decode streams weights and B is close to the batches served. Wrong for prefill: it touches every expert.
+This is right where decode time is that of streaming weights and B is close to the batches served. It is wrong for
+prefill, which touches every expert.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from coterie.errors import ConfigError
 from coterie.routing.clustering import Labels, assign, capacities
 
 EFFORT = 2e8
-"""Expert indices that all swaps together may read: 0.1 to 0.2 s. Small problems end long before."""
+"""Most expert indices that all swaps together may read, which takes 0.1 to 0.2 s. Small problems need far fewer."""
 _BLOCK = 1024
-"""Expert indices raised to a power at a time: they stay in the L1 cache."""
+"""Number of expert indices raised to a power at a time, so that they stay in the L1 cache."""
 
 _SWEEPS = 4
-"""Sweeps that the effort is divided by; sets how many requests of each cluster are tried against another's."""
+"""Number of sweeps that the effort should last for; it sets how many candidates of each cluster a sweep tries."""
 _LOWER = 1.0 - 1e-7
-"""Relative slack for rounding errors: a change must lower U below this factor."""
+"""Relative slack for rounding errors: a change must lower U to less than this factor."""
 
 Probabilities = NDArray[np.float32]
 
 
 class UnionClusters(NamedTuple):
     labels: Labels
-    """[request] worker"""
+    """[request] worker whose cluster holds the request."""
     profiles: NDArray[np.float32]
     """[worker, expert index] mean activation probabilities."""
     distinct: float
-    """Expected distinct experts of a step, over all layers; mean over requests."""
+    """Expected number of distinct experts in a step, summed over layers; mean over requests."""
 
 
 def cluster_profiles(p: NDArray[np.floating], labels: Labels, workers: int) -> NDArray[np.float32]:
-    """[worker, expert index] mean activation probabilities of each cluster; all 0 where it is empty."""
+    """Return [worker, expert index] mean activation probabilities of each cluster; all 0 for an empty cluster."""
     members = np.zeros((workers, len(p)), np.float32)
     members[labels, np.arange(len(p))] = 1.0
     return np.asarray(members @ p / np.maximum(members.sum(axis=1, keepdims=True), 1.0), np.float32)
 
 
 def expected_distinct_of(p: NDArray[np.floating], labels: Labels, batch: int) -> float:
-    """Expected distinct experts of a step of `batch` requests of one cluster; mean over requests.
+    """Return the expected distinct experts of a step of `batch` requests of one cluster; mean over requests.
 
     p is [request, expert index].
     """
@@ -66,13 +67,13 @@ def expected_distinct_of(p: NDArray[np.floating], labels: Labels, batch: int) ->
 
 
 def expected_distinct_saving(p: NDArray[np.floating], labels: Labels, batch: int) -> float:
-    """Share of a step's distinct experts that clusters save, against steps of requests drawn from all."""
+    """Return the share of a step's distinct experts that clusters save, compared with steps drawn from all requests."""
     return 1.0 - expected_distinct_of(p, labels, batch) / expected_distinct_of(p, np.zeros_like(labels), batch)
 
 
 def tangents(profiles: NDArray[np.float32], batch: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Slopes [worker, expert index] and offsets [worker] of U at the profiles: `p @ slopes.T + offsets` bounds from
-    above what a request of activation probabilities p adds to each worker's U."""
+    """Return the slopes [worker, expert index] and offsets [worker] of U at the profiles: `p @ slopes.T + offsets` is
+    an upper bound of what a request with activation probabilities p adds to each worker's U."""
     missed = np.asarray((1.0 - np.minimum(profiles, 1.0)) ** (batch - 1), np.float32)
     slopes = np.float32(batch) * missed
     touched = (1.0 - missed * (1.0 - profiles)).sum(axis=1)
@@ -91,7 +92,7 @@ def union_clusters(
     rounds: int = 30,
     effort: float = EFFORT,
 ) -> UnionClusters:
-    """Best clusters of searches from `starts` and from `restarts` random assignments; p is [request, expert index]."""
+    """Return the best clusters found from `starts` and `restarts` random assignments; p is [request, expert index]."""
     if p.ndim != 2 or len(p) < workers:
         raise ConfigError(
             f"p {p.shape} must be [request, expert index] of at least {workers} requests, one for each worker"
@@ -119,20 +120,20 @@ def union_clusters(
 
 
 def _without_one_each(seats: NDArray[np.int64], workers: int) -> NDArray[np.int64]:
-    """Worker of each seat, without the first seat of each worker."""
+    """Return the worker of each seat, without the first seat of each worker."""
     _, firsts = np.unique(seats, return_index=True)
     return np.delete(seats, firsts[:workers])
 
 
 def _descend(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, rounds: int) -> Labels:
-    """Assign by tangents until U no longer falls."""
+    """Assign all requests by the tangents of U, again and again until U no longer falls."""
     last = np.inf
     for _ in range(rounds):
         slopes, offsets = tangents(cluster_profiles(rows, labels, len(limits)), batch)
         costs = rows @ slopes.T + offsets
         total = float(
             costs[np.arange(len(rows)), labels].sum(dtype=np.float64)
-        )  # U of the labels: tangents touch it there
+        )  # U of the labels, where the tangents touch it
         if total > last * (1 - 1e-6):
             break
         last = total
@@ -146,7 +147,7 @@ class _Swapped(NamedTuple):
 
 
 def _swap(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, effort: float) -> _Swapped:
-    """Swap and move by exact U until a sweep changes nothing or the effort is spent."""
+    """Swap and move requests by exact U until a sweep changes nothing or the effort is spent."""
     workers = len(limits)
     pair_work = max(1, workers * (workers - 1) * rows.shape[1])
     tried = int(np.clip(np.sqrt(effort / _SWEEPS / pair_work), 2, limits.max()))
@@ -163,7 +164,7 @@ def _swap(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch:
 
 
 def _promising(costs: NDArray[np.float32], labels: Labels, workers: int, tried: int) -> NDArray[np.int64]:
-    """[from, to, candidate] requests of one cluster that add least to another, net of what they add here; -1 pads."""
+    """Return [from, to, candidate] requests of cluster `from` whose move to `to` adds least to U; padded with -1."""
     extra = costs - costs[np.arange(len(labels)), labels][:, None]  # [request, worker]
     found = np.full((workers, workers, tried), np.int64(-1))
     for worker in range(workers):
@@ -184,7 +185,7 @@ def _sweep(
     candidates: NDArray[np.int64],
     batch: Any,
 ) -> int:
-    """Try the candidates once; apply every change that lowers U to labels and sums. Returns the number of changes."""
+    """Try the candidates once; apply each change that lowers U to `labels` and `sums`. Return the number of changes."""
     workers = len(limits)
     nobody = np.zeros(rows.shape[1], np.float32)
     bases, missed = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
@@ -234,7 +235,7 @@ def _union(
     bases: NDArray[np.float32],
     missed: NDArray[np.float32],
 ) -> float:
-    """U x size of a cluster with request `plus` added and `minus` removed; `bases` and `missed` are scratch."""
+    """Return U x size of a cluster with request `plus` added and `minus` removed; `bases`, `missed` are scratch."""
     total, block = 0.0, len(bases)
     for start in range(0, len(sums), block):
         stop = min(start + block, len(sums))
@@ -261,7 +262,10 @@ def _missed(
     bases: NDArray[np.float32],
     missed: NDArray[np.float32],
 ) -> float:
-    """Experts that a step is expected not to touch. In whole passes: a loop with a power in it is not vectorised."""
+    """Return the expected number of experts that a step does not touch.
+
+    Powers are computed in passes over all values: a loop that contains a power is not vectorised.
+    """
     for index in range(len(bases)):
         bases[index] = np.float32(1.0) - (sums[index] + plus[index] - minus[index]) * inverse
     while batch & 1 == 0:

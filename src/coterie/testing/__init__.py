@@ -1,4 +1,4 @@
-"""Contract checks for people who write policies or readers: what every built-in passes, a plugin must pass too.
+"""Contract checks for authors of policies or readers. Every built-in passes them; a plugin must pass them too.
 
 from coterie.testing import check_planner, check_predictor, check_reader, check_router, check_strategy
 

@@ -1,9 +1,9 @@
-"""How a check fails."""
+"""Assertion of the contract checks."""
 
 from __future__ import annotations
 
 
 def require(holds: bool, message: str) -> None:
-    """An `assert` that stays when Python is told to leave asserts out."""
+    """Raise AssertionError unless `holds`; unlike `assert`, also under ``python -O``."""
     if not holds:
         raise AssertionError(message)

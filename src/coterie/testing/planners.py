@@ -1,4 +1,4 @@
-"""The contract of a planner."""
+"""Contract check of planners."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from coterie.types import Placement, Topology
 
 
 class _Snapshot(NamedTuple):
-    """What a planner is shown."""
+    """Inputs of a planner in one test case."""
 
     name: str
     load: Load
     topology: Topology
     current: Placement
     shares: NDArray[np.float64] | None = None
-    """[layer, slot] in force; None is equal ones, and the planner is not told."""
+    """[layer, slot] shares in force; None for equal shares, which are then not passed to the planner."""
     streaming: bool = False
-    """Whether the planner's objective is to price streaming and exchange too."""
+    """Whether the planner's objective also prices streaming and the exchange of rows."""
 
     def plan(self, planner: Planner) -> Plan:
         in_force = () if self.shares is None else (self.shares,)
@@ -34,20 +34,20 @@ class _Snapshot(NamedTuple):
 
 
 def check_planner(make: Callable[[], Planner], seed: int = 0) -> None:
-    """Raise AssertionError where what `make()` returns breaks the contract of a planner.
+    """Raise AssertionError if the planner that `make()` returns breaks the contract of a planner.
 
-    A plan is for as many layers, slots and ranks as the current placement; it has every expert on a living rank, and no
-    slot it changed holds what another slot of that rank holds. Shares of an expert add up to 1 over living ranks. Its
-    moves are what differs between the two placements, each from a rank that has the expert, from the host only where
-    none has. It says why (`skip_reason`) if and only if nothing moves. The same snapshot gives the same plan bit for
-    bit, also from a new planner, and stays as it was. Where the planner has an `objective`, predicted times, movement
-    and balance are what that objective says of the plan, from the shares in force; where living ranks are alike, the
-    times are also what its settings come to in plain NumPy.
+    A plan has as many layers, slots and ranks as the current placement. Every expert is on a living rank, and no
+    changed slot holds an expert that another slot of its rank holds. Shares of an expert add up to 1 over living ranks.
+    The moves are the differences between the two placements, each from a rank that has the expert, or from the host
+    only if no living rank has it. `skip_reason` is given if and only if nothing moves. The same snapshot gives the same
+    plan bit for bit, also from a new planner, and is not changed. If the planner has an `objective`, predicted times,
+    movement and balance equal the objective's values for the plan, from the shares in force; if living ranks are alike,
+    the times also equal a computation in plain NumPy from the objective's settings.
 
-    Tried are one rank, slots with and without replicas, a placement with duplicates, loads of 0, one hot expert, an
+    The cases are one rank, slots with and without replicas, a placement with duplicates, loads of 0, one hot expert, an
     even load, two nodes, mixed speeds, known sources, a load that other shares would even out, such shares in force,
-    and a rank that is gone; a planner that cannot leave a rank out may raise ConfigError there. A dataclass with an
-    `objective` is also tried with streaming and the exchange of rows priced. One that passes may still plan badly.
+    and a rank that is gone, for which a planner may raise ConfigError. A dataclass with an `objective` is also checked
+    with streaming and the exchange of rows priced. A planner that passes may still plan badly.
     """
     planner = make()
     require(isinstance(planner, Planner), f"{planner!r} has no plan(load, topology, current, shares=None)")
@@ -59,7 +59,7 @@ def check_planner(make: Callable[[], Planner], seed: int = 0) -> None:
 
 
 def _streaming(planner: Any) -> Any:
-    """The planner with streaming and the exchange of rows priced; None where its prices cannot be told to it."""
+    """Return the planner with streaming and the exchange of rows priced; None if it has no objective to replace."""
     objective = getattr(planner, "objective", None)
     if not is_dataclass(planner) or not isinstance(objective, Objective):
         return None
@@ -67,7 +67,7 @@ def _streaming(planner: Any) -> Any:
 
 
 def _snapshots(rng: Generator) -> Iterator[_Snapshot]:
-    layers, experts = 2, 6  # small, so that an exact planner passes in seconds too
+    layers, experts = 2, 6  # small, so that an exact planner takes seconds only
     tokens = np.round(rng.lognormal(3.0, 1.2, (layers, experts)))
     full, spare = Placement.linear(layers, experts, 3), Placement.linear(layers, experts, 4, 8)
     twice = np.array([np.sort(np.concatenate([rng.permutation(6), rng.integers(0, 6, 2)])) for _ in range(layers)])
@@ -199,19 +199,19 @@ def _check_numbers(planner: Planner, plan: Plan, case: _Snapshot, where: str) ->
 def _plain_s(
     objective: Objective, case: _Snapshot, placement: Placement, shares: NDArray[np.float64] | None
 ) -> float | None:
-    """Seconds of a step's MoE layers by the definition alone; None where living ranks are not alike.
+    """Return the seconds of a step's MoE layers by the objective's definition; None if living ranks are not alike.
 
-    It recomputes the objective on purpose and shares no code with it: a check of plans, not a second price.
+    It recomputes the objective on purpose and shares no code with it, so that a mistake in one shows.
     """
     topology, load = case.topology, case.load
     alive = topology.rank_speeds > 0
     nodes, living, experts = topology.rank_nodes[alive], int(alive.sum()), placement.num_experts
     near = np.array([(nodes == node).sum() - 1 for node in nodes])
     sent = near / topology.intra.bytes_per_s + (living - 1 - near) / topology.inter.bytes_per_s
-    token_s = 2.0 * objective.row_bytes * sent / living  # [living rank] to bring it there and back, from anywhere
+    token_s = 2.0 * objective.row_bytes * sent / living  # [living rank] seconds to send a row there and back
     if load.sources is not None or len({*topology.rank_speeds[alive]}) > 1 or np.ptp(token_s) > 1e-9 * token_s.max():
         return None
-    most = min(living, living * placement.slots_per_rank - experts + 1)  # replicas of an expert
+    most = min(living, living * placement.slots_per_rank - experts + 1)  # most replicas of an expert
     parts = np.append(0.0, 1.0 / np.arange(most, 0, -1))
     seconds = 0.0
     for layer, row in enumerate(placement.slot_experts):

@@ -1,4 +1,4 @@
-"""The contract of a predictor."""
+"""Contract check of predictors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from coterie.types import DECODE, PREFILL
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2
 LENGTHS = (4, 8, 2, 6, 8, 10)
-"""Tokens of the generated requests, half of them prompt."""
+"""Number of tokens of each generated request; the first half is its prompt."""
 VOCABULARY = 9
 FITTED = np.array([0, 1, 2, 4, 5])
-"""Requests that are learned from; the other one is new."""
+"""Requests to fit on; `NEW` is the one left out."""
 NEW = 3
 
 
@@ -31,17 +31,17 @@ class _Asked(NamedTuple):
 
 
 def check_predictor(make: Callable[[], FittablePredictor], seed: int = 0) -> None:
-    """Raise AssertionError where what `make()` returns breaks the contract of a predictor.
+    """Raise AssertionError if the predictor that `make()` returns breaks the contract of a predictor.
 
-    Making one does no work: until `fit` is called, `predict`, `num_layers` and `num_experts` raise NotFittedError.
-    `fit` returns the predictor itself, counts a request that is named twice once, and raises ConfigError where there is
-    no token to learn from. `predict` gives a new float64 array [layer, expert] of finite numbers of at least 0, whose
-    layers each sum to tokens x top_k. The same request gives the same, also from another predictor fitted on the same
-    trace, and stays as it was. A request of an unknown id and domain is predicted as one of which only its size is
-    known. A footprint of another model and a negative number of tokens raise ConfigError.
+    Until `fit` is called, `predict`, `num_layers` and `num_experts` raise NotFittedError. `fit` returns the predictor
+    itself, counts a request that is listed twice once, and raises ConfigError if there is no request to learn from.
+    `predict` returns a new float64 array [layer, expert] of finite numbers of at least 0, in which each layer sums to
+    tokens x top_k. The same request gives the same prediction, also from another predictor fitted on the same trace,
+    and is not changed. A request with an unknown id and domain is predicted as if only its size were known. A footprint
+    of another model and a negative number of tokens raise ConfigError.
 
-    The trace has ids, domains, token ids and both phases; all of it, one phase and a few requests are learned from.
-    A predictor that passes may still predict badly.
+    The trace has ids, domains, token ids and both phases; the predictor is fitted on all of it, on some requests, and
+    on one phase. A predictor that passes may still predict badly.
     """
     trace = _trace(default_rng(seed))
     predictor = make()
@@ -101,7 +101,7 @@ def _requests(trace: ActivationTrace, rng: Generator) -> Iterator[_Asked]:
 
 
 def _prefill_counts(trace: ActivationTrace, request: int) -> NDArray[np.int64]:
-    """[layer, expert] of a request's prompt, in plain NumPy."""
+    """Return [layer, expert] activation counts of a request's prompt, in plain NumPy."""
     ids = trace.request(request).only(PREFILL)
     return np.array([np.bincount(ids[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)], np.int64)
 

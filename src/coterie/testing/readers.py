@@ -1,4 +1,4 @@
-"""The contract of a reader."""
+"""Contract check of readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coterie.traces.readers.base import Reader, ReadOptions, Trace
 from coterie.traces.writers import write_trace
 
 CUTS = 12
-"""Lengths that a file is cut to, beside nothing and all but its last byte."""
+"""Number of lengths, evenly spaced from 0, that a file is cut to, besides all but its last byte."""
 FOREIGN = {
     "text": b"It was a dark and stormy night.\n" * 20,
     "bytes": bytes(range(256)) * 8,
@@ -24,15 +24,15 @@ FOREIGN = {
 
 
 def check_reader(reader: Reader, file: Path, options: ReadOptions | None = None, *, counted: bool = True) -> None:
-    """Raise AssertionError where a reader breaks its contract; `file` is a file (or folder) of its format.
+    """Raise AssertionError if a reader breaks its contract; `file` is a file (or folder) of its format.
 
-    `sniff` is true of that file. It is false, and raises nothing, of an empty file, of foreign ones, of an empty folder
-    and of a name that is not there; of a file that is cut short it raises nothing. `read` gives the same valid trace
-    each time and leaves the file as it was. Of an empty file, and of one that is cut anywhere, it raises TraceError,
-    which names the file, and no other error.
+    `sniff` returns True for that file, and False for an empty file, files of other formats, an empty folder and a
+    missing file. It raises nothing, not even for a file that is cut short. `read` returns the same valid trace each
+    time and does not change the file. For an empty file, and for one cut anywhere, `read` raises TraceError, which
+    names the file, and no other error.
 
-    Give ``counted=False`` for a format that does not say how much it holds, such as lines of text: cut between two
-    lines it is a shorter file, and `read` may return that. Of a folder, its largest file is cut.
+    Give ``counted=False`` for a format that does not state its length, such as lines of text: cut between two lines it
+    is a valid shorter file, which `read` may return. In a folder, the largest file is cut.
     """
     options = options or ReadOptions()
     help_is_one_line = isinstance(reader.help, str) and bool(reader.help.strip()) and "\n" not in reader.help
@@ -86,13 +86,13 @@ def _check_valid(trace: Trace, where: str) -> None:
     known = isinstance(trace, ActivationTrace | LoadTable | RequestTrace)
     require(known, f"{where} returned {type(trace).__name__}; expected an ActivationTrace, a LoadTable or RequestTrace")
     if isinstance(trace, ActivationTrace):
-        trace.validate()  # what is mapped was not read yet
+        trace.validate()  # mapped arrays are not checked when opened
         rows = len(trace.requests)
         require(rows == trace.num_requests, f"{where}: requests has {rows} rows; the trace has {trace.num_requests}")
 
 
 def _contents(path: Path) -> dict[str, bytes]:
-    """Contents of every file by its name in the folder; of a single file, under an empty name."""
+    """Return the contents of every file by its path in the folder; a single file has an empty path."""
     if path.is_file():
         return {"": path.read_bytes()}
     return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
@@ -118,7 +118,7 @@ def _check_cut(reader: Reader, file: Path, options: ReadOptions, folder: Path, c
 
 
 def _cut(file: Path, folder: Path) -> Iterator[tuple[int, Path]]:
-    """Copies of a file or folder, of which one file is cut, and how long that then is."""
+    """Yield copies of a file or folder with its largest file cut, each with the length of the cut file in bytes."""
     folder.mkdir()
     path = folder / file.name
     parts = [file] if file.is_file() else [one for one in file.rglob("*") if one.is_file()]

@@ -1,4 +1,4 @@
-"""The contract of a router."""
+"""Contract check of routers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from coterie.testing._require import require
 def check_router(
     make: Callable[[], Router], layers: int = 3, experts: int = 8, workers: int = 6, seed: int = 0
 ) -> None:
-    """Raise AssertionError where what `make()` returns breaks the contract of a router.
+    """Raise AssertionError if the router that `make()` returns breaks the contract of a router.
 
-    It must name a living worker, with a place free if any has one; the score of that worker must be finite, and those
-    of workers that may not be chosen infinite; the same snapshot must give the same decision and stay as it was; a
-    fleet without a living worker must be refused with UnavailableError. Empty and full fleets, dead workers, requests
-    of which nothing is known, and cached prefixes are tried, on a fleet of `workers` that tracks `layers` x
-    `experts`: those the router was fitted for. A router that passes may still choose badly.
+    It must choose a living worker, with a free place if any has one. The score of that worker must be finite, and those
+    of workers that must not be chosen infinite. The same snapshot must give the same decision and not be changed. A
+    fleet without a living worker must raise UnavailableError. The cases are empty and full fleets, dead workers,
+    requests without any data, and cached prefixes, on a fleet of `workers` that tracks `layers` x `experts`; the router
+    must be fitted for these numbers. A router that passes may still choose badly.
     """
     router = make()
     require(isinstance(router, Router), f"{router!r} has no route(request, fleet)")

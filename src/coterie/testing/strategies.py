@@ -1,4 +1,4 @@
-"""The contract of a batch selection strategy."""
+"""Contract check of batch selection strategies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coterie.batching.picking import must_take
 from coterie.testing._require import require
 
 FAR = 1_000_000
-"""Skips of a request that any limit calls overdue."""
+"""Number of skips used for overdue requests if the strategy has no limit."""
 
 
 class _Case(NamedTuple):
@@ -24,12 +24,12 @@ class _Case(NamedTuple):
 
 
 def check_strategy(make: Callable[[], Strategy], seed: int = 0) -> None:
-    """Raise AssertionError where what `make()` returns breaks the contract of a batch selection strategy.
+    """Raise AssertionError if what `make()` returns breaks the contract of a batch selection strategy.
 
-    It must return min(size, window) different indices into the window; the oldest request and the overdue ones, oldest
-    first, must be among them; the same snapshot and state of the generator must give the same, and leave the snapshot
-    as it was. Windows with load running, several layers, no load at all, fractions, one request or none are tried, and
-    sizes from 0 to past the window. A strategy that passes may still choose badly.
+    It must return min(size, window) different indices into the window. The oldest request and the overdue ones, oldest
+    first, must be among them. The same snapshot and generator state must give the same selection, and the snapshot must
+    not be changed. The cases are windows with a running load, several layers, no load at all, fractions, one request or
+    none, and sizes from 0 to more than the window. A strategy that passes may still choose badly.
     """
     strategy = make()
     require(isinstance(strategy, Strategy), f"{strategy!r} has no max_skips and select(window, running, size, rng)")
@@ -93,7 +93,7 @@ def _select(strategy: Strategy, case: _Case, seed: int, where: str) -> Selection
 
 
 def _checked_order(selected: Selection, case: _Case, where: str) -> list[int]:
-    """The picks, if they are as many different requests of the window as there should be."""
+    """Return the picks; they must be min(size, window) different requests of the window."""
     require(isinstance(selected, Selection), f"{where}: select returned {type(selected).__name__}, not a Selection")
     array, waiting = selected.order, len(case.window.loads)
     whole = isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"

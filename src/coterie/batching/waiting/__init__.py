@@ -1,4 +1,4 @@
-"""The waiting list: the simulator's, vLLM's and transformers' requests wait in the same one."""
+"""The waiting list, used alike for requests of the simulator, of vLLM and of transformers."""
 
 from coterie.batching.waiting.choosing import Chooser
 from coterie.batching.waiting.queue import ChosenBatch, WaitingList

@@ -1,4 +1,4 @@
-"""Asks a strategy which requests of a window to take, and checks its contract."""
+"""Let a strategy choose the requests of a window to take, and check its contract."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WindowChoice(NamedTuple):
 
 
 class Chooser(Generic[T]):
-    """The strategy and its view of the server. One for all waiting lists of a server."""
+    """The strategy and its view of the server, shared by all waiting lists of a server."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Chooser(Generic[T]):
     ) -> None:
         """The strategy sees the `window_size` oldest requests and selects `batch_size`, or as many as places are free.
 
-        A strategy that fails or breaks its contract is an error if `strict`: a simulation must not go on in another
-        order than it reports. Otherwise serving goes on in order of arrival, and the report says so. `decided` is
-        called with each selection.
+        If `strict`, a strategy that fails or breaks its contract raises an error: a simulation must not continue in
+        another order than it reports. Otherwise serving continues in order of arrival, and the report says so.
+        `decided` is called with each selection.
         """
         self.strategy = strategy
         self.view = view
@@ -72,7 +72,7 @@ class Chooser(Generic[T]):
             self._failed(error)
 
     def choose(self, queue: str, window: list[T], skips: list[int], queued: int, size: int) -> WindowChoice | None:
-        """Choose `size` requests of a window, oldest first; None where no load is known or the strategy failed."""
+        """Choose `size` requests of a window, oldest first; None if no load is known or the strategy failed."""
         try:
             loads = self.view.loads(window)
             if loads is None:
@@ -91,7 +91,7 @@ class Chooser(Generic[T]):
         return choice
 
     def _in_turn(self, order: NDArray[np.integer], window: Window, size: int) -> list[int]:
-        """The strategy's order, checked, with the forced picks in front, oldest first."""
+        """Check the strategy's order, and return it with the forced picks in front, oldest first."""
         array, waiting = np.asarray(order), len(window.skipped)
         picked: list[int] = array.tolist()
         due = must_take(window, size, self.strategy.max_skips)

@@ -1,19 +1,20 @@
 """Waiting requests, in the order a strategy chooses.
 
-A server asks for one request after the other (an engine) or for a batch (the simulator); a strategy chooses several at
-once. The link between them is a selection, made over a window of the oldest waiting requests and the running load.
-:meth:`WaitingList.take_batch` hands all of it out at once. :meth:`WaitingList.pop` hands it out one by one until it is
-used up; it is recomputed earlier if a request arrives that it should have seen, or if more requests have left the
-server since than it has members. Where a server with all places free pops as many as a batch holds, both give the same
-requests in the same order.
+An engine takes one request after the other, the simulator a batch; a strategy chooses several requests at once. The
+link between them is a selection, made over a window of the oldest waiting requests and the running load.
+:meth:`WaitingList.take_batch` hands out a whole selection at once. :meth:`WaitingList.pop` hands out its requests one
+by one until none is left. The selection is recomputed earlier if a request arrives that belongs in its window, or if
+more requests have left the server since than the selection holds. If a server with all places free pops as many
+requests as a batch holds, both give the same requests in the same order.
 
 The oldest request of a window is first in every selection; requests that were passed over `max_skips` times follow. In
 a shallow queue, where every arrival makes a new selection, the order is therefore that of arrival, or close to it. When
 a selection ends, requests that still wait while a younger one was taken count as passed over.
 
-Requests go by classes (a priority): a lower one is never handed out before a higher. Urgent ones, those a server had to
-stop and put back, go first within their class and are not reordered. Requests that cannot start yet are blocked: they
-take no part and are handed out last. Where no load is known, or the strategy fails, the order is that of arrival.
+Requests have a class (a priority): all of one class are handed out before the next. Urgent requests, which a server had
+to stop and put back, go first within their class and are not reordered. Requests that cannot start yet are blocked:
+they take no part in selections and are handed out last. If no load is known, or the strategy fails, the order is that
+of arrival.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from coterie.errors import ConfigError
 
 T = TypeVar("T", bound=Hashable)
 Key = tuple[Any, int, Any, int]
-"""Class, lane, age and serial number: the order in which requests wait."""
+"""Sort key of a waiting request: class, lane (urgent or normal), age and serial number."""
 
 URGENT, NORMAL = 0, 1
 ARRIVAL = "in order of arrival"
-"""Reason of a batch that no strategy chose."""
+"""Reason given for a batch that no strategy chose."""
 
 
 class ChosenBatch(NamedTuple, Generic[T]):
@@ -43,9 +44,9 @@ class ChosenBatch(NamedTuple, Generic[T]):
 
     items: list[T]
     skipped: list[int]
-    """[item] times each was passed over before."""
+    """[item] number of times the request was passed over before."""
     reason: str
-    """Explanation in words."""
+    """Reason for the choice, as text."""
 
 
 class _Entry(Generic[T]):
@@ -68,15 +69,15 @@ class _Selected(NamedTuple, Generic[T]):
     window: list[_Entry[T]]
     """Window as the strategy saw it, oldest first."""
     order: list[int]
-    """Indices into the window, in the order to hand out."""
+    """Indices into the window, in the order in which requests are handed out."""
     last: Key | None
-    """Key of the youngest request of a full window: later arrivals would not have been seen. None if not full."""
+    """Key of the youngest request of a full window: later keys are beyond the window. None if it was not full."""
     reason: str | None
-    """The strategy's reason; None if it did not choose."""
+    """The strategy's reason; None if the strategy did not choose."""
 
 
 class _Plan(Generic[T]):
-    """A selection that is handed out one by one."""
+    """A selection whose requests are handed out one by one."""
 
     def __init__(self, rank: Any, selected: _Selected[T], running: frozenset[T]) -> None:
         self.rank = rank
@@ -85,27 +86,27 @@ class _Plan(Generic[T]):
         """Indices still to be handed out."""
         self.size = len(order)
         self.running = running
-        """Requests that ran when it was made."""
+        """Requests that ran when the selection was made."""
         self.taken: set[int] = set()
-        """Indices handed out; the window's length stands for one younger than the window."""
+        """Indices handed out; the window's length stands for a request younger than all in the window."""
         self._gone: set[int] = set()
         """Indices of requests that no longer wait."""
 
     def sees(self, key: Key) -> bool:
-        """Whether the strategy would have seen this new request, or it goes before all requests that it saw."""
+        """Return whether a new request with this key belongs in the window, or goes before all requests in it."""
         rank, lane = key[:2]
         if rank != self.rank:
             return bool(rank < self.rank)
         return lane == NORMAL and (self.last is None or key < self.last)
 
     def take(self, entry: _Entry[T]) -> bool:
-        """Mark as taken; whether an older request of the window still waits."""
+        """Mark a request as taken; return whether an older request of the window still waits."""
         index = self.drop(entry)
         self.taken.add(index)
         return any(older not in self._gone for older in range(index))
 
     def drop(self, entry: _Entry[T]) -> int:
-        """Mark as gone. Returns its index, or the window's length if it is not in the window."""
+        """Mark a request as no longer waiting; return its index, or the window's length if it is not in the window."""
         index = self.window.index(entry) if entry in self.window else len(self.window)
         self._gone.add(index)
         if index in self.rest:
@@ -114,7 +115,7 @@ class _Plan(Generic[T]):
 
 
 class WaitingList(Generic[T]):
-    """A queue whose next request is the strategy's choice. :meth:`peek` and :meth:`pop` agree until it changes."""
+    """A queue whose next request is the strategy's choice. :meth:`peek` and :meth:`pop` agree while it is unchanged."""
 
     def __init__(
         self,
@@ -125,9 +126,9 @@ class WaitingList(Generic[T]):
         urgent: Callable[[T], bool] | None = None,
         blocked: Callable[[T], bool] | None = None,
     ) -> None:
-        """`rank` gives a request's class and age, lowest first; without it there is one class, in order of arrival.
-        `urgent` says that a request ran already and was put back, `blocked` that it cannot start now, whatever is
-        free; without them none is."""
+        """`rank` returns a request's class and age, lowest first; by default there is one class, in order of arrival.
+        `urgent` returns whether a request ran already and was put back, `blocked` whether it cannot start now even if
+        places are free; by default no request is either."""
         self.name = name
         self._chooser = chooser
         self._rank = rank
@@ -139,7 +140,7 @@ class WaitingList(Generic[T]):
         self._plan: _Plan[T] | None = None
         self._head: T | None = None
         self._handed_out: dict[T, _Entry[T]] = {}
-        """Requests handed out in this step, with their former entries: a server puts back what it cannot start."""
+        """Requests handed out in this step, with their former entries: a server puts back those it cannot start."""
         self._number = 0
 
     # The queue.
@@ -151,18 +152,18 @@ class WaitingList(Generic[T]):
         return request in self._entry_of
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate in waiting order: by class, urgent first, oldest first; not the order of handing out."""
+        """Iterate in waiting order: by class, urgent first, oldest first. They may be handed out in another order."""
         return iter([entry.request for entry in self._entries])
 
     def at(self, place: int) -> T:
-        """The request at this position of the waiting order."""
+        """Return the request at this position of the waiting order."""
         return self._entries[place].request
 
     def push(self, request: T) -> None:
         self._insert(request, self._number)
 
     def prepend(self, request: T) -> None:
-        """Put a request back: where it was, if it was handed out in this step; else as the oldest."""
+        """Put a request back: at its old position if it was handed out in this step, else as the oldest."""
         before = self._handed_out.pop(request, None)
         if before is None or self._is_urgent(request):
             self._insert(request, -self._number)
@@ -171,7 +172,7 @@ class WaitingList(Generic[T]):
         self._entry_of[request].skips = before.skips
 
     def remove(self, requests: Iterable[T]) -> None:
-        """Remove those that wait; others are ignored."""
+        """Remove requests; those that do not wait are ignored."""
         for request in requests:
             entry = self._entry_of.get(request)
             if entry is not None:
@@ -180,7 +181,7 @@ class WaitingList(Generic[T]):
                 self._drop(entry)
 
     def peek(self) -> T:
-        """The next request; raises IndexError if there is none."""
+        """Return the next request; raise IndexError if there is none."""
         if not self._entries:
             raise IndexError(f"nothing is {self.name}")
         if self._head is None:
@@ -193,7 +194,7 @@ class WaitingList(Generic[T]):
         return request
 
     def take(self, request: T) -> None:
-        """Hand this one out, whoever was next."""
+        """Hand out this request, even if another was next."""
         entry, plan, counters = self._entry_of[request], self._plan, self._chooser.counters
         counters.handed_out += 1
         if plan is not None and entry.key[1] == NORMAL:
@@ -204,7 +205,7 @@ class WaitingList(Generic[T]):
             self._retire()
 
     def take_batch(self, size: int) -> ChosenBatch[T]:
-        """Hand out one selection of up to `size` at once, in a step of its own. Nobody may be urgent."""
+        """Hand out a selection of up to `size` requests at once, as one step. No request may be urgent."""
         self._retire()
         if not self._entries or size < 1:
             return ChosenBatch([], [], "nobody waits" if size else "no place is free")
@@ -212,7 +213,7 @@ class WaitingList(Generic[T]):
         if lane == URGENT:
             raise ConfigError(f"{self._entries[0].request!r} is urgent: such requests go one by one")
         window, order, _, reason = self._select(rank, size)
-        del order[size:]  # where all are blocked the selection is all of them
+        del order[size:]  # if all are blocked, the selection holds all of them
         entries, taken = [window[index] for index in order], set(order)
         stayed = passed_over(window, taken)
         if self._blocked is None:  # the window is the head of the list
@@ -225,7 +226,7 @@ class WaitingList(Generic[T]):
         batch = ChosenBatch([entry.request for entry in entries], [entry.skips for entry in entries], reason or ARRIVAL)
         self._handed_out = dict(zip(batch.items, entries, strict=True))
         self._pass_over(stayed)
-        oldest = 0  # of those that stay
+        oldest = 0  # index of the oldest request that stays
         while oldest in taken:
             oldest += 1
         counters = self._chooser.counters
@@ -234,7 +235,7 @@ class WaitingList(Generic[T]):
         return batch
 
     def upcoming(self) -> list[T]:
-        """All requests: urgent ones, then the selection (made if there is none), then the others in waiting order."""
+        """Return all requests: urgent ones, then the selection (made if needed), then the others in waiting order."""
         urgent = [entry.request for entry in self._entries if entry.key[1] == URGENT]
         if len(urgent) == len(self._entries):
             return urgent
@@ -246,8 +247,8 @@ class WaitingList(Generic[T]):
         return [*first, *(request for request in self if request not in first)]
 
     def refresh(self) -> None:
-        """Call before a step of the server: drops a selection whose running batch has left, or that no strategy
-        chose."""
+        """Call before a step of the server: ends a selection that no strategy chose, or since which more requests left
+        the server than it holds."""
         plan, self._head = self._plan, None
         self._handed_out.clear()
         if plan is None:
@@ -260,10 +261,10 @@ class WaitingList(Generic[T]):
                 self._retire()
 
     def skips(self, request: T) -> int:
-        """Times a waiting request was passed over."""
+        """Return how often a waiting request was passed over."""
         return self._entry_of[request].skips
 
-    # Inside.
+    # Internal.
 
     def _is_urgent(self, request: T) -> bool:
         return self._urgent is not None and self._urgent(request)
@@ -300,7 +301,7 @@ class WaitingList(Generic[T]):
         return plan.window[plan.rest[0]].request
 
     def _make_plan(self, rank: Any) -> _Plan[T]:
-        """A selection to be handed out one by one."""
+        """Make a selection to be handed out one by one."""
         self._retire()
         view = self._chooser.view
         selected = self._select(rank, max(1, self._chooser.batch_size, view.free_places()))
@@ -308,7 +309,7 @@ class WaitingList(Generic[T]):
         return plan
 
     def _select(self, rank: Any, size: int) -> _Selected[T]:
-        """Select from a class that has waiting requests which are not urgent."""
+        """Make a selection of a class, which must have waiting requests that are not urgent."""
         limit, entries = self._chooser.window_size, self._entries
         start, end = self._bounds(rank)
         window = entries[start : min(end, start + limit)]
@@ -323,11 +324,11 @@ class WaitingList(Generic[T]):
             if choice is not None:
                 return _Selected(window, choice.order, last, choice.reason)
             end = min(end, start + size)
-        window = entries[start:end]  # as they wait, those that are blocked too
+        window = entries[start:end]  # in waiting order, blocked requests included
         return _Selected(window, list(range(len(window))), last, None)
 
     def _bounds(self, rank: Any) -> tuple[int, int]:
-        """Start and end of a class's requests that are not urgent."""
+        """Return the start and end of a class's requests that are not urgent."""
         entries, first, behind = self._entries, (rank, NORMAL), (rank, NORMAL + 1)
         start = 0 if entries[0].key > first else bisect_left(entries, first, key=_key)
         end = len(entries) if entries[-1].key < behind else bisect_left(entries, behind, start, key=_key)
@@ -341,7 +342,7 @@ class WaitingList(Generic[T]):
             self._pass_over([entry for entry in stayed if self._entry_of.get(entry.request) is entry])
 
     def _pass_over(self, entries: list[_Entry[T]]) -> None:
-        """Count one skip for each: a younger request was taken instead."""
+        """Count one skip for each entry: a younger request was taken instead."""
         counters = self._chooser.counters
         worst = counters.worst_skips
         for entry in entries:

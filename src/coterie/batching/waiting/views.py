@@ -1,7 +1,7 @@
-"""A waiting list's view of its server, two implementations, and the report of what it did.
+"""A waiting list's view of its server, two implementations of it, and the counters and decisions it reports.
 
-:class:`RowView` is for a simulator that has all loads in one array: a window is then one index. :class:`RequestView` is
-for an engine that gives loads request by request, and may not know some.
+:class:`RowView` is for a simulator that has all loads in one array, so that a window is one indexing operation.
+:class:`RequestView` is for an engine that gives loads request by request, and may not know some.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coterie.errors import ConfigError, CoterieError, InputError
 T = TypeVar("T", bound=Hashable)
 
 SPARE_SHARES = 64
-"""Loads kept beyond those of waiting (in the window) and running requests."""
+"""Number of loads kept beyond those of running requests and of waiting requests in the window."""
 
 
 @dataclass
@@ -29,20 +29,20 @@ class WaitingCounters:
     """Counts since the start."""
 
     selections: int = 0
-    """Selections made by the strategy."""
+    """Number of selections made by the strategy."""
     handed_out: int = 0
     moved: int = 0
-    """Requests handed out while an older one of their class waited."""
+    """Number of requests handed out while an older request of their class waited."""
     unknown: int = 0
-    """Windows without a known load, served in order of arrival."""
+    """Number of windows without a known load, served in order of arrival."""
     failures: int = 0
     """Failures of strategies (served in order of arrival) and predictors (served without that request's load)."""
     worst_skips: int = 0
-    """Most times any request was passed over."""
+    """Largest number of times that a request was passed over."""
 
 
 class WaitingReport:
-    """Counters; each kind of problem is reported once."""
+    """Counters, and messages about problems, one per kind of problem."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
         self.counters = WaitingCounters()
@@ -50,7 +50,7 @@ class WaitingReport:
         self._told: set[str] = set()
 
     def failed(self, what: str, error: Exception) -> None:
-        """Count a failure that serving survives."""
+        """Count a failure after which serving continues, and report it once."""
         self.counters.failures += 1
         text = str(error) if isinstance(error, CoterieError) else repr(error)
         self.once(what, f"{what} failed, serving goes on: {text}")
@@ -69,19 +69,19 @@ class BatchDecision(NamedTuple):
     window: list[str]
     """Window as the strategy saw it, oldest first."""
     skipped: list[int]
-    """[request of the window] times it was passed over before."""
+    """[request of the window] number of times it was passed over before."""
     queued: int
-    """Waiting requests of the class, those beyond the window included."""
+    """Number of waiting requests of the class, including those beyond the window."""
     size: int
-    """Requests asked for."""
+    """Number of requests to select."""
     running: list[str]
     order: list[str]
-    """Selected requests, in order."""
+    """Selected requests, in the order in which they are handed out."""
     reason: str
 
 
 class DecisionFile:
-    """Appends a line of JSON for every decision."""
+    """File to which every decision is appended as a line of JSON."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -99,26 +99,26 @@ class ServerView(Protocol[T]):
     """A server as its waiting list sees it."""
 
     def loads(self, requests: Sequence[T]) -> Loads | None:
-        """[request, layer, expert] tokens per step of each request, contiguous; None if no load is known."""
+        """Return [request, layer, expert] the tokens per step of each request, contiguous; None if no load is known."""
         ...
 
     def running_load(self) -> Loads:
-        """[layer, expert] tokens of a step of the running requests. Called after :meth:`loads` returned loads."""
+        """Return [layer, expert] tokens of a step of the running requests. Called after :meth:`loads` gave loads."""
         ...
 
     def running(self) -> Sequence[T]: ...
 
     def free_places(self) -> int:
-        """Requests that could start now."""
+        """Return the number of requests that could start now."""
         ...
 
     def name(self, request: T) -> str:
-        """Name of a request in decisions."""
+        """Return the name of a request in decisions."""
         ...
 
 
 class RowView:
-    """Requests are row numbers of one array of loads."""
+    """View in which requests are row numbers of one array of loads."""
 
     def __init__(self, loads: Loads) -> None:
         """`loads` is [request, layer, expert]."""
@@ -143,10 +143,10 @@ class RowView:
 
 
 class RequestView(ABC, Generic[T]):
-    """Loads by request: activations per token, times the request's tokens in a step.
+    """View with a load per request: its share (activations per token) times its tokens in a step.
 
-    A share is computed once while its request waits or runs. A request whose share is unknown, or fails, counts as the
-    mean of the window's others.
+    A share is computed once while its request waits or runs. A request whose share is unknown, or whose computation
+    fails, gets the mean load of the window's other requests.
     """
 
     def __init__(self, report: WaitingReport) -> None:
@@ -159,11 +159,11 @@ class RequestView(ABC, Generic[T]):
 
     @abstractmethod
     def share(self, request: T) -> Loads | None:
-        """[layer, expert] activations per token; None if unknown. May raise."""
+        """Return [layer, expert] activations per token; None if unknown. May raise."""
 
     @abstractmethod
     def tokens(self, request: T) -> float:
-        """Tokens of the request in a step, waiting or running."""
+        """Return the request's number of tokens in a step, whether it waits or runs."""
 
     @abstractmethod
     def running(self) -> Sequence[T]: ...
@@ -190,7 +190,7 @@ class RequestView(ABC, Generic[T]):
         return loads
 
     def running_load(self) -> Loads:
-        """Updated between selections by requests that joined or left: hundreds may run."""
+        """Return the running load, updated by the requests that joined or left: hundreds may run."""
         shares = ((request, self._share(request)) for request in self.running())
         now = {request: (share, self.tokens(request)) for request, share in shares if share is not None}
         if self._running.shape != self._shape or not now:
