@@ -1,6 +1,6 @@
 """Presets: a calibration with its fits, as one JSON file. The shipped presets were measured on real devices.
 
-A preset keeps every measured cell next to the fits, so that anyone can refit, plot or check them.
+A preset keeps every measured cell next to the fits, so that anyone can re-fit, plot or check them.
 """
 
 from __future__ import annotations
