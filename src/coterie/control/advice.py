@@ -156,7 +156,7 @@ class PlacementAdvisor:
         *,
         budget: MemoryBudget | None = None,
     ) -> None:
-        """`placement` is the current one; None is experts in order. `budget` limits replicas further than `settings`."""
+        """`placement` is the current one; None is experts in order. `budget` limits replicas, as do the `settings`."""
         self.shape, self.topology, self.objective = shape, topology, objective
         self.settings = settings or AdviceSettings()
         self.placement = placement or Placement.linear(shape.num_layers, shape.num_experts, topology.num_ranks)
