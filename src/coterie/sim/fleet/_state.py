@@ -1,8 +1,8 @@
 """The state of a fleet's run, as flat arrays.
 
 `w` (integers) and `wt` (times) are [field, worker], `r` (integers) and `rt` (times) are [request, field], `c`
-(integers) and `f` (floats) are lists of single numbers. The constants below are their indices. Passing one object with forty
-arrays between functions instead made a step a hundred times slower.
+(integers) and `f` (floats) are lists of single numbers. The constants below are their indices. Passing one object with
+forty arrays between functions instead made a step a hundred times slower.
 
 Queues are linked lists through the NEXT column of `r`: a request waits in at most one queue.
 """

@@ -119,7 +119,7 @@ def _together_us(
     rows: int,
     one_tile: bool,
 ) -> tuple[float, int]:
-    """Return the experts' time over all layers, with streaming and compute of a layer overlapped, and the experts touched.
+    """Return the experts' time over all layers, streaming and compute of a layer overlapped, and the experts touched.
 
     `rows` is the number of rows in a layer. If no expert has more than one tile of rows (`one_tile`, as in decode), its
     load time is linear in its rows and its compute is one tile: the sums follow from the number of touched experts.
@@ -162,7 +162,7 @@ def counted_step_us(
     prefill_context: int,
     prompts: int,
 ) -> tuple[float, float]:
-    """Return microseconds of a step, and experts touched per layer, from counts [layer, expert] rows; clear `counts`."""
+    """Return microseconds of a step and experts touched per layer, from counts [layer, expert]; clear `counts`."""
     layers, per_layer, ranks = shape[0], shape[1], shape[2]
     one_tile = decoding + prefill <= min(p[TILE], p[TILE + 1])
     if ranks > 1:
@@ -226,9 +226,8 @@ def _count_bits(
     """Fill having [count] with the number of expert indices that exactly `count` tokens activate, and union [word] with
     the bits of the indices that any token activates.
 
-    64 indices are counted at a time, in binary: digit d of their counts is one word (p0 … p5). Eight tokens are summed by
-    full adders (the sum of three bits is their parity and their majority) before they are added to the digits. `starts`
-    are the offsets of tokens in `bits`, padded with the offset of an empty row to a multiple of eight.
+    64 indices are counted at a time, in binary: digit d of their counts is one word (p0 … p5). Eight tokens are summed
+    by full adders (the sum of three bits is their parity and their majority), then added to the digits. `starts` are the offsets of tokens in `bits`, padded with the offset of an empty row to a multiple of eight.
     """
     for count in range(len(having)):
         having[count] = 0
