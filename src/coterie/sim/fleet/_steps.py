@@ -227,7 +227,8 @@ def _count_bits(
     the bits of the indices that any token activates.
 
     64 indices are counted at a time, in binary: digit d of their counts is one word (p0 … p5). Eight tokens are summed
-    by full adders (the sum of three bits is their parity and their majority), then added to the digits. `starts` are the offsets of tokens in `bits`, padded with the offset of an empty row to a multiple of eight.
+    by full adders (the sum of three bits is their parity and their majority), then added to the digits. `starts` are
+    the offsets of tokens in `bits`, padded with the offset of an empty row to a multiple of eight.
     """
     for count in range(len(having)):
         having[count] = 0

@@ -52,7 +52,7 @@ class FleetConfig:
 
     decode_workers: int = 1
     prefill_workers: int = 0
-    """Number of prefill workers. With 0 and `both` off, prefill is skipped: a request is handed to a decoder on arrival."""
+    """Number of prefill workers. With 0 and `both` off, prefill is skipped: requests go to a decoder on arrival."""
     both: bool = False
     """Whether decode workers also compute prompts; there are then no prefill workers."""
     places: int = 256
@@ -72,12 +72,12 @@ class FleetConfig:
     step_overhead_s: float = 0.0
     """Host time of the engine between two steps, added to every step."""
     schedule_ahead: bool = False
-    """Choose the requests of a step when the previous step starts, as vLLM's asynchronous scheduling does: a request that
+    """Choose the requests of a step when the previous step starts, like vLLM's asynchronous scheduling: a request that
     arrives during a step joins the step after the next."""
     speeds: tuple[float, ...] | None = None
     """[decode worker] speed relative to the step model; 2 halves the step times."""
     refine_tokens: int = 0
-    """Interval, in decoded tokens, at which a request's profile in the fleet is updated with its activations so far; the
+    """Interval, in decoded tokens, at which a request's profile in the fleet is updated with its activations; the
     router's profile keeps the weight of one interval. 0 disables updates."""
 
     def __post_init__(self) -> None:
