@@ -33,7 +33,7 @@ from coterie.routing.fleet import MOST_CERTAIN
 Array = NDArray[np.float64]
 
 ROUNDS = 4
-"""Times that each request is measured."""
+"""Number of measured rounds over all requests."""
 ROOM = 4
 """Places of a worker (requests that it can run at once), as a multiple of `batch`."""
 BY_EXPERTS = DecodeStepPrices(
@@ -73,7 +73,7 @@ class FitComparison(NamedTuple):
 
 
 class Scorer:
-    """Scores fits by the router that serves with them."""
+    """Scores a fit by serving requests with the router that `make` creates from it."""
 
     def __init__(self, make: Callable[[RouterFit], Router], batch: int, prices: DecodeStepPrices | None = None) -> None:
         self.make, self.batch = make, batch

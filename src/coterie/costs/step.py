@@ -81,9 +81,9 @@ class StepTime(NamedTuple):
     dense_s: float
     routing_s: float
     moe_s: NDArray[np.float64]
-    """[layer] slowest rank's experts."""
+    """[layer] time of the slowest rank's experts."""
     all_to_all_s: NDArray[np.float64]
-    """[layer] exposed part of the all-to-all."""
+    """[layer] exposed time of the all-to-all, not hidden behind the experts."""
 
     @property
     def total_s(self) -> float:

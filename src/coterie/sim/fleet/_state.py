@@ -40,7 +40,7 @@ WAIT_HEAD, WAIT_TAIL, KV_HEAD, KV_TAIL, SEND_HEAD, SEND_TAIL, STAGED = 9, 10, 11
 """Rows of `w`. CAPACITY, KV_USED and KV_MOST are in blocks; EVICTABLE counts cached, unpinned blocks. The last
 STAGED of the RUNNING requests run from the next step on."""
 STEP_END, LINK_FREE, SPEED = 0, 1, 2
-"""Rows of `wt`."""
+"""Rows of `wt`: end of the running step, time at which the link is free (both in seconds), relative speed."""
 PROMPT_TOKENS, OUTPUT_TOKENS, PROMPT_ROW, PROMPT_ROWS, DECODE_ROW, DECODE_ROWS, RECORDED = 0, 1, 2, 3, 4, 5, 6
 BLOCK_FIRST, BLOCK_END, PHASE, NEXT, PREFILLER, DECODER, COMPUTED, CHUNK, HITS = 7, 8, 9, 10, 11, 12, 13, 14, 15
 CACHED, PRIVATE, DECODED, DECISION, ENDING = 16, 17, 18, 19, 20
@@ -50,7 +50,7 @@ ARRIVAL, PREFILL_START, PREFILL_END, READY, JOIN, FIRST_TOKEN, FINISH = 0, 1, 2,
 PINS, OLDER, NEWER = 0, 1, 2
 """First index of `cache`; PINS is -1 if the block is not cached."""
 BUSY, HOLD_HEAD, HOLD_TAIL = 0, 1, 2
-"""Rows of `recordings`."""
+"""Rows of `recordings`: BUSY is 1 while a recording is in flight, HOLD_… is the queue of its postponed requests."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -26,9 +26,9 @@ class GroupRun(NamedTuple):
     parts: list[GroupStep]
     tokens: NDArray[np.int64]
     busiest: NDArray[np.int64]
-    """Requests on the busiest rank."""
+    """Number of requests on the busiest rank."""
     gaps: list[NDArray[np.float64]]
-    """[token] seconds since its request's previous token; for the first one, since the request arrived."""
+    """[token] seconds since the previous token of the same request; for a first token, since the request's arrival."""
     arrived: NDArray[np.int64]
     """Number of requests routed before the step."""
     ranks: NDArray[np.int64]
