@@ -1,4 +1,4 @@
-"""The live loop: watch a fleet, fit its router anew, advise on placement. No clock, no socket, no thread."""
+"""The live loop: watch a fleet, re-fit its router, advise on placement. It has no clock, no socket and no thread."""
 
 from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
 from coterie.control.base import (

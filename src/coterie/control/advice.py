@@ -1,12 +1,12 @@
-"""Placement advice from the loads of all workers: a plan that would pay, or the reason to keep what there is.
+"""Placement advice from the loads of all workers: a plan that would pay, or the reason to keep the placement.
 
     loads in windows ──► Rebalancer (drift, interval, cooldown) ──► Plan ──► Advice ──► scored on the next window
     demand by rank   ──► ActionManager, within a memory budget ──► replicas and swaps, as advice too
-    newest requests  ──► single steps, which plans are made for and scored on (:func:`with_steps`)
+    newest requests  ──► single steps, for which plans are made and on which they are scored (:func:`with_steps`)
 
-The advisor never applies anything: whoever does so says it with `applied`. A plan that gains nothing on the window
-after the one it was made from is withdrawn. Wrong where the workers are not the ranks of one expert-parallel group:
-then the advice is for such a group that served the same requests.
+The advisor never applies a plan: the caller does, and then calls `applied`. A plan that gains nothing on the window
+after the one it was made from is withdrawn. Wrong if the workers are not the ranks of one expert-parallel group: the
+advice then holds for a group that would serve the same requests.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingSettings
 from coterie.types import Placement, Topology
 
 SCENARIOS = 32
-"""Steps that are drawn."""
+"""Number of single steps that are drawn."""
 FEWEST = 16
-"""Requests below which none are drawn."""
+"""Least number of requests from which steps are drawn."""
 MOST_REQUESTS = 256
-"""Newest requests that steps are drawn from."""
+"""Largest number of requests from which steps are drawn: the newest."""
 
 
 def with_steps(load: Load, requests: Sequence[Kept], rng: Generator) -> Load:
-    """The load with single steps of these requests, which a placement is planned for and scored on.
+    """Return the load with scenarios added: single steps drawn from the requests, for planning and scoring placements.
 
-    A request that decodes n tokens is in n steps, and brings to each, on average, 1/n of its footprint. As many
-    requests are drawn into a step as make up the tokens a step that the workers report; the steps are then brought to
-    the mean load that they report. Wrong where requests of one kind come together: they are drawn as if in any order.
-    With too few requests the load itself is returned.
+    A request that decodes n tokens is in n steps and brings 1/n of its footprint to each, on average. A step is drawn
+    with as many requests as give the tokens per step that the workers report; the steps are then scaled to the reported
+    mean load. Wrong if similar requests arrive together: requests are drawn independently of their order. With too few
+    requests the load is returned unchanged.
     """
     newest = requests[-MOST_REQUESTS:]
     if len(newest) < FEWEST:
         return load
-    # Summed as integers first: an array of single precision, not of double, for hundreds of footprints.
+    # Added as integers, then converted to float32: float64 would double the memory of hundreds of footprints.
     shares = np.stack([(one.prefill + one.decode).astype(np.float32) / max(1.0, one.tokens) for one in newest])
     mean = load.tokens / load.steps
     each, total = float(shares.sum(dtype=np.float64)) / len(newest), float(mean.sum())
@@ -65,22 +65,22 @@ Array = NDArray[np.float64]
 
 ACTIONS = ActionSettings()
 MOST_ACTIONS = 64
-"""Actions that an advice lists."""
+"""Largest number of actions in an advice."""
 OVERLAP = 2.0
-"""A worker's pieces of time may add up to this many windows before more of them are left out."""
+"""Loads of a worker that cover more than this many windows of time are ignored."""
 
 
 class StepsScore(NamedTuple):
-    """Balancedness on single steps of requests that came after a plan was made."""
+    """Balancedness on single steps of requests that finished after a plan was made."""
 
     requests: int
     scenarios: int
     before: float
-    """Of the placement that serves."""
+    """Balancedness of the current placement."""
     mean: float
-    """Of a plan for the mean step of the same window."""
+    """Balancedness of a plan for the mean load of the same window, without single steps."""
     after: float
-    """Of the advised plan."""
+    """Balancedness of the advised plan."""
 
     @property
     def words(self) -> str:
@@ -91,33 +91,33 @@ class StepsScore(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to do about the placement. Never applied by the loop itself."""
+    """A recommendation for the placement. The loop never applies it itself."""
 
     id: int
     at_s: float
     reason: str
     plan: Plan | None = None
-    """None: keep the placement, because `reason`."""
+    """Recommended plan; None to keep the placement, for the stated `reason`."""
     gain_pct: float = 0.0
-    """Predicted saving of a step's MoE time on the load it was planned on."""
+    """Predicted saving of a step's MoE time, in percent, on the load that was planned for."""
     gain_next_pct: float | None = None
-    """The same on the next window, which it was not planned on; None until that has come."""
+    """The same saving on the next window, which the plan has not seen; None until that window ends."""
     steps: StepsScore | None = None
-    """On single steps of the next window; None until that has come, or where it brought too few requests."""
+    """Score on single steps of the next window; None until that window ends, or if it has too few requests."""
     moves: int = 0
     moved_bytes: float = 0.0
     movement_s: float = 0.0
     planning_s: float = 0.0
-    """Measured time of planning."""
+    """Measured planning time."""
     actions: Sequence[ActionEvent] = ()
-    """Replicas and swaps by demand."""
+    """Replicas and swaps recommended by the demand of each rank."""
     rank_s_before: tuple[float, ...] = ()
-    """[rank] seconds of a mean layer in one step."""
+    """[rank] seconds per layer in one step, mean over layers, with the current placement."""
     rank_s_after: tuple[float, ...] = ()
     model: str = "unknown"
 
     def write(self, path: str | Path) -> None:
-        """Write the map that vLLM's policy loads, replacing an older one atomically."""
+        """Write the placement map that vLLM's policy loads; an existing file is replaced atomically."""
         if self.plan is None:
             raise ConfigError(f"advice {self.id} keeps the placement ({self.reason}); there is no map to write")
         replace_map(path, PlacementMap(self.plan.placement, self.model), "vllm")
@@ -125,14 +125,14 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdviceSettings:
-    """When and how the advisor plans."""
+    """Settings of the advisor."""
 
     window_s: float = 30.0
-    """Length of a window of loads."""
+    """Length of a window of loads, in seconds."""
     min_steps: int = 64
-    """Fewest steps of all workers together that make a window."""
+    """Least number of steps, summed over workers, for a window to be used."""
     cooldown_s: float = 120.0
-    """Time for which a plan that nobody applied stands before another is made."""
+    """Time after which a plan that was not applied is replaced by a new one."""
     planner: str = "latency_optimal"
     rebalancing: RebalancingSettings = DEFAULTS
     actions: ActionSettings = ACTIONS
@@ -144,7 +144,7 @@ class AdviceSettings:
 
 
 class PlacementAdvisor:
-    """Turns loads into advice. Holds no clock: windows end by the times of ticks."""
+    """Turns loads into advice. Has no clock: windows end by the times of ticks."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class PlacementAdvisor:
         *,
         budget: MemoryBudget | None = None,
     ) -> None:
-        """`placement` serves now; None is experts in order. `budget` bounds replicas; None allows the settings'."""
+        """`placement` is the current one; None is experts in order. `budget` limits replicas, as do the `settings`."""
         self.shape, self.topology, self.objective = shape, topology, objective
         self.settings = settings or AdviceSettings()
         self.placement = placement or Placement.linear(shape.num_layers, shape.num_experts, topology.num_ranks)
@@ -181,23 +181,24 @@ class PlacementAdvisor:
         self._ids = 0
         self._last_kind = ""
         self._windows = 0
-        self._newest = -1  # serial of the newest request that the standing plan has seen
+        self._newest = -1  # serial number of the newest request when the current plan was made
         self._for_mean: Placement | None = None
 
     @property
     def advice(self) -> Advice | None:
-        """The plan that stands, or else why the placement is kept; None before the first window."""
+        """The current plan, or else the reason to keep the placement; None before the first window."""
         return self._made or self._kept
 
     def warm_up(self) -> None:
-        """Plan for a made-up load of one layer: loops that were not compiled before are compiled now.
+        """Plan for a synthetic load of one layer, so that compilation happens now.
 
-        That takes a minute or so, once a machine, in which a loop that is in service would see nothing.
+        Compilation takes about a minute, once per machine; during that time a loop in service could not react.
         """
         some = Placement(self.placement.slot_experts[:1], self.placement.num_ranks, self.placement.num_experts)
         experts, scenarios = np.arange(self.shape.num_experts), np.arange(SCENARIOS)
-        halves = (2 * experts < len(experts))[None] == (scenarios % 2 == 0)[:, None]  # half of them are hot in a step
-        steps = np.where(halves, 1e7, 1e5)[:, None]  # [scenario, layer, expert], so many that every move pays
+        # The first half of the experts is hot in even scenarios, the second half in odd ones.
+        halves = (2 * experts < len(experts))[None] == (scenarios % 2 == 0)[:, None]
+        steps = np.where(halves, 1e7, 1e5)[:, None]  # [scenario, layer, expert] tokens, so many that every move pays
         for load in (Load.of_scenarios(steps), Load(steps.mean(axis=0))):
             planner = planners[self.settings.planner](objective=self.objective)
             placement = planner.plan(load, self.topology, some).placement
@@ -207,7 +208,7 @@ class PlacementAdvisor:
         manager.cycle(np.ones((self.topology.num_ranks, 1, self.shape.num_experts)), held_by(some), 0.0)
 
     def observe(self, seen: LoadSeen) -> bool:
-        """Add a checked load; False where this worker's pieces cover more time than there was."""
+        """Add a checked load; return False if the worker's loads cover more than `OVERLAP` windows of time."""
         used = self._seconds.get(seen.worker, 0.0) + seen.seconds
         if used > OVERLAP * self.settings.window_s and seen.worker in self._seconds:
             return False
@@ -221,7 +222,7 @@ class PlacementAdvisor:
         return True
 
     def tick(self, now_s: float, requests: Sequence[Kept] = ()) -> list[ControlEvent]:
-        """Close a window whose time is over, and decide. `requests` are the newest finished ones, oldest first."""
+        """Close the window if its time is over, and decide. `requests` are the newest finished ones, oldest first."""
         if self._since_s is None:
             self._since_s = now_s
         if now_s - self._since_s < self.settings.window_s:
@@ -237,7 +238,7 @@ class PlacementAdvisor:
         return events + self._plan(with_steps(load, requests, self._rng()), now_s, requests)
 
     def applied(self, plan_id: int) -> bool:
-        """The plan of this advice was carried out; False where it is not the one that stands."""
+        """Record that the plan of an advice was carried out; return False if it is not the current plan."""
         if self._made is None or self._made.plan is None or plan_id != self._made.id:
             return False
         self.rebalancer.landed()
@@ -254,14 +255,14 @@ class PlacementAdvisor:
         return Load(tokens.sum(axis=0), steps, sources), total
 
     def _rng(self) -> np.random.Generator:
-        """The same draws at every replay."""
+        """Return a generator seeded by the window, so that a replay draws the same steps."""
         return np.random.default_rng(self._windows)
 
     def _problem(self, load: Load) -> Problem:
         return self.objective.problem(load, self.topology, self.placement)
 
     def _score(self, load: Load, now_s: float, newer: Sequence[Kept]) -> list[ControlEvent]:
-        """The standing plan on a window that it was not made from; one that gains nothing is withdrawn."""
+        """Score the current plan on a window that it was not made from; withdraw it if it gains nothing."""
         made = self._made
         if made is None or made.plan is None or made.gain_next_pct is not None:
             return []
@@ -289,7 +290,7 @@ class PlacementAdvisor:
 
     def _plan(self, load: Load, now_s: float, requests: Sequence[Kept]) -> list[ControlEvent]:
         if self._made is not None and now_s >= self._made_s + self.settings.cooldown_s:
-            self.rebalancer.replace(self.placement)  # nobody carried it out: plan from what serves
+            self.rebalancer.replace(self.placement)  # the plan was not applied: plan again from the current placement
         elif self._made is not None:
             self.rebalancer.observe(load)
             return []
@@ -336,7 +337,7 @@ class PlacementAdvisor:
         return self._told(ControlEvent(now_s, "plan_kept", reason)) if tell or first else []
 
     def _act(self, now_s: float) -> list[ControlEvent]:
-        """Replicas and swaps that the ranks' own demand asks for; only where workers are the ranks."""
+        """Recommend replicas and swaps from the demand of each rank; only if the workers are the ranks."""
         every_s = self.settings.actions.interval_s
         ranks = self.topology.num_ranks
         if len(self._ranks) != ranks or (self._actions_s is not None and now_s < self._actions_s + every_s):

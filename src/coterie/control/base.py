@@ -1,7 +1,8 @@
-"""What the live loop is told, what it answers, and its settings.
+"""Inputs, outputs and settings of the live loop.
 
-The loop has no clock, no socket and no thread. Whoever drives it (a gateway, a simulator, a replay) hands it what was
-seen, asks at its own times what to do, runs the jobs and swaps the router. Time comes in with the values alone.
+The loop has no clock, no socket and no thread. Its driver (a gateway, a simulator, a replay) passes in finished
+requests and loads, calls `tick` when it chooses, runs the fit jobs and swaps the router. The loop knows the time only
+from its inputs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class FitJob:
     seed: int
     weighting: Weighting = "count_idf"
     like: NDArray[np.float32] | None = None
-    """[worker, expert index] profiles of the fit in force. Clusters go to the workers whose profiles they resemble, so
-    that a swap moves as little traffic as possible."""
+    """[worker, expert index] profiles of the fit in force. The new clusters are assigned to the workers with the most
+    similar profiles, so that a swap moves as little traffic as possible."""
 
     def run(self) -> RouterFit:
-        everywhere = bool((self.calibration.prefill > 0).all())  # count_idf then tells no two requests apart
+        everywhere = bool((self.calibration.prefill > 0).all())  # count_idf would weight all experts with 0
         fit = RouterFit(self.workers, self.batch, "count" if everywhere else self.weighting)
         fit.fit(self.calibration, np.random.default_rng([self.seed, 17]))
         if self.like is not None and self.like.shape == fit.profiles.shape:
@@ -42,7 +43,7 @@ class FitJob:
 
 
 def _reorder(fit: RouterFit, like: NDArray[np.float32]) -> None:
-    """Give each worker the cluster nearest to its old profile, all together."""
+    """Assign clusters to workers so that the summed squared distance to the old profiles is least."""
     learned = fit.learned
     distance = ((like**2).sum(axis=1)[:, None] + (learned.profiles**2).sum(axis=1)) - 2 * like @ learned.profiles.T
     rows = linear_sum_assignment(distance)[1]
@@ -71,14 +72,14 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 
 class LoopShape(NamedTuple):
-    """The model and the fleet that the loop is for."""
+    """Sizes of the model and of the fleet that the loop controls."""
 
     model: str
     num_layers: int
     num_experts: int
     top_k: int
     workers: int
-    """Decode workers: rows of the fit."""
+    """Number of decode workers: rows of the fit."""
 
     def check(self) -> None:
         check_at_least(1, **{name: getattr(self, name) for name in ("num_layers", "num_experts", "top_k", "workers")})
@@ -93,18 +94,18 @@ class RequestSeen(NamedTuple):
     request_id: str
     worker: str
     prefill: NDArray[np.integer]
-    """[layer, expert] activations of its prompt."""
+    """[layer, expert] activations of the prompt tokens."""
     decode: NDArray[np.integer]
-    """[layer, expert] activations of its output tokens."""
+    """[layer, expert] activations of the output tokens."""
 
 
 class LoadSeen(NamedTuple):
-    """One worker's load over a piece of time."""
+    """Load of one worker over an interval of `seconds`."""
 
     at_s: float
     worker: str
     tokens: NDArray[np.float64]
-    """[layer, expert] tokens."""
+    """[layer, expert] tokens in the interval."""
     steps: int
     seconds: float
 
@@ -119,63 +120,63 @@ class ControlEvent(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """What the loop decided at one moment."""
+    """Decisions of the loop at one tick."""
 
     events: list[ControlEvent]
     job: FitJob | None = None
-    """A re-fit to run in the background; hand its result to `candidate`, or its error to `fit_failed`."""
+    """Re-fit to run in the background; pass its result to `candidate`, or its error to `fit_failed`."""
     use: RouterFit | None = None
-    """Put this fit in force now, atomically; then call `swapped`, or `swap_failed`."""
+    """Fit to put in force now, atomically; then call `swapped`, or `swap_failed`."""
 
 
 class LoopLog(Protocol):
-    """Callback: an input of the loop, by the name of what was done."""
+    """Callback that records an input of the loop: its kind `do` (such as "request" or "tick") and its values."""
 
     def __call__(self, do: str, /, **values: Any) -> None: ...
 
 
 def keep_nothing(do: str, /, **values: Any) -> None:
-    """The log of a loop that keeps none."""
+    """Discard the input: the log of a loop without a log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """How the loop decides. Counts are of finished requests."""
+    """Settings of the loop's decisions. Counts are numbers of finished requests."""
 
     window: int = 32
-    """Requests of a window, whose experts are compared with those of the fit's requests."""
+    """Requests in a window. The experts of a window are compared with those of the requests behind the fit."""
     min_requests: int = 64
-    """Fewest requests of the same traffic that a fit is made from."""
+    """Least number of requests of the same traffic for a re-fit."""
     fit_requests: int = 384
-    """Most requests that a fit is made from: the newest of the same traffic."""
+    """Largest number of requests for a re-fit: the newest of the same traffic."""
     growth: float = 3.0
-    """A fit is made again once there are this many times as many requests of the same traffic as it had."""
+    """Re-fit once there are this many times as many requests of the same traffic as the fit was made from."""
     drift_ratio: float = 2.0
-    """A window is other traffic where its squared distance is this many times what chance gives."""
+    """A window counts as different traffic if its squared distance is above this multiple of the one due to chance."""
     drift_windows: int = 2
-    """Windows in a row that must be other traffic before a re-fit."""
+    """Consecutive windows of different traffic before a re-fit."""
     pieces: int = 8
-    """Pieces of the scored requests, over which a saving must hold."""
+    """Number of pieces into which the scored requests are cut; their spread bounds the saving from below."""
     score_requests: int = 128
-    """Requests that a candidate and the fit in force are compared on, newer than all that either was fitted on."""
+    """Requests on which a candidate and the fit in force are compared; newer than those that either was fitted on."""
     margin: float = 0.005
-    """Least predicted saving of decode time for which the router is swapped."""
+    """Least predicted saving, as a share of decode time, for which the router is swapped."""
     confidence: float = 0.975
-    """One-sided probability of the bound that the saving must exceed 0 by, over the pieces."""
+    """One-sided confidence of the saving's lower bound over the pieces, which must be above 0 for a swap."""
     cooldown_s: float = 20.0
     """Least time between the starts of two re-fits."""
     candidate_s: float = 900.0
-    """A candidate that could not be scored for so long is dropped."""
+    """Time after which a candidate that could not be scored is dropped."""
     ahead_s: float = 60.0
-    """A time this far past the last known one is not believed."""
+    """Values whose time is more than this ahead of the loop's time are ignored."""
     late_s: float = 600.0
-    """What is older than this is not used."""
+    """Values older than this are ignored."""
     per_tick: int = 4096
-    """Most values that one worker may report between two ticks; more are counted and left out."""
+    """Largest number of values from one worker between two ticks; further ones are counted and ignored."""
     kept_bytes: int = 256 << 20
-    """Most memory for kept requests; large models keep fewer than `fit_requests` + `score_requests`."""
+    """Memory limit of the kept requests; for large models it holds fewer than `fit_requests` + `score_requests`."""
     events: int = 512
-    """Newest events that are kept."""
+    """Number of newest events that are kept."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a reported value can be believed. The answer is None, or the reason for which it is left out."""
+"""Validity checks of reported values. A check returns None, or the reason to ignore the value."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from coterie.control.base import LoadSeen, LoopShape, RequestSeen
 
 MOST_COUNT = 1 << 31
-"""Most activations of one expert by one request, and most tokens of one expert in a piece of time."""
+"""Largest number of activations of one expert by one request, and of tokens of one expert in one load report."""
 MOST_NAME = 512
-"""Longest name of a request or a worker."""
+"""Greatest length of a request id or a worker name, in characters."""
 MOST_STEPS = 1 << 31
 MOST_ROWS = 1 << 24
-"""Most activations of a step in one layer: a batch of a million tokens with 16 experts each."""
+"""Largest number of activations in one layer of a step: a batch of a million tokens with 16 experts each."""
 MOST_SECONDS = 86_400.0
 UNEVEN = 2.0
-"""Every token passes every layer: layers whose totals differ by more than this factor were not counted together."""
+"""Largest ratio between the totals of two layers. Every token passes every layer, so a larger ratio is a miscount."""
 
 
 def wrong_request(seen: RequestSeen, shape: LoopShape) -> str | None:
-    """Why a finished request is not used."""
+    """Return the reason to ignore a finished request, or None."""
     for field in (seen.request_id, seen.worker):
         if not _is_name(field):
             return "name"
@@ -34,7 +34,7 @@ def wrong_request(seen: RequestSeen, shape: LoopShape) -> str | None:
 
 
 def wrong_load(seen: LoadSeen, shape: LoopShape) -> str | None:
-    """Why a worker's load is not used."""
+    """Return the reason to ignore a worker's load, or None."""
     if not _is_name(seen.worker):
         return "name"
     if not _is_whole(seen.steps) or not 1 <= seen.steps <= MOST_STEPS:
@@ -48,7 +48,7 @@ def wrong_load(seen: LoadSeen, shape: LoopShape) -> str | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number; a bool is none."""
+    """Return whether the value is a finite number; a bool is not."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         return False
     try:

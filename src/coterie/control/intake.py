@@ -1,4 +1,4 @@
-"""What comes in: checked, counted, and left out with its reason where it is wrong, late, doubled or too much."""
+"""Checks on the loop's inputs: values that are wrong, late, duplicated or too many are counted and ignored."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from coterie.control.base import ControlEvent, ControlSettings, LoadSeen, LoopSh
 from coterie.control.checks import MOST_NAME, is_number, wrong_load, wrong_request
 
 REMEMBERED_IDS = 1 << 15
-"""Newest request ids that are recognised when they come again."""
+"""Number of newest request ids that are remembered to detect duplicates."""
 AGAIN_S = 60.0
-"""Time after which values that are left out for one reason give an event again."""
+"""Least time between two events about values ignored for the same reason."""
 MOST_WORKERS = 4096
-"""Most workers that are told apart."""
+"""Largest number of worker names accepted between two ticks."""
 
 
 def worker_of(seen: Any) -> str:
-    """The worker that a value names, cut to a length; nothing where it names none."""
+    """Return the worker name of a value, cut to MOST_NAME characters; empty if it has none."""
     worker = seen.worker if isinstance(seen, RequestSeen | LoadSeen) else ""
     return worker[:MOST_NAME] if isinstance(worker, str) else ""
 
 
 class Intake:
-    """Decides what the loop uses. Never raises on data."""
+    """Decides which values the loop uses. Never raises, whatever the values."""
 
     def __init__(
         self, shape: LoopShape, settings: ControlSettings, now_s: float, names: Collection[str] | None
@@ -34,18 +34,18 @@ class Intake:
         self.names: frozenset[str] | None = None if names is None else frozenset(names)
         self.counters: dict[str, int] = {"requests": 0, "loads": 0}
         self.newest_s = now_s
-        """Newest time that was believed."""
+        """Newest time of an accepted value."""
         self.untold: list[ControlEvent] = []
-        """Events of first ignored values, for the next tick."""
+        """Events about ignored values, to be reported at the next tick."""
         self._ids: OrderedDict[str, None] = OrderedDict()
         self._since_tick: dict[str, int] = {}
         self._told_s: dict[str, float] = {}
 
     def refused(self, seen: RequestSeen | LoadSeen | Any) -> str | None:
-        """Why a value is not to be used, counted by that reason; None for one that is."""
+        """Check and count a value; return the reason to ignore it, or None if it is accepted."""
         try:
             reason = self._reason(seen)
-        except Exception:  # a value made to break the checks is one more wrong value
+        except Exception:  # a value crafted to break the checks counts as one more wrong value
             reason = "error"
         if reason is None:
             self.counters["requests" if isinstance(seen, RequestSeen) else "loads"] += 1
@@ -54,9 +54,9 @@ class Intake:
         return reason
 
     def ignore(self, reason: str, worker: str = "") -> None:
-        """Count a value that is not used; the first of a run with one reason gives an event.
+        """Count an ignored value, and make an event unless one of the same reason is younger than `AGAIN_S`.
 
-        A run ends after `AGAIN_S`, so that a worker that reports nonsense does not fill the events.
+        The limit keeps a worker that reports nonsense from filling the events.
         """
         key = f"ignored_{reason}"
         self.counters[key] = self.counters.get(key, 0) + 1
@@ -68,7 +68,7 @@ class Intake:
         del self.untold[: -self.settings.events]
 
     def tick(self, now_s: float) -> bool:
-        """Take the driver's time; False where it is no time, or goes back."""
+        """Set the current time; return False if it is not a number or goes back."""
         if not is_number(now_s) or now_s < self.now_s:
             self.ignore("clock")
             return False

@@ -1,13 +1,13 @@
-"""The live loop: finished requests → drift → a re-fit in the background → scored → swapped in, or not, and why.
+"""The live loop: finished requests → drift → a re-fit in the background → score → swap or keep, with the reason.
 
-    observe ──► intake (wrong, late, doubled: counted, left out) ──► windows of requests
-    tick    ──► are the newest windows other traffic than the fit's? ──► FitJob (the driver runs it)
-            ──► candidate: both fits route the newest requests, which neither has seen ──► swap, or keep
-            ──► after a swap: the fit before it on what came since ──► fall back, or go on
+    observe ──► intake (wrong, late, duplicated: counted, ignored) ──► windows of requests
+    tick    ──► do the newest windows differ from the fit's requests? ──► FitJob (the driver runs it)
+            ──► candidate: both fits route the newest requests, on which neither was fitted ──► swap, or keep
+            ──► after a swap: score the previous fit on requests since the swap ──► fall back, or go on
 
-A fit is also made again when there are several times as many requests of the same traffic as it was made from, since a
-fit on few requests is a poor one. A candidate that does not pay changes what counts as drift: the traffic that it was
-made for was looked at, so that only other traffic, or much more of it, starts the next.
+The loop also re-fits when there are several times as many requests of the same traffic as the fit was made from, since
+a fit on few requests is poor. After a candidate that does not pay, drift is measured against the traffic that the
+candidate was made from, so that only different traffic, or much more of the same, starts the next re-fit.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from coterie.errors import ConfigError, check_at_least
 from coterie.routing import Router, RouterFit
 
 EARLY = 0.2
-"""Share of the allowed error that a candidate's first look, at half of the requests, may use."""
+"""Share of the allowed error probability that the early score of a candidate, on half of the requests, may use."""
 FALL_BACK_CHECKS = 4
-"""Times that the fit before is scored after a swap, each after twice as many requests as the last."""
+"""Times that the previous fit is scored after a swap, each after twice as many requests as the time before."""
 
 
 class ControlLoop:
-    """Observes a fleet and decides when its router is fitted anew. Holds no clock; see the module."""
+    """Observes a fleet and decides when to re-fit its router. Has no clock; see the module docstring."""
 
     def __init__(
         self,
@@ -63,10 +63,11 @@ class ControlLoop:
         now_s: float = 0.0,
         log: LoopLog | None = None,
     ) -> None:
-        """`fit` serves now; `make` makes the pool's router of a fit, for scoring. `batch` is the mean number of
-        requests in a worker's step. Without `prices` a step's time is the number of experts it touches. With `names`,
-        workers of other names are not believed. `advisor` gets the loads.
-        `log` gets every input (:mod:`coterie.control.replay`).
+        """Start with `fit` in force.
+
+        `make` creates the pool's router from a fit, for scoring. `batch` is the mean number of requests in a worker's
+        step. Without `prices` a step's time is the number of experts it touches. With `names`, values from workers of
+        other names are ignored. `advisor` gets the loads. `log` gets every input (:mod:`coterie.control.replay`).
         """
         shape.check()
         check_at_least(1, batch=batch)
@@ -111,17 +112,17 @@ class ControlLoop:
 
     @property
     def advice(self) -> Advice | None:
-        """The placement advice that stands; None without an advisor or before its first window."""
+        """The current placement advice; None without an advisor or before its first window."""
         return None if self.advisor is None else self.advisor.advice
 
     def applied(self, plan_id: int) -> None:
-        """The plan of an advice was carried out."""
+        """Record that the plan of an advice was carried out."""
         self._log("applied", plan_id=plan_id)
         done = self.advisor is not None and self.advisor.applied(plan_id)
         self._count("plans_applied" if done else "plans_unknown")
 
     def observe(self, seen: RequestSeen | LoadSeen) -> None:
-        """Take a finished request or a worker's load; wrong ones are counted and left out."""
+        """Take a finished request or a worker's load; invalid ones are counted and ignored."""
         refused = self.intake.refused(seen)
         if refused is not None:
             self._log("ignored", reason=refused, worker=worker_of(seen))
@@ -133,7 +134,7 @@ class ControlLoop:
             self.intake.ignore("overlapping_load", seen.worker)
 
     def candidate(self, fit: RouterFit, seconds: float) -> None:
-        """The job's fit. It is scored at later ticks."""
+        """Take the fit that a job returned after `seconds`. It is scored at later ticks."""
         self._log("candidate", fit=fit, seconds=seconds)
         if self._job is None:
             self._tell("refit_kept", "no job was under way")
@@ -153,7 +154,7 @@ class ControlLoop:
         self._seconds = seconds if is_number(seconds) else 0.0
 
     def fit_failed(self, problem: str) -> None:
-        """The job raised an error."""
+        """Record that the job raised an error."""
         self._log("fit_failed", problem=str(problem)[:500])
         if self._job is not None:
             self._looked_at, self._looked_requests = self._job.sample, self._job.requests
@@ -162,7 +163,7 @@ class ControlLoop:
         self._tell("refit_failed", str(problem)[:500])
 
     def swapped(self, now_s: float) -> None:
-        """The fit handed out is in force."""
+        """Record that the fit of the last `Tick.use` is in force."""
         self._log("swapped", now_s=now_s)
         if self._swap is None:
             return
@@ -170,7 +171,8 @@ class ControlLoop:
         self._swap = None
         before = self._in_force
         self._in_force = known._replace(fit=known.fit.widened(self.shape.workers))
-        alike = self.traffic.alike() if back else []  # the traffic of now was looked at, and the older fit is its best
+        # After a fall back, drift is measured against the present traffic: the older fit was scored better on it.
+        alike = self.traffic.alike() if back else []
         self._looked_at = sample_of(alike) if alike else known.sample
         self._looked_requests = len(alike) or known.requests
         self._count("swaps")
@@ -180,7 +182,7 @@ class ControlLoop:
             self._watch = Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
 
     def swap_failed(self, now_s: float, problem: str) -> None:
-        """The fit handed out could not be put in force; the one before still is."""
+        """Record that the fit of the last `Tick.use` could not be put in force; the previous fit still is."""
         self._log("swap_failed", now_s=now_s, problem=str(problem)[:500])
         self._swap_failed(now_s, problem)
 
@@ -192,7 +194,7 @@ class ControlLoop:
         self._tell("swap_failed", str(problem)[:500], {"at_s": now_s} if is_number(now_s) else None)
 
     def resize(self, workers: int, names: Collection[str] | None = None) -> None:
-        """A decode worker joined or left. What was fitted for another number of them is dropped."""
+        """Set the number of decode workers. A candidate or watched fit for another number is dropped."""
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             self.intake.ignore("workers")
             self._log("ignored", reason="workers", worker="")
@@ -212,7 +214,7 @@ class ControlLoop:
     # ------------------------------------------------------------------------------------------------------ decision
 
     def tick(self, now_s: float) -> Tick:
-        """Decide what to do now. Cheap, unless a candidate is to be scored."""
+        """Decide what to do now. Cheap, unless a fit must be scored."""
         self._log("tick", now_s=now_s)
         timely = self.intake.tick(now_s)
         for event in self.intake.untold:
@@ -228,12 +230,12 @@ class ControlLoop:
         try:
             for event in advisor.tick(self.intake.now_s, list(self.traffic.kept)):
                 self._add(event)
-        except Exception as error:  # of a plugin's planner
+        except Exception as error:  # a plugin's planner may raise anything
             self._count("plans_failed")
             self._tell("plan_kept", f"planning failed: {error}"[:500])
 
     def _weigh(self) -> RouterFit | None:
-        """Score what waits to be scored; a fit to swap in, or None."""
+        """Score the candidate or the previous fit if due; return a fit to swap in, or None."""
         if self._swap is not None:
             if self.intake.now_s - self._swap.at_s > self.settings.candidate_s:
                 self._swap_failed(self.intake.now_s, "nobody said whether it was done")
@@ -242,14 +244,14 @@ class ControlLoop:
             if self._candidate is not None:
                 return self._weigh_candidate(self._candidate)
             return None if self._watch is None else self._weigh_before(self._watch)
-        except Exception as error:  # of a plugin's router
+        except Exception as error:  # a plugin's router may raise anything
             self._candidate = self._watch = None
             self._count("refits_failed")
             self._tell("refit_failed", f"scoring failed: {error}"[:500])
             return None
 
     def _weigh_candidate(self, candidate: Candidate) -> RouterFit | None:
-        """Score it on the newest requests; one that is far better is taken on half of them."""
+        """Score the candidate on the newest requests; it is taken early, on half of them, if it is far better."""
         settings, known = self.settings, candidate.known
         newer = self.traffic.newer(max(known.newest, self._in_force.newest))
         whole = len(newer) >= settings.score_requests
@@ -279,7 +281,7 @@ class ControlLoop:
         self._tell("refit_kept", reason, values)
 
     def _weigh_before(self, watch: Watch) -> RouterFit | None:
-        """Score the fit before the swap on what came since."""
+        """Score the fit before the swap on requests since the swap; return it if it is better."""
         newer = self.traffic.newer(max(watch.since, self._in_force.newest))
         if len(newer) < min(watch.after, self.traffic.most):
             return None
@@ -301,7 +303,7 @@ class ControlLoop:
         return known.fit
 
     def _consider(self) -> FitJob | None:
-        """Start a re-fit where the traffic has changed, or where there is much more of it."""
+        """Start a re-fit if the traffic has changed, or if there are many more requests of it."""
         if self._job is not None or self._candidate is not None or self._swap is not None or not self._new_window:
             return None
         self._new_window = False
@@ -323,7 +325,7 @@ class ControlLoop:
         return self._start(alike, why, values)
 
     def _why(self, drifted: bool | None, ratio: float, alike: int) -> str | None:
-        """Reason for a re-fit in words, or None."""
+        """Return the reason for a re-fit in words, or None."""
         settings = self.settings
         if self._resized:
             return f"the fleet has {self.shape.workers} workers now"
@@ -352,7 +354,7 @@ class ControlLoop:
     # -------------------------------------------------------------------------------------------------------- telling
 
     def status(self) -> dict[str, Any]:
-        """What the loop is doing, as plain values."""
+        """Return the state of the loop as plain values."""
         drift = self.traffic.estimate()
         ratio = self.traffic.shown_ratio(self._looked_at)
         return {
@@ -376,7 +378,10 @@ class ControlLoop:
         self.counters[name] = self.counters.get(name, 0) + 1
 
     def _once(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
-        """Tell it unless it was the last thing told of its sort: the traffic, or what a re-fit waits for."""
+        """Make an event unless the last one of its group was of the same kind.
+
+        The groups are the state of the traffic, and the condition that delays a re-fit.
+        """
         sort = "traffic" if kind in ("drift", "no_drift") else "waiting"
         if self._told_of.get(sort) != kind:
             self._told_of[sort] = kind
@@ -392,7 +397,7 @@ class ControlLoop:
 
 
 def _fits(fit: object, shape: LoopShape) -> bool:
-    """Whether it is a fit of this model for these workers."""
+    """Return whether `fit` is a RouterFit for this model and this number of workers."""
     if not isinstance(fit, RouterFit) or fit.learned_ is None:
         return False
     return fit.learned.shape == (shape.num_layers, shape.num_experts) and fit.workers == shape.workers

@@ -1,8 +1,8 @@
-"""A log of all that a loop was told, and the replay of one: the same inputs give the same events.
+"""A log of all inputs of a loop, and its replay: the same inputs give the same events.
 
-A log is JSON Lines, one input a line; arrays are base64 of their deflated bytes. Values that were left out are logged
-by their reason alone, so that hostile ones cannot fill a disk. Fits are not in it: a job is pure, so the replay runs it
-again, and a digest tells whether that gave the same fit.
+A log is JSON Lines, one input per line; arrays are deflated and base64-encoded. Of an ignored value only the reason and
+the worker are logged, so that hostile values cannot fill a disk. Fits are not logged: a job is pure, so the replay runs
+it again, and a digest shows whether the result is the same fit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from coterie.routing import RouterFit
 
 
 class InputLog:
-    """Writes what a loop is told. Give it to the loop as `log`; close it, or use it in a with statement."""
+    """Writes the inputs of a loop to a file. Pass it to the loop as `log`; close it, or use a with statement."""
 
     def __init__(self, path: str | Path) -> None:
-        """The file must not exist."""
+        """Create the file at `path`, which must not exist."""
         self.path = Path(path)
         self.problem: OSError | None = None
-        """Why nothing more is written, such as a full disk; the loop goes on."""
+        """Error, such as a full disk, after which nothing more is written; the loop goes on."""
         self._stream: BinaryIO = self.path.open("xb")
 
     def __call__(self, do: str, /, **values: Any) -> None:
@@ -59,7 +59,7 @@ class InputLog:
 
 
 def replay(path: str | Path, loop: ControlLoop) -> list[ControlEvent]:
-    """Tell a fresh loop, made as the logged one was, what is in the log; the events of its ticks."""
+    """Feed a log to a fresh loop that was constructed like the logged one; return the events of its ticks."""
     path = Path(path)
     events: list[ControlEvent] = []
     job: FitJob | None = None
@@ -85,7 +85,7 @@ def replay(path: str | Path, loop: ControlLoop) -> list[ControlEvent]:
 
 
 def _whole(stream: BinaryIO) -> Iterable[bytes]:
-    """Lines that end; the last one of a process that was killed may not."""
+    """Yield complete lines; the last line is cut off if the process was killed."""
     for line in stream:
         if line.endswith(b"\n"):
             yield line
@@ -115,7 +115,7 @@ def _candidate(path: Path, loop: ControlLoop, job: FitJob | None, values: Mappin
 
 
 def digest(fit: RouterFit) -> str:
-    """A name for the values of a fit."""
+    """Return a hash of the values of a fit."""
     learned = fit.learned
     parts = learned.profiles, learned.centroids, learned.shares
     return blake2b(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), digest_size=8).hexdigest()
@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def _time(value: Any) -> float:
-    """A number as it was logged; those that JSON cannot hold are None."""
+    """Return a logged number; None stands for NaN and infinities, which JSON cannot hold."""
     return float("nan") if value is None else value
 
 

@@ -1,17 +1,18 @@
-"""What a fit is worth on given requests: the router itself routes them, and the step prices say what that takes.
+"""The score of a fit on given requests: the real router routes them, and step prices give the decode time.
 
-The requests are served in a closed loop on an empty fleet: as many always run as there are workers times `batch`, and
-the next follows one that ends. A worker's step takes
+The requests are served in a closed loop on a fleet that starts empty: workers x `batch` requests always run, and when
+one ends the next one starts. A worker's step takes
 
     fixed + expert x D + request x n + context
 
-by the prices of a decode step, where D = sum over expert indices of 1 - product over its requests of (1 - p): p is
-what each request *did* activate in decode, while the router sees its prompt alone, as it does live. The requests pass
-once to fill the fleet and to teach it what its workers usually get, and then `ROUNDS` times to be measured, each time
-in another order: who happens to run beside whom is chance, and averages out.
+by the prices of a decode step, where n is the number of its requests and D, the expected distinct experts, is the sum
+over expert indices of 1 - product over its requests of (1 - p). Here p is what a request *did* activate in decode,
+while the router sees only its prompt, as in live serving. All requests are served once to fill the fleet and its
+workers' priors, and then `ROUNDS` times for the measurement, each time in another order, so that the chance of which
+requests run together averages out.
 
-Two fits serve the same requests in the same order. Their times are compared piece by piece, so that what a piece of
-requests costs under both cancels out; the spread over the pieces bounds what chance may have given.
+Two fits serve the same requests in the same order. Their times are compared piece by piece, so that the cost common to
+both cancels out; the spread over the pieces gives a confidence bound.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from coterie.routing.fleet import MOST_CERTAIN
 Array = NDArray[np.float64]
 
 ROUNDS = 4
-"""Times that each request is measured."""
+"""Number of measured rounds over all requests."""
 ROOM = 4
-"""Places of a worker, as a multiple of its mean number of requests."""
+"""Places of a worker (requests that it can run at once), as a multiple of `batch`."""
 BY_EXPERTS = DecodeStepPrices(
     fixed_us=0.0, expert_us=1.0, request_us=0.0, context_us=0.0, prefill_us=0.0, output_tokens=256.0
 )
-"""Prices where none are given: a step takes as long as it touches experts."""
+"""Default prices: the time of a step is the number of experts it touches."""
 
 
 class FitComparison(NamedTuple):
-    """A candidate against the fit in force."""
+    """Comparison of a candidate with the fit in force."""
 
     saving: float
-    """Mean share of the decode time that the candidate saves; negative where it is slower."""
+    """Mean share of the decode time that the candidate saves; negative if it is slower."""
     bound: float
-    """Lower end of its one-sided interval over the pieces."""
+    """Lower end of the one-sided confidence interval of `saving` over the pieces."""
     in_force_us: float
-    """Predicted time per output token."""
+    """Predicted time per output token with the fit in force."""
     candidate_us: float
     requests: int
     pieces: int
@@ -72,7 +73,7 @@ class FitComparison(NamedTuple):
 
 
 class Scorer:
-    """Scores fits by the router that serves with them."""
+    """Scores a fit by serving requests with the router that `make` creates from it."""
 
     def __init__(self, make: Callable[[RouterFit], Router], batch: int, prices: DecodeStepPrices | None = None) -> None:
         self.make, self.batch = make, batch
@@ -87,7 +88,7 @@ class Scorer:
         pieces: int,
         sure: float,
     ) -> FitComparison:
-        """`sure` is the one-sided probability of the bound."""
+        """Compare two fits on the same requests. `sure` is the one-sided confidence of the bound."""
         logs = [_logs(one) for one in requests]
         old = self.token_us(in_force, requests, workers, logs)
         new = self.token_us(candidate, requests, workers, logs)
@@ -103,14 +104,14 @@ class Scorer:
     def token_us(
         self, fit: RouterFit, requests: Sequence[Kept], workers: int, logs: Sequence[NDArray[np.float32]] | None = None
     ) -> Array:
-        """[request] microseconds per output token, mean over the rounds."""
+        """Return [request] microseconds per output token, mean over the rounds."""
         if len(requests) < 2:
             raise ConfigError(f"requests={len(requests)} must be at least 2 to score a fit")
         return _ClosedLoop(self, fit, requests, workers, logs or [_logs(one) for one in requests]).run()
 
 
 def _logs(one: Kept) -> NDArray[np.float32]:
-    """[expert index] log(1 - p) of what the request activated in decode."""
+    """Return [expert index] log(1 - p), where p are the request's activations per decoded token."""
     chance = one.decode.ravel() / np.float32(max(1.0, one.tokens))
     return np.log1p(-np.minimum(chance, np.float32(MOST_CERTAIN))).astype(np.float32)
 
@@ -120,7 +121,7 @@ class _Running(NamedTuple):
     request: int
     since_us: float
     ends_after: float
-    """Tokens that its worker will have decoded for each of its requests when this one ends."""
+    """Value of the worker's `tokens` counter at which this request ends."""
 
 
 class _ClosedLoop:
@@ -143,9 +144,9 @@ class _ClosedLoop:
         self.context = np.zeros(rows)
         self.step_us = np.full(rows, np.inf)
         self.tokens = np.zeros(rows)
-        """[worker] tokens decoded so far for each of its requests."""
+        """[worker] decode steps so far, fractions included; each step decodes one token of every request."""
         self.at_us = np.zeros(rows)
-        """[worker] time up to which `tokens` counts."""
+        """[worker] time at which `tokens` was last updated."""
         self.running: dict[int, _Running] = {}
         self.order = np.arange(len(requests))
         self.prompts = [float(one.prefill.sum()) / one.decode.sum() * one.tokens for one in requests]
@@ -176,7 +177,10 @@ class _ClosedLoop:
         self._change(worker, at, 1)
 
     def _order(self, use: int) -> int:
-        """The request of a use. Halves are shuffled apart, so that uses of one request are never in flight together."""
+        """Return the request of the `use`-th start.
+
+        Each half is shuffled by itself, so that two uses of one request are never in flight together.
+        """
         count = len(self.requests)
         turn, place = divmod(use, count)
         if not place:
@@ -192,7 +196,7 @@ class _ClosedLoop:
         return at
 
     def _next_end(self) -> tuple[int, float]:
-        """The request that ends next, and when."""
+        """Return the use that ends next, and its end time."""
         use = min(self.running, key=self._end_us)
         return use, self._end_us(use)
 
@@ -207,7 +211,7 @@ class _ClosedLoop:
 
     def _change(self, worker: int, at: int, sign: int) -> None:
         self.counts[worker] += sign
-        if not self.counts[worker]:  # no rounding error is carried over
+        if not self.counts[worker]:  # reset to 0, so that no rounding error is carried over
             self.sums[worker], self.context[worker], self.step_us[worker] = 0.0, 0.0, np.inf
             return
         self.sums[worker] += sign * self.logs[at]

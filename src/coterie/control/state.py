@@ -1,4 +1,4 @@
-"""Fits that the loop knows, and where each of them stands."""
+"""The fits that the loop tracks: running job, candidate, swap under way, fit in force, previous fit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from coterie.routing import RouterFit
 
 
 class Known(NamedTuple):
-    """A fit and the requests it was made from."""
+    """A fit and the requests that it was made from."""
 
     fit: RouterFit
     newest: int
-    """Serial of the newest of them; -1 for a fit from elsewhere."""
+    """Serial number of the newest of these requests; -1 for the fit that the loop started with."""
     sample: TrafficSample
     requests: int
 
 
 class RunningJob(NamedTuple):
-    """A re-fit under way."""
+    """A re-fit that the driver is running."""
 
     job: FitJob
     sample: TrafficSample
@@ -36,22 +36,22 @@ class Candidate(NamedTuple):
     known: Known
     since_s: float
     looked: bool = False
-    """Whether it was scored on half of the requests already."""
+    """Whether the candidate was already scored on half of the requests."""
 
 
 class Watch(NamedTuple):
-    """The fit before the one in force."""
+    """The fit that was in force before the last swap, scored for some time in case it is better."""
 
     known: Known
     since: int
-    """Serial of the newest request at the swap, or at the last check."""
+    """Serial number of the newest request at the swap."""
     after: int
-    """Requests until it is scored."""
+    """Number of requests since the swap at which the fit is next scored."""
     checks: int
 
 
 class Swap(NamedTuple):
-    """A fit handed out and not confirmed yet."""
+    """A fit handed to the driver, which has not confirmed the swap yet."""
 
     known: Known
     back: bool

@@ -1,16 +1,17 @@
-"""The newest requests, in windows, and whether a window is other traffic than the one before or than a fit's.
+"""The newest requests, in windows, and a test whether a window differs from another or from a fit's requests.
 
-A request is its activation probabilities in decode, p [expert index]. A window of n requests has their mean m and
-their scatter s, the mean squared distance from m. Two sets of the same traffic with n and N requests differ by
+A request is described by its activation probabilities in decode, p [expert index]. A window of n requests has a mean m
+and a scatter s, the mean squared distance from m. Two sets of the same traffic with n and N requests differ by
 
     |m - M|^2  =  s x (1/n + 1/N)      on average
 
-so the ratio of the two sides is near 1 where nothing has changed, whatever the model and the mix of requests are. How
-far chance alone takes it depends on how many directions the requests differ in, d = (sum of variances)^2 ÷ sum of their
-squares: it is spread like chi-squared of d over d. An abrupt shift raises it at once, a slow one little by little.
+so the ratio of the two sides is near 1 if nothing has changed, whatever the model and the mix of requests. Its spread
+by chance depends on the number of directions in which requests differ, d = (sum of variances)^2 ÷ sum of their squares:
+the ratio is distributed like chi-squared with d degrees of freedom, divided by d. An abrupt shift raises the ratio at
+once, a slow one gradually.
 
-Wrong where requests of a window depend on each other (one client sends fifty alike): then it is above 1 without drift,
-and re-fits are tried that do not pay; none is taken for the ratio alone.
+Wrong if the requests of a window depend on each other (one client sends fifty similar ones): the ratio is then above 1
+without drift, and re-fits are tried that do not pay. A re-fit is never taken for the ratio alone.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator
 from coterie.routing import Calibration, RouterFit
 
 WINDOWS = 64
-"""Windows that are remembered."""
+"""Number of newest windows that are kept."""
 RARE = 1e-3
-"""Share of windows of the same traffic that may look like other traffic."""
+"""False-alarm rate: share of windows of the same traffic that may be taken for different traffic."""
 UNKNOWN_REQUESTS = 64
-"""Requests that a fit counts for where its file does not say how many it was made from."""
+"""Assumed number of requests behind a fit whose file does not state it."""
 
 
 class Kept(NamedTuple):
-    """A finished request as it is kept."""
+    """A finished request as the loop stores it."""
 
     serial: int
     at_s: float
@@ -43,49 +44,49 @@ class Kept(NamedTuple):
     prefill: NDArray[np.uint32]
     decode: NDArray[np.uint32]
     tokens: float
-    """Tokens that it decoded."""
+    """Number of decoded tokens."""
 
 
 class TrafficSample(NamedTuple):
-    """Mean and scatter of some requests."""
+    """Mean and scatter of a set of requests."""
 
     first: int
-    """Serial of the first of them."""
+    """Serial number of the first request; -1 for the requests of a fit."""
     requests: int
     mean: NDArray[np.float32]
     """[expert index] activation probabilities in decode."""
     scatter: float
-    """Mean over requests of the squared distance from their mean."""
+    """Mean over requests of the squared distance from `mean`."""
     directions: float = 1.0
-    """Number of directions that the requests differ in."""
+    """Effective number of directions in which the requests differ: d in the module docstring."""
 
     @property
     def chance(self) -> float:
-        """Ratio that chance alone exceeds once in `1 / RARE` windows."""
+        """Drift ratio that windows of the same traffic exceed with probability `RARE`."""
         return float(stats.chi2.ppf(1.0 - RARE, self.directions) / self.directions)
 
 
 def reference_of(fit: RouterFit) -> TrafficSample:
-    """What the requests of a fit were like, from its clusters; its scatter is not known."""
+    """Estimate the sample behind a fit from its clusters; the scatter is unknown and set to 0."""
     learned = fit.learned
     count = UNKNOWN_REQUESTS if learned.seen is None else max(1, len(learned.seen))
     return TrafficSample(-1, count, np.asarray(learned.shares @ learned.profiles, np.float32), 0.0)
 
 
 def drift_ratio(window: TrafficSample, other: TrafficSample) -> float:
-    """Squared distance of two samples over what chance gives; near 1 where the traffic is the same."""
+    """Return the squared distance of two samples ÷ its expectation by chance; near 1 if the traffic is the same."""
     gap = window.mean - other.mean
     scatter = max(window.scatter, other.scatter, 1e-12)
     return float(gap @ gap) / (scatter * (1.0 / window.requests + 1.0 / other.requests))
 
 
 def differs(window: TrafficSample, other: TrafficSample, least: float) -> bool:
-    """Whether a window is other traffic: `least` times as far as chance gives, and farther than it is likely to go."""
+    """Return whether a window is different traffic: its drift ratio is above both `least` and `window.chance`."""
     return drift_ratio(window, other) > max(least, window.chance)
 
 
 class Traffic:
-    """The newest requests and the windows they make."""
+    """The newest requests and their windows."""
 
     def __init__(self, shape: LoopShape, settings: ControlSettings) -> None:
         self.shape, self.settings = shape, settings
@@ -97,12 +98,12 @@ class Traffic:
         self.windows: deque[TrafficSample] = deque(maxlen=WINDOWS)
         self.drift = DriftEstimator(shape.num_layers, shape.num_experts)
         self.serial = 0
-        """Number of the next request."""
+        """Serial number of the next request."""
         self._by_worker: dict[str, int] = {}
         self._open: list[Kept] = []
 
     def add(self, seen: RequestSeen) -> bool:
-        """Keep a request; True where a window was completed by it."""
+        """Store a request; return True if it completes a window."""
         tokens = float(seen.decode.sum()) / (self.shape.num_layers * self.shape.top_k)
         one = Kept(
             self.serial,
@@ -126,7 +127,7 @@ class Traffic:
         return True
 
     def _drop(self, worker: str) -> None:
-        """Make room: a worker that holds more than half of the places gives up its own oldest request."""
+        """Drop one request: the oldest of `worker` if it has more than half of the kept ones, else the oldest."""
         own = self._by_worker.get(worker, 0)
         if self.shape.workers > 1 and 2 * own > self.most:
             at = next(at for at, kept in enumerate(self.kept) if kept.worker == worker)
@@ -138,11 +139,11 @@ class Traffic:
             del self._by_worker[worker]
 
     def newer(self, serial: int) -> list[Kept]:
-        """Kept requests after this one, oldest first."""
+        """Return the kept requests with a higher serial number, oldest first."""
         return [kept for kept in self.kept if kept.serial > serial]
 
     def alike(self) -> list[Kept]:
-        """Kept requests that are the same traffic as the newest window, oldest first, the open window among them."""
+        """Return the kept requests of the newest window's traffic, oldest first; the open window is included."""
         if not self.windows:
             return list(self._open)
         pooled, since = self.windows[-1], self.windows[-1].first
@@ -153,21 +154,21 @@ class Traffic:
         return self.newer(since - 1)
 
     def shown_ratio(self, reference: TrafficSample) -> float:
-        """Least ratio of the newest windows to a reference, over all that must agree; 0 as long as there are fewer."""
+        """Return the least drift ratio of the newest `drift_windows` windows to a reference; 0 if there are fewer."""
         count = self.settings.drift_windows
         if len(self.windows) < count:
             return 0.0
         return min(drift_ratio(window, reference) for window in list(self.windows)[-count:])
 
     def drifted(self, reference: TrafficSample) -> bool | None:
-        """Whether the newest windows are all other traffic than the reference; None as long as there are too few."""
+        """Return whether the newest `drift_windows` windows all differ from a reference; None if there are fewer."""
         newest = list(self.windows)[-self.settings.drift_windows :]
         if len(newest) < self.settings.drift_windows:
             return None
         return all(differs(window, reference, self.settings.drift_ratio) for window in newest)
 
     def estimate(self) -> DriftEstimate:
-        """How fast the load drifts from window to window."""
+        """Estimate how fast the load drifts from window to window."""
         return self.drift.estimate()
 
     def calibration(self, requests: list[Kept]) -> Calibration:

@@ -1,6 +1,6 @@
-"""Attention of one step: the least work of its kernels, and the time that follows by their laws.
+"""Attention of one step: the bytes and flops of its kernels, and their time by the fitted roofline laws.
 
-Compiled loops and NumPy share these functions: contexts may be numbers or arrays, and give a time each.
+Compiled loops and NumPy share these functions: a context may be a number or an array, and the result has its shape.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from coterie.types import ModelSpec
 Array = NDArray[np.float64]
 
 ATTENTION_TILE = 128
-"""Queries of one head that a block of a flash-attention kernel takes."""
+"""Queries of one head that one thread block of a flash-attention kernel computes."""
 ATTENTION_BLOCKS = 132
-"""Blocks that fill a device: the multiprocessors of an H200; an RTX PRO 6000 has 188."""
+"""Thread blocks that fill a device: the multiprocessors of an H200. An RTX PRO 6000 has 188."""
 
 LAYERS, CACHED_BYTES, QUERY_BYTES, CACHED_FLOPS, HEADS, KV_HEADS, WIDTH = range(7)
-"""Indices into :func:`attention_shape`: bytes and flops are decode's, per cached token and per query."""
+"""Indices into :func:`attention_shape`. Bytes and flops are those of decode: CACHED_… per cached token, QUERY_… per
+query."""
 
 
 class Work(NamedTuple):
-    """Least work of a kernel."""
+    """Bytes and flops that a kernel must at least move and compute."""
 
     nbytes: float
     flops: float
@@ -35,9 +36,9 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=64)
 def attention_shape(spec: ModelSpec) -> Array:
-    """A model's attention as a read-only array.
+    """Return [7] a model's attention numbers as a read-only array, in the order of the indices above.
 
-    Latent attention decodes in its absorbed form and prefills with its heads expanded.
+    Latent attention (MLA) decodes in its absorbed form and prefills with its heads expanded.
     """
     heads, width = spec.num_heads, spec.head_dim + spec.rope_head_dim
     kv_heads = heads if spec.kv_lora_rank else spec.num_kv_heads
@@ -53,11 +54,14 @@ def attention_shape(spec: ModelSpec) -> Array:
 
 @helper()
 def layer_work(shape: Array, batch: int, query: int, context: Any) -> Any:
-    """Bytes and flops of one layer: `query` tokens of each of `batch` requests over `context` tokens of all of them."""
+    """Return bytes and flops of one layer: `batch` requests with `query` new tokens each.
+
+    `context` is the number of tokens attended to, summed over the requests.
+    """
     if query == 1:
         return shape[CACHED_BYTES] * context + shape[QUERY_BYTES] * batch, shape[CACHED_FLOPS] * context
-    # A block computes a tile of queries of one head over the whole context: a short chunk leaves most of the device
-    # idle, and takes as long as if it were full.
+    # A thread block computes one tile of queries of one head over the whole context. A short chunk leaves most of the
+    # device idle and takes as long as one that fills the device.
     tiles = (query + ATTENTION_TILE - 1) // ATTENTION_TILE
     blocks = max(float(ATTENTION_BLOCKS), batch * shape[HEADS] * tiles)
     nbytes = 4.0 * (context * shape[KV_HEADS] + batch * query * shape[HEADS]) * shape[WIDTH]
@@ -65,7 +69,7 @@ def layer_work(shape: Array, batch: int, query: int, context: Any) -> Any:
 
 
 def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> Work:
-    """:func:`layer_work` of a model."""
+    """Return :func:`layer_work` for a model's attention shape."""
     nbytes, flops = layer_work(attention_shape(spec), batch, query, float(context))
     return Work(float(nbytes), float(flops))
 
@@ -81,14 +85,18 @@ def attention_us(
     prefill_context: Any,
     prompts: int,
 ) -> Any:
-    """All layers of a step: `decoding` requests and `prefill` tokens of `prompts` prompts, and what they cached."""
+    """Return the attention time of a step over all layers, in microseconds.
+
+    `decoding` requests have `decode_context` cached tokens in all. The `prefill` new tokens belong to `prompts`
+    prompts, with `prefill_context` tokens cached before them in all.
+    """
     total = 0.0 * decode_context
     if decoding > 0:
         nbytes, flops = layer_work(shape, decoding, 1, 1.0 * (decode_context + decoding))
         total += roofline_us(decode_law, nbytes, flops)
     if prefill > 0:
         query = (prefill + prompts - 1) // prompts
-        context = prefill_context + prefill / 2  # on average, half of its prompt lies before a token
+        context = prefill_context + prefill / 2  # on average, half of the new tokens precede a token
         nbytes, flops = layer_work(shape, prompts, query, context)
         total += roofline_us(prefill_law if query > 1 else decode_law, nbytes, flops)
     return total * shape[LAYERS]

@@ -1,7 +1,7 @@
 """Cells, the measurements of a calibration: each is one timing of one kernel at one size.
 
-Plain values, so that they can be measured with torch in ``engines/``, kept in a preset's JSON, and fitted here
-without it. The names of the shipped presets are here too, since listing them must not import what reading one does.
+Cells are plain values: ``engines/`` measures them with torch, a preset's JSON stores them, and this package fits them
+without torch. The names of the shipped presets are here too, so that listing them does not import the fitting code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MoeCell(msgspec.Struct, frozen=True, omit_defaults=True):
     zipf: float = 0.0
     """Skew of tokens over the active experts; 0 spreads them evenly. See :func:`expert_tokens`."""
     warm: bool = False
-    """Repeated on the same weights, so that what fits in the cache stays there; else the cache was cold."""
+    """Whether the kernel was repeated on the same weights, which may stay in the cache; else the cache was cold."""
 
 
 class GemmCell(msgspec.Struct, frozen=True):
@@ -50,16 +50,16 @@ class AttentionCell(msgspec.Struct, frozen=True, omit_defaults=True):
     context: int
     us: float
     causal: bool = True
-    """Whether new tokens were kept from seeing those after them."""
+    """Whether a causal mask was used: a new token does not attend to later ones."""
 
     @property
     def seen(self) -> float:
-        """Tokens that a new one attends to on average."""
+        """Tokens that a new token attends to, on average."""
         return self.context + (self.query / 2 if self.causal and self.query > 1 else self.query)
 
 
 class RoutingCell(msgspec.Struct, frozen=True):
-    """A MoE layer without its experts: gate, top-k, sort, gather, weighted sum."""
+    """Work of a MoE layer outside its experts: gate, top-k, sort, gather, weighted sum."""
 
     tokens: int
     us: float
@@ -74,7 +74,7 @@ class CopyCell(msgspec.Struct, frozen=True):
 
 
 class CollectiveCell(msgspec.Struct, frozen=True):
-    """All-to-all between `ranks`, each sending `nbytes` in all, spread evenly."""
+    """All-to-all between `ranks` ranks; each sends `nbytes` in all, spread evenly."""
 
     ranks: int
     nbytes: int
@@ -82,19 +82,19 @@ class CollectiveCell(msgspec.Struct, frozen=True):
 
 
 class ContentionCell(msgspec.Struct, frozen=True):
-    """Decode steps beside copies of weights: what each takes alone, and the step beside the copies."""
+    """Decode steps and copies of weights: the time of each alone, and of a step while copies run."""
 
     path: Literal["device", "host-to-device"]
     nbytes: int
     """Bytes moved per step."""
     copy_us: float
-    """Time of these copies with no step beside them."""
+    """Time of the copies while no step runs."""
     alone_us: float
-    """A step with no copies beside it."""
+    """Time of a step while no copy runs."""
     beside_us: float
-    """A step beside them."""
+    """Time of a step while the copies run."""
     spread_us: float = 0.0
-    """Half of the range of the middle half of the slowdowns measured."""
+    """Half the interquartile range of the measured slowdowns."""
 
 
 class MoeTable(msgspec.Struct, frozen=True):
@@ -114,11 +114,11 @@ class ShapeMeasurement(msgspec.Struct, frozen=True):
     gemm: tuple[GemmCell, ...] = ()
     attention: tuple[AttentionCell, ...] = ()
     spec: dict[str, Any] | None = None
-    """The shape's numbers, where it is not one of the shipped ones."""
+    """Fields of the ModelSpec; None for a model that Coterie knows by name."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """A calibration: what was measured, on which machine, with what, when."""
+    """A calibration: all cells, with the machine, the software and the date of the measurement."""
 
     hardware: dict[str, str | int | float]
     software: dict[str, str]
@@ -131,10 +131,10 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def expert_tokens(tokens: int, top_k: int, active: int, zipf: float = 0.0) -> NDArray[np.int64]:
-    """[active] tokens of each active expert when `tokens` tokens take `top_k` each: what a cell was measured with.
+    """Return [active] tokens per active expert of a cell: `tokens` tokens activate `top_k` experts each.
 
-    Popularity falls as rank^-zipf, no expert gets a token twice (so none gets more than `tokens`), every active one
-    gets at least one, and nothing is random: the same cell means the same counts everywhere.
+    The popularity of the i-th expert falls as i^-zipf. An expert gets a token at most once, so at most `tokens` in all,
+    and every active expert gets at least one. Nothing is random: the same cell gives the same counts everywhere.
     """
     total = tokens * top_k
     if not top_k <= active <= total:
@@ -145,7 +145,7 @@ def expert_tokens(tokens: int, top_k: int, active: int, zipf: float = 0.0) -> ND
         room = counts < tokens
         share = np.where(room, weight, 0.0)
         extra = np.minimum(np.floor(share / share.sum() * left).astype(np.int64), tokens - counts)
-        if extra.sum() == 0:  # fewer left than experts with room: one each, most popular first
+        if extra.sum() == 0:  # fewer tokens left than experts with room: give one to each, most popular first
             extra[np.flatnonzero(room)[:left]] = 1
         counts += extra
     return counts
@@ -158,7 +158,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def check_preset(name_or_path: str) -> None:
-    """Raise unless it is the name of a shipped preset or the path of a JSON file."""
+    """Raise unless the argument is the name of a shipped preset or the path of a JSON file."""
     path = Path(name_or_path)
     if name_or_path not in preset_names() and not (path.suffix == ".json" and path.exists()):
         raise UnknownNameError("preset", name_or_path, preset_names())

@@ -1,10 +1,10 @@
-"""How a step is made of its parts: the only place where they are added up, for prices, simulators and groups alike.
+"""The sum of a step's terms. Prices, simulators and expert-parallel groups all add the terms up here.
 
     layer = max over ranks of experts(rank) + all_to_all          :func:`layers_us`
     step  = sum over layers of layer + attention + dense          :func:`step_us`, :class:`~coterie.costs.step.StepTime`
 
-The terms are computed, or looked up in :class:`StepTables` where thousands of steps are simulated: an expert's share of
-a layer depends on its rows alone once the tile is chosen, so that its time is a table entry.
+The terms are computed, or looked up in :class:`StepTables` when thousands of steps are simulated. A table suffices
+because an expert's time in a layer depends only on its rows once the tile size is chosen.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 NO_CROSSING = np.empty((0, 0, 0), np.int64)
-"""Argument of :func:`layers_us` where the rows that a rank computes are those it exchanges."""
+"""Argument `crossing` of :func:`layers_us` if a rank exchanges exactly the rows that it computes."""
 COMPUTED = np.empty((3, 2, 0)), np.empty(0)
-"""Tables of :func:`layers_us` where times are computed, not looked up."""
+"""Arguments `experts` and `blend` of :func:`layers_us` if times are computed, not looked up."""
 
 
 @njit()
 def layers_us(
     p: Floats, experts: Floats, blend: Floats, links: Floats, rows: Ints, crossing: Ints, tokens: Ints, out: Floats
 ) -> None:
-    """Fill out [2, layer]: experts of the slowest rank, and the exposed part of the busiest rank's exchange.
+    """Fill out [2, layer] microseconds: experts of the slowest rank, and exposed exchange of the busiest rank.
 
-    rows [layer, slot] of whole tokens, tokens [rank] of its batch, crossing [2, layer, rank] rows that it sends and
-    receives, or :data:`NO_CROSSING`; `p`, `experts` and `blend` as :func:`~coterie.costs.experts.rank_us` takes them.
+    rows [layer, slot] are tokens per slot, tokens [rank] is the batch size of each rank, crossing [2, layer, rank] are
+    the rows that a rank sends and receives, or :data:`NO_CROSSING`. `p`, `experts` and `blend` are those of
+    :func:`~coterie.costs.experts.rank_us`, `links` those of :func:`~coterie.costs.exchange.exchange_us`.
     """
     layers, ranks = rows.shape[0], len(tokens)
     per_rank = rows.shape[1] // ranks
@@ -53,7 +54,7 @@ def layers_us(
                     arrived += count
                 busiest = max(busiest, arrived)
         out[0, layer], out[1, layer] = slowest, 0.0
-        if ranks > 1:  # a share of the experts' time hides the exchange
+        if ranks > 1:  # the exchange hides behind a share (links[4]) of the experts' time
             out[1, layer] = max(0.0, exchange_us(links, float(busiest)) - links[4] * slowest)
 
 
@@ -69,7 +70,7 @@ def step_us(
     prefill_context: int,
     prompts: int,
 ) -> float:
-    """A rank's step: the time of its MoE layers, plus attention, projections of `tokens`, routing and output head."""
+    """Return the microseconds of a rank's step: its MoE `layers`, attention, projections, routing and output head."""
     total = layers + attention_us(
         attention[:7], attention[7:11], attention[11:15], decoding, context, prefill, prefill_context, prompts
     )
@@ -77,25 +78,25 @@ def step_us(
 
 
 class StepTables(NamedTuple):
-    """:meth:`~coterie.costs.step.StepModel.tables` of steps of up to a number of tokens; times in microseconds."""
+    """Lookup tables of step times, from :meth:`~coterie.costs.step.StepModel.tables`; times in microseconds."""
 
     p: Floats
     """Prices of the experts: :meth:`~coterie.costs.step.StepModel.expert_prices`."""
     experts: Floats
-    """[3, tile, rows] one expert's time by itself, the streaming of its weights, its compute."""
+    """[3, tile, rows] one expert's whole time, the time to stream its weights, and its compute time."""
     blend: Floats
-    """[part + 1] by how much the larger of streaming and compute grows by the other, over their ratio."""
+    """[part + 1] smooth maximum of streaming and compute ÷ the larger of them, by the ratio smaller ÷ larger."""
     dense: Floats
-    """[2, tokens] projections and routing of all layers; the output head by outputs."""
+    """[2, tokens] projections and routing of all layers, by tokens; the output head, by output tokens."""
     padded: Ints
-    """[tokens] padded size of a batch that only decodes."""
+    """[tokens] size to which a decode-only batch is padded for its CUDA graph."""
     attention: Floats
-    """The model's shape, then the laws of decode and of prefill, as `attention_us` takes them."""
+    """[15] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]."""
 
 
 @njit()
 def add_projections(law: Floats, shapes: Floats, out: Floats) -> None:
-    """Add to out [tokens] the time of projections; shapes [projection, 3] are n, k and the layers that have it."""
+    """Add the microseconds of projections to out [tokens]; shapes [projection, 3] are n, k and the number of layers."""
     for tokens in range(len(out)):
         for at in range(len(shapes)):
             nbytes, flops = gemm_work(tokens, shapes[at, 0], shapes[at, 1])

@@ -1,8 +1,8 @@
-"""The exchange of expert parallelism, an all-to-all: bytes that ranks send, and their time.
+"""The exchange of expert parallelism, an all-to-all: bytes that ranks send, and the time to send them.
 
-A token whose expert lives on another rank is sent there once per remote expert (or once per remote rank, where the
-dispatcher deduplicates, as DeepEP does), and its result comes back. Counted exactly from activations where a trace is
-at hand, else by expectation for uniform routing.
+A token whose expert lives on another rank is sent there once per remote expert (or once per remote rank if the
+dispatcher deduplicates, as DeepEP does), and its result is sent back. Traffic is counted exactly from the activations
+of a trace, or else is the expectation for uniform routing.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ BYTES_PER_VALUE = 2.0
 
 
 class Locality(NamedTuple):
-    """Where a token's experts are, per token and layer."""
+    """Mean number of a token's experts by location, per token and layer."""
 
     local: float
-    """Expected experts on the token's own rank."""
+    """Experts on the token's own rank."""
     remote: float
+    """Experts on other ranks."""
     remote_ranks: float
-    """Expected distinct other ranks that hold one: the copies a deduplicating dispatcher sends."""
+    """Distinct other ranks that hold at least one of the experts: the copies that a deduplicating dispatcher sends."""
     inter_node: float
-    """Remote experts on another node."""
+    """Experts on another node; `remote` includes them."""
 
 
 def expected_locality(spec: ModelSpec, topology: Topology) -> Locality:
-    """Uniform random routing over evenly placed experts, top-k without repetition."""
+    """Return the expected locality of uniform random routing, top-k without repetition, over evenly placed experts."""
     return uniform_locality(spec.num_experts, spec.top_k, topology)
 
 
 def uniform_locality(num_experts: int, top_k: int, topology: Topology) -> Locality:
-    """:func:`expected_locality` of a shape without a model; what experts are left over go to the first ranks."""
+    """Return :func:`expected_locality` without a ModelSpec; the first ranks hold the remainder of the experts."""
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
     if ranks > num_experts:
         raise ConfigError(f"num_ranks={ranks} must be at most num_experts={num_experts}")
@@ -49,8 +50,8 @@ def uniform_locality(num_experts: int, top_k: int, topology: Topology) -> Locali
     hits = sum(_hit_probability(num_experts, n, top_k) for n in held)
     blocks = [held[start : start + per_node] for start in range(0, ranks, per_node)]
     near = sum(len(block) * sum(block) for block in blocks)  # pairs (home rank, expert) within a node
-    # Whole numbers up to the one division: a sum of rounded shares would leave 1e-16 of an expert on a node that does
-    # not exist, and that would pay a latency.
+    # Integers up to the single division: a sum of rounded shares would leave 1e-16 of an expert on a second node that
+    # does not exist, and traffic above 0 is charged a latency.
     pairs = ranks * num_experts
     return Locality(
         local=top_k / ranks,
@@ -61,7 +62,7 @@ def uniform_locality(num_experts: int, top_k: int, topology: Topology) -> Locali
 
 
 def _hit_probability(experts: int, on_rank: int, k: int) -> float:
-    """Chance that at least one of k distinct experts lies among `on_rank` of them."""
+    """Return the probability that at least one of k distinct random experts is among the `on_rank` on a rank."""
     miss = 1.0
     for draw in range(k):
         miss *= max(0.0, (experts - on_rank - draw) / (experts - draw))
@@ -69,7 +70,7 @@ def _hit_probability(experts: int, on_rank: int, k: int) -> float:
 
 
 def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topology: Topology) -> Locality:
-    """Exact count on activations [token, layer, k]: token t lives on rank t mod ranks, an expert in its first slot."""
+    """Count locality of activations [token, layer, k]; token t is on rank t mod ranks, an expert in its first slot."""
     if expert_ids.ndim != 3 or expert_ids.shape[1] != placement.num_layers:
         raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]")
     if not len(expert_ids):
@@ -92,16 +93,16 @@ def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topo
 
 
 class RowsBetween(NamedTuple):
-    """Rows of hidden states that tokens' ranks send to experts' ranks in one dispatch; as many come back."""
+    """Rows of hidden states that tokens' ranks send to experts' ranks in one dispatch; combine returns as many."""
 
     activations: NDArray[np.int64]
-    """[source, rank] where each activation is sent by itself."""
+    """[source, rank] rows if each activation is sent separately."""
     copies: NDArray[np.int64]
-    """[source, rank] where a token is sent once to each distinct rank."""
+    """[source, rank] rows if a token is sent once to each distinct rank."""
 
 
 def rows_between(to: NDArray[np.integer], home: NDArray[np.integer], num_ranks: int) -> RowsBetween:
-    """Rows of tokens on ranks `home` [token] whose activations are computed on ranks `to` [token, k]."""
+    """Count the rows of tokens on ranks `home` [token] whose activations are computed on ranks `to` [token, k]."""
     pairs = home[:, None].astype(np.int64) * num_ranks + to
     activations = np.bincount(pairs.ravel(), minlength=num_ranks**2).reshape(num_ranks, num_ranks)
     held = np.zeros((len(to), num_ranks), np.int64)
@@ -112,12 +113,12 @@ def rows_between(to: NDArray[np.integer], home: NDArray[np.integer], num_ranks: 
 
 
 def crossing(rows: NDArray[np.int64]) -> int:
-    """Rows [source, rank] that leave their rank."""
+    """Sum the rows [source, rank] that leave their source rank."""
     return int(rows.sum() - np.trace(rows))
 
 
 def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:
-    """[expert] the rank of its first slot."""
+    """Return [expert] the rank of the expert's first slot."""
     experts = placement.slot_experts[layer]
     slot = np.full(placement.num_experts, placement.num_slots, np.int64)
     np.minimum.at(slot, experts, np.arange(placement.num_slots))
@@ -127,7 +128,7 @@ def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:
 class ExchangeTraffic(NamedTuple):
     """Bytes one rank moves in one direction of one all-to-all, over each kind of link.
 
-    By expectation that is a mean over ranks; counted from a load, the busiest rank's.
+    An expected traffic is the mean over ranks; one counted from a load is that of the busiest rank.
     """
 
     intra_bytes: float
@@ -137,14 +138,14 @@ class ExchangeTraffic(NamedTuple):
     def expected(
         cls, spec: ModelSpec, tokens: int, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
     ) -> ExchangeTraffic:
-        """`tokens` tokens on every rank, uniform routing."""
+        """Return the expected traffic of `tokens` tokens on every rank under uniform routing."""
         return cls.of(expected_locality(spec, topology), spec, tokens, bytes_per_value)
 
     @classmethod
     def arriving(
         cls, rows: float, spec: ModelSpec, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
     ) -> ExchangeTraffic:
-        """`rows` token-and-expert pairs computed on a rank, their tokens spread evenly over all ranks."""
+        """Return the traffic of `rows` token-and-expert pairs computed on a rank, from tokens spread over all ranks."""
         ranks, near = topology.num_ranks, min(topology.ranks_per_node, topology.num_ranks)
         row = spec.hidden_size * bytes_per_value / ranks
         return cls(rows * (near - 1) * row, rows * (ranks - near) * row)
@@ -158,13 +159,13 @@ class ExchangeTraffic(NamedTuple):
 
 
 def all_to_all_us(traffic: ExchangeTraffic, topology: Topology) -> float:
-    """Dispatch and combine: both directions of one layer. Links of a kind work at once; intra and inter overlap."""
+    """Return microseconds of dispatch and combine in one layer. Links inside and between nodes work in parallel."""
     return exchange_us(traffic_links(traffic, topology), 1.0)
 
 
 @helper()
 def there_and_back(intra_latency: float, intra: float, inter_latency: float, inter: float) -> float:
-    """Both directions over the slower kind of link: latency plus transfer; a link without traffic takes no time."""
+    """Return the time of both directions over the slower kind of link: latency plus transfer, 0 without traffic."""
     near = intra_latency + intra if intra > 0.0 else 0.0
     far = inter_latency + inter if inter > 0.0 else 0.0
     return 2.0 * max(near, far)
@@ -172,13 +173,16 @@ def there_and_back(intra_latency: float, intra: float, inter_latency: float, int
 
 @helper()
 def exchange_us(links: Array, rows: float) -> float:
-    """:func:`all_to_all_us` of the rows of the busiest rank; links as :func:`arrival_links` gives them."""
+    """Return :func:`all_to_all_us` for the busiest rank's `rows`; `links` is from :func:`traffic_links`."""
     return there_and_back(links[0], rows * links[1], links[2], rows * links[3])
 
 
 def traffic_links(traffic: ExchangeTraffic, topology: Topology, overlap: float = 0.0) -> Array:
-    """[5] microseconds of latency and per row inside a node, then between nodes, for rows that make this traffic each;
-    then the share of the experts' time behind which the exchange can hide."""
+    """Return [5] link prices for rows that each cause `traffic`.
+
+    Microseconds of latency and microseconds per row inside a node, the same two between nodes, then `overlap`: the
+    share of the experts' time behind which the exchange can hide.
+    """
     intra, inter = topology.intra, topology.inter
     return np.array(
         [
@@ -192,22 +196,22 @@ def traffic_links(traffic: ExchangeTraffic, topology: Topology, overlap: float =
 
 
 def arrival_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> Array:
-    """:func:`traffic_links` of token-and-expert pairs computed on a rank, as in :meth:`ExchangeTraffic.arriving`."""
+    """Return :func:`traffic_links` per token-and-expert pair, by :meth:`ExchangeTraffic.arriving`."""
     return traffic_links(ExchangeTraffic.arriving(1.0, spec, topology), topology, overlap)
 
 
 def crossing_links(spec: ModelSpec, link: Link, overlap: float = 0.0) -> Array:
-    """:func:`traffic_links` of rows known to cross a link inside the node."""
+    """Return :func:`traffic_links` for rows that each cross `link`, inside one node."""
     return np.array([1e6 * link.latency_s, row_us(spec, link), 0.0, 0.0, overlap])
 
 
 def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE) -> float:
-    """A token's hidden state over a link in one direction, its latency left out."""
+    """Return the microseconds to send a token's hidden state over a link in one direction, without latency."""
     return 1e6 * spec.hidden_size * bytes_per_value / link.bytes_per_s
 
 
 def row_trips_s(topology: Topology, row_bytes: float) -> Array:
-    """[source, rank] seconds of a row's way to another rank and back, latencies left out."""
+    """Return [source, rank] seconds to send a row to a rank and back, without latency."""
     nodes = topology.rank_nodes
     near = nodes[:, None] == nodes[None, :]
     seconds = 2.0 * row_bytes * np.where(near, 1 / topology.intra.bytes_per_s, 1 / topology.inter.bytes_per_s)
@@ -215,12 +219,13 @@ def row_trips_s(topology: Topology, row_bytes: float) -> Array:
     return np.asarray(seconds)
 
 
-# Ring collectives of tensor parallelism: reduce-scatter, all-gather, and the all-reduce that is both. A ring of R ranks
-# passes R - 1 times a part of 1/R of the bytes to the next rank:
+# Ring collectives of tensor parallelism: reduce-scatter, all-gather, and all-reduce, which is one after the other. In a
+# ring of R ranks each rank passes 1/R of the bytes to the next rank, R - 1 times:
 #
 #     reduce-scatter = all-gather = (R - 1) x (latency + bytes / R / bandwidth)        all-reduce = both
 #
-# Wrong for switches that add on the way (NVLS halves an all-reduce) and for trees, which have fewer latencies.
+# Wrong for switches that reduce in the network (NVLS halves an all-reduce) and for tree algorithms, which pay fewer
+# latencies.
 
 
 class RingTime(NamedTuple):
@@ -230,12 +235,12 @@ class RingTime(NamedTuple):
     byte_us: float
 
     def us(self, nbytes: float) -> float:
-        """A reduce-scatter or an all-gather; an all-reduce takes two."""
+        """Return microseconds of a reduce-scatter or an all-gather; an all-reduce takes twice as long."""
         return self.fixed_us + self.byte_us * nbytes
 
 
 def ring_time(topology: Topology) -> RingTime:
-    """A ring over all ranks. Between nodes its slowest link decides."""
+    """Return the time of a ring over all ranks; the slowest link decides."""
     ranks = topology.num_ranks
     links = [topology.intra] if topology.num_nodes == 1 else [topology.intra, topology.inter]
     return RingTime(

@@ -6,14 +6,14 @@ Each active expert's weights are streamed once and its tokens are computed in ti
     further tile: max(rows, compute)                      the weights are in the cache by now
 
 with ``stream`` = bytes ÷ bandwidth, ``compute`` = a *whole* tile's flops ÷ rate (a partly filled tile costs as much as
-a full one), ``rows`` = activations read and written. A layer is the sum over its active experts plus a fixed overhead;
-a kernel that prefetches hides an `overlap` share of the streaming behind other experts' compute as well. Decode lives
-in the first term: distinct experts decide, tokens hardly matter. Prefill lives in the second.
+a full one), ``rows`` = the time to read and write the tile's activations. A layer takes the sum over its active experts
+plus a fixed overhead. A kernel that prefetches also hides an `overlap` share of the streaming behind other experts'
+compute. In decode the first term dominates: distinct experts decide, tokens hardly matter. In prefill the second does.
 
-Kernels choose between a small and a large tile by how many rows an expert has on average; both are fitted. Two more
-effects were large enough on an H200 to need a term: a small tile that is barely filled streams slower, and a last
-small tile that is partly filled costs extra. Wrong for kernels that split one expert over several passes, and on a
-device where other work shares the memory bus.
+Kernels choose between a small and a large tile by the average rows per expert; both are fitted. Two more effects were
+large enough on an H200 to need a term: streaming is slower when the first small tile is barely filled, and a partly
+filled last small tile costs extra. Wrong for kernels that split one expert over several passes, and on a device where
+other work shares the memory bus.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 
 
 class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Fitted to one kernel, shape and weight dtype. Times in microseconds, sizes in bytes."""
+    """Parameters fitted to one kernel, shape and weight dtype. Times in microseconds, sizes in bytes."""
 
     overhead_us: float
     """Fixed time per layer: launches and the slowest start."""
@@ -44,24 +44,24 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     """Compute rate with the small and with the large tile."""
     tile_rows: tuple[int, int]
     switch_rows: float
-    """Average rows per expert of the layer above which the kernel takes the large tile."""
+    """Average rows per expert of the layer above which the kernel uses the large tile."""
     sharpness: float
-    """How sharply the larger of stream and compute wins; 1 adds them, 30 is a plain maximum."""
+    """Exponent of the smooth maximum of stream and compute: 1 adds the two, 30 is nearly a plain maximum."""
     fill_penalty: float
-    """Share by which an almost empty first tile streams slower than a full one."""
+    """Relative slowdown of streaming when the first tile is almost empty, against a full one."""
     partial_penalty: float
-    """Share of a tile that an almost empty last tile costs on top."""
+    """Extra cost of an almost empty last tile, as a share of a tile's time."""
     overlap: float = 0.0
     """Share of the streaming that hides behind other experts' compute, not only behind an expert's own first tile."""
     cache_bytes: float = 0.0
-    """Weights of this size stay in the cache between calls; used only where residency is switched on."""
+    """Size of weights that stay in the cache between calls; used only if `cache_resident` is on."""
     cache_bytes_per_us: float = 1.0
 
     def array(self, nbytes: float = 0.0, flops: float = 0.0, resident: bool = False) -> NDArray[np.float64]:
-        """[18] values in the order that the loops below take.
+        """Return [18] values in the order of the indices below, for compiled loops.
 
-        `nbytes` are one expert's weights, `flops` those of one row through one expert, `resident` whether weights that
-        fit in the cache stay there.
+        `nbytes` is the size of one expert's weights, `flops` the work of one row through one expert, `resident` whether
+        weights that fit in the cache stay there.
         """
         return np.array(
             [
@@ -87,18 +87,18 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
 
 OVERHEAD, TOKEN, STREAM, ROW, RATE, TILE, SWITCH = 0, 1, 2, 3, 4, 6, 8
 SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE, NBYTES, FLOPS, RESIDENT = range(9, 18)
-"""Indices in :meth:`MoeParams.array`; RATE and TILE are the small tile's, the large one's follow them."""
+"""Indices in :meth:`MoeParams.array`; RATE and TILE are the small tile's, RATE + 1 and TILE + 1 the large tile's."""
 
 CACHE_SHARPNESS = 4.0
-"""Past the cache's size the share of hits falls as (cache ÷ weights) to this power: replacement is not perfect."""
+"""Exponent of the hit rate (cache ÷ weights) ** 4 for weights larger than the cache: replacement is not perfect."""
 
 BLEND_PARTS = 1 << 13
-"""Straight lines that stand for ``(1 + x ** s) ** (1 / s)`` on 0 … 1: off by less than 1e-7 of a layer's time."""
+"""Linear pieces that approximate ``(1 + x ** s) ** (1 / s)`` on 0 … 1; the error is below 1e-7 of a layer's time."""
 
 
 @helper()
 def stream_us(p: Array, active: float) -> float:
-    """Time to bring in one expert's weights; resident weights of `active` experts come from the cache in part."""
+    """Return the time to stream one expert's weights; with residency, a share of them is read from the cache."""
     if p[RESIDENT] == 0.0 or p[CACHE] == 0.0:
         return float(p[NBYTES] / p[STREAM])
     hits = min(1.0, (p[CACHE] / (p[NBYTES] * active)) ** CACHE_SHARPNESS)
@@ -107,22 +107,22 @@ def stream_us(p: Array, active: float) -> float:
 
 @helper()
 def tile_us(p: Array, large: int) -> float:
-    """Compute of one tile, full or not; `large` is 1 for the large tile, else 0."""
+    """Return the compute time of one tile, full or not; `large` is 1 for the large tile, else 0."""
     return float(p[TILE + large] * p[FLOPS] / p[RATE + large])
 
 
 @helper()
 def arrival_us(p: Array, rows: float, tile: float, stream: float) -> float:
-    """Time until an expert's weights and the rows of its first tile are there."""
+    """Return the time until an expert's weights and the rows of its first tile are loaded."""
     first_rows = min(rows, tile)
     return float(stream * (1.0 + p[FILL] * max(0.0, 1.0 - first_rows / p[TILE])) + p[ROW] * first_rows)
 
 
 @helper()
 def expert_us(p: Array, rows: float, large: int, stream: float, compute: float) -> tuple[float, float, float]:
-    """One expert with at least one row: by itself, the arrival of its weights, and its compute.
+    """Return one active expert's whole time, the time to load its weights and first rows, and its compute time.
 
-    `compute` is :func:`tile_us`.
+    `stream` is :func:`stream_us`, `compute` is :func:`tile_us`.
     """
     tile = p[TILE + large]
     arrival = arrival_us(p, rows, tile, stream)
@@ -135,19 +135,22 @@ def expert_us(p: Array, rows: float, large: int, stream: float, compute: float) 
 
 @helper()
 def fixed_us(p: Array, tokens: float) -> float:
-    """Fixed time of a layer and its tokens, without its experts."""
+    """Return the time of a layer that does not depend on its experts: overhead plus time per token."""
     return float(p[OVERHEAD] + p[TOKEN] * tokens)
 
 
 @helper()
 def overlapped_us(fixed: float, overlap: float, alone: float, together: float) -> float:
-    """A layer from its experts' times each by itself, and with all streaming beside all compute."""
+    """Return the time of a layer, of which `overlap` is the share that a kernel prefetches.
+
+    `alone` is the sum of the experts' times, `together` the time if all streaming overlaps all compute.
+    """
     return fixed + (1.0 - overlap) * alone + overlap * together
 
 
 @helper()
 def blended(a: float, b: float, blend: Array) -> float:
-    """:func:`soft_max` by the table of :func:`blend_table`, since powers would take most of a simulated step."""
+    """Return :func:`soft_max` from :func:`blend_table`: computing powers would take most of a simulated step."""
     top, low = max(a, b), min(a, b)
     at = low / top * BLEND_PARTS
     part = min(np.uint64(at), np.uint64(BLEND_PARTS - 1))
@@ -156,14 +159,14 @@ def blended(a: float, b: float, blend: Array) -> float:
 
 
 def blend_table(sharpness: float) -> Array:
-    """[part + 1] by how much the larger of two times grows by the other, over their ratio."""
+    """Return [part + 1] the smooth maximum of two times ÷ the larger of them, by the ratio smaller ÷ larger."""
     ratio = np.linspace(0.0, 1.0, BLEND_PARTS + 1)
     return np.asarray((1.0 + ratio**sharpness) ** (1.0 / sharpness))
 
 
 @njit()
 def expert_table(p: Array, out: Array) -> None:
-    """Fill out [3, tile, rows] with :func:`expert_us`, the small tile and the large; no rows take no time."""
+    """Fill out [3, tile, rows] with :func:`expert_us` for the small and the large tile; 0 rows take no time."""
     stream = stream_us(p, 1.0)
     for large in range(2):
         compute = tile_us(p, large)
@@ -174,9 +177,10 @@ def expert_table(p: Array, out: Array) -> None:
 
 @helper()
 def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float) -> float:
-    """One device's experts of one layer, from the rows of its slots; 0 without any. `tokens` is the size of its batch.
+    """Return the time of one device's experts in one layer from `rows` [slot], 0 if it has none.
 
-    With the tables of :func:`expert_table` and :func:`blend_table` times are looked up; with empty ones, computed.
+    `tokens` is the size of the device's batch.
+    Times are looked up in the tables of :func:`expert_table` and :func:`blend_table`, or computed if these are empty.
     """
     active, total = 0, 0
     for count in rows:
@@ -207,5 +211,5 @@ def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float) -> f
 
 @njit()
 def layer_us(p: Array, rows: Array, tokens: float) -> float:
-    """:func:`rank_us` for Python, computed, of rows that need not be whole."""
+    """Return :func:`rank_us` computed without tables, so that rows may be fractions; callable from Python."""
     return rank_us(p, np.empty((3, 2, 0)), np.empty(0), rows, tokens)

@@ -1,8 +1,8 @@
-"""Fit cost models to measured cells, and say how good the fit is on cells it did not see.
+"""Fit cost models to measured cells, and report the error of the fit on held-out cells.
 
 Errors are relative, so a 50 µs decode cell weighs as much as a 10 ms prefill cell. The quality of a fit is always the
-error on held-out cells: the cells are dealt into folds, and each is predicted by a fit on the others. Tile sizes are
-the exception: they are facts of the kernel, not of a cell, and are chosen once per table.
+error on held-out cells: the cells are split into folds, and each fold is predicted by a fit to the others. Tile sizes
+are the exception: they are properties of the kernel, not of a cell, and are chosen once per table from all cells.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ TILINGS = (
     ),
     *(((rows, rows), NEVER) for rows in (16, 64, 128)),
 )
-"""Rows of the small and the large tile, and the average rows per expert at which a kernel changes over: first those of
-Triton's fused MoE kernels, then those of CUTLASS's grouped GEMMs, then kernels with one tile."""
+"""Candidate tilings: rows of the small and the large tile, and the average rows per expert above which kernels switch.
+First those of Triton's fused MoE kernels, then those of CUTLASS's grouped GEMMs, then kernels with one tile size."""
 MIN_CELLS = 8
-"""Cells needed on either side of a change of tiles: a rate that no cell shows would be free to run away."""
+"""Cells needed on either side of `switch`: without cells, the rate of that tile size would be undetermined."""
 
 _START = [25.0, 0.01, 3e6, 0.005, 5e8, 6e8, 4.0, 0.3, 0.2, 0.3]
 _LOW = [0.01, 1e-6, 1e3, 1e-7, 1e4, 1e4, 1.0, 1e-4, 1e-4, 1e-3]
@@ -54,7 +54,7 @@ _HIGH = [1e5, 1e3, 2e7, 1e3, 1e10, 1e10, 30.0, 1.5, 2.0, 1.0]
 
 
 class FitError(msgspec.Struct, frozen=True):
-    """How far off a fit is on cells it was not fitted on."""
+    """Error of a fit on held-out cells."""
 
     mape_pct: float
     """Mean absolute error, percent of the measured time."""
@@ -64,14 +64,18 @@ class FitError(msgspec.Struct, frozen=True):
 
 
 class MoeFit(msgspec.Struct, frozen=True):
-    """Parameters fitted to all cells, with the error of fits that saw only some."""
+    """Parameters fitted to all cells, with the cross-validation error of fits to some of them."""
 
     params: MoeParams
     held_out: FitError
 
 
 class _Table(NamedTuple):
-    """Cells as flat arrays: one entry per distinct token count of a cell, with how many experts have it."""
+    """Cells as flat arrays.
+
+    `cell`, `rows` and `experts` have one entry per distinct token count within a cell: the index of the cell, the token
+    count, and the number of experts that have it. The other arrays are [cell].
+    """
 
     cell: NDArray[np.int64]
     rows: NDArray[np.float64]
@@ -127,7 +131,7 @@ def _take(table: _Table, keep: NDArray[np.bool_]) -> _Table:
 
 
 class _Shape(NamedTuple):
-    """The discrete part of the parameters."""
+    """Discrete parameters, which are searched, not fitted by least squares."""
 
     tiles: tuple[int, int]
     switch: float
@@ -135,7 +139,7 @@ class _Shape(NamedTuple):
 
 
 def _predict(x: NDArray[np.float64], t: _Table, shape: _Shape) -> NDArray[np.float64]:
-    """Microseconds per cell."""
+    """Return [cell] predicted microseconds."""
     out = np.zeros((3, len(t.us)))
     cache = x[10:] if shape.cached else (0.0, 1.0)
     p = np.array([*x[:6], *shape.tiles, shape.switch, *x[6:10], *cache, t.nbytes, t.flops, 0.0])
@@ -155,7 +159,7 @@ def _predict_us(
     warm: NDArray[np.bool_],
     out: NDArray[np.float64],
 ) -> None:
-    """`rank_us` of all cells, into out [0, cell]; the other rows of `out` are working memory, and all is 0."""
+    """Fill out[0] [cell] with `rank_us`. `out` [3, cell] must be all 0; its other rows are working memory."""
     for entry in range(len(cell)):
         at = cell[entry]
         large = 1 if mean_rows[at] > p[SWITCH] else 0
@@ -176,12 +180,13 @@ class _Solution(NamedTuple):
 
 
 def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
-    """Least squares over the continuous parameters, in logarithms: all are positive and span decades.
+    """Fit the continuous parameters by least squares on their logarithms: all are positive and span decades.
 
-    `cache` is the first guess of its size, as a share of the most it can be.
+    `cache` is the initial guess of the cache size, as a share of its upper limit.
     """
     low, high, first = list(_LOW), list(_HIGH), list(_START)
-    # A first guess of the right size on any device: the largest cell is computed, the middle one streamed.
+    # Initial guess of the right order on any device: the largest cell is compute-bound, the median cell is
+    # streaming-bound.
     busiest = int(np.argmax(table.tokens))
     rows = np.bincount(table.cell, table.rows * table.experts)[busiest]
     first[4] = first[5] = float(np.clip(rows * table.flops / table.us[busiest], 2 * low[4], high[4] / 2))
@@ -201,7 +206,8 @@ def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
     return _Solution(float(found.cost), np.exp(found.x), shape)
 
 
-# The cache's size has no gradient while every cell fits in it, or none does: start at two shares of its limit.
+# The fit has no gradient in the cache size while all cells fit in the cache, or none does: try two starting points,
+# as shares of the limit.
 _CACHE_GUESSES = (0.45, 0.75)
 
 
@@ -216,7 +222,7 @@ def _shown(table: _Table, switch: float) -> bool:
 
 
 def _search(table: _Table) -> _Solution:
-    """Try every tiling briefly, then finish the best few."""
+    """Fit every tiling for 15 steps, then fit the best 6 fully and return the best."""
     cached = bool(table.warm.any())
     shapes = [_Shape(tiles, switch, cached) for tiles, switch in TILINGS if switch == NEVER or _shown(table, switch)]
     rough = sorted((_finish(table, shape, steps=15) for shape in shapes), key=lambda s: s.cost)
@@ -231,9 +237,9 @@ def fit_moe(
     flops: float,
     cache_limit: float = float("inf"),
 ) -> MoeFit:
-    """Fit one shape's cells; `nbytes` are one expert's weights, `flops` one row's through one expert.
+    """Fit one shape's cells. `nbytes` is the size of one expert's weights, `flops` the work of one row in one expert.
 
-    `cache_limit` is the size of the device's last-level cache in bytes, where it is known.
+    `cache_limit` is the size of the device's last-level cache in bytes, infinite if unknown.
     """
     if len(cells) < 2 * FOLDS:
         raise ConfigError(f"{len(cells)} MoE cells are too few to fit and hold out; at least {2 * FOLDS} are needed")

@@ -1,14 +1,14 @@
 """Straight-line forms of the step time, for policies that must compare thousands of choices in microseconds.
 
-* :class:`StepCost` prices a batch for a strategy. Experts are touched by chance: a request that brings p < 1 tokens to
-  an expert touches it with probability p, so an expert stays cold with probability ``prod(1 - p)``. The time of a rank
-  is the sum over its experts of ``touched x first_us + (rows past a first tile) x row_us``. A layer takes as long as
-  its slowest rank, and its busiest one's rows to exchange.
+* :class:`StepCost` prices a batch for a strategy. Which experts are touched is random: a request that brings p < 1
+  tokens to an expert touches it with probability p, so an expert stays idle with probability ``prod(1 - p)``. The time
+  of a rank is the sum over its experts of ``touched x first_us + (rows past a first tile) x row_us``. A layer takes the
+  time of its slowest rank plus the exchange of the busiest rank's rows.
 * :class:`DecodeStepPrices` prices a decode step for a router, by its distinct experts, requests and cached tokens.
 * :class:`ExpertLine` prices a slot for a planner, by the tokens it gets.
 
-They rank choices; times that are reported come from :mod:`coterie.costs.step`. Same terms, no soft maximum, and tiles
-that are half empty at an expert's end.
+These forms only rank choices; reported times come from :mod:`coterie.costs.step`. The terms are the same, but with a
+plain maximum in place of the smooth one, and with an expert's last tile taken as half empty.
 """
 
 from __future__ import annotations
@@ -32,31 +32,34 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Predicted microseconds of a step on one device or on the ranks of a placement. Make one with :meth:`of`."""
+    """Predicted microseconds of a step on one device or on the ranks of a placement. Create it with :meth:`of`."""
 
     fixed_us: float
     """Fixed time of a step: attention, projections, overheads."""
     first_us: float
     """Time to stream a touched expert's weights, with the first tile of its tokens."""
     tile_rows: float
-    """Tokens included in `first_us`: a first tile, less the mean empty part of the last one."""
+    """Tokens included in `first_us`: the first tile, minus the mean empty part of an expert's last tile."""
     row_us: float
-    """Time per further token of an expert."""
+    """Time per token of an expert past `tile_rows`."""
     arrival_us: float
     """Exchange time per token that arrives at the busiest rank, both directions."""
     num_ranks: int
     by_tokens: bool
-    """Whether a request's tokens are its share of the work (prefill), or each request is one unit (decode)."""
+    """Whether a request's work is its number of tokens (prefill) or 1 per request (decode)."""
     slots: NDArray[np.int64] | None = field(default=None, repr=False)
-    """[layer, slot] expert, slots of a rank side by side; None where expert e is in slot e."""
+    """[layer, slot] expert; the slots of a rank are contiguous. None if expert e is in slot e."""
     share: NDArray[np.float64] | None = field(default=None, repr=False)
-    """[layer, slot] share of its expert's tokens that a slot computes."""
+    """[layer, slot] share of the expert's tokens that the slot computes."""
 
     @classmethod
     def of(
         cls, model: StepModel, batch: Batch, placement: Placement | None = None, rows_per_expert: float | None = None
     ) -> StepCost:
-        """From a calibrated model, for steps about as large as `batch`, whose experts get `rows_per_expert` each."""
+        """Derive prices from a calibrated model, for steps about as large as `batch`.
+
+        `rows_per_expert` is the mean number of rows per expert; by default that of uniform routing.
+        """
         spec, moe = model.spec, model.moe
         ranks = 1 if placement is None else placement.num_ranks
         if rows_per_expert is None:
@@ -65,7 +68,7 @@ class StepCost:
         tile, compute = float(p[TILE + large]), float(tile_us(p, large))
         weights = float(arrival_us(p, max(rows_per_expert, 1.0), tile, p[NBYTES] / p[STREAM]))
         row_us = max(compute / tile, moe.row_us)
-        # What overlaps between experts is hidden behind the larger of all streaming and all compute.
+        # The overlapped share takes the larger of all streaming and all compute.
         behind = max(weights, compute + max(0.0, rows_per_expert / tile - 0.5) * compute)
         first = (1.0 - moe.overlap) * max(weights, compute)
         first += moe.overlap * (weights if behind == weights else compute)
@@ -81,7 +84,7 @@ class StepCost:
             slots, _, replicas = Slots.of(placement)
             share = 1.0 / replicas
         return cls(
-            # The last tile is half empty on average, which counts as rows that come sooner past the first.
+            # The last tile is half empty on average: subtract half a tile, so that `row_us` is charged earlier.
             fixed_us=fixed,
             first_us=first,
             tile_rows=max(0.0, min(tile, first / row_us - tile / 2.0)),
@@ -99,7 +102,7 @@ class StepCost:
     ) -> StepCost:
         """Prices for steps of about `requests` requests over all ranks.
 
-        Each brings `tokens` of prompt (phase "prefill"), or one token with that many cached (phase "decode").
+        A request brings `tokens` prompt tokens (phase "prefill"), or one token with `tokens` cached (phase "decode").
         """
         ranks = 1 if placement is None else placement.num_ranks
         each = -(-requests // ranks)
@@ -109,14 +112,14 @@ class StepCost:
         return cls.of(model, batch, placement, batch.tokens * ranks * model.spec.top_k / model.spec.num_experts)
 
     def slot_loads(self, loads: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[…, layer, slot] from […, layer, expert]."""
+        """Return […, layer, slot] loads from […, layer, expert] loads."""
         if self.slots is None or self.share is None:
             return loads
         layers = np.arange(len(self.slots))[:, None]
         return np.ascontiguousarray(loads[..., layers, self.slots] * self.share)
 
     def numbers(self) -> Array:
-        """Values for compiled loops: fixed_us, first_us, tile_rows, row_us, arrival_us, and 1 where `by_tokens`."""
+        """Return [6] values for compiled loops: fixed_us, first_us, tile_rows, row_us, arrival_us, by_tokens."""
         by_tokens = float(self.by_tokens)
         return np.array([self.fixed_us, self.first_us, self.tile_rows, self.row_us, self.arrival_us, by_tokens])
 
@@ -132,16 +135,16 @@ def _is_linear(placement: Placement) -> bool:
 
 @helper()
 def rows_past(rows: float, tile_rows: float) -> float:
-    """Rows of an expert past its first tile."""
+    """Return the rows of an expert past its first tile."""
     return max(0.0, rows - tile_rows)
 
 
 @helper()
 def line_us(line: Array, ranks: int, touched: Array, past: Array, rows: Array, at: int) -> float:
-    """Batch `at` by a :class:`StepCost`, from [layer x rank, batch] slots touched, rows past first tiles, and rows.
+    """Return microseconds of batch `at` by a :class:`StepCost`, whose :meth:`StepCost.numbers` are `line`.
 
-    As :func:`~coterie.costs.composition.layers_us` composes a step: the slowest rank's experts, and the busiest one's
-    exchange. `line` is :meth:`StepCost.numbers`.
+    `touched`, `past` and `rows` are [layer x rank, batch]: slots touched, rows past first tiles, and all rows. As in
+    :func:`~coterie.costs.composition.layers_us`, a layer is the slowest rank's experts plus the busiest's exchange.
     """
     time = line[0]
     for layer in range(len(rows) // ranks):
@@ -155,11 +158,11 @@ def line_us(line: Array, ranks: int, touched: Array, past: Array, rows: Array, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStepPrices:
-    """Microseconds of a decode step, as a straight line. Make one with :meth:`of`."""
+    """Linear price of a decode step in microseconds. Create it with :meth:`of`."""
 
     fixed_us: float
     expert_us: float
-    """Time per touched expert, in any layer."""
+    """Time per touched expert, counted in every layer."""
     request_us: float
     context_us: float
     """Time per cached token of a request."""
@@ -184,7 +187,7 @@ class DecodeStepPrices:
     def of(
         cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0
     ) -> DecodeStepPrices:
-        """Prices of a calibrated model, for decode steps of about so many requests with so many cached tokens each."""
+        """Derive prices from a calibrated model for steps of about `requests` requests of `context` cached tokens."""
         spec, chunk = model.spec, 2048
 
         def rest_us(n: int, cached: int) -> float:
@@ -218,33 +221,33 @@ class DecodeStepPrices:
 
 
 FIXED, EXPERT, REQUEST, CONTEXT, PREFILL = range(5)
-"""Places in :attr:`DecodeStepPrices.line`."""
+"""Indices in :attr:`DecodeStepPrices.line`."""
 
 
 @helper()
 def added_us(line: Array, start: float, experts: float, requests: float, context: float) -> float:
-    """`start` plus the price of these experts, requests and cached tokens, by :class:`DecodeStepPrices`."""
+    """Return `start` plus the price of experts, requests and cached tokens; `line` is :attr:`DecodeStepPrices.line`."""
     return float(start + line[EXPERT] * experts + line[REQUEST] * requests + line[CONTEXT] * context)
 
 
 @helper()
 def decode_us(line: Array, experts: float, requests: float, context: float) -> float:
-    """A decode step by :class:`DecodeStepPrices`."""
+    """Return microseconds of a decode step; `line` is :attr:`DecodeStepPrices.line`."""
     return added_us(line, line[FIXED], experts, requests, context)
 
 
 class ExpertLine(NamedTuple):
-    """Seconds of one slot of a rank in one step: `row_s` for each of its tokens, `touch_s` if it gets any."""
+    """Linear price of one slot in one step, in seconds: `row_s` per token, plus `touch_s` if the slot gets any."""
 
     row_s: float
     touch_s: float
 
     @classmethod
     def of(cls, model: StepModel, tokens: int) -> ExpertLine:
-        """Line of a calibrated model, for steps of about `tokens` tokens over all ranks.
+        """Derive prices from a calibrated model, for steps of about `tokens` tokens over all ranks.
 
-        It is fitted to the model's times of a rank whose experts each get from a quarter of the mean to four times it,
-        since loads are that uneven. The part of a step that does not depend on the experts' loads is left out.
+        The line is fitted to the model's times of a rank whose experts get from 1/4 to 4 times the mean rows, since
+        loads are that uneven. The part of a step that does not depend on the experts' loads is left out.
         """
         spec = model.spec
         held = max(1, spec.num_experts // model.topology.num_ranks)
@@ -253,12 +256,15 @@ class ExpertLine(NamedTuple):
         fixed = fixed_us(model.moe.array(), tokens)
         times = np.array([model.experts_us(np.full(held, n), tokens) - fixed for n in rows]) * 1e-6 / held
         row, touch = (float(value) for value in np.polyfit(rows, times, 1, w=1 / times))
-        if touch < 0 or row <= 0:  # all compute, or all streaming
+        if touch < 0 or row <= 0:  # compute-bound (touch < 0) or streaming-bound (row <= 0): a line with one term
             row, touch = (float((times / rows).mean()), 0.0) if touch < 0 else (1e-12, float(times.mean()))
         return cls(row, touch)
 
 
 @helper()
 def slot_s(row_s: float, touch_s: float, tokens: Any) -> Any:
-    """A slot that gets so many tokens a step on average, by :class:`ExpertLine`; some steps may not touch it."""
+    """Return expected seconds per step of a slot that gets `tokens` per step on average, by an :class:`ExpertLine`.
+
+    The number of tokens is taken as Poisson: a step touches the slot with probability 1 - exp(-tokens).
+    """
     return touch_s * -np.expm1(-tokens) + row_s * tokens

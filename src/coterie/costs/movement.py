@@ -1,16 +1,16 @@
-"""Moving weights and caches: which link a transfer takes, how long, and what it takes from the steps beside it.
+"""Moving weights and caches: the link of a transfer, its time, and how much it slows the steps that run meanwhile.
 
-A *synchronous* engine stops for every move: all of the movement's time shows, ``exposed`` = 1. One that *stages* moves
-copies weights beside its steps and switches when they are there. It then pays what the copies take from the steps:
+A *synchronous* engine stops for every move: all of the transfer time is exposed, ``exposed`` = 1. An engine that
+*stages* moves copies weights while its steps run, and switches when they have arrived. The copies then slow the steps:
 
     exposed = (step beside copies - step alone) ÷ time of the copies alone
 
-fitted as seconds of step time per byte moved, from decode steps timed beside copies
-(:mod:`coterie.engines.calibration.contention`). Per byte, because the links of a topology have other speeds than the
-path that was measured: the step loses to bytes that pass through its memory, whatever link brings them.
+The slowdown is fitted as step time per byte moved, from decode steps timed while copies ran
+(:mod:`coterie.engines.calibration.contention`). Per byte, because the links of a topology differ in speed from the
+measured path: a step slows down with the bytes that pass through the device's memory, whichever link carries them.
 
-Weights that come over a link between devices are priced as copies inside a device. Those read and write one memory
-where a link's two ends share the work, so this is an upper bound for the device that receives.
+Weights that arrive over a link between devices are priced as copies inside a device. Such a copy both reads and writes
+the same memory, while a receiver only writes, so this is an upper bound for the receiving device.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from coterie.errors import ConfigError
 from coterie.types import Link, Topology
 
 Movement = Literal["stops", "staged"]
-"""How an engine moves weights: it stops serving for every move, or stages moves behind its steps."""
+"""How an engine moves weights: it stops serving during a move, or copies while its steps run."""
 
 
 def transfer_s(link: Link, nbytes: float) -> float:
-    """One transfer in one direction."""
+    """Return the seconds of one transfer in one direction."""
     return link.latency_s + nbytes / link.bytes_per_s
 
 
 def link_between(topology: Topology, source: int, target: int) -> Link:
-    """The link from one rank to another."""
+    """Return the link from one rank to another."""
     return topology.intra if topology.node_of(source) == topology.node_of(target) else topology.inter
 
 
 def load_s(topology: Topology, nbytes: float) -> NDArray[np.float64]:
-    """[link] seconds to bring so many bytes to a rank: from its node, from another, from the host."""
+    """Return [3] seconds to load `nbytes` on a rank: from its own node, from another node, from the host."""
     return np.array([transfer_s(link, nbytes) for link in (topology.intra, topology.inter, topology.host)])
 
 
 class Contention(msgspec.Struct, frozen=True):
-    """Steps beside copies over one path."""
+    """Slowdown of steps by copies over one path."""
 
     us_per_byte: float
-    """Microseconds that steps take longer, per byte moved beside them."""
+    """Microseconds added to steps per byte copied meanwhile."""
     exposed: float
-    """Share of the copies' own time that shows in the steps', at the path's speed."""
+    """Share of the copies' own time by which steps get slower, at the measured path's speed."""
     largest_exposed: float
-    """The same of the worst single cell: what a rate that was measured costs at most."""
+    """Largest `exposed` of a single cell: the worst case among the measured copy rates."""
     cells: int
 
 
 def fit_contention(cells: Sequence[ContentionCell]) -> dict[str, Contention]:
-    """Contention by path: lines through 0, by least squares, so that the cells that move most weigh most.
+    """Fit contention by path: least-squares lines through 0, in which cells that move more bytes weigh more.
 
-    A fit below 0 is noise around no slowdown and counts as 0; a share past 1 counts as 1, as if the engine stopped.
+    A negative slope is noise around no slowdown and becomes 0; a share above 1 becomes 1, as if the engine stopped.
     """
     by_path: dict[str, Contention] = {}
     for path in sorted({cell.path for cell in cells}):
@@ -77,9 +77,9 @@ def fit_contention(cells: Sequence[ContentionCell]) -> dict[str, Contention]:
 
 
 def staged_exposed(contention: Mapping[str, Contention], topology: Topology) -> float:
-    """Share of the movement that shows when it is staged: that of the link where it is largest.
+    """Return the exposed share of staged movement: the largest share over the links of the topology.
 
-    One number for all links, because a planner's objective has one; the others cost less than it says.
+    It is one number because a planner's objective has one; it overestimates the cost of the other links.
     """
     if not {"device", "host-to-device"} <= contention.keys():
         raise ConfigError(

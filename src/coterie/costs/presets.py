@@ -1,6 +1,6 @@
-"""Presets: a calibration with its fits, as one JSON file. The shipped ones were measured on real devices.
+"""Presets: a calibration with its fits, as one JSON file. The shipped presets were measured on real devices.
 
-A preset keeps every measured cell beside what was fitted to it, so that anyone can fit again, plot, or disagree.
+A preset keeps every measured cell next to the fits, so that anyone can re-fit, plot or check them.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class ShapeFit(msgspec.Struct, frozen=True):
     decode_attention: RooflineLaw
     prefill_attention: RooflineLaw
     routing: CurveLaw | None = None
-    """None where it was not measured; it then counts as 0."""
+    """Routing time by tokens; None if it was not measured, which counts as 0."""
 
 
 class Preset(msgspec.Struct, frozen=True):
-    """One kind of device."""
+    """Measurements and fits of one kind of device."""
 
     name: str
     version: int
@@ -59,16 +59,16 @@ class Preset(msgspec.Struct, frozen=True):
     copies: dict[str, TransferLaw]
     """Copy speeds by path."""
     all_to_all: TransferLaw | None = None
-    """All-to-all by bytes one rank sends; None where only one device was measured."""
+    """All-to-all time by the bytes that one rank sends; None if only one device was measured."""
     contention: dict[str, Contention] = {}
-    """Steps beside copies, by path; empty where it was not measured."""
+    """Slowdown of steps by copies, by path; empty if it was not measured."""
 
 
 Report = Callable[[str, int, int], None]
 
 
 def fit_preset(name: str, measurement: Measurement, report: Report | None = None) -> Preset:
-    """Fit everything that was measured."""
+    """Fit all measured cells."""
     fits = {}
     for done, shape in enumerate(measurement.shapes):
         if report:
@@ -93,7 +93,7 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
 
 
 def with_contention(preset: Preset, cells: Sequence[ContentionCell], where: str) -> Preset:
-    """A preset with its contention measured: nothing else is fitted again. `where` names the run, for the note."""
+    """Return the preset with contention fitted to `cells`; other fits stay. `where` names the run, for the note."""
     measurement = preset.measurement
     note = "; ".join(filter(None, (measurement.note, where)))
     return msgspec.structs.replace(
@@ -128,7 +128,7 @@ def fit_table(spec: ModelSpec, table: MoeTable, cache_limit: float = math.inf) -
 
 @cache
 def load_preset(name_or_path: str) -> Preset:
-    """A shipped preset by name, or one of the user's by path."""
+    """Load a shipped preset by name, or a user's preset by path."""
     check_preset(name_or_path)
     path = Path(name_or_path)
     if name_or_path in preset_names():
@@ -149,11 +149,11 @@ def load_preset(name_or_path: str) -> Preset:
 RATES = ("bytes_per_us", "flops_per_us", "tile_flops_per_us", "stream_bytes_per_us", "cache_bytes_per_us", "us")
 SIZES = ("tile_rows", "tokens", "active", "batch", "query", "n", "k", "nbytes", "ranks")
 LEAST, MOST = 1e-9, 1e18
-"""Range of rates and sizes: far beyond any device on both sides, and no product of them overflows."""
+"""Valid range of rates and sizes: wider than any device needs, yet no product of them overflows."""
 
 
 def _check(path: Path, preset: Preset) -> None:
-    """Refuse a preset that would price a step with nonsense."""
+    """Raise TraceError if a preset has values that cannot price a step."""
     if not preset.fits:
         raise TraceError(path, "fits", "is empty: it must hold one shape at least")
     _check_ranges(path, "fits", preset.fits)
@@ -181,10 +181,10 @@ def _check(path: Path, preset: Preset) -> None:
 
 
 def _check_ranges(path: Path, field: str, value: object) -> None:
-    """Refuse rates and sizes that are not above 0, and times and shares below 0, at any depth."""
+    """Raise TraceError for rates and sizes not above 0, and for times and shares below 0, at any depth."""
     if isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
-            if name not in ("hardware", "spec"):  # one is not computed with, a shape checks itself
+            if name not in ("hardware", "spec"):  # hardware is only information; ModelSpec checks its own fields
                 _check_ranges(path, f"{field}.{name}", getattr(value, name))
     elif isinstance(value, dict):
         for name, one in value.items():
@@ -200,7 +200,7 @@ def _check_ranges(path: Path, field: str, value: object) -> None:
 
 
 def save_preset(preset: Preset, path: Path) -> None:
-    """Write a preset; refuses to replace a file."""
+    """Write a preset; raise ConfigError if the file exists."""
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another name or remove it first")
     tmp = path.with_name(path.name + ".tmp")
@@ -209,7 +209,7 @@ def save_preset(preset: Preset, path: Path) -> None:
 
 
 def _one_cell_a_line(raw: bytes) -> bytes:
-    """JSON with a line a cell: readable, and a changed cell is a changed line."""
+    """Put each cell on a line of its own, so that a diff shows the cells that changed."""
     return raw.replace(b'{"tokens"', b'\n{"tokens"').replace(b'{"batch"', b'\n{"batch"') + b"\n"
 
 
@@ -220,7 +220,7 @@ def step_model(
     topology: Topology = ONE_DEVICE,
     options: CostOptions = PLAIN,
 ) -> StepModel:
-    """The step-time model of a shape on a device, in a weight dtype (the shape's own unless given)."""
+    """Return the step-time model of a shape on a device, in a weight dtype (by default the shape's own)."""
     found = load_preset(preset) if isinstance(preset, str) else preset
     nearest = nearest_shape(found, spec)
     fit = found.fits[nearest]
@@ -242,7 +242,7 @@ def step_model(
 
 
 def measured_link(preset: Preset) -> Link:
-    """The all-to-all as it was calibrated, to put in a Topology in place of a vendor's rate."""
+    """Return the measured all-to-all as a Link, for a Topology with measured instead of vendor rates."""
     if preset.all_to_all is None:
         raise ConfigError(f"preset {preset.name} holds no collectives; calibrate with --processes to measure them")
     found = preset.all_to_all
@@ -250,11 +250,11 @@ def measured_link(preset: Preset) -> Link:
 
 
 def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
-    """Parameters of the dtype if it was measured; else derived from the widest dtype that was.
+    """Return the parameters of the dtype if it was measured; else derive them from the widest measured dtype.
 
-    Streaming follows the bytes by itself. Compute is taken at the 16-bit rate, since narrower weights are unpacked to
-    16 bits where the device has no units for them (mxfp4 on Hopper), in tiles of 16 rows in decode and 64 past that,
-    as kernels for such weights choose them.
+    Streaming time scales with the bytes of the dtype. Compute keeps the widest dtype's rate, since narrower weights are
+    unpacked to 16 bits on devices without units for them (mxfp4 on Hopper). Tiles have 16 rows up to 16 rows per expert
+    and 64 above, as in kernels for such weights.
     """
     if dtype in fit.moe:
         return fit.moe[dtype].params
@@ -266,9 +266,9 @@ def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
 
 
 def nearest_shape(preset: Preset, spec: ModelSpec) -> str:
-    """The measured shape to predict this one with: itself, else the one with experts nearest in size.
+    """Return the measured shape whose fits predict `spec`: its own if measured, else the one nearest in expert size.
 
-    Bandwidth, compute rate and tiles carry over between shapes; ``coterie bench costs`` says how well (rows
+    Bandwidth, compute rate and tiles carry over between shapes; ``coterie bench costs`` reports how well (rows
     named `unseen shape`).
     """
     if spec.name in preset.fits:
@@ -278,5 +278,5 @@ def nearest_shape(preset: Preset, spec: ModelSpec) -> str:
 
 
 def shape_spec(shape: ShapeMeasurement) -> ModelSpec:
-    """The numbers of a measured shape."""
+    """Return the ModelSpec of a measured shape."""
     return get_model(shape.model) if shape.spec is None else ModelSpec(**shape.spec)

@@ -1,6 +1,7 @@
-"""The equal split: how replicas of an expert share its tokens.
+"""The equal split: replicas of an expert share its tokens evenly.
 
-Whole tokens where a step is timed (:func:`fill_slots`), shares where a load is an expectation (:func:`equal_shares`).
+Tokens are whole numbers when a step is timed (:func:`fill_slots`), and shares when a load is an expectation
+(:func:`equal_shares`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from coterie.types import Placement
 
 
 class Slots(NamedTuple):
-    """A placement's slots as loops take them, [layer, slot] each."""
+    """A placement's slots as arrays [layer, slot] for compiled loops."""
 
     expert: NDArray[np.int64]
     turn: NDArray[np.int64]
-    """Slots of the same expert before this one."""
+    """Number of slots of the same expert before this slot."""
     replicas: NDArray[np.int64]
-    """Slots of the same expert."""
+    """Number of slots of the same expert."""
 
     @classmethod
     def of(cls, placement: Placement) -> Slots:
@@ -34,7 +35,7 @@ class Slots(NamedTuple):
 
 
 def slot_tokens(load: NDArray[np.int64], slots: Slots) -> NDArray[np.int64]:
-    """[layer, slot] tokens, from load [layer, expert] tokens."""
+    """Return [layer, slot] tokens from load [layer, expert] tokens."""
     rows = np.empty(slots.expert.shape, np.int64)
     fill_slots(load, *slots, rows)
     return rows
@@ -42,7 +43,7 @@ def slot_tokens(load: NDArray[np.int64], slots: Slots) -> NDArray[np.int64]:
 
 @njit()
 def fill_slots(load: Any, expert: Any, turn: Any, replicas: Any, rows: NDArray[np.int64]) -> None:
-    """Fill rows [layer, slot]: an equal part of its expert's tokens each, the remainder one by one to the first."""
+    """Fill rows [layer, slot] with equal parts of each expert's tokens; its first slots share the remainder."""
     for layer in range(rows.shape[0]):
         for slot in range(rows.shape[1]):
             tokens, shared = np.int64(load[layer, expert[layer, slot]]), replicas[layer, slot]
@@ -51,7 +52,7 @@ def fill_slots(load: Any, expert: Any, turn: Any, replicas: Any, rows: NDArray[n
 
 @njit()
 def equal_shares(slot_experts: NDArray[np.integer], experts: int, slot_alive: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[layer, slot] share of its expert's tokens; slots that are not alive get nothing."""
+    """Return [layer, slot] share of the expert's tokens; slots that are not alive get 0."""
     layers, slots = slot_experts.shape
     shares = np.zeros((layers, slots))
     replicas = np.zeros(experts)

@@ -1,7 +1,7 @@
-"""Small laws: a kernel that moves bytes and computes, a transfer over a link, and a curve as it was measured.
+"""Fitted laws of time: a roofline in bytes and flops, a transfer over a link, and an interpolated measured curve.
 
-Dense projections and attention follow the first, copies and collectives the second, routing the third. Fits minimise
-relative error.
+Dense projections and attention follow the roofline, copies and collectives the transfer, routing the curve. Fits
+minimise relative error.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Column = NDArray[np.float64]
 
 @helper()
 def soft_max(a: Any, b: Any, sharpness: float) -> Any:
-    """Smooth maximum of two times that overlap; takes numbers in compiled loops, arrays in fits."""
+    """Return the smooth maximum of two overlapping times; takes numbers in compiled loops, arrays in fits."""
     top = np.maximum(a, b)
     return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness)
 
 
 @helper()
 def roofline_us(law: Column, nbytes: Any, flops: Any) -> Any:
-    """Time of a kernel; law [4] as :class:`RooflineLaw` lists it."""
+    """Return microseconds of a kernel; law [4] has the fields of :class:`RooflineLaw` in order."""
     return law[0] + soft_max(nbytes / law[1] + 1e-9, flops / law[2] + 1e-9, law[3])
 
 
 @helper()
 def gemm_work(tokens: Any, n: Any, k: Any) -> Any:
-    """Bytes and flops of a dense projection [tokens, k] x [k, n] in 16 bits."""
+    """Return bytes and flops of a dense 16-bit projection [tokens, k] x [k, n]."""
     return 2.0 * (n * k + tokens * (n + k)), 2.0 * tokens * n * k
 
 
@@ -63,17 +63,17 @@ class RooflineLaw(msgspec.Struct, frozen=True):
         return float(roofline_us(self.as_fitted(), np.array([nbytes]), np.array([flops]))[0])
 
     def numbers(self) -> Column:
-        """[4] for compiled loops."""
+        """Return [4] parameters for compiled loops."""
         return np.array([self.overhead_us, self.bytes_per_us, self.flops_per_us, self.sharpness])
 
     def as_fitted(self) -> Column:
-        """[4] for NumPy, through logarithms as in the fit, so that predictions equal the fit's to the last bit."""
+        """Return [4] parameters, passed through logarithms as in the fit: predictions are then bit-identical to it."""
         return _as_fitted(self)
 
 
 @lru_cache(maxsize=256)
 def _as_fitted(law: RooflineLaw) -> Column:
-    """Make an array read-only."""
+    """Return the parameters as a read-only array; cached, since laws are immutable."""
     numbers = np.exp([float(np.log(number)) for number in law.numbers()])
     numbers.flags.writeable = False
     return np.asarray(numbers)
@@ -91,7 +91,7 @@ class TransferLaw(msgspec.Struct, frozen=True):
 
 
 class CurveLaw(msgspec.Struct, frozen=True):
-    """Measured points joined by straight lines; past the last, the last line goes on. For what has no law."""
+    """Linear interpolation of measured points, extrapolated past the last one. For times without a formula."""
 
     at: tuple[float, ...]
     times_us: tuple[float, ...]
@@ -109,7 +109,7 @@ def _interpolate(x: float, at: Sequence[float], us: Sequence[float]) -> float:
 
 
 def fit_curve(at: Sequence[float], us: Sequence[float]) -> CurveLaw:
-    """Keep the points; the error is that of each inner point predicted from its neighbours."""
+    """Return a curve through the points; its error is that of predicting each inner point from its neighbours."""
     points = sorted(zip(at, us, strict=True))
     if len(points) < 3:
         raise ConfigError(f"{len(points)} cells are too few to fit; at least 3 are needed")
@@ -145,7 +145,7 @@ def _fit(
         def residual(logs: Column) -> Column:
             return np.log(law(logs, *(column[keep] for column in inputs)) / us[keep])
 
-        # Launch jitter makes a few small cells stray far: their pull is bounded.
+        # Launch jitter makes outliers of a few small cells: soft_l1 bounds their influence.
         found = least_squares(residual, np.log(start), bounds=(low, np.log(high)), loss="soft_l1", f_scale=0.1)
         return np.asarray(found.x)
 
@@ -160,7 +160,7 @@ def _fit(
 
 
 def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike) -> RooflineLaw:
-    """Fit to cells of bytes moved, flops done and microseconds taken."""
+    """Fit a roofline to measured bytes, flops and microseconds."""
     size, work, time = (np.asarray(v, float) for v in (nbytes, flops, us))
     start = [max(1e-2, time.min() / 2), np.median(size / time), np.median(work / time) * 2, 2.0]
     best, quality = _fit(_roofline, [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], time, size, work)
@@ -169,7 +169,7 @@ def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike) -> Roofline
 
 
 def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:
-    """Fit to cells of bytes and microseconds."""
+    """Fit a transfer law to measured bytes and microseconds."""
     size, time = np.asarray(nbytes, float), np.asarray(us, float)
     start = [max(1e-2, float(time.min())), max(1.5, float(size.max() / time.max()))]
     best, quality = _fit(_linear, start, [1e7, 1e9], time, size)

@@ -1,4 +1,4 @@
-"""Shapes of the dense projections, without the imports that pricing them takes."""
+"""Shapes of the dense projections, in a module without the imports of the cost model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from coterie.types import ModelSpec
 
 
 def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:
-    """(n, k) of the projections every token passes, with how many layers have them; the head is not among them."""
+    """Return groups of projections that every token passes: their (n, k), and the number of layers; no output head."""
     hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
     kv = spec.kv_lora_rank + spec.rope_head_dim if spec.kv_lora_rank else 2 * spec.num_kv_heads * spec.head_dim
     shapes = [([(heads, hidden), (kv, hidden), (hidden, heads)], spec.num_layers)]

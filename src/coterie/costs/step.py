@@ -1,10 +1,10 @@
-"""The predicted time of a step: the one objective every policy is scored by.
+"""The predicted time of a step: the objective by which every policy is scored.
 
     layer = max over ranks of experts(rank) + routing + all_to_all
     step  = sum over layers of attention + dense, + sum over MoE layers of layer, + the output head
 
 Terms that depend on the engine are switches: weights that stay in the cache, CUDA-graph padding, overlap of the
-all-to-all with compute. All are off unless asked for.
+all-to-all with compute. All are off by default.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class CostOptions:
     """Terms of the step time that depend on the engine."""
 
     cache_resident: bool = False
-    """Count weights that fit in the cache as read from it. True of a benchmark that repeats one layer; in a model the
-    other layers pass through the cache in between."""
+    """Count weights that fit in the cache as read from it. Right for a benchmark that repeats one layer; in a model the
+    other layers evict them in between."""
     graph_sizes: tuple[int, ...] = ()
     """Batch sizes for which the engine has a CUDA graph: a decode batch is padded up to the next one."""
     overlap: float = 0.0
@@ -46,7 +46,7 @@ class CostOptions:
             raise ConfigError(f"graph_sizes={self.graph_sizes} must rise from at least 1")
 
     def padded(self, tokens: int) -> int:
-        """Padded size of a batch that only decodes."""
+        """Return the padded size of a decode-only batch: the next CUDA-graph size, or `tokens` if there is none."""
         return next((size for size in self.graph_sizes if size >= tokens), tokens)
 
 
@@ -54,15 +54,15 @@ class Batch(NamedTuple):
     """Requests and tokens of a step."""
 
     decode_requests: int = 0
-    """Requests that add one token each."""
+    """Requests that decode one token each."""
     decode_context: int = 0
-    """Tokens cached by those requests, summed."""
+    """Cached tokens, summed over the decoding requests."""
     prefill_tokens: int = 0
     """Prompt tokens computed in this step."""
     prefill_context: int = 0
-    """Tokens already cached before them (chunked prefill, prefix hits), summed."""
+    """Tokens cached before the prompt tokens (chunked prefill, prefix hits), summed over prompts."""
     prefill_requests: int = 1
-    """Prompts those tokens belong to; each attends to itself alone."""
+    """Prompts that the prompt tokens belong to; a prompt attends only to itself."""
 
     @property
     def tokens(self) -> int:
@@ -75,15 +75,15 @@ class Batch(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """A step's parts, in seconds."""
+    """Terms of a step's time, in seconds."""
 
     attention_s: float
     dense_s: float
     routing_s: float
     moe_s: NDArray[np.float64]
-    """[layer] slowest rank's experts."""
+    """[layer] time of the slowest rank's experts."""
     all_to_all_s: NDArray[np.float64]
-    """[layer] exposed part of the all-to-all."""
+    """[layer] exposed time of the all-to-all, not hidden behind the experts."""
 
     @property
     def total_s(self) -> float:
@@ -98,42 +98,45 @@ PLAIN = CostOptions()
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Step times of one model on one kind of device; make one with :func:`coterie.costs.presets.step_model`."""
+    """Step times of one model on one kind of device. Create it with :func:`coterie.costs.presets.step_model`."""
 
     spec: ModelSpec
     dtype: WeightDtype
     moe: MoeParams
     routing: CurveLaw | None
-    """Gate, top-k, gather and weighted sum, by tokens. None counts as 0."""
+    """Time of gate, top-k, gather and weighted sum, by tokens. None counts as 0."""
     gemm: RooflineLaw
     decode_attention: RooflineLaw
     prefill_attention: RooflineLaw
     copies: dict[str, TransferLaw]
-    """Movement inside a device and between it and its host."""
+    """Copies inside a device and between device and host, by path."""
     topology: Topology = ONE_DEVICE
     options: CostOptions = PLAIN
     measured: bool = True
-    """False where the shape or the dtype was not measured: the nearest shape's rates are used, streaming follows the
-    bytes of this one."""
+    """False if the shape or the dtype was not measured: rates are those of the nearest measured shape, and streaming
+    time scales with the bytes of this shape and dtype."""
     contention: dict[str, Contention] = field(default_factory=dict)
-    """What copies take from the steps beside them, by path; empty where it was not measured."""
+    """Slowdown of steps by copies, by path; empty if it was not measured."""
 
     def expert_prices(self) -> NDArray[np.float64]:
-        """[18] prices of this model's experts, as :func:`~coterie.costs.experts.rank_us` takes them."""
+        """Return [18] prices of this model's experts, for :func:`~coterie.costs.experts.rank_us`."""
         spec = self.spec
         return self.moe.array(spec.expert_bytes(self.dtype), 2.0 * spec.expert_params, self.options.cache_resident)
 
     def experts_us(self, counts: NDArray[np.float64], tokens: int) -> float:
-        """One device's experts of one layer; counts [expert] rows, which need not be whole."""
+        """Return microseconds of one device's experts in one layer; counts [expert] are rows, possibly fractions."""
         return layer_us(self.expert_prices(), counts, float(tokens))
 
     def moe_s(self, load: NDArray[np.integer], tokens: int, placement: Placement | None = None) -> NDArray[np.float64]:
-        """[layer] seconds of the slowest rank's experts; load [layer, expert] tokens of the step."""
+        """Return [layer] seconds of the slowest rank's experts; load [layer, expert] are the step's tokens."""
         placed = PlacedStepModel(self, placement)
         return np.asarray(1e-6 * placed.layers_us(placed.slot_rows(load), np.full(placed.num_ranks, tokens))[0])
 
     def dense_s(self, tokens: int, outputs: int | None = None) -> float:
-        """Projections of one step: attention's, shared and dense MLPs, and the head for the `outputs` that need it."""
+        """Return seconds of a step's projections: attention, shared and dense MLPs, and the head for `outputs` tokens.
+
+        `outputs` is `tokens` by default.
+        """
         total = self._gemm_us(tokens if outputs is None else outputs, self.spec.vocab_size, self.spec.hidden_size)
         for shapes, times in dense_shapes(self.spec):
             total += times * sum(self._gemm_us(tokens, n, k) for n, k in shapes)
@@ -143,7 +146,7 @@ class StepModel:
         return self.gemm.us(*gemm_work(tokens, n, k))
 
     def attention_s(self, batch: Batch) -> float:
-        """Attention of one step over all layers."""
+        """Return seconds of a step's attention over all layers."""
         us = attention_us(
             attention_shape(self.spec),
             self.decode_attention.as_fitted(),
@@ -157,11 +160,11 @@ class StepModel:
         return float(us[0]) * 1e-6
 
     def routing_us(self, tokens: int) -> float:
-        """Gate, top-k, gather and weighted sum of one MoE layer."""
+        """Return microseconds of gate, top-k, gather and weighted sum in one MoE layer."""
         return self.routing.us(tokens) if self.routing else 0.0
 
     def running_tokens(self, batch: Batch) -> int:
-        """Tokens that the step computes: a batch that only decodes is padded."""
+        """Return the tokens that the step computes; a decode-only batch is padded."""
         return batch.tokens if batch.prefill_tokens else self.options.padded(batch.tokens)
 
     def step(
@@ -171,10 +174,10 @@ class StepModel:
         placement: Placement | None = None,
         traffic: ExchangeTraffic | None = None,
     ) -> StepTime:
-        """The whole step. `load` [MoE layer, expert] tokens of all ranks together; `batch` is one rank's.
+        """Return the times of a step. `load` [MoE layer, expert] are tokens of all ranks, `batch` is one rank's batch.
 
-        A rank exchanges the tokens that it computes, spread evenly over all ranks, unless `traffic` says what it moves
-        in a layer.
+        A rank exchanges the rows that it computes, whose tokens are spread evenly over all ranks; `traffic` overrides
+        the bytes that it exchanges in a layer.
         """
         placed = PlacedStepModel(self, placement)
         if traffic is None:
@@ -184,7 +187,7 @@ class StepModel:
         return placed.step(load, batch, crossing)
 
     def tables(self, most_tokens: int) -> StepTables:
-        """The model as tables, for simulating thousands of steps of up to `most_tokens` tokens, of all ranks."""
+        """Return lookup tables for simulating many steps of up to `most_tokens` tokens over all ranks."""
         spec, options = self.spec, self.options
         if options.cache_resident:
             raise ConfigError("cache_resident=True holds for one layer that repeats; a fleet's steps pass through all")
@@ -207,7 +210,7 @@ class StepModel:
         )
 
     def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:
-        """Moving one layer's weights of some experts over a link, or over a path measured on this device."""
+        """Return seconds to move one layer's weights of `experts` experts over a link, or over a measured path."""
         nbytes = experts * self.spec.expert_bytes(self.dtype)
         if isinstance(link, Link):
             return transfer_s(link, nbytes)
@@ -216,15 +219,15 @@ class StepModel:
         return self.copies[link].us(nbytes) * 1e-6
 
     def kv_transfer_s(self, tokens: int, link: Link) -> float:
-        """Handing the KV cache of `tokens` tokens from a prefill to a decode worker."""
+        """Return seconds to send the KV cache of `tokens` tokens from a prefill to a decode worker."""
         return transfer_s(link, tokens * self.spec.kv_bytes_per_token)
 
 
 class PlacedStepModel:
-    """A step model on one placement: what does not change from step to step is computed once."""
+    """A step model on one placement; values that are the same in every step are computed once."""
 
     def __init__(self, model: StepModel, placement: Placement | None = None) -> None:
-        """All experts are on one rank without a placement, whatever the topology."""
+        """Without a placement all experts are on one rank, whatever the topology."""
         if placement is not None:
             check_placement(model, placement)
         self.model = model
@@ -235,7 +238,7 @@ class PlacedStepModel:
         self._dense_s: dict[tuple[int, int], tuple[float, float]] = {}
 
     def slot_rows(self, load: NDArray[np.integer]) -> NDArray[np.int64]:
-        """[layer, slot] tokens of a step, from load [layer, expert]."""
+        """Return [layer, slot] tokens of a step from load [layer, expert]."""
         if load.ndim != 2 or load.shape[1] != self.model.spec.num_experts:
             raise ConfigError(f"load has shape {load.shape}; expected [layer, {self.model.spec.num_experts}]")
         if load.size and load.min() < 0:
@@ -246,13 +249,13 @@ class PlacedStepModel:
     def layers_us(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], crossing: NDArray[np.int64] = NO_CROSSING
     ) -> NDArray[np.float64]:
-        """[2, layer] :func:`~coterie.costs.composition.layers_us` of rows [layer, slot] and tokens [rank]."""
+        """Return [2, layer] :func:`~coterie.costs.composition.layers_us` for rows [layer, slot] and tokens [rank]."""
         out = np.empty((2, len(rows)))
         layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, out)
         return out
 
     def rest(self, batch: Batch) -> StepTime:
-        """The step of one rank's batch without its MoE layers."""
+        """Return the times of one rank's batch without the experts and the exchange."""
         if not batch.tokens:
             return StepTime(0.0, 0.0, 0.0, NO_LAYERS, NO_LAYERS)
         model, sizes = self.model, (self.model.running_tokens(batch), batch.outputs)
@@ -262,7 +265,7 @@ class PlacedStepModel:
         return StepTime(model.attention_s(batch), *self._dense_s[sizes], NO_LAYERS, NO_LAYERS)
 
     def step(self, load: NDArray[np.integer], batch: Batch, crossing: NDArray[np.int64] = NO_CROSSING) -> StepTime:
-        """A step in which every rank runs `batch`, and all tokens together activate `load` [layer, expert]."""
+        """Return the times of a step in which every rank runs `batch`; load [layer, expert] is that of all ranks."""
         spec = self.model.spec
         if len(load) != spec.num_moe_layers:
             raise ConfigError(f"load has {len(load)} layers; {spec.name} has {spec.num_moe_layers} MoE ones")
@@ -274,7 +277,7 @@ class PlacedStepModel:
 
 
 def check_placement(model: StepModel, placement: Placement) -> None:
-    """Raise unless a placement has the model's layers and experts, on one rank or on those of its topology."""
+    """Raise unless a placement has the model's layers and experts, and either one rank or the topology's ranks."""
     spec, ranks = model.spec, model.topology.num_ranks
     if placement.num_ranks not in (1, ranks):
         raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}")

@@ -1,4 +1,4 @@
-"""Simulation: an event kernel, batch servers, fleets, and metrics of a run."""
+"""Simulation: an event kernel, batch servers, fleets, and the metrics of a run."""
 
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer

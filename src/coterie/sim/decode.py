@@ -1,11 +1,11 @@
 """Decode with continuous batching: requests join and leave between steps, and every token's experts are replayed.
 
-A step runs one token of every running request. Its time comes from the calibrated model and the experts that exactly
-those tokens activated when they were recorded; nothing is averaged. A request joins at the end of a step when a place
-is free. Places become free one by one, and a strategy that selects one request must select the oldest. So it selects
-the next `max_batch_size` requests at once, given the running load, and they join in that order as places become free,
-whatever arrives meanwhile; an engine would select again (:mod:`coterie.batching.waiting.queue`). KV memory is not
-modelled: `places` bounds the running requests.
+A step runs one token of every running request. The calibrated model times it from the recorded experts of exactly
+those tokens; nothing is averaged. A request joins at the end of a step if a place is free. Places become free one by
+one, and a strategy that selects a single request must take the oldest. So the strategy selects the next
+`max_batch_size` requests at once, given the running load, and they join in that order as places become free, even if
+others arrive meanwhile; an engine would select again (:mod:`coterie.batching.waiting.queue`). KV memory is not
+modelled: `places` limits the running requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coterie.sim.metrics import Run
 from coterie.sim.server import SimulatedServer, check_requests
 
 StepTiming = Callable[[NDArray[np.int64], Batch], Execution]
-"""Time of a step whose tokens activate a load [layer, expert], such as a StepTimer."""
+"""Function, such as a StepTimer, that times a step from its load [layer, expert] and its batch."""
 
 
 class DecodeRequests(NamedTuple):
@@ -36,13 +36,13 @@ class DecodeRequests(NamedTuple):
 
     arrival_s: NDArray[np.float64]
     context: NDArray[np.int64]
-    """[request] tokens of its prompt, cached when it arrives."""
+    """[request] prompt tokens, cached when the request arrives."""
     first: NDArray[np.int64]
-    """[request] row of its first decoded token in `expert_ids`."""
+    """[request] row of the first decoded token in `expert_ids`."""
     tokens: NDArray[np.int64]
-    """[request] tokens it decodes."""
+    """[request] number of tokens to decode."""
     expert_ids: NDArray[np.integer]
-    """[token, layer, k]"""
+    """[token, layer, k] recorded expert ids."""
 
 
 def run_decode(
@@ -57,7 +57,10 @@ def run_decode(
     check: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
-    """Decode all requests. `predicted` [request, layer, expert] tokens a step; `places` over all `ranks` together."""
+    """Decode all requests.
+
+    `predicted` [request, layer, expert] are tokens per step; `places` is the limit over all `ranks` together.
+    """
     check_requests(requests.arrival_s, predicted)
     _check_tokens(requests, predicted.shape[1], predicted.shape[2])
     check_at_least(1, places=places, ranks=ranks)
@@ -65,7 +68,7 @@ def run_decode(
 
 
 def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
-    """The loop that counts a step trusts these, and would write past an array's end."""
+    """Raise ConfigError for invalid arrays: the compiled loop does not check and would write past an array's end."""
     count, ids = len(requests.arrival_s), requests.expert_ids
     for name in ("context", "first", "tokens"):
         values = getattr(requests, name)
@@ -128,7 +131,7 @@ class _Decoder(SimulatedServer):
         if not len(self.running):
             self.busy, self.free_since_s = False, self.sim.now_s
             return
-        if not self.busy:  # nobody ran, so all who run were due since they arrived
+        if not self.busy:  # the server was idle, so every running request was due since its arrival
             due_s = max(self.free_since_s, self.arrivals[self.running.min()])
             self.idle_while_due_s = max(self.idle_while_due_s, self.sim.now_s - due_s)
         requests, running = self.requests, self.running
@@ -169,7 +172,7 @@ class _Decoder(SimulatedServer):
             rows = self.running[done]
             self.finish_s[rows] = now_s
             self.running = self.running[~done]
-            # Recomputed: subtraction would leave rounding errors, a load where nothing runs.
+            # Recomputed: subtraction would leave rounding errors, so a load above 0 when nothing runs.
             self.running_load = self.predicted[self.running].sum(axis=0)
             if self.progress is not None:
                 self.progress(len(rows))
@@ -184,7 +187,7 @@ def _count_step(
     running: NDArray[np.int64],
     load: NDArray[np.int64],
 ) -> None:
-    """load [layer, expert]: tokens of one step."""
+    """Fill load [layer, expert] with the tokens of one step."""
     load[:] = 0
     for request in running:
         token = expert_ids[first[request] + decoded[request]]

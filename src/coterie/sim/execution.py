@@ -1,4 +1,4 @@
-"""How long a batch takes: CAPS's model, and the calibrated step time."""
+"""Execution models of a batch: the model of CAPS, and the calibrated step time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from coterie.types import Placement
 
 
 class Execution(NamedTuple):
-    """How one batch or step ran."""
+    """Result of one batch or step."""
 
     seconds: float
     imbalance: float
-    """Imbalance by the model that timed it: CAPS's factor of an uneven load, or busiest ÷ mean rank."""
+    """Imbalance by the model that timed the batch: the factor of CAPS, or the load of the busiest rank ÷ the mean."""
     distinct: float
     """Experts touched, mean over layers."""
 
 
 def check_seconds(ran: Execution, requests: int) -> None:
-    """Refuse an impossible time from an execution model."""
+    """Raise ConfigError if an execution model returns a time that is negative or not finite."""
     if not 0.0 <= ran.seconds < math.inf:
         raise ConfigError(
             f"execution model: seconds={ran.seconds} of a batch of {requests} must be a finite number of at least 0"
@@ -36,16 +36,16 @@ def check_seconds(ran: Execution, requests: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SpreadExecution:
-    """CAPS's model: a base time, times ``1 + sensitivity x CV`` of the load the batch really brings.
+    """Model of CAPS: a base time, multiplied by ``1 + sensitivity x CV`` of the batch's true load.
 
-    It stands for a straggler that everyone waits for. Right in form across ranks; inside one GPU imbalance is nearly
-    free, and an even load in decode is even slower (docs/results/regimes.md).
+    The factor models a straggler for which all others wait. The form is right across ranks; inside one GPU imbalance is
+    nearly free in prefill, and in decode an even load is slower (docs/results/regimes.md).
     """
 
     loads: Loads
     """[request, layer, expert] tokens that each request brings."""
     base_s: float
-    """Prefill and decode of one batch with an even load."""
+    """Time of prefill and decode of one batch with an even load."""
     sensitivity: float
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class SpreadExecution:
 
 @njit(fastmath=True)
 def _spread(loads: Loads, requests: NDArray[np.int64]) -> tuple[float, float]:
-    """Coefficient of variation over all columns, and the columns touched in a layer."""
+    """Return the coefficient of variation over all experts of all layers, and the experts touched per layer."""
     layers, experts = loads.shape[1], loads.shape[2]
     batch = np.zeros((layers, experts))
     for request in requests:
@@ -81,7 +81,7 @@ class StepTimer:
         self._placed = PlacedStepModel(model, placement)
 
     def __call__(self, load: NDArray[np.integer], batch: Batch) -> Execution:
-        """The step of `batch` on every rank whose tokens activate `load` [layer, expert] in all."""
+        """Time a step in which every rank runs `batch`, and the tokens of all ranks activate `load` [layer, expert]."""
         seconds, ranks = self._placed.step(load, batch).total_s, self._placed.num_ranks
         arrived = self._placed.slot_rows(load).reshape(len(load), ranks, -1).sum(axis=2)  # [layer, rank]
         total = arrived.sum(axis=1)
@@ -97,7 +97,7 @@ class PrefillExecution:
     loads: NDArray[np.int64]
     """[request, layer, expert] tokens of each prompt."""
     prompt_tokens: NDArray[np.int64]
-    """[request]"""
+    """[request] prompt length."""
     ranks: int = 1
     """Ranks that share a batch's prompts evenly for attention and projections."""
 

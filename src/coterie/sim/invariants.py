@@ -1,6 +1,6 @@
-"""What must hold in every simulated run; each rule names the bug it prevents (docs/invariants.md).
+"""Invariants of every simulated run; each one names the bug that it prevents (docs/invariants.md).
 
-Checks cost time, so a run makes them only where asked to; tests ask always.
+The checks take time, so a run makes them only on request; tests always request them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def require_invariant(number: int, condition: bool, words: str) -> None:
 
 def check_clock(before_s: float, now_s: float) -> None:
     """INV-18: the clock never goes back."""
-    if not now_s >= before_s:  # at every event: no words unless they are needed
+    if not now_s >= before_s:  # called at every event: format the message only on failure
         require_invariant(18, False, f"the clock went from {before_s} s back to {now_s} s")
 
 
@@ -38,7 +38,7 @@ def check_once(times_run: NDArray[np.int64], waiting: int) -> None:
 
 
 def check_tokens(decoded: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-    """INV-19, of tokens: every token of every request was decoded once."""
+    """INV-19 for tokens: every token of every request was decoded once."""
     other = np.flatnonzero(decoded != tokens)
     if other.size:
         row = other[0]
@@ -47,7 +47,7 @@ def check_tokens(decoded: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
 
 def check_times(arrival_s: NDArray[np.float64], start_s: NDArray[np.float64], finish_s: NDArray[np.float64]) -> None:
     """INV-20: a request starts after it arrives and ends after it starts."""
-    early = np.flatnonzero(~((start_s >= arrival_s - TOLERANCE_S) & (finish_s >= start_s)))  # not a number: early too
+    early = np.flatnonzero(~((start_s >= arrival_s - TOLERANCE_S) & (finish_s >= start_s)))  # NaN fails too
     if early.size:
         row = early[0]
         require_invariant(

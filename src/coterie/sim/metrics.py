@@ -18,19 +18,19 @@ class Run(NamedTuple):
     start_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
     skipped: NDArray[np.int64]
-    """[request] times it was passed over."""
+    """[request] times that the request was passed over."""
     batch_s: NDArray[np.float64]
-    """[batch] seconds; where batching is continuous, a batch is a step."""
+    """[batch] seconds; with continuous batching, a batch is a step."""
     batch_size: NDArray[np.int64]
-    """[batch] requests."""
+    """[batch] number of requests."""
     imbalance: NDArray[np.float64]
-    """[batch] by the model that timed it: CAPS's factor of an uneven load, or the busiest over the mean rank."""
+    """[batch] imbalance by the execution model: the factor of CAPS, or the load of the busiest rank ÷ the mean."""
     distinct: NDArray[np.float64]
     """[batch] experts touched, mean over layers."""
 
 
 class RunSummary(NamedTuple):
-    """Metrics of a run. Latency is from arrival to the end, waiting included."""
+    """Metrics of a run. Latency is the time from arrival to the end, waiting included."""
 
     requests: int
     p50_ms: float
@@ -39,17 +39,17 @@ class RunSummary(NamedTuple):
     p999_ms: float
     mean_ms: float
     throughput: float
-    """Requests a second, from the first arrival to the last end."""
+    """Requests per second, from the first arrival to the last end."""
     imbalance: float
-    """Mean over batches."""
+    """Imbalance, mean over batches or steps."""
     distinct: float
-    """Experts touched in a layer of a batch or step, mean."""
+    """Experts touched per layer, mean over batches or steps."""
     batch_ms: float
     """Mean time of a batch or step."""
     worst_skips: int
-    """Most times one request was passed over."""
+    """Most times that one request was passed over."""
     worst_wait_ms: float
-    """Longest from arrival to start."""
+    """Longest time from arrival to start."""
 
 
 def summarise_run(run: Run) -> RunSummary:

@@ -1,6 +1,6 @@
-"""A server that runs one batch after the other, each to its end: CAPS's setting, and prefill.
+"""A server that runs one batch after another, each to completion: the setting of CAPS, and of prefill.
 
-A batch starts when the server is free and the scheduler says one is due; its requests end together. For decode, where
+A batch starts when the server is free and the scheduler has a batch due; its requests end together. For decode, where
 requests join and leave between steps, see :mod:`coterie.sim.decode`.
 """
 
@@ -25,10 +25,10 @@ from coterie.sim.metrics import Run
 
 
 class ExecutionModel(Protocol):
-    """Time of a batch. It may know more than the scheduler: the true load instead of the predicted one."""
+    """Function that times a batch. It may know more than the scheduler: the true load instead of the predicted one."""
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
-        """`requests` index the arrivals of the run."""
+        """Return the time of a batch; `requests` are indices into the arrivals of the run."""
         ...
 
 
@@ -44,7 +44,7 @@ def run_batches(
 ) -> Run:
     """Serve all requests and return when each ran.
 
-    `arrival_s` [request] does not fall; `predicted` [request, layer, expert] loads are shown to the strategy.
+    `arrival_s` [request] must be in ascending order. The strategy sees the `predicted` [request, layer, expert] loads.
     """
     check_requests(arrival_s, predicted)
     server = _BatchServer(arrival_s, predicted, execution, config, strategy, rng, check, progress)
@@ -52,7 +52,7 @@ def run_batches(
 
 
 def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
-    """Check the arrays of requests."""
+    """Raise ConfigError if arrival times or predicted loads are invalid."""
     if len(arrival_s) == 0 or len(predicted) != len(arrival_s):
         raise ConfigError(f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})")
     if not (arrival_s[0] >= 0 and np.all(arrival_s[1:] >= arrival_s[:-1]) and arrival_s[-1] < math.inf):
@@ -65,7 +65,7 @@ def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
 
 
 class SimulatedServer(ABC):
-    """What servers have in common: requests that arrive, a scheduler, and when each request ran."""
+    """Base of the servers: arrivals, a scheduler, and the times at which each request ran."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class SimulatedServer(ABC):
         return len(self.scheduler)
 
     def arrive(self) -> None:
-        """A request joins the queue; the next one's arrival becomes an event only now, so that the heap stays small."""
+        """Queue the next request, and schedule the arrival after it: only now, so that the heap stays small."""
         self.look_at_clock()
         row = self.next
         self.scheduler.push(row, self.sim.now_s)
@@ -120,7 +120,7 @@ class SimulatedServer(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Run what is due, if anything is; called when the server is free."""
+        """Start the next batch or step if one is due; called when the server is free."""
 
     def look_at_clock(self) -> None:
         if self.check:
@@ -142,13 +142,13 @@ class _BatchServer(SimulatedServer):
     ) -> None:
         super().__init__(arrival_s, predicted, config, strategy, rng, check, progress)
         self.execution = execution
-        self.idle = np.zeros(predicted.shape[1:])  # nothing runs when a batch starts
+        self.idle = np.zeros(predicted.shape[1:])  # [layer, expert] running load: none when a batch starts
         self.timer_s = math.inf
 
     def start(self) -> None:
         now_s, due_s = self.sim.now_s, self.scheduler.due_s()
         if due_s > now_s:
-            if due_s < self.timer_s:  # one timer is enough: the oldest request's comes first
+            if due_s < self.timer_s:  # one timer is enough: that of the oldest request is the earliest
                 self.timer_s = due_s
                 self.sim.at(due_s, self.on_timer)
             return

@@ -1,8 +1,8 @@
-"""Requests whose experts follow their domain: the load vectors of a synthetic workload.
+"""Synthetic workloads in which a request's experts depend on its domain.
 
-Arrivals come from :mod:`coterie.traces.arrivals`: Poisson, semantic bursts (many requests of one domain in a short
-time), or the times of a recorded trace. This module gives each request the experts of its domain. Domains lie on a ring
-of experts: each prefers an arc of them, and neighbouring domains share some where arcs are longer than their distance.
+Arrivals are from :mod:`coterie.traces.arrivals`: Poisson, semantic bursts (many requests of one domain in a short
+time), or the times of a recorded trace. This module draws the experts of each request. The experts form a ring, and
+each domain prefers an arc of it. Neighbouring domains share experts if arcs are longer than the distance of domains.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from coterie.traces.arrivals import ArrivalProcess
 
 @dataclass(frozen=True, slots=True)
 class SemanticLoads:
-    """How requests of a domain use experts."""
+    """Distribution of the experts of a request, given its domain."""
 
     num_experts: int = 60
     top_k: int = 4
     domains: int = 20
     hot: int = 4
-    """Experts a domain prefers."""
+    """Number of experts that a domain prefers."""
     strength: float = 0.8
-    """Share of a domain's activations that go to them; the others are spread evenly."""
+    """Share of a domain's activations on its preferred experts; the rest is spread evenly over all experts."""
     likeness: float = 40.0
-    """Similarity of a domain's requests: the concentration of the Dirichlet distribution from which each draws its
-    shares around the domain's."""
+    """Similarity of a domain's requests: concentration of the Dirichlet distribution from which a request draws its
+    expert shares, with the domain's shares as the mean."""
     tokens: float = 64.0
-    """Mean tokens of a request."""
+    """Mean number of tokens of a request."""
     tokens_sigma: float = 0.1
     """Standard deviation of the logarithm of the tokens."""
 
@@ -47,18 +47,18 @@ class SemanticLoads:
         check_at_least(1, domains=self.domains)
         check_share(strength=self.strength)
         check_positive(tokens=self.tokens)
-        if not 1 <= self.likeness < math.inf:  # below, most shares underflow and requests become even, not unlike
+        if not 1 <= self.likeness < math.inf:  # below 1, most shares underflow and requests become even
             raise ConfigError(f"likeness={self.likeness} must be a finite number of at least 1")
         if not 0 <= self.tokens_sigma < 10:
             raise ConfigError(f"tokens_sigma={self.tokens_sigma} must be in 0 … 10")
 
     @property
     def mix(self) -> NDArray[np.float64]:
-        """[domain] share of the requests: equal."""
+        """[domain] share of the requests: equal for all domains."""
         return np.full(self.domains, 1.0 / self.domains)
 
     def profiles(self) -> NDArray[np.float64]:
-        """[domain, expert] share of a domain's activations."""
+        """Return [domain, expert] the share of the domain's activations on the expert."""
         profiles = np.full((self.domains, self.num_experts), (1.0 - self.strength) / self.num_experts)
         for domain in range(self.domains):
             start = round(domain * self.num_experts / self.domains)
@@ -67,7 +67,7 @@ class SemanticLoads:
         return profiles
 
     def draw(self, domain: NDArray[np.int64], rng: Generator) -> Loads:
-        """[request, 1, expert] tokens, whole numbers."""
+        """Draw [request, 1, expert] tokens, whole numbers, for requests of the given domains."""
         if domain.size and not 0 <= domain.min() <= domain.max() < self.domains:
             raise ConfigError(f"domain holds {domain.min()} … {domain.max()}; it must be in 0 … {self.domains - 1}")
         sigma = self.tokens_sigma
@@ -79,7 +79,7 @@ class SemanticLoads:
 
 
 class SemanticWorkload(NamedTuple):
-    """Requests in order of arrival."""
+    """Drawn requests in order of arrival."""
 
     arrival_s: NDArray[np.float64]
     domain: NDArray[np.int64]

@@ -1,1 +1,1 @@
-"""Fleets of prefill and decode workers: any router, every decode step with its recorded experts."""
+"""Simulated fleets of prefill and decode workers, with any router; every decode step replays recorded experts."""

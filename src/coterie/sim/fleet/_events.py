@@ -1,4 +1,4 @@
-"""What happens between steps: requests arrive and get a prefill worker, steps end, requests are handed over."""
+"""Events between steps: arrival and choice of a prefill worker, end of a step, handover to a decoder."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def arrive(
 
 @helper()
 def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
-    """Next request of a closed loop whose recording is not in flight; -1 for none."""
+    """Return the next request of a closed loop whose recording is not in flight, or -1."""
     request = c[ARRIVED]
     while request < r.shape[0]:
         if r[request, PHASE] == ABSENT and (c[DUPLICATES] == ALLOW or not recordings[BUSY, r[request, RECORDED]]):
@@ -151,7 +151,10 @@ def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
 
 @helper()
 def next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> float:
-    """Time of the next arrival; in a closed loop it is now, where a place is free and a request may take it."""
+    """Return the time of the next arrival, infinite if there is none.
+
+    In a closed loop it is now if fewer than CLOSED requests are in flight and one may start.
+    """
     if c[CLOSED] == 0:
         at = c[ARRIVED]
         return float(rt[at, ARRIVAL]) if at < r.shape[0] else np.inf
@@ -164,7 +167,7 @@ def next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> f
 def arrivals(
     c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, now: float
 ) -> bool:
-    """Admit all requests that arrive now; False where a recording would be in flight twice and must not."""
+    """Admit all requests that arrive now; return False if a recording would be in flight twice and this is refused."""
     if c[CLOSED] > 0:
         while c[IN_FLIGHT] < c[CLOSED] and not c[STUCK]:
             request = _candidate(c, r, recordings)
@@ -191,7 +194,7 @@ def arrivals(
     return True
 
 
-# Handover to the decoder after a routing decision: its memory, the KV transfer, its queue.
+# Handover to a decoder after a routing decision: reserve its memory, transfer the KV cache, join its queue.
 
 
 @helper()
@@ -202,7 +205,7 @@ def make_ready(w: Ints, r: Ints, rt: Floats, worker: int, request: int, now: flo
 
 @helper()
 def drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker: int, now: float) -> None:
-    """Requests handed to a decoder get its memory in order, then their KV is sent."""
+    """Reserve the decoder's memory for the requests handed to it, in order, and start their KV transfers."""
     while w[KV_HEAD, worker] >= 0:
         request = w[KV_HEAD, worker]
         need = blocks_of(c, w, r, worker, request)
@@ -223,7 +226,7 @@ def drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker: 
 
 @helper()
 def place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request: int, decoder: int) -> None:
-    """Hand the request to the decoder that the router chose."""
+    """Hand a request to the decoder that the router chose."""
     now, worker = f[CLOCK], c[PREFILL_WORKERS] + decoder
     r[request, DECODER] = decoder
     if w[ROLE, worker] == BOTH:
@@ -263,7 +266,7 @@ def _finish(
         drain(c, f, w, wt, r, rt, worker, now)
     number = r[request, RECORDED]
     recordings[BUSY, number] = False
-    while recordings[HOLD_HEAD, number] >= 0 and not recordings[BUSY, number]:  # one that is dropped makes room at once
+    while recordings[HOLD_HEAD, number] >= 0 and not recordings[BUSY, number]:  # a dropped request makes room at once
         arrive(c, w, r, rt, cache, blocks, recordings, pop(recordings, HOLD_HEAD, number, r), now)
 
 
@@ -282,7 +285,7 @@ def end_decode(
     worker: int,
     now: float,
 ) -> None:
-    """A step of a worker that only decodes."""
+    """End a step of a worker that only decodes."""
     kept, active = 0, w[RUNNING, worker] - w[STAGED, worker]
     for at in range(active):
         request = run[worker, at]
@@ -318,7 +321,7 @@ def end_mixed(
     worker: int,
     now: float,
 ) -> None:
-    """A step with prompts in it."""
+    """End a step of a worker that computes prompts."""
     kept = 0
     for at in range(w[RUNNING, worker]):
         request = run[worker, at]

@@ -1,4 +1,4 @@
-"""What a step is made of: who joins, which tokens run, which experts those activate."""
+"""Composition of a step: the requests that join, their tokens, and the experts that the tokens activate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def count_token(
 
 @helper()
 def _decode_row(r: Ints, request: int) -> int:
-    """The recorded token a request decodes next."""
+    """Return the row of the recorded token that a request decodes next."""
     at, rows = r[request, DECODED], r[request, DECODE_ROWS]
     if at >= rows:
         at %= rows
@@ -67,7 +67,7 @@ def _decode_row(r: Ints, request: int) -> int:
 def _count_chunk(
     r: Ints, expert_indices: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int
 ) -> None:
-    """Positions `computed` to `computed + chunk` of a prompt that repeats its recorded tokens."""
+    """Count the experts of prompt tokens COMPUTED … COMPUTED + CHUNK; a long prompt repeats its recorded tokens."""
     rows, chunk = r[request, PROMPT_ROWS], r[request, CHUNK]
     laps, rest = chunk // rows, chunk % rows
     start = r[request, COMPUTED] % rows
@@ -77,7 +77,7 @@ def _count_chunk(
 
 @helper()
 def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
-    """Requests whose KV is on the decoder take free places; returns how many did."""
+    """Give free places to requests whose KV is on the decoder; return the number of requests that joined."""
     joined = 0
     while w[RUNNING, worker] < w[PLACES, worker] and w[WAIT_HEAD, worker] >= 0:
         request = pop(w, WAIT_HEAD, worker, r)
@@ -92,7 +92,7 @@ def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
 def _admit(
     c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, now: float
 ) -> bool:
-    """The prompt that waits longest takes a place, if one is free and memory suffices."""
+    """Admit the prompt that has waited longest; return False if no place is free or memory is short."""
     at, request = w[RUNNING, worker], w[WAIT_HEAD, worker]
     if at == w[PLACES, worker] or request < 0 or not reserve(c, w, r, cache, blocks, worker, request):
         return False
@@ -123,8 +123,11 @@ def gather(
     worker: int,
     now: float,
 ) -> tuple[int, int, int, int]:
-    """Admit waiting requests in order and compose a step. Returns tokens decoded, prompt tokens, tokens before them in
-    their prompts, and prompts. Decoded tokens are listed in `rows`, prompts are counted."""
+    """Admit waiting requests in order and compose a step.
+
+    Return the numbers of decoded tokens, prompt tokens, tokens that precede these in their prompts, and prompts.
+    Decoded tokens are listed in `rows`; the experts of prompt tokens are added to `counts`.
+    """
     prefill = prefill_context = prompts = decoding = 0
     w[STAGED, worker] = 0
     settled = c[AHEAD] and w[RUNNING, worker] > 0
@@ -171,15 +174,15 @@ def gather(
     return decoding, prefill, prefill_context, prompts
 
 
-# Asking for memory before it is needed, in compiled code.
+# Memory prefetch in compiled code.
 #
-# A fleet decodes hundreds of requests at once, each from its own place in a recording that no cache holds: waiting for
-# these rows took half of the counting. Nothing but time depends on it.
+# A fleet decodes hundreds of requests at once, each from its own row of recordings too large for the CPU cache: waiting
+# for these rows took half of the counting time. Prefetching changes no result.
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, array: Any, row: Any, column: Any) -> Any:  # noqa: ARG001  (numba's signature)
-    """Bring the cache line of array[row, column] near; the place may lie past the end."""
+    """Prefetch the cache line of array[row, column]; the indices may be past the end of the array."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
@@ -189,7 +192,7 @@ def prefetch(typing_context: Any, array: Any, row: Any, column: Any) -> Any:  # 
         word = ir.IntType(32)
         shape = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
         call = cgutils.get_or_insert_function(builder.module, shape, "llvm.prefetch.p0")
-        builder.call(call, [address, word(0), word(3), word(1)])  # to read, keep near, data
+        builder.call(call, [address, word(0), word(3), word(1)])  # 0 = read, 3 = high locality, 1 = data cache
         return context.get_dummy_value()
 
     return types.void(array, row, column), generate

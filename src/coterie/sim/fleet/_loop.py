@@ -1,8 +1,8 @@
-"""The event loop of a fleet, on flat arrays: it leaves compiled code only when a request needs a router's decision.
+"""The event loop of a fleet, on flat arrays: it leaves compiled code only when a router must decide.
 
-All that happens at one moment (steps end, KV arrives, requests come, decisions are made) happens before the steps that
-start at that moment; of equal times, steps end in order of workers, then transfers end, then requests arrive. So a run
-has one order, and a Python reference can follow it.
+All events of one moment (ends of steps, KV transfers, arrivals, decisions) precede the steps that start at that moment.
+At equal times, steps end in order of workers, then transfers end, then requests arrive. So a run has exactly one order,
+which a Python reference can reproduce.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _happen(
     recordings: Ints,
     now: float,
 ) -> bool:
-    """All events of a moment; False where a recording would be in flight twice."""
+    """Process all events of one moment; return False if a recording would be in flight twice."""
     for worker in range(w.shape[1]):
         if wt[STEP_END, worker] <= now:
             wt[STEP_END, worker] = np.inf
@@ -120,10 +120,11 @@ def advance(
     log: Floats,
     answer: int,
 ) -> int:
-    """Go on until a decision is needed (answered by the next call: a decoder, else -1), the log is full, or the end.
+    """Run until a routing decision is needed, the log is full, or the run ends; return the reason (DECIDE, GROW, …).
 
-    Takes a World, StepTables and StepCounts array by array, since a call with tuples of them takes three times as long.
-    log [step, 6]: worker, start, seconds, tokens decoded, prompt tokens, distinct experts.
+    `answer` is the decoder chosen for the last DECIDE, else -1. The arrays of World, StepTables and StepCounts are
+    passed one by one, since a call with tuples takes three times as long. log [step, 6] holds worker, start, seconds,
+    tokens decoded, prompt tokens, distinct experts.
     """
     flat = counts.reshape(counts.size)
     all_bits, words, layers = bits.reshape(bits.size), np.uint64(bits.shape[1]), shape[0]

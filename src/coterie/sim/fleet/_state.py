@@ -1,10 +1,10 @@
 """The state of a fleet's run, as flat arrays.
 
-A few tables: a row a field and a column a worker (`w`, times `wt`), a row a request and a column a field (`r`, times
-`rt`), and two lists of single numbers (`c`, `f`); the names of their places stand below. Handing one object with forty
-arrays from function to function made a step a hundred times as slow.
+`w` (integers) and `wt` (times) are [field, worker], `r` (integers) and `rt` (times) are [request, field], `c`
+(integers) and `f` (floats) are lists of single numbers. The constants below are their indices. Passing one object with
+forty arrays between functions instead made a step a hundred times slower.
 
-Queues are chains through `next`: a request waits in at most one of them.
+Queues are linked lists through the NEXT column of `r`: a request waits in at most one queue.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from coterie._numba import helper, njit
 PREFILL, DECODE, BOTH = 0, 1, 2
 """Roles of workers."""
 ABSENT, QUEUED, PREFILLING, HANDED, DECODING, DONE, DROPPED = 0, 1, 2, 3, 4, 5, 6
-"""Phases of requests; `HANDED` from the end of prefill until it runs on its decoder."""
+"""Phases of requests; `HANDED` lasts from the end of prefill until the request runs on its decoder."""
 DECIDE, GROW, ENDED, DUPLICATE = 0, 1, 2, 3
 """Reasons for the compiled loop to return."""
 SOONEST, LEAST_QUEUED, ROUND_ROBIN = 0, 1, 2
 """Prefill policies."""
 REFUSE, POSTPONE, ALLOW = 0, 1, 2
-"""What to do with a request whose recording is in flight."""
+"""Policies for a request whose recording is in flight already."""
 NONE = np.int64(-1)
 
 ASKED, DECIDED, FINISHED, ARRIVED, IN_FLIGHT, STEPS, TURN, SUBJECT, POSTPONED, MOST = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
-"""Counts in `c`."""
+"""Indices of counters in `c`."""
 PREFILL_WORKERS, STEP_TOKENS, BLOCK_TOKENS, POLICY, CLOSED, DUPLICATES, STUCK, AHEAD = 10, 11, 12, 13, 14, 15, 16, 17
-"""Settings in `c`; CLOSED is the requests in flight, 0 in an open run, STUCK where none may follow until one ends,
-AHEAD where who joins a step is settled when the one before it starts."""
+"""Indices of settings in `c`. CLOSED: requests in flight in a closed loop, 0 in an open run. STUCK: 1 if none may
+start until one ends. AHEAD: 1 if the requests that join a step are chosen when the previous step starts."""
 CLOCK, OVERHEAD, LATENCY, TOKEN_S, UNTIL = 0, 1, 2, 3, 4
-"""Indices in `f`, seconds: now, a step's overhead, the link's latency, its time per token of KV, the run's end."""
+"""Indices in `f`, in seconds: now, overhead per step, link latency, link time per token of KV, end of the run."""
 ROLE, PLACES, CAPACITY, RUNNING, CONTEXT, KV_USED, KV_MOST, EVICTABLE, QUEUED_TOKENS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 WAIT_HEAD, WAIT_TAIL, KV_HEAD, KV_TAIL, SEND_HEAD, SEND_TAIL, STAGED = 9, 10, 11, 12, 13, 14, 15
-"""Rows of `w`; CAPACITY and KV_… are in blocks, EVICTABLE of them are cached and unpinned. The last STAGED of those
-RUNNING run from the next step on."""
+"""Rows of `w`. CAPACITY, KV_USED and KV_MOST are in blocks; EVICTABLE counts cached, unpinned blocks. The last
+STAGED of the RUNNING requests run from the next step on."""
 STEP_END, LINK_FREE, SPEED = 0, 1, 2
-"""Rows of `wt`."""
+"""Rows of `wt`: end of the running step, time at which the link is free (both in seconds), relative speed."""
 PROMPT_TOKENS, OUTPUT_TOKENS, PROMPT_ROW, PROMPT_ROWS, DECODE_ROW, DECODE_ROWS, RECORDED = 0, 1, 2, 3, 4, 5, 6
 BLOCK_FIRST, BLOCK_END, PHASE, NEXT, PREFILLER, DECODER, COMPUTED, CHUNK, HITS = 7, 8, 9, 10, 11, 12, 13, 14, 15
 CACHED, PRIVATE, DECODED, DECISION, ENDING = 16, 17, 18, 19, 20
-"""Columns of `r`; DECISION and ENDING are lists of requests in the order in which they need a decision, and end."""
+"""Columns of `r`. Columns DECISION and ENDING list requests in the order in which they need a decision, or end."""
 ARRIVAL, PREFILL_START, PREFILL_END, READY, JOIN, FIRST_TOKEN, FINISH = 0, 1, 2, 3, 4, 5, 6
 """Columns of `rt`."""
 PINS, OLDER, NEWER = 0, 1, 2
-"""Columns of `cache`; PINS is -1 where a block is not cached."""
+"""First index of `cache`; PINS is -1 if the block is not cached."""
 BUSY, HOLD_HEAD, HOLD_TAIL = 0, 1, 2
-"""Rows of `recordings`."""
+"""Rows of `recordings`: BUSY is 1 while a recording is in flight, HOLD_… is the queue of its postponed requests."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 class World(NamedTuple):
-    """State of a run, and the recordings it replays."""
+    """State of a run, and the recordings that it replays."""
 
     c: Ints
     f: Floats
@@ -66,25 +66,26 @@ class World(NamedTuple):
     r: Ints
     rt: Floats
     run: Ints
-    """[worker, place]"""
+    """[worker, place] running request."""
     cache: NDArray[np.int32]
-    """[3, worker that computes prompts, block + 1]: unpinned blocks are a ring through the last place."""
+    """[3, worker that computes prompts, block + 1] prefix cache. Unpinned blocks form a ring in order of last use; the
+    last index is its head."""
     blocks: Ints
-    """Block hashes of all prompts, concatenated."""
+    """Block numbers of all prompts, concatenated."""
     recordings: Ints
     expert_indices: NDArray[np.unsignedinteger]
     """[token, layer x k] expert index of each activation: layer x experts + expert."""
     counts: NDArray[np.uint32]
-    """[layer, expert] rows of a step."""
+    """[layer, expert] rows of a step; working memory."""
     bits: NDArray[np.uint64]
-    """[token + 1, word] the same as `expert_indices`, one bit per index; the last row is empty."""
+    """[token + 1, word] the same as `expert_indices`, one bit per expert index; the last row is all 0."""
     rows: NDArray[np.uint64]
-    """[place] tokens of a decode step."""
+    """[place] rows of the recorded tokens of a decode step; working memory."""
 
 
 @helper()
 def push(heads: Ints, head: int, queue: int, r: Ints, request: int) -> None:
-    """At the end of a queue, whose tail is in the row after its head."""
+    """Append a request to a queue; the queue's tail is in row head + 1 of `heads`."""
     r[request, NEXT] = NONE
     if heads[head, queue] < 0:
         heads[head, queue] = request
@@ -100,14 +101,14 @@ def pop(heads: Ints, head: int, queue: int, r: Ints) -> int:
     return int(request)
 
 
-# A worker's KV memory, in blocks. With a prefix cache it holds blocks of three kinds: private ones of a prompt that is
-# not computed yet (and of output), pinned ones that running requests share, and free ones in order of last use, which
-# are evicted as needed.
+# A worker's KV memory, in blocks. With a prefix cache it has three kinds of blocks: private blocks of a prompt that is
+# not computed yet (and of output), pinned blocks that running requests share, and unpinned blocks in order of last use,
+# which are evicted as needed.
 
 
 @helper()
 def blocks_of(c: Ints, w: Ints, r: Ints, worker: int, request: int) -> int:
-    """Blocks a request needs on a worker: its prompt, and where it decodes its output too."""
+    """Return the blocks that a request needs on a worker: its prompt, and its output if the worker decodes."""
     tokens = r[request, PROMPT_TOKENS]
     if w[ROLE, worker] != PREFILL:
         tokens += r[request, OUTPUT_TOKENS]
@@ -116,7 +117,7 @@ def blocks_of(c: Ints, w: Ints, r: Ints, worker: int, request: int) -> int:
 
 @helper()
 def hit_blocks(r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> int:
-    """Leading blocks of the prompt that a worker caches."""
+    """Return the number of leading prompt blocks in a worker's cache."""
     first, last = r[request, BLOCK_FIRST], r[request, BLOCK_END]
     for at in range(first, last):
         if cache[PINS, worker, blocks[at]] < 0:
@@ -126,7 +127,7 @@ def hit_blocks(r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, req
 
 @njit()
 def hit_tokens(c: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> int:
-    """Prompt tokens a worker need not compute; the last one always is, since it gives the first output."""
+    """Return the cached prompt tokens; the last token is always computed, since it gives the first output."""
     return int(min(hit_blocks(r, cache, blocks, worker, request) * c[BLOCK_TOKENS], r[request, PROMPT_TOKENS] - 1))
 
 
@@ -140,7 +141,7 @@ def _unlink(w: Ints, cache: NDArray[np.int32], worker: int, block: int) -> None:
 
 @helper()
 def reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> bool:
-    """Pin the cached prefix and take blocks for the rest, evicting the least recent; False if too few are free."""
+    """Pin the cached prefix and reserve the rest, evicting least recently used blocks; False if too few are free."""
     hits = hit_blocks(r, cache, blocks, worker, request)
     first, unpinned = r[request, BLOCK_FIRST], 0
     for at in range(first, first + hits):
@@ -169,7 +170,7 @@ def reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, w
 
 @helper()
 def commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
-    """A computed prompt becomes a prefix others can hit; a block that another computed meanwhile is kept once."""
+    """Make the blocks of a computed prompt hittable; a block that another request cached meanwhile is stored once."""
     first = r[request, BLOCK_FIRST]
     for at in range(first + r[request, HITS], r[request, BLOCK_END]):
         block = blocks[at]
@@ -186,7 +187,7 @@ def commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int
 
 @helper()
 def release(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
-    """Private blocks are free, shared ones stay until they are evicted, the end of a prompt first."""
+    """Free private blocks and unpin shared ones, which stay cached until evicted, the end of a prompt first."""
     w[KV_USED, worker] -= r[request, PRIVATE]
     r[request, PRIVATE] = 0
     end = cache.shape[2] - 1

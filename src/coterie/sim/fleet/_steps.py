@@ -1,8 +1,8 @@
-"""The time of a step of a fleet's worker, from the exact rows of every expert.
+"""The time of a worker's step, from the exact rows of every expert.
 
-:mod:`coterie.costs.composition` has the parts and adds them up. On one device, where most steps of a fleet run, the
-sum over layers is turned around here: all experts of all layers are looked up in one pass, and where a step only
-decodes, experts are counted in bits, 64 at a time.
+:mod:`coterie.costs.composition` adds up the terms. For workers of one device, the usual case, this module has a faster
+order of summation: all experts of all layers are looked up in one pass, and in decode-only steps experts are counted
+with bit operations, 64 at a time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from coterie.costs.step import StepModel, check_placement
 from coterie.types import Placement
 
 MOST_DECODING = 63
-"""Tokens of a step whose experts are counted in bits: six binary digits."""
+"""Largest number of tokens in a step whose experts are counted with bits: counts have six binary digits."""
 WORD = 64
 
 
 class StepCounts(NamedTuple):
-    """What the steps of a placement are counted with."""
+    """Arrays for timing the steps of a placement."""
 
     shape: NDArray[np.int64]
-    """MoE layers, experts, ranks."""
+    """[3] number of MoE layers, experts and ranks."""
     slots: NDArray[np.int64]
-    """[3, layer, slot] expert, turn among its replicas, replicas."""
+    """[3, layer, slot] expert, number of earlier slots of the expert, number of its slots."""
     links: NDArray[np.float64]
-    """Links of the exchange, as `exchange_us` takes them."""
+    """[5] prices of the exchange, for `exchange_us`."""
     spans: NDArray[np.uint64]
-    """[layer, 4] first and last word of its experts in a row of bits, and which bits of the two are its."""
+    """[layer, 4] first and last word of the layer's experts in a row of bits, and the bit masks of these two words."""
     union: NDArray[np.uint64]
     """[word] working memory."""
     having: NDArray[np.uint64]
@@ -49,7 +49,7 @@ class StepCounts(NamedTuple):
 
 
 def step_counts(model: StepModel, placement: Placement | None = None) -> StepCounts:
-    """All experts are on one device without a placement."""
+    """Create the arrays for a placement; without one, all experts are on one device."""
     spec = model.spec
     layers, experts = spec.num_moe_layers, spec.num_experts
     placed = placement or Placement.linear(layers, experts, 1)
@@ -79,14 +79,17 @@ def _spans(layers: int, experts: int) -> NDArray[np.uint64]:
 
 @helper()
 def _one_tile_line(experts: NDArray[np.float64], large: int) -> tuple[float, float, float]:
-    """Time of an expert with at most one tile of rows: arrival of its weights, arrival per row, compute."""
+    """Return the times of an expert with at most one tile of rows: load of its weights, load per row, compute."""
     slope = experts[1, large, 2] - experts[1, large, 1]
     return experts[1, large, 1] - slope, slope, experts[2, large, 1]
 
 
 @helper()
 def _alone_us(alone: NDArray[np.float64], counts: NDArray[np.uint32]) -> float:
-    """Experts of all layers, each by itself. Four sums, since each addition waits for the one before."""
+    """Sum the experts' times over all layers, without overlap between experts.
+
+    Four partial sums, since an addition must wait for the previous one to the same variable.
+    """
     total, total_1, total_2, total_3 = 0.0, 0.0, 0.0, 0.0
     quarter = len(counts) // 4
     for index in range(quarter):
@@ -116,10 +119,10 @@ def _together_us(
     rows: int,
     one_tile: bool,
 ) -> tuple[float, int]:
-    """Experts of all layers, streaming and compute of a layer side by side, and how many; `rows` of a layer.
+    """Return the experts' time over all layers, streaming and compute of a layer overlapped, and the experts touched.
 
-    As long as no expert has more than a tile (decode), its streaming rises in a straight line with its rows and its
-    compute is a tile's: their sums follow from how many experts a layer touches.
+    `rows` is the number of rows in a layer. If no expert has more than one tile of rows (`one_tile`, as in decode), its
+    load time is linear in its rows and its compute is one tile: the sums follow from the number of touched experts.
     """
     total, distinct = 0.0, 0
     first, slope, tile = _one_tile_line(experts, large)
@@ -159,7 +162,7 @@ def counted_step_us(
     prefill_context: int,
     prompts: int,
 ) -> tuple[float, float]:
-    """Microseconds of a step, and experts touched in a layer on average; clears counts [layer, expert] rows."""
+    """Return microseconds of a step and experts touched per layer, from counts [layer, expert]; clear `counts`."""
     layers, per_layer, ranks = shape[0], shape[1], shape[2]
     one_tile = decoding + prefill <= min(p[TILE], p[TILE + 1])
     if ranks > 1:
@@ -196,7 +199,7 @@ def counted_step_us(
 
 @njit()
 def fill_bits(expert_indices: NDArray[np.unsignedinteger], bits: NDArray[np.uint64]) -> None:
-    """Set bits [token, word]: bit i where the token activates expert index i."""
+    """Set bits [token, word]: bit i if the token activates expert index i."""
     for token in range(expert_indices.shape[0]):
         for at in range(expert_indices.shape[1]):
             index = np.uint64(expert_indices[token, at])
@@ -205,7 +208,7 @@ def fill_bits(expert_indices: NDArray[np.unsignedinteger], bits: NDArray[np.uint
 
 @helper()
 def _ones(word: np.uint64) -> np.uint64:
-    """Bits that are set; compilers know this pattern as one instruction."""
+    """Return the number of bits that are set; compilers turn this pattern into one instruction."""
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -220,12 +223,12 @@ def _count_bits(
     union: NDArray[np.uint64],
     having: NDArray[np.uint64],
 ) -> None:
-    """Count activations: having [count] expert indices that exactly `count` tokens activate, union [word] those that
-    any token does.
+    """Fill having [count] with the number of expert indices that exactly `count` tokens activate, and union [word] with
+    the bits of the indices that any token activates.
 
-    64 indices are counted at a time, in binary: digit d of all their counts is one word. Eight tokens are added by full
-    adders (a sum of three bits is their parity and their majority) before they join the digits. `starts` are where
-    tokens begin in `bits`; those past the tokens name an empty one, up to a multiple of eight.
+    64 indices are counted at a time, in binary: digit d of their counts is one word (p0 … p5). Eight tokens are summed
+    by full adders (the sum of three bits is their parity and their majority), then added to the digits. `starts` are
+    the offsets of tokens in `bits`, padded with the offset of an empty row to a multiple of eight.
     """
     for count in range(len(having)):
         having[count] = 0
@@ -269,8 +272,8 @@ def _count_bits(
         c5 += _ones(n0 & q2)
         c6 += _ones(n1 & q3)
         c7 += _ones(n0 & q3)
-        while many:  # few experts have eight rows or more
-            bit = _ones(~many & (many - np.uint64(1)))  # the lowest that is set
+        while many:  # indices with counts of eight or more: few, so one by one
+            bit = _ones(~many & (many - np.uint64(1)))  # position of the lowest set bit
             many &= many - np.uint64(1)
             low = (p0 >> bit & one) | (p1 >> bit & one) << one | (p2 >> bit & one) << two
             high = (p3 >> bit & one) | (p4 >> bit & one) << one | (p5 >> bit & one) << two
@@ -297,9 +300,10 @@ def bit_step_us(
     decoding: int,
     context: int,
 ) -> tuple[float, float]:
-    """`counted_step_us` of a step that only decodes, on one device, counted 64 experts at a time.
+    """Return `counted_step_us` of a decode-only step on one device, counting 64 experts at a time.
 
-    At most MOST_DECODING tokens, and no expert with more than a tile of them. `starts` as `_count_bits` takes them.
+    The step has at most MOST_DECODING tokens, and no expert has more than one tile of rows. `starts` is that of
+    `_count_bits`.
     """
     layers, tokens, activations = shape[0], padded[decoding], top_k * decoding
     large = 1 if activations / shape[1] > p[SWITCH] else 0

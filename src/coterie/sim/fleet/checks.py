@@ -1,5 +1,5 @@
-"""Invariants of a fleet's run (docs/invariants.md), checked from the run alone: of what the loop reports only times
-and workers are trusted."""
+"""Invariants of a fleet's run (docs/invariants.md), checked independently of the simulation loop: of its reports only
+times and workers are trusted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def check_fleet(
     unique: bool,
     whole: bool,
 ) -> None:
-    """Raise an InvariantError that names the broken rule. `capacity` is [worker] KV blocks; a `whole` run was not cut
-    off at a given time."""
+    """Raise an InvariantError that names the broken rule.
+
+    `capacity` is [worker] KV blocks. `unique`: no recording may be in flight twice. `whole`: the run was not cut off at
+    a given time.
+    """
     done = np.isfinite(run.finish_s)
     _check_conservation(run, done)
     left = run.queued + run.running
@@ -54,7 +57,7 @@ def _check_conservation(run: FleetRun, done: NDArray[np.bool_]) -> None:
 
 
 def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
-    """INV-20: no stage of a request begins before the one before it ends."""
+    """INV-20: no stage of a request begins before the previous stage ends."""
     names = ("arrival", "prefill_start", "prefill_end", "ready", "decode_start", "finish")
     stages = [getattr(run, f"{name}_s")[done] for name in names]
     for (before, earlier), (after, later) in pairwise(zip(names, stages, strict=True)):
@@ -71,7 +74,7 @@ def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
 
 
 def _check_places(run: FleetRun, places: int, prefill_places: int, both: bool) -> None:
-    """INV-30, by a sweep over the times at which requests join and leave."""
+    """INV-30: no worker runs more requests than it has places, checked at the times when requests join and leave."""
     require_invariant(
         30, run.step_decoding.max(initial=0) <= places, f"a step decoded {run.step_decoding.max(initial=0)} tokens"
     )
@@ -87,7 +90,7 @@ def _sweep(worker: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[n
         leaves = np.where(np.isfinite(end[mine]), end[mine], np.inf)
         times = np.concatenate([start[mine], leaves])
         change = np.repeat([1, -1], mine.sum())
-        order = np.lexsort((change, times))  # who leaves at a moment leaves before who joins
+        order = np.lexsort((change, times))  # at equal times, requests leave before others join
         most = int(np.cumsum(change[order]).max(initial=0))
         require_invariant(30, most <= places, f"worker {one} ran {most} requests on {places} places")
 
@@ -99,7 +102,7 @@ def _steps_by_worker(run: FleetRun) -> list[NDArray[np.int64]]:
 
 
 def _check_work(run: FleetRun, steps: list[NDArray[np.int64]], done: NDArray[np.bool_]) -> None:
-    """INV-21: steps of a worker never overlap, and no gap lies between them while the worker has one to run."""
+    """INV-21: steps of a worker never overlap, and a worker is never idle while a request is due."""
     for worker, mine in enumerate(steps):
         start, end = run.step_start_s[mine], run.step_start_s[mine] + run.step_s[mine]
         gaps = start[1:] - end[:-1]
@@ -137,7 +140,7 @@ def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[
             recorded = requests.recorded[request]
             decoded = int(run.decoded[request])
             if not np.isfinite(run.finish_s[request]):
-                decoded = min(decoded + 1, len(mine) - first)  # the step under way holds it too
+                decoded = min(decoded + 1, len(mine) - first)  # the request also takes part in the step under way
             rows = np.arange(decoded) % recordings.decode_rows[recorded] + recordings.decode_row[recorded]
             require_invariant(
                 31, first + decoded <= len(mine), f"request {request} decodes past the last step of its worker"
@@ -157,7 +160,7 @@ def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[
 
 
 def _check_unique(run: FleetRun, requests: FleetRequests) -> None:
-    """INV-32: a recording is in flight once."""
+    """INV-32: a recording is in flight at most once at a time."""
     order = np.lexsort((run.arrival_s, requests.recorded))
     order = order[np.isfinite(run.arrival_s[order]) & ~run.dropped[order]]
     same = requests.recorded[order][1:] == requests.recorded[order][:-1]

@@ -1,4 +1,4 @@
-"""Metrics of a fleet's run: latencies, limits kept, distinct experts, and how busy the workers were."""
+"""Metrics of a fleet's run: latencies, share within limits, distinct experts, and utilisation of workers."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from coterie.sim.metrics import PERCENTILES
 class FleetRun(NamedTuple):
     """One simulated run. [request] in the order given, [step] in order of start, [worker] prefill workers first.
 
-    Where something did not happen, its time is NaN and its worker -1.
+    The time of an event that did not happen is NaN, and its worker is -1.
     """
 
     arrival_s: NDArray[np.float64]
     prefill_start_s: NDArray[np.float64]
     prefill_end_s: NDArray[np.float64]
     ready_s: NDArray[np.float64]
-    """[request] when its KV is on its decoder."""
+    """[request] time at which the KV cache is on the decoder."""
     decode_start_s: NDArray[np.float64]
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     cached_tokens: NDArray[np.int64]
-    """[request] prompt tokens that were not computed."""
+    """[request] prompt tokens found in a prefix cache, which were not computed."""
     decoded: NDArray[np.int64]
-    """[request] decode steps it took part in."""
+    """[request] number of decode steps that the request took part in."""
     prefiller: NDArray[np.int64]
     decoder: NDArray[np.int64]
-    """[request] from 0, prefill workers not counted."""
+    """[request] decode worker, numbered from 0 without the prefill workers."""
     dropped: NDArray[np.bool_]
-    """[request] whether it was dropped because no worker's memory can hold it."""
+    """[request] whether the request was dropped because it exceeds a worker's KV memory."""
     running: int
-    """Requests on a worker when the run ended."""
+    """Number of requests on a worker when the run ended."""
     queued: int
-    """Requests that had arrived and were on no worker when the run ended, postponed ones included."""
+    """Number of requests that had arrived but were on no worker when the run ended, postponed ones included."""
     postponed: int
-    """Requests whose arrival waited for the end of another use of their recording."""
+    """Number of requests whose arrival was postponed because their recording was in flight."""
     most_in_flight: int
     end_s: float
     prefill_workers: int
@@ -53,9 +53,9 @@ class FleetRun(NamedTuple):
     step_start_s: NDArray[np.float64]
     step_s: NDArray[np.float64]
     step_decoding: NDArray[np.int32]
-    """[step] tokens decoded."""
+    """[step] number of tokens decoded."""
     step_prefill: NDArray[np.int32]
-    """[step] prompt tokens computed."""
+    """[step] number of prompt tokens computed."""
     step_distinct: NDArray[np.float64]
     """[step] experts touched, mean over layers."""
 
@@ -78,7 +78,7 @@ class LatencyLimits(NamedTuple):
 
 
 class LatencySummary(NamedTuple):
-    """Milliseconds."""
+    """Mean and percentiles of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -95,46 +95,49 @@ class LatencySummary(NamedTuple):
 
 
 class FleetSummary(NamedTuple):
-    """A run in numbers."""
+    """Summary of a run over a window of time."""
 
     requests: int
     """Requests that arrived in the window and finished before the run ended."""
     ttft: LatencySummary
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     tpot: LatencySummary
-    """Per token after the first."""
+    """Time per token after the first."""
     e2e: LatencySummary
-    """From arrival to the last token."""
+    """Time from arrival to the last token."""
     within_limits: float
-    """Share of the arrived requests that kept both limits; an unfinished one counts as not kept."""
+    """Share of the arrived requests within both latency limits; unfinished requests count as outside."""
     goodput: float
-    """Requests a second that kept both limits."""
+    """Requests per second within both latency limits."""
     tokens_per_s: float
-    """Decoded tokens a second."""
+    """Decoded tokens per second."""
     distinct: float
-    """Experts touched in a layer of a decode step, mean over steps; steps with prompts in them are left out."""
+    """Experts touched per layer of a decode step, mean over steps; steps with prompt tokens are excluded."""
     distinct_by_token: float
-    """The same as a token sees it: steps weighted by the tokens they decode."""
+    """Experts touched per layer of a decode step, mean over decoded tokens."""
     step_ms: float
-    """Mean time of a decode step."""
+    """Mean time of a decode step without prompt tokens."""
     mean_batch: float
-    """Requests of a decode step."""
+    """Mean number of requests in a decode step without prompt tokens."""
     cached_share: float
-    """Share of those requests' prompt tokens that came from a prefix cache."""
+    """Share of the finished requests' prompt tokens found in a prefix cache."""
     mean_in_flight: float
     most_in_flight: int
     busy: NDArray[np.float64]
-    """[worker] share of the window in which it ran steps."""
+    """[worker] share of the window in which the worker ran steps."""
     worker_tokens: NDArray[np.int64]
-    """[worker] tokens decoded and computed."""
+    """[worker] decoded tokens plus computed prompt tokens."""
     worker_in_flight: NDArray[np.float64]
-    """[decoder] requests between handoff and end, mean over the window."""
+    """[decoder] number of requests between handover and end, mean over the window."""
 
 
 def summarise_fleet(
     run: FleetRun, limits: LatencyLimits | None = None, since_s: float = 0.0, until_s: float = math.inf
 ) -> FleetSummary:
-    """Summarise requests that arrived and steps that began in a window; without one, filling and draining count too."""
+    """Summarise requests that arrived and steps that began in a window.
+
+    By default it is the whole run, including the phases in which the fleet fills and drains.
+    """
     until_s = min(until_s, run.end_s)
     if not since_s < until_s:
         raise ConfigError(f"since_s={since_s} must be before until_s={until_s}")
@@ -182,6 +185,6 @@ def _mean(values: NDArray[np.float64], weights: NDArray[np.integer] | None = Non
 
 
 def _overlap(start: NDArray[np.float64], end: NDArray[np.float64], since: float, until: float) -> NDArray[np.float64]:
-    """Seconds of each interval inside the window; 0 where it did not begin."""
+    """Return the seconds of each interval inside the window; 0 if it did not begin."""
     inside = np.minimum(end, until) - np.maximum(start, since)
     return np.where(np.isfinite(inside), np.maximum(inside, 0.0), 0.0)

@@ -1,9 +1,9 @@
-"""Requests of a simulated fleet: arrivals, lengths and prefixes of one trace, experts of another.
+"""Requests of a simulated fleet: arrivals, lengths and prefixes from one trace, experts from another.
 
-A recording gives tokens whose experts are replayed: some stand for its prompt, others for what it decodes. A prompt or
-an answer longer than what was recorded repeats it from the start. A request is one use of a recording, and **no
-recording should be in flight twice**: two uses of one on a worker activate the same experts, which makes a router that
-puts like requests together look better than it is. So uses are drawn far apart, and the simulator holds the rule.
+A recording has tokens whose experts are replayed: some for the prompt, others for decode. A prompt or an output longer
+than the recording repeats the recorded tokens from the start. A request is one use of a recording, and **no recording
+should be in flight twice**: two uses of it on a worker activate the same experts, which makes a router that groups
+similar requests look better than it is. So the uses are drawn far apart, and the simulator enforces the rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.traces import ActivationTrace, RequestTrace
 from coterie.types import ModelSpec
 
 DEFAULT_BLOCK_TOKENS = 16
-"""Tokens of a KV block where a trace has no prefixes: vLLM's."""
+"""Tokens in a KV block if the trace has no prefixes: the default of vLLM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,19 +31,19 @@ class Recordings:
     """Recorded requests; arrays are [recording] unless stated."""
 
     expert_ids: NDArray[np.integer]
-    """[token, layer, k]"""
+    """[token, layer, k] expert ids of all recordings."""
     num_experts: int
     prompt_row: NDArray[np.int64]
-    """First token that stands for its prompt."""
+    """Row in `expert_ids` of the first prompt token; there are `prompt_rows`."""
     prompt_rows: NDArray[np.int64]
     decode_row: NDArray[np.int64]
-    """First token it decodes."""
+    """Row in `expert_ids` of the first decoded token; there are `decode_rows`."""
     decode_rows: NDArray[np.int64]
     footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
     """[recording, layer, expert] footprint shown to routers: activations of the prompt, or a prediction."""
     domains: Sequence[str] | None = None
     prompt_tokens: NDArray[np.int64] | None = None
-    """Length of the recorded request's prompt, where known."""
+    """Length of the recorded request's prompt; None if unknown."""
 
     def __len__(self) -> int:
         return len(self.prompt_row)
@@ -59,11 +59,11 @@ class FleetRequests:
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     arrival_s: NDArray[np.float64] | None = None
-    """None for a closed loop, which keeps a number of requests in flight."""
+    """Arrival times; None for a closed loop, which keeps a fixed number of requests in flight."""
     block_offsets: NDArray[np.int64] | None = None
     """[request + 1] start of each request's prompt blocks in `blocks`."""
     blocks: NDArray[np.int64] | None = None
-    """Prompt blocks, numbered from 0; equal leading numbers are a shared prefix."""
+    """Numbers of the prompt blocks, from 0; prompts that begin with the same numbers share a prefix."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS
 
     def __len__(self) -> int:
@@ -73,9 +73,9 @@ class FleetRequests:
 def split_recordings(
     trace: ActivationTrace, rows: NDArray[np.integer] | None = None, share: float = 0.5, least_tokens: int = 16
 ) -> Recordings:
-    """The first `share` of each request's recorded tokens stands for its prompt, the others are decoded.
+    """Return recordings in which the first `share` of a request's tokens is its prompt, and the rest is decoded.
 
-    For recordings of decode alone. Requests of fewer than `least_tokens` are left out.
+    For traces of decode only. Requests with fewer than `least_tokens` tokens are left out.
     """
     if not 0.0 < share < 1.0:
         raise ConfigError(f"share={share} must be between 0 and 1")
@@ -84,7 +84,7 @@ def split_recordings(
 
 
 def phase_recordings(trace: ActivationTrace, rows: NDArray[np.integer] | None = None) -> Recordings:
-    """Prompt and decoded tokens as they were recorded. Requests without both are left out."""
+    """Return recordings with the prompt and decoded tokens of the trace. Requests without both are left out."""
     return _recordings(trace, rows, np.asarray(trace.requests.prompt_tokens), 2)
 
 
@@ -116,7 +116,10 @@ def _recordings(
 
 
 def order_apart(recordings: int, requests: int, rng: Generator, apart: int | None = None) -> NDArray[np.int64]:
-    """[request] random recordings, none twice among any `apart` in a row; by default half the number of recordings."""
+    """Draw [request] random recordings, all different among any `apart` consecutive requests.
+
+    `apart` is half the number of recordings by default.
+    """
     check_at_least(1, recordings=recordings)
     spacing = max(1, recordings // 2) if apart is None else apart
     if not 1 <= spacing <= recordings:
@@ -142,13 +145,13 @@ def draw_requests(
     longest_prompt: int | None = None,
     apart: int | None = None,
 ) -> FleetRequests:
-    """Requests for a run, with lengths of their recordings, or with times, lengths and prefixes of `arrivals`.
+    """Draw requests with the lengths of their recordings, or with the times, lengths and prefixes of `arrivals`.
 
-    Uses of one recording lie at least `apart` requests apart, by default half the number of recordings: with more than
-    that in flight, some have to wait for each other.
+    Uses of one recording are at least `apart` requests apart, by default half the number of recordings. With more
+    requests in flight than that, some must wait for others.
 
-    Of `arrivals` a stretch that starts at random is taken, at a mean `rate` of requests a second if given. A prompt
-    cut at `longest_prompt` keeps the blocks that it fills.
+    From `arrivals` a contiguous part with a random start is taken, scaled to a mean `rate` of requests per second if
+    given. A prompt cut at `longest_prompt` keeps the blocks that it fills completely.
     """
     check_at_least(1, count=count)
     recorded = order_apart(len(recordings), count, rng, apart)
@@ -184,7 +187,7 @@ def draw_requests(
 
 
 def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | None) -> None:
-    """The compiled loop trusts these, and would read past an array's end."""
+    """Raise ConfigError for invalid requests: the compiled loop does not check and would read past an array's end."""
     count, recordings = len(requests), requests.recordings
     if not count:
         raise ConfigError("there are no requests; a run needs at least one")
@@ -241,8 +244,8 @@ def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: N
         raise ConfigError("a prompt holds one block twice; blocks are numbered by all that lies before them")
 
 
-# What a fleet's controller is told. The simulator knows controllers by this protocol alone: it calls one whenever a
-# router is about to be asked, at the simulated time, with the requests that ended since the last call.
+# Inputs of a fleet's controller. The simulator knows controllers only by this protocol: before each routing decision it
+# calls the controller with the simulated time and the requests that ended since the last call.
 
 
 class FinishedRequest(NamedTuple):
@@ -254,27 +257,27 @@ class FinishedRequest(NamedTuple):
     worker: int
     """Decode worker."""
     prefill: NDArray[np.uint32]
-    """[layer, expert] activations of the tokens recorded for its prompt."""
+    """[layer, expert] activations of the tokens recorded for the prompt."""
     decode: NDArray[np.uint32]
-    """[layer, expert] activations of the tokens that it decoded."""
+    """[layer, expert] activations of the decoded tokens."""
 
 
 class RouterSwap(NamedTuple):
-    """A router to ask from now on."""
+    """A router to use from now on."""
 
     router: Router
     fleet: Fleet | None = None
-    """An empty fleet with the priors of the new router; it takes over the running requests. None keeps the fleet."""
+    """An empty fleet with the new router's priors, into which running requests are copied; None keeps the old fleet."""
 
 
 class FleetController(Protocol):
-    """Anything that watches a fleet."""
+    """A controller that observes a fleet and may swap its router."""
 
     def tick(self, now_s: float, ended: Sequence[FinishedRequest]) -> RouterSwap | None: ...
 
 
 class EndedRequests:
-    """Makes what a controller is told of the rows of a run."""
+    """Creates the FinishedRequest values that a controller receives."""
 
     def __init__(self, requests: FleetRequests) -> None:
         self.requests = requests
@@ -289,7 +292,7 @@ class EndedRequests:
         return FinishedRequest(at_s, request, recorded, worker, prompt, decode.astype(np.uint32))
 
     def _counted(self, first: int, rows: int) -> NDArray[np.uint32]:
-        """[layer, expert] of so many recorded tokens from the first on; computed once."""
+        """Return [layer, expert] activations of `rows` recorded tokens from row `first` on; cached."""
         known = self._counts.get((first, rows))
         if known is None:
             recordings = self.requests.recordings

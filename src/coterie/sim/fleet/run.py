@@ -1,16 +1,16 @@
-"""A fleet of workers that prefill, decode, or do both: any router, every decode step with its recorded experts.
+"""Simulation of a fleet of workers that prefill, decode, or do both, with any router; steps replay recorded experts.
 
     arrival → prefill worker (policy by name) → chunks → router → KV sent → place on the decoder → tokens → end
 
-Prefill workers compute prompts in chunks of a step's token budget and skip what their prefix cache holds. When a prompt
-is computed, the router is asked where it decodes; its KV travels once the decoder has memory for the whole request
-(prompt and output, so nothing is ever preempted), and holds memory at both ends until it has arrived. A decoder
-produces all of a request's tokens, as vLLM's does. A worker of both roles schedules as vLLM: running requests first,
-then waiting ones in order, within the step's token budget; a prompt's last chunk gives the first token. There the
-router is asked at arrival.
+Prefill workers compute prompts in chunks of a step's token budget and skip tokens in their prefix cache. When a prompt
+is computed, the router chooses its decoder. The KV transfer starts once the decoder has memory for the whole request
+(prompt and output, so nothing is ever preempted), and uses memory at both ends until it has finished. A decoder
+produces all of a request's tokens, as in vLLM. A worker of both roles schedules like vLLM: running requests first, then
+waiting ones in order, within the step's token budget; a prompt's last chunk gives the first token. With such workers
+the router decides at arrival.
 
-Every step is timed by the calibrated model on the exact rows of every expert. Wrong where an engine preempts, batches
-prompts apart from decode on one worker, or starves a link that several senders share at the receiver.
+Every step is timed by the calibrated model from the exact rows of every expert. Wrong if an engine preempts, runs
+prompts and decode of one worker in separate batches, or if several senders compete for a receiver's link.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ FIRST_STEPS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Workers and how they serve."""
+    """Number of workers, and their settings."""
 
     decode_workers: int = 1
     prefill_workers: int = 0
-    """0 with `both` off leaves prefill out: a request is handed to a decoder as it arrives."""
+    """Number of prefill workers. With 0 and `both` off, prefill is skipped: requests go to a decoder on arrival."""
     both: bool = False
-    """Decode workers compute prompts too; then there are no prefill workers."""
+    """Whether decode workers also compute prompts; there are then no prefill workers."""
     places: int = 256
-    """Requests a decode worker runs at once."""
+    """Requests that a decode worker runs at once."""
     prefill_places: int = 256
     chunk_tokens: int = 8192
-    """Token budget of a step with prompts in it, decoded tokens included."""
+    """Token budget of a step with prompt tokens, decoded tokens included."""
     kv_tokens: int | None = None
     """KV memory of a decode worker in tokens; None is unbounded."""
     prefill_kv_tokens: int | None = None
-    """KV memory of a prefill worker in tokens, cached prefixes included."""
+    """KV memory of a prefill worker in tokens, cached prefixes included; None is unbounded."""
     link: Link | None = None
-    """Link from a prefill worker to any decoder, one request at a time; None transfers in no time."""
+    """Link from a prefill worker to any decoder, used by one request at a time; None transfers in no time."""
     prefill_policy: PrefillPolicy = "soonest"
-    """Worker that computes a prompt: the one left with fewest tokens to compute, cached ones not counted ("soonest");
-    the one with fewest queued before it arrived ("least_queued"); or each in turn."""
+    """Choice of the prefill worker. "soonest": fewest tokens to compute including this prompt, without cached ones.
+    "least_queued": fewest queued tokens before this prompt. "round_robin": each worker in turn."""
     step_overhead_s: float = 0.0
     """Host time of the engine between two steps, added to every step."""
     schedule_ahead: bool = False
-    """Compose a step when the one before it starts, as vLLM's asynchronous scheduling does: a request that arrives
-    during a step joins the one after the next."""
+    """Choose the requests of a step when the previous step starts, like vLLM's asynchronous scheduling: a request that
+    arrives during a step joins the step after the next."""
     speeds: tuple[float, ...] | None = None
-    """[decode worker] speed relative to the model's; 2 halves its step times."""
+    """[decode worker] speed relative to the step model; 2 halves the step times."""
     refine_tokens: int = 0
-    """Interval, in decoded tokens, at which the fleet's profile of a request is mixed with what it has activated; the
-    router's profile weighs as much as one interval. 0 never."""
+    """Interval, in decoded tokens, at which a request's profile in the fleet is updated with its activations; the
+    router's profile keeps the weight of one interval. 0 disables updates."""
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -118,12 +118,12 @@ def run_fleet(
 ) -> FleetRun:
     """Serve all requests, or as many as `until_s` allows.
 
-    Open: requests arrive at their `arrival_s`. Closed: `in_flight` of them always run; the next in order follows one
-    that ends, and one whose recording is in flight is passed over until it is not. In an open run a request whose
-    recording is in flight is an error, or its arrival is postponed to the end of that one. `placement` spreads every
-    worker over the ranks of the model's topology. `fleet`, empty at first, is shown to the router and kept up to date;
-    the default tracks no experts, and routers that need them refuse it. `controller` is told of requests that ended
-    before each decision, and may put another router in force, and with it another fleet in place of `fleet`.
+    Open run: requests arrive at their `arrival_s`. Closed run: `in_flight` requests always run; when one ends, the next
+    in order starts, and requests whose recording is in flight are passed over meanwhile. In an open run `duplicates`
+    says what happens to a request whose recording is in flight: an error, a postponed arrival, or nothing. `placement`
+    spreads every worker over the ranks of the model's topology. `fleet`, empty at first, is passed to the router and
+    kept up to date; the default tracks no experts, and routers that need them refuse it. Before each decision
+    `controller` gets the requests that ended, and may replace the router, and `fleet` with it.
     """
     check_fleet_requests(requests, model.spec, in_flight)
     check_one_of(get_args(Duplicates), duplicates=duplicates)
@@ -221,7 +221,7 @@ class _Driver:
         self.told = ended
 
     def control(self, controller: FleetController) -> None:
-        """Tell the controller what ended, and do what it says."""
+        """Pass the ended requests to the controller, and swap the router if it returns one."""
         ended, self.unseen = self.unseen, []
         swap = controller.tick(float(self.world.f[state.CLOCK]), ended)
         if swap is None:
@@ -255,7 +255,7 @@ class _Driver:
         return worker
 
     def show_memory(self) -> None:
-        """Update the fleet's waiting prompt tokens and its share of KV memory in use."""
+        """Update the fleet's waiting prompt tokens and share of KV memory in use, per worker."""
         w, first = self.world.w, self.config.prefill_workers
         self.fleet.prefill_tokens[:] = w[state.QUEUED_TOKENS, first:]
         if self.config.kv_tokens is not None:
@@ -269,7 +269,7 @@ class _Driver:
         return np.array([state.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
 
     def refine(self) -> None:
-        """Update profiles of requests that decoded `refine_tokens` or more since their last update."""
+        """Update the profiles of requests that decoded at least `refine_tokens` since their last update."""
         every, recordings = self.config.refine_tokens, self.requests.recordings
         for request, (profile, seen) in self.profiles.items():
             decoded = int(self.world.r[request, state.DECODED])
@@ -357,7 +357,7 @@ def _world(
     if config.speeds is not None:
         wt[state.SPEED, prefill:] = config.speeds
 
-    r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)  # turned below
+    r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)  # transposed below
     r[[state.NEXT, state.PREFILLER, state.DECODER]] = -1
     r[state.PROMPT_TOKENS], r[state.OUTPUT_TOKENS] = requests.prompt_tokens, requests.output_tokens
     r[state.RECORDED] = requests.recorded
@@ -382,7 +382,7 @@ def _world(
     held[state.BUSY] = 0
     run = np.zeros((workers, int(w[state.PLACES].max())), np.int64)
     layers, experts = spec.num_moe_layers, spec.num_experts
-    narrow = narrowest_uint(max(layers * experts - 1, 1 << 8))  # not 8 bits: models have more, so one loop is enough
+    narrow = narrowest_uint(max(layers * experts - 1, 1 << 8))  # at least 16 bits: fewer compiled variants
     expert_indices = np.add(
         recordings.expert_ids, (np.arange(layers) * experts).astype(narrow)[None, :, None], dtype=narrow
     )

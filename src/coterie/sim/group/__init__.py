@@ -1,4 +1,4 @@
-"""Expert-parallel groups: the time of a step, a closed loop of decode, and a group that serves prompts and answers."""
+"""Expert-parallel groups: step times, a closed loop of decode, and a group that serves prompts and outputs."""
 
 from coterie.sim.group.loop import GroupLoop, GroupOutcome, GroupRun, summarise_group
 from coterie.sim.group.step import GroupStep, LockstepGroup

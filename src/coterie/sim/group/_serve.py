@@ -1,7 +1,7 @@
-"""The compiled loop of a group that serves: admission, steps of prompts and decoded tokens, and their time.
+"""The compiled loop of a serving group: admission, steps of prompt and decoded tokens, and the time of the steps.
 
-A lane is a queue with an attention of its own: every rank where attention is data parallel, all of them together where
-it is tensor parallel. All lanes step together.
+A lane is a queue of requests with its own attention batch: one lane per rank with data-parallel attention, a single
+lane with tensor-parallel attention. All lanes step together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coterie.sim.group.prompts import deal_layers
 from coterie.sim.group.step import dispatch
 
 START, REST, EXPERTS, EXCHANGE, RING, REMOTE, ACTIVATIONS, DECODED, PROMPT = range(9)
-"""Columns of the log of steps: start in seconds, four times in microseconds, then counts of activations and tokens."""
+"""Columns of the step log: start in seconds, four durations in microseconds, then counts of activations and tokens."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,7 +30,7 @@ def _add_piece(
     got: NDArray[np.int32],
     home: int,
 ) -> None:
-    """Add a piece of a prompt; `home` is the rank of its tokens, or -1 where they are dealt to all ranks."""
+    """Add a piece of a prompt to the step; `home` is the rank of its tokens, or -1 if they are split over all ranks."""
     layers, ranks = crossing.shape[1], crossing.shape[2]
     for number in range(layers):
         for slot in range(rows.shape[1]):
@@ -55,7 +55,7 @@ def _clear(rows: Ints, crossing: Ints) -> None:
 
 @helper()
 def _longer(log: Floats) -> Floats:
-    """A log with room for twice the steps."""
+    """Return a copy of the log with room for twice the steps."""
     longer = np.empty((2 * len(log), log.shape[1]))
     for step in range(len(log)):
         for column in range(log.shape[1]):
@@ -65,10 +65,11 @@ def _longer(log: Floats) -> Floats:
 
 @helper()
 def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, prompt: int, ahead: int) -> int:
-    """The lane of highest affinity among the least busy, then of fewest requests.
+    """Return the lane of highest affinity among the least busy ones; ties go to the lane with fewest requests.
 
-    Least busy are the lanes with no piece of a prompt to compute. Where all have some, it is those with less than a
-    `prompt` more than the fewest. Lanes with `ahead` requests more than another are left out where others remain.
+    Least busy are the lanes without a prompt piece left to compute (`waiting`). If all have some, they are the lanes
+    with less than `prompt` pieces more than the least. Lanes that have `ahead` requests more than the lane with fewest
+    are excluded, unless that excludes all.
     """
     most, fewest = waiting[0], present[0]
     for lane in range(len(waiting)):
@@ -128,20 +129,21 @@ def serve(
     finish_s: Floats,
     decoded: Ints,
 ) -> tuple[Floats, int, float, int, int]:
-    """Serve requests until all are done or `until_s`; log and number of steps, clock, requests queued and running.
+    """Serve requests until all are done or until `until_s`.
 
-    A request whose lane_of is -1 gets its lane when it arrives, by affinity [recording, lane] among the least busy
-    (see `_pick_lane`). Fills lane_of, first_s, finish_s and decoded [request]. With predicted [layer, row] not empty,
-    attention is tensor parallel: `spread` ranks share a step's tokens, and routing [tokens] and ring (microseconds, and
-    per row) are added.
+    Return the step log, the number of steps, the clock, and the numbers of requests queued and running. Fill lane_of,
+    first_s, finish_s and decoded [request]. A request whose lane_of is -1 gets its lane on arrival, by affinity
+    [recording, lane] (see `_pick_lane`). If predicted [layer, row] is not empty, attention is tensor parallel: `spread`
+    ranks share a step's tokens, and the times routing [tokens] and ring [fixed, per token] are added.
     """
     ranks, layers, top_k = own.shape[1], ids.shape[1], ids.shape[2]
     tensor, pieces = len(predicted) > 0, len(piece_tokens)
     done_pieces = np.zeros(len(recorded), np.int64)
-    # [lane] first and last request that waits, or -1; how many wait, run or both; pieces of prompts to compute
+    # [lane] first and last waiting request, or -1; requests that wait (queued), that wait or run (present); prompt
+    # pieces left to compute (waiting).
     head, tail, queued = np.full(lanes, -1), np.full(lanes, -1), np.zeros(lanes, np.int64)
     present, waiting = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
-    behind = np.full(len(recorded), -1)  # [request] the next one in its lane
+    behind = np.full(len(recorded), -1)  # [request] next request in the queue of its lane, or -1
     arrived = 0
     active, running = np.empty((lanes, places), np.int64), np.zeros(lanes, np.int64)
     picked = np.empty(lanes * places, np.int64)
@@ -165,7 +167,7 @@ def serve(
             present[lane] += 1
             waiting[lane] += pieces
             arrived += 1
-        if left == len(recorded) - arrived:  # all that arrived are done
+        if left == len(recorded) - arrived:  # no request is left in the group: jump to the next arrival
             if arrival_s[arrived] > until_s:
                 break
             clock = arrival_s[arrived]
@@ -186,7 +188,7 @@ def serve(
                     count, decoding, context = count + 1, decoding + 1, context + prompt_tokens + number
             budget = chunk - decoding
             prompt[0], prompt[1], prompt[2], at = 0, 0, 0, 0
-            while True:  # running prompts in order, then those that wait while places last
+            while True:  # running prompts in order, then waiting ones while places are free
                 if at == running[lane]:
                     if running[lane] == places or head[lane] < 0 or piece_tokens[0] > budget:
                         break
@@ -215,7 +217,7 @@ def serve(
                     done_pieces[request] += 1
                     waiting[lane] -= 1
                     if done_pieces[request] == pieces:
-                        decoded[request] = -1  # gives its first token at the end of this step
+                        decoded[request] = -1  # marks that the first token is produced at the end of this step
                 at += 1
             lane_tokens = decoding + prompt[0]
             tokens += lane_tokens

@@ -1,4 +1,4 @@
-"""A closed loop on an expert-parallel group: decode alone, a fixed number of requests always in flight."""
+"""A closed loop on an expert-parallel group: decode only, with a fixed number of requests always in flight."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from coterie.types import Placement
 
 
 class GroupRun(NamedTuple):
-    """A closed loop, until it could no longer be kept full; arrays are [step] unless stated."""
+    """A closed loop, up to the step at which too few requests were left to fill it; arrays are [step] unless stated."""
 
     start_s: NDArray[np.float64]
     parts: list[GroupStep]
     tokens: NDArray[np.int64]
     busiest: NDArray[np.int64]
-    """Requests on the busiest rank."""
+    """Number of requests on the busiest rank."""
     gaps: list[NDArray[np.float64]]
-    """[token] seconds since its request's previous token; for the first one, since the request arrived."""
+    """[token] seconds since the previous token of the same request; for a first token, since the request's arrival."""
     arrived: NDArray[np.int64]
-    """Requests that had arrived before the step."""
+    """Number of requests routed before the step."""
     ranks: NDArray[np.int64]
-    """[request] rank it was routed to; -1 for none."""
+    """[request] rank that the request was routed to; -1 if it was not routed."""
     asked: Demand
     """[rank, layer, expert] activations of the rank's own tokens."""
 
@@ -42,14 +42,14 @@ class _Present:
     """Requests in flight; arrays are [place]."""
 
     request: NDArray[np.int64]
-    """-1 where the place is free."""
+    """Index of the request; -1 if the place is free."""
     rank: NDArray[np.int64]
     decoded: NDArray[np.int64]
     last_s: NDArray[np.float64]
     skipped: NDArray[np.int64]
-    """Steps it was passed over."""
+    """Consecutive steps in which the request was passed over."""
     remote: NDArray[np.float64]
-    """Expected activations of a token on other ranks."""
+    """Expected activations per token on other ranks."""
 
     @classmethod
     def none(cls, places: int) -> _Present:
@@ -61,7 +61,7 @@ class _Present:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLoop:
-    """Serves requests on a group, always `in_flight` at once, no two of them uses of one recording."""
+    """Serves requests on a group, `in_flight` at a time. No two requests in flight replay the same recording."""
 
     requests: FleetRequests
     model: StepModel
@@ -71,7 +71,7 @@ class GroupLoop:
     """Requests that a rank can run at once."""
 
     def serve(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupRun:
-        """Without a batcher all requests decode in every step."""
+        """Serve the requests. Without a batcher all requests in flight decode in every step."""
         group = LockstepGroup(self.model, placement)
         fleet, size = self.fitted.fleet(self.places), self.in_flight
         fleet.local = group.local
@@ -118,7 +118,7 @@ class GroupLoop:
     def _arrivals(
         self, waiting: list[int], present: _Present, router: Router, fleet: Fleet
     ) -> Iterator[tuple[int, int, Decision]]:
-        """Free places, requests for them and their routing; a request whose recording is in flight waits."""
+        """Return (place, request, decision) for each free place; requests whose recording is in flight wait."""
         free = np.flatnonzero(present.request < 0)
         recorded = self.requests.recorded
         busy = set(recorded[present.request[present.request >= 0]].tolist())
@@ -141,7 +141,7 @@ class GroupLoop:
         return Request(str(request), int(self.requests.prompt_tokens[request]), shown)
 
     def remote_of(self, request: int, held: NDArray[np.bool_]) -> float:
-        """Expected activations per token on experts that are not `held` [layer, expert], over all layers."""
+        """Return expected activations per token of experts that are not `held` [layer, expert], over all layers."""
         footprint = self._asking(request).footprint
         if footprint is None:
             raise ConfigError("recordings have no footprint; remote activations cannot be expected without one")
@@ -149,7 +149,7 @@ class GroupLoop:
 
     @staticmethod
     def _chosen(present: _Present, batcher: DecodeBatcher, ranks: int) -> NDArray[np.int64]:
-        """Places that decode in this step: every rank picks among its own."""
+        """Return the places that decode in this step: the batcher selects on each rank separately."""
         chosen = []
         for rank in range(ranks):
             mine = np.flatnonzero(present.rank == rank)
@@ -159,18 +159,18 @@ class GroupLoop:
 
 
 class GroupOutcome(NamedTuple):
-    """Metrics of the steady part of a run: after as many arrivals again as were in flight at first."""
+    """Metrics of the steady part of a run: steps after at least 2 x in_flight requests were routed."""
 
     tbt_mean_ms: float
     tbt_p99_ms: float
     tokens_per_s: float
     all_to_all_pct: float
-    """Percent of the time of all steps."""
+    """All-to-all time, percent of the time of all steps."""
     experts_pct: float
     remote_pct: float
-    """Percent of activations."""
+    """Activations whose expert was on another rank, percent of all."""
     uneven: float
-    """Requests on the busiest rank over the mean, mean over steps."""
+    """Requests on the busiest rank ÷ mean per rank, mean over steps."""
     decoding_pct: float
     """Percent of the requests in flight that decode in a step, mean over steps."""
     steps: int

@@ -1,7 +1,7 @@
-"""Prompts as a group counts them: cut into pieces, each with its rows by slot and its copies by rank.
+"""Prompts cut into pieces, with rows by slot and copies by rank counted in advance for each piece.
 
-All prompts of a run have one length, so what a piece of a recorded prompt asks of every rank is counted once for a
-placement, and a step that computes it adds tables. A prompt longer than its recording repeats it from the start.
+All prompts of a run have the same length, so the load of each piece of a recorded prompt is counted once per placement,
+and a step that computes the piece adds these counts. A prompt longer than its recording repeats it from the start.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from coterie.sim.group.step import dispatch, slot_tables
 from coterie.types import Placement
 
 IN_ORDER = -1
-"""Predicted rank of a token for which nothing is predicted: it takes what is left, in order."""
+"""Predicted rank of a token without a prediction: it gets the first rank with room."""
 
 
 class PromptTables(NamedTuple):
-    """Prompts of all recordings on one placement."""
+    """Counts of the prompts of all recordings on one placement."""
 
     tokens: NDArray[np.int64]
-    """[piece] prompt tokens."""
+    """[piece] number of prompt tokens."""
     rows: NDArray[np.uint32]
     """[recording, piece, layer, slot] token-and-expert pairs."""
     sent: NDArray[np.int32]
-    """[recording, piece, layer, rank] copies that cross: with attention data parallel those that the rank would get
-    from any other, with attention tensor parallel those that it sends."""
+    """[recording, piece, layer, rank] copies of tokens. With data-parallel attention: copies that the rank receives if
+    the prompt lives on another rank. With tensor-parallel attention: copies that the rank sends."""
     got: NDArray[np.int32]
-    """[recording, piece, layer, rank] the same, as received."""
+    """[recording, piece, layer, rank] copies that the rank receives; with data-parallel attention equal to `sent`."""
     local: NDArray[np.int64]
-    """[recording, piece, home] activations on the tokens' own rank, all layers; one home where ranks share a prompt."""
+    """[recording, piece, home] activations on the tokens' own rank, over all layers, if the prompt is on rank `home`.
+    With tensor-parallel attention there is one column: ranks share a prompt."""
 
 
 def piece_lengths(prompt_tokens: int, piece: int) -> NDArray[np.int64]:
-    """[piece] tokens: whole pieces, then what is left."""
+    """Return [piece] tokens: full pieces, then the remainder."""
     check_at_least(1, prompt_tokens=prompt_tokens, piece=piece)
     cuts = np.arange(0, prompt_tokens, piece)
     return np.diff(cuts, append=prompt_tokens).astype(np.int64)
@@ -55,7 +56,7 @@ def check_one_slot_each(placement: Placement) -> None:
 def prompt_tables(
     recordings: Recordings, placement: Placement, prompt_tokens: int, piece: int, deduplicate: bool
 ) -> PromptTables:
-    """Prompts whose tokens all live on one rank, whichever it is."""
+    """Count prompts whose tokens are all on one rank (data-parallel attention), for every choice of that rank."""
     check_one_slot_each(placement)
     tables = _empty(len(recordings), placement, piece_lengths(prompt_tokens, piece), placement.num_ranks)
     slot_of = np.argsort(placement.slot_experts, axis=1).astype(np.int64)  # [layer, expert]
@@ -81,7 +82,7 @@ def shuffled_tables(
     deduplicate: bool,
     predicted: NDArray[np.integer],
 ) -> PromptTables:
-    """Prompts whose tokens are dealt to ranks by layer, as many to each, by `predicted` [layer, row] ranks."""
+    """Count prompts whose tokens are split evenly over ranks in each layer, by `predicted` [layer, row] ranks."""
     check_one_slot_each(placement)
     tables = _empty(len(recordings), placement, piece_lengths(prompt_tokens, piece), 1)
     slots, shape = slot_tables(placement), (placement.num_layers, placement.num_experts)
@@ -138,7 +139,7 @@ def _count_pieces(
             for at in range(start, start + tokens[piece]):
                 row = first[recording] + at % length[recording]
                 for layer in range(ids.shape[1]):
-                    seen = np.uint64(0)  # bit r: a copy for rank r is counted
+                    seen = np.uint64(0)  # bit r is set once a copy to rank r is counted
                     for k in range(ids.shape[2]):
                         slot = slot_of[layer, np.int64(ids[row, layer, k])]
                         rank = rank_at[slot]
@@ -155,9 +156,9 @@ def _count_pieces(
 def deal_layers(
     predicted: NDArray[np.integer], picked: NDArray[np.int64], count: int, ranks: int, home: NDArray[np.int64]
 ) -> None:
-    """Fill home [layer, token]: equal shares of every layer's tokens, each on its predicted rank while that has room.
+    """Fill home [layer, token] with ranks: the predicted rank while it has room; each rank has room for an equal share.
 
-    Tokens that find it full, or for which none is predicted, go in order to the first rank with room.
+    Tokens whose predicted rank is full, and tokens without a prediction, go in order to the first rank with room.
     """
     room = np.empty(ranks, np.int64)
     for layer in range(len(home)):

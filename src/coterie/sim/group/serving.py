@@ -1,14 +1,14 @@
-"""One expert-parallel group that serves: requests arrive, prompts and answers share steps, ranks wait for each other.
+"""One expert-parallel group that serves arriving requests: prefill and decode share steps, ranks wait for each other.
 
-Every token replays its recorded experts. Two ways to compute attention:
+Every token replays its recorded experts. Attention is computed in one of two ways:
 
-* data parallel: a request lives on one rank, which computes its attention. Tokens cross to their experts and back.
-* tensor parallel: all ranks compute a part of every token's attention, and each takes an equal share of the tokens
-  into the MoE layer, by layer. How results are added and brought back is the `collectives` setting.
+* data parallel: a request lives on one rank, which computes its attention. Tokens are sent to their experts and back.
+* tensor parallel: all ranks compute a part of every token's attention. In each MoE layer every rank dispatches an equal
+  share of the tokens. The `collectives` setting chooses how partial results are summed and gathered.
 
-A step holds one token of every request that decodes, then pieces of prompts in order while `chunk_tokens` last; the
-last piece gives the first token, as on a worker of both roles. Wrong for engines that preempt, whose memory limits
-who runs, whose ranks do not wait for each other, and for the time of the host between steps, which is left out.
+A step has one token of every decoding request, then pieces of prompts in order up to `chunk_tokens` tokens. The last
+piece of a prompt gives the first token, as on a worker of both roles. Wrong for engines that preempt, that are limited
+by KV memory, or whose ranks do not wait for each other. Host time between steps is not modelled.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ from coterie.sim.invariants import check_times, check_tokens, require_invariant
 from coterie.types import ModelSpec, Placement
 
 MOST_RANKS = 64
-"""Ranks whose copies of a token are told apart by the bits of a word."""
+"""Largest number of ranks: a token's copies are tracked with one bit per rank in a 64-bit word."""
 
 MOST_AHEAD = 2
-"""Requests by which a rank may be ahead of another before no more are sent to it."""
+"""A rank with this many requests more than the rank with fewest gets no further ones while others are eligible."""
 
 Collectives = Literal["all_reduce", "reduce_scatter", "replicated"]
 PASSES: dict[Collectives, int] = {"all_reduce": 3, "reduce_scatter": 2, "replicated": 4}
-"""Passes around the ring in a MoE layer. all_reduce: two after attention, and a gather after the experts.
-reduce_scatter: one after attention, and the gather. replicated: an all-reduce after each, and no exchange."""
+"""Passes around the ring in a MoE layer. all_reduce: two after attention, one all-gather after the experts.
+reduce_scatter: one after attention, one all-gather after the experts. replicated: an all-reduce (two passes) after
+attention and after the experts, and no all-to-all."""
 DENSE_PASSES = 4
-"""Passes around the ring in a layer without experts: an all-reduce after attention and after its MLP."""
+"""Passes around the ring in a dense layer: an all-reduce (two passes) after attention and after the MLP."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """How a group runs requests."""
+    """Settings of a serving group."""
 
     prompt_tokens: int
-    """Length of every prompt."""
+    """Length of every prompt, in tokens."""
     places: int = 256
-    """Requests that a rank runs at once; with attention tensor parallel, that all ranks run together."""
+    """Requests that a rank runs at once; with tensor-parallel attention, requests that all ranks run together."""
     chunk_tokens: int = 2048
-    """Most tokens of a step on a rank, decoded ones included."""
+    """Token budget of a step on a rank, decoded tokens included; with tensor-parallel attention, of the whole group."""
     piece_tokens: int = 256
-    """Tokens by which prompts are cut."""
+    """Tokens in a piece of a prompt."""
     deduplicate: bool = False
-    """Send a token once to a rank, however many of its experts are there."""
+    """Send a token at most once to a rank, however many of its experts are there."""
     collectives: Collectives | None = None
-    """None: attention is data parallel. Else tensor parallel, and how partial sums are added (see PASSES)."""
+    """None for data-parallel attention. Otherwise attention is tensor parallel with these collectives (see PASSES)."""
 
     def __post_init__(self) -> None:
         check_at_least(1, prompt_tokens=self.prompt_tokens, places=self.places, piece_tokens=self.piece_tokens)
@@ -74,9 +75,9 @@ class ServeSettings:
 
 
 def sharded(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """One rank's part of a model with attention, MLPs and output head tensor parallel; its experts stay whole.
+    """Return one rank's part of a model whose attention, dense MLPs and output head are tensor parallel.
 
-    Heads that do not divide are rounded up, and a KV head is held by several ranks where there are fewer.
+    Experts stay whole. Heads are rounded up if they do not divide; with fewer KV heads than ranks, ranks share a head.
     """
 
     def part(size: int) -> int:
@@ -93,19 +94,20 @@ def sharded(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 
 class GroupPrices(NamedTuple):
-    """Step prices of a model under some settings, as tables; shared by all placements."""
+    """Step prices of a model and its settings, as tables. They do not depend on the placement."""
 
     model: StepModel
     settings: ServeSettings
     tables: StepTables
     links: NDArray[np.float64]
-    """Links of the exchange, as `exchange_us` takes them."""
+    """[5] prices of the exchange, for `exchange_us`."""
     routing: NDArray[np.float64]
-    """[tokens] microseconds of all layers, of a rank's share of the tokens; empty where `tables` has it."""
+    """[tokens] microseconds of routing in all layers, by a rank's share of the tokens. Empty with data-parallel
+    attention: `tables` then includes routing."""
     ring: NDArray[np.float64]
-    """[2] microseconds of a step's collectives, and per row."""
+    """[2] microseconds of a step's ring collectives: the fixed part, and per token."""
     spread: int
-    """Ranks that share the tokens of a step; 1 where each rank computes all of them."""
+    """With tensor-parallel attention, ranks that share a step's tokens in MoE layers; 1 if each rank has all."""
 
     @classmethod
     def of(cls, model: StepModel, settings: ServeSettings) -> GroupPrices:
@@ -144,14 +146,14 @@ class ServedSteps(NamedTuple):
     experts_s: NDArray[np.float64]
     all_to_all_s: NDArray[np.float64]
     ring_s: NDArray[np.float64]
-    """Collectives of tensor parallelism."""
+    """Time of the ring collectives of tensor parallelism."""
     remote: NDArray[np.int64]
-    """Activations whose expert was on another rank."""
+    """Number of activations whose expert was on another rank."""
     activations: NDArray[np.int64]
     decoded: NDArray[np.int64]
-    """Tokens of answers."""
+    """Number of decoded tokens."""
     prompt: NDArray[np.int64]
-    """Tokens of prompts."""
+    """Number of prompt tokens."""
 
     @property
     def seconds(self) -> NDArray[np.float64]:
@@ -163,15 +165,15 @@ class GroupServedRun(NamedTuple):
 
     arrival_s: NDArray[np.float64]
     first_s: NDArray[np.float64]
-    """End of the step that gave its first token; NaN where there was none."""
+    """End of the step that gave the first token; NaN if there was none."""
     finish_s: NDArray[np.float64]
     decoded: NDArray[np.int64]
-    """Tokens of its answer so far."""
+    """Output tokens when the run ended."""
     rank: NDArray[np.int64]
     steps: ServedSteps
     end_s: float
     queued: int
-    """Requests that had arrived and not started when the run ended."""
+    """Number of requests that had arrived but not started when the run ended."""
     running: int
 
     @property
@@ -189,7 +191,7 @@ class ServingGroup:
         requests: FleetRequests,
         token_ranks: NDArray[np.integer] | None = None,
     ) -> None:
-        """`token_ranks` [layer, row of the recordings] are predicted ranks, for attention tensor parallel alone."""
+        """`token_ranks` [layer, row of the recordings] are predicted ranks; only with tensor-parallel attention."""
         model, settings = prices.model, prices.settings
         check_group(model, placement)
         check_fleet_requests(replace(requests, arrival_s=None), model.spec, 1)
@@ -213,12 +215,12 @@ class ServingGroup:
         until_s: float = np.inf,
         affinity: NDArray[np.floating] | None = None,
     ) -> GroupServedRun:
-        """The first len(arrival_s) requests.
+        """Serve the first len(arrival_s) requests until all are done or until `until_s`.
 
-        Where attention is data parallel, `ranks` [request] says where they run. Without it a request goes, when it
-        arrives, to a rank with no prompt to compute, or else with less than a prompt more to compute than another: by
-        `affinity` [recording, rank] if given, then by the fewest requests. Ranks MOST_AHEAD requests ahead of another
-        are left out.
+        With data-parallel attention, `ranks` [request] gives the rank of each request. Without it a request is assigned
+        on arrival. Eligible are ranks with no prompt left to compute or, if all have some, ranks with less than one
+        prompt more than the least; ranks MOST_AHEAD requests ahead of another are excluded. Among these the highest
+        `affinity` [recording, rank] wins, then the fewest requests.
         """
         count, tensor = len(arrival_s), self.prices.settings.collectives is not None
         requests = replace(self.requests, recorded=self.requests.recorded[:count], arrival_s=arrival_s)
@@ -282,7 +284,7 @@ def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, ro
         raise ConfigError(f"token_ranks has shape {token_ranks.shape}; expected {shape}, [layer, row of recordings]")
     if token_ranks.min(initial=0) < IN_ORDER or token_ranks.max(initial=0) >= placement.num_ranks:
         raise ConfigError(f"token_ranks must be in {IN_ORDER} … {placement.num_ranks - 1}")
-    return np.ascontiguousarray(token_ranks, np.int64)  # one layout: the loop is compiled once
+    return np.ascontiguousarray(token_ranks, np.int64)  # one dtype and layout: the loop is compiled once
 
 
 def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bool) -> NDArray[np.int64]:
@@ -314,14 +316,14 @@ def _steps(log: NDArray[np.float64]) -> ServedSteps:
 
 
 class ServeSummary(NamedTuple):
-    """Metrics of the requests of a run; shares are of the time of all steps, in percent."""
+    """Metrics of a run. The `…_pct` fields are percentages of the time of all steps."""
 
     ttft_p50_ms: float
     ttft_p99_ms: float
     e2e_p50_ms: float
     e2e_p99_ms: float
     tokens_per_s: float
-    """Tokens computed a second, of prompts and answers, from the first arrival to the last."""
+    """Prompt and decoded tokens per second, over steps that start between the first and the last arrival."""
     local_rate: float
     """Share of activations whose expert is on the token's own rank."""
     all_to_all_pct: float
@@ -332,7 +334,7 @@ class ServeSummary(NamedTuple):
 
 
 def summarise_served(run: GroupServedRun) -> ServeSummary:
-    """Every request must have finished."""
+    """Summarise a run in which every request finished."""
     if run.done < len(run.arrival_s) or not run.done:
         raise ConfigError(f"{run.done} of {len(run.arrival_s)} requests finished; metrics are of whole runs")
     ttft, e2e = 1e3 * (run.first_s - run.arrival_s), 1e3 * (run.finish_s - run.arrival_s)
@@ -355,7 +357,7 @@ def summarise_served(run: GroupServedRun) -> ServeSummary:
 
 
 def check_served(run: GroupServedRun, requests: FleetRequests, prompt_tokens: int) -> None:
-    """INV-19, 20, 21 and 29 of a run: nobody is lost, times are in order, steps neither overlap nor invent tokens."""
+    """Check INV-19, 20, 21 and 29: no request is lost, times are in order, steps do not overlap, token counts agree."""
     arrived, done = int((run.arrival_s <= run.end_s).sum()), run.done
     words = f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run"
     require_invariant(29, arrived == done + run.queued + run.running, words)

@@ -1,14 +1,14 @@
-"""One expert-parallel group that decodes in lockstep, attention data parallel: every rank is a worker.
+"""One expert-parallel group that decodes in lockstep with data-parallel attention: every rank is a worker.
 
 A rank keeps the KV cache of its own requests, computes their attention and dense layers, and holds some experts of
-every layer. A token whose expert is not on its rank crosses to one that has it and its result comes back; all ranks
-wait for each other in every layer. Every step replays the recorded experts of each token, exactly:
+every layer. A token whose expert is not on its rank is sent to a rank that holds it, and the result is sent back; all
+ranks wait for each other in every layer. Every step replays the recorded experts of each token exactly:
 
     step = attention + dense + routing of the busiest rank
          + sum over layers of (experts of the slowest rank + dispatch and combine of the busiest link)
 
-A rank's own slot takes its tokens; others go to the slots of their expert in turn. A token crosses once for each expert
-it needs elsewhere, or with `deduplicate` once for each rank that holds some of them, as in
+A token uses a slot on its own rank if one holds its expert; else the slots of the expert are used round-robin. A token
+is sent once per remote expert, or with `deduplicate` once per rank that holds any of its remote experts, as in
 :mod:`coterie.costs.exchange`. Wrong for engines whose ranks do not wait for each other.
 """
 
@@ -29,14 +29,14 @@ from coterie.types import Placement
 
 
 class GroupStep(NamedTuple):
-    """One step's parts in seconds, and its remote activations."""
+    """Terms of one step's time in seconds, and its numbers of activations."""
 
     rest_s: float
     """Attention, dense layers and routing of the busiest rank."""
     experts_s: float
     all_to_all_s: float
     remote: int
-    """Activations whose expert was on another rank."""
+    """Number of activations whose expert was on another rank."""
     activations: int
 
     @property
@@ -45,9 +45,9 @@ class GroupStep(NamedTuple):
 
 
 class LockstepGroup:
-    """Step times of a model on a placement; `asked` counts each rank's activations over all steps.
+    """Step times of a model on a placement; `asked` [rank, layer, expert] counts activations of each rank's tokens.
 
-    With `deduplicate` a token is sent once to a rank, however many of its experts are there.
+    With `deduplicate` a token is sent at most once to a rank, however many of its experts are there.
     """
 
     def __init__(self, model: StepModel, placement: Placement, deduplicate: bool = False) -> None:
@@ -63,11 +63,14 @@ class LockstepGroup:
 
     @property
     def local(self) -> NDArray[np.uint64]:
-        """[rank, layer, word] bit e is set where the rank holds expert e of the layer."""
+        """[rank, layer, word] bit e is set if the rank holds expert e of the layer."""
         return bit_words(self.held)
 
     def step(self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], context: NDArray[np.int64]) -> GroupStep:
-        """One token of every request: expert_ids [token, layer, k], the rank each is on, its cached tokens."""
+        """Time a decode step of one token per request.
+
+        expert_ids are [token, layer, k], `home` [token] is the rank of each token, `context` [token] its cached tokens.
+        """
         tokens = np.bincount(home, minlength=self.ranks)
         cached = np.bincount(home, weights=context, minlength=self.ranks).astype(np.int64)
         batches = [Batch(int(n), int(held)) for n, held in zip(tokens, cached, strict=True)]
@@ -76,7 +79,10 @@ class LockstepGroup:
     def mixed_step(
         self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], batches: Sequence[Batch]
     ) -> GroupStep:
-        """Decoded and prompt tokens: expert_ids [token, layer, k], the rank each is on, and `batches` [rank]."""
+        """Time a step of decoded and prompt tokens.
+
+        expert_ids are [token, layer, k], `home` [token] is the rank of each token, `batches` has one batch per rank.
+        """
         if expert_ids.shape[1] != self.placement.num_layers or len(expert_ids) != len(home):
             raise ConfigError(
                 f"expert_ids has shape {expert_ids.shape}; expected [{len(home)}, {self.placement.num_layers}, k]"
@@ -105,7 +111,7 @@ class LockstepGroup:
 
 
 def check_group(model: StepModel, placement: Placement) -> None:
-    """Raise where a placement is not of the model's layers and experts, or not of one node's ranks."""
+    """Raise unless a placement has the model's layers and experts, on all ranks of a topology of one node."""
     check_placement(model, placement)
     topology = model.topology
     if placement.num_ranks != topology.num_ranks:
@@ -117,14 +123,14 @@ def check_group(model: StepModel, placement: Placement) -> None:
 
 
 class SlotTables(NamedTuple):
-    """Where the tokens of an expert go. Of two slots of an expert on one rank the first is used."""
+    """Slots to which an expert's tokens are sent. If a rank has two slots of an expert, only the first is used."""
 
     own: NDArray[np.int64]
-    """[layer, rank, expert] its slot there, or -1."""
+    """[layer, rank, expert] slot of the expert on the rank, or -1."""
     holders: NDArray[np.int64]
-    """[layer, expert, turn] slots, as many as ranks that hold it."""
+    """[layer, expert, turn] slots of the expert, one per rank that holds it, then -1."""
     copies: NDArray[np.int64]
-    """[layer, expert] ranks that hold it."""
+    """[layer, expert] number of ranks that hold the expert."""
 
 
 def slot_tables(placement: Placement) -> SlotTables:
@@ -154,16 +160,17 @@ def dispatch(
     asked: NDArray[np.float64],
     deduplicate: bool,
 ) -> int:
-    """Add to rows [layer, slot] and crossing [sent or received, layer, rank]; activations that crossed.
+    """Add tokens to rows [layer, slot] and crossing [sent or received, layer, rank]; return the remote activations.
 
-    The first `count` of `picked` are rows of ids [row, layer, k]; home [1 or layer, token] are their ranks, for all
-    layers or by layer. `asked` [rank, layer, expert] counts activations by home; it may be empty.
+    The tokens are the first `count` entries of `picked`, row numbers of ids [row, layer, k]. home [1 or layer, token]
+    is the rank of each token, the same in all layers or one per layer. `asked` [rank, layer, expert] counts activations
+    by the token's rank; it may be empty.
     """
     remote, slots, ranks = 0, rows.shape[1], own.shape[1]
-    rank_at = np.empty(slots, np.int64)  # [slot] its rank: a division for every activation would take most of the time
+    rank_at = np.empty(slots, np.int64)  # [slot] rank; a division per activation would dominate
     for slot in range(slots):
         rank_at[slot] = slot // (slots // ranks)
-    sent_to = np.full(ranks, -1, np.int64)  # [rank] last cell (token and layer) that sent a copy there
+    sent_to = np.full(ranks, -1, np.int64)  # [rank] last (layer, token) pair that sent a copy to it
     for layer in range(ids.shape[1]):
         homes = home[layer if len(home) > 1 else 0]
         for token in range(count):
