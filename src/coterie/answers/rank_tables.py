@@ -1,4 +1,4 @@
-"""Fit rank tables to a trace and a placement: the token table, the rank transitions, and what they say of each rank."""
+"""Fit rank tables to a trace under a placement: likely rank per token id, rank transitions and rank affinities."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def fit_rank_tables(
     ranks: NDArray[np.integer] | None = None,
     order: int = 2,
 ) -> RankTables:
-    """Tables under a placement, fitted on some requests of a trace (None: all).
+    """Fit the tables of a placement on some requests of a trace (None: all requests).
 
-    `table` is a token table fitted already; `ranks` [layer, seen] (or [1, seen]) are the ranks of its tokens where
-    they were chosen elsewhere, as by co-clustering. None is the rank with the largest expected share.
+    `table` is a token table that is already fitted; None fits one. `ranks` [layer, token id seen] (or [1, token id
+    seen]) are ranks chosen elsewhere, for example by co-clustering; None takes the rank with the largest expected
+    share.
     """
     if trace.meta.num_layers != placement.num_layers or trace.meta.num_experts != placement.num_experts:
         raise ConfigError(

@@ -3,8 +3,8 @@
 A suite answers one published claim or open question, with our numbers beside the published ones. Its notes say what is
 reproduced, what is not, and why. A group of benchmarks measures Coterie itself on this machine.
 
-Coterie's own are a package of their own, `coterie-lab`, in the folder lab/ of its repository. Any package adds suites
-through the entry point group ``coterie.suites``, and groups of benchmarks through ``coterie.benches``.
+Coterie's own suites and benchmarks are in the package `coterie-lab`, folder lab/ of the repository. Any package adds
+suites through the entry point group ``coterie.suites``, and groups of benchmarks through ``coterie.benches``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SuiteOptions:
     batch: int = 128
     """Tokens per step, summed over all ranks."""
     data: Path | None = None
-    """Folder of real data (docs/data.md); None skips what needs it, with a note."""
+    """Folder of real data (docs/data.md); None skips the parts that need real data, with a note."""
     seed: int = 0
     """Seed of the random generator, for suites that take one seed."""
     model: Path | None = None
@@ -60,22 +60,22 @@ class SuiteOptions:
 
 
 CHOICES = tuple(field.name for field in fields(SuiteOptions) if field.name not in ("data", "out"))
-"""Options that a suite may read or not. Not among them: the data folder (no command-line option) and --out (all)."""
+"""Options that a suite may read or not. Left out: `data` (no command-line option) and `out` (every suite takes it)."""
 
 
 Report = Callable[[str, int, int], None]
-"""Callback: what is being done, how much of it is done, and of how much."""
+"""Progress callback: description of the current work, units done, units in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """Plain values only: a result is written as JSON as it stands."""
+    """Result of a suite. Plain values only: the result is written as JSON without conversion."""
 
     suite: str
     rows: list[dict[str, Any]]
-    """Ours, and under ``published`` the numbers they are compared with, or None."""
+    """Our numbers; the field ``published`` of a row holds the published numbers to compare with, or None."""
     notes: list[str]
-    """What was computed, what agrees, what does not and why: one line each."""
+    """Notes, one line each: what was computed, what agrees with the published numbers, what differs and why."""
 
 
 class Column(NamedTuple):
@@ -95,16 +95,16 @@ class SuiteTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One evaluation."""
+    """One evaluation of a published claim or an open question."""
 
     help: str
-    """One line: what is computed, and what it is compared with."""
+    """One line: what the suite computes, and what the result is compared with."""
     run: Callable[[SuiteOptions, Report], SuiteResult]
     tables: tuple[SuiteTable, ...] | Callable[[], tuple[SuiteTable, ...]] = ()
     """Tables to print, or a function that returns them, if importing them takes long. Empty: print every plain value of
     every row."""
     writes_files: bool = False
-    """Whether it writes files besides its rows, such as figures."""
+    """Whether the suite writes files in addition to its rows, such as figures."""
     reads: tuple[str, ...] | None = None
     """Names in CHOICES that `run` reads (plugins); any other option given is an error. None allows all."""
 
@@ -132,7 +132,7 @@ def lab_missing() -> bool:
 
 
 def look_up(registry: Registry[T], name: str) -> T:
-    """The suite or group of that name; without the lab, an unknown name raises with how to install it."""
+    """Return the suite or group of that name; the error for an unknown name says if coterie-lab is not installed."""
     if name not in registry and lab_missing():
         raise ConfigError(f"unknown {registry.kind} {name!r}: {LAB_MISSING}")
     return registry[name]
