@@ -59,7 +59,7 @@ class RhoScore(NamedTuple):
     mask: bool
     """Whether the signature keeps only the most informative layers; False keeps all."""
     rho: float | None
-    """None if the weighting cannot be fitted in some split, or the trace has no gate weights for it."""
+    """Mean over splits; None if the weighting cannot be fitted in a split, or the trace has no gate weights for it."""
     per_split: list[float]
     layers: float | None
     """Number of layers that the signature keeps, mean over splits."""
@@ -85,7 +85,7 @@ def fit_and_score(
 ) -> ScoredFit:
     """Draw `requests` of the trace, fit a router on 70% of them and score it on the other 30%.
 
-    `speeds` [worker] are relative. Without `weighting`, the one with the best score on held-out requests is used.
+    `speeds` [worker] are relative. Without `weighting`, the best one on held-out requests is used.
     """
     asked = None if weighting is None else check_weighting(weighting)
     wanted = np.sort(rng.permutation(trace.num_requests)[:requests])

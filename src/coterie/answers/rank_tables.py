@@ -36,7 +36,7 @@ def fit_rank_tables(
         )
     known = TokenTable().fit(trace, requests) if table is None else table
     held = held_by(placement)
-    shares = known.local_shares(held)  # [seen, layer, rank]
+    shares = known.local_shares(held)  # [token id seen, layer, rank]
     chosen = shares.argmax(axis=2).T if ranks is None else np.broadcast_to(ranks, shares.shape[1::-1])
     confidence = np.take_along_axis(shares, chosen.T[:, :, None].astype(np.int64), axis=2)[..., 0].T
     tokens, offsets = trace.arrays()

@@ -29,7 +29,7 @@ class SuiteOptions:
     trace: Path | None = None
     """Trace to evaluate on, instead of the suite's own."""
     trace_format: str | None = None
-    """Format of that trace; None detects it."""
+    """Format of `trace`; None detects the format."""
     batch: int = 128
     """Tokens per step, summed over all ranks."""
     data: Path | None = None
@@ -37,7 +37,7 @@ class SuiteOptions:
     seed: int = 0
     """Seed of the random generator, for suites that take one seed."""
     model: Path | None = None
-    """Checkpoint folder whose own router is evaluated."""
+    """Folder of a checkpoint whose own expert routing is evaluated."""
     requests: int | None = None
     """Requests per run; None takes the suite's default."""
     seeds: tuple[int, ...] | None = None
@@ -79,7 +79,7 @@ class SuiteResult:
 
 
 class Column(NamedTuple):
-    """A column of a printed table."""
+    """Column of a printed table: its heading, and the function that takes its value from a row."""
 
     heading: str
     value: Callable[[Row], Any]
@@ -106,7 +106,7 @@ class Suite:
     writes_files: bool = False
     """Whether the suite writes files in addition to its rows, such as figures."""
     reads: tuple[str, ...] | None = None
-    """Names in CHOICES that `run` reads (plugins); any other option given is an error. None allows all."""
+    """Names in CHOICES that `run` reads; giving any other option is an error. None allows all options."""
 
     def __post_init__(self) -> None:
         for name in self.reads or ():
@@ -115,8 +115,8 @@ class Suite:
 
 
 Bench = Callable[[Report], list[dict[str, Any]]]
-"""A group of benchmarks: returns rows with a `name`, their sizes, and `median_us` or `median_ms`. Machines differ:
-compare rows of one run."""
+"""Group of benchmarks: a function that returns rows with a `name`, sizes, and `median_us` or `median_ms`. Compare only
+rows of one run, since machines differ."""
 
 suites: Registry[Suite] = Registry("suite", group="coterie.suites")
 benches: Registry[Bench] = Registry("benchmark group", group="coterie.benches")
@@ -139,6 +139,6 @@ def look_up(registry: Registry[T], name: str) -> T:
 
 
 def options_read(suite: str) -> tuple[str, ...]:
-    """Names in CHOICES that a suite reads."""
+    """Return the names in CHOICES that a suite reads."""
     reads = suites[suite].reads
     return CHOICES if reads is None else reads

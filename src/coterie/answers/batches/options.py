@@ -1,4 +1,4 @@
-"""Settings of one what-if run, and which of them exclude each other."""
+"""Settings of one what-if run, with checks of their values and of conflicts between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SimulateOptions:
     """Options of a run. None takes the default named in the field's docstring or in the config file."""
 
     trace: Path | None = None
-    """Activation trace to replay, or request trace for its times alone; None draws CAPS's workload."""
+    """Activation trace to replay, or request trace of which only the times are used; None draws CAPS's workload."""
     trace_format: str | None = None
     config: Path | None = None
     """JSON file in CAPS's layout; see :class:`coterie.batching.scheduler.CapsConfig`."""
@@ -39,9 +39,9 @@ class SimulateOptions:
     places: int | None = None
     """Largest number of requests that decode at once."""
     base_ms: float | None = None
-    """Time of a batch with an even load (spread)."""
+    """Milliseconds of a batch with an even load (spread)."""
     sensitivity: float | None = None
-    """Relative growth of that time per unit of the load's coefficient of variation (spread)."""
+    """Relative growth of the batch time per unit of the load's coefficient of variation (spread)."""
     predictor: str | None = None
     """Source of the loads that a strategy sees; None takes the recorded loads, or with a model its dry run."""
     with_model: Path | None = None

@@ -1,7 +1,7 @@
 """The requests of a what-if run, with their real loads and their predicted loads.
 
 Requests come from an activation trace, from a model that is run on prompts, or are drawn at random. A prediction uses
-only the tokens before those that run, and a predictor fitted on other requests; the notes report exceptions.
+only tokens that precede the running ones, and a predictor fitted on other requests; the notes report exceptions.
 
     execution        tokens that run                       known before
     spread, prefill  the prompt's; all, if only answers    the token ids of the prompt
@@ -58,14 +58,14 @@ class Requests:
     name: str
     top_k: int
     counts: NDArray[np.int64]
-    """[request, layer, expert] real tokens."""
+    """[request, layer, expert] tokens that really go to the expert."""
     predicted: Loads
-    """[request, layer, expert] tokens that a strategy sees; per step in decode."""
+    """[request, layer, expert] predicted tokens, which a strategy sees; per step in decode."""
     predictor: str
     domains: Sequence[str] | None = None
     """[request] name of its domain."""
     order: NDArray[np.int64] | None = None
-    """[request] recorded order of arrival, if known."""
+    """Indices of the requests in recorded order of arrival; None if unknown."""
     times: RequestTrace | None = None
     """Request table of the recording with its arrival times, calibration requests included."""
     context: NDArray[np.int64] | None = None
@@ -80,7 +80,7 @@ class Requests:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[request] tokens that run."""
+        """Number of tokens that run, [request]."""
         return np.asarray(self.counts[:, 0].sum(axis=1) // self.top_k, np.int64)
 
     @property
@@ -95,7 +95,7 @@ class Arrived(NamedTuple):
     arrival_s: NDArray[np.float64]
     """[request] arrival times in seconds: as recorded, or drawn at a mean rate of one request per second."""
     row: NDArray[np.int64]
-    """[request] index into :class:`Requests`."""
+    """[request] its index in :class:`Requests`."""
 
     @property
     def rate(self) -> float | None:
@@ -192,7 +192,7 @@ def recorded(
         notes.append(f"{len(calibration)} requests calibrate {predictor} and are not run; {len(run)} others are.")
     counts = np.stack([footprint(cut.trace.request(int(r)).only(DECODE), trace.meta.num_experts) for r in run])
     tokens = counts[:, 0].sum(axis=1) // trace.meta.top_k
-    # The length of an answer is not known before it runs: loads of decode are those of one token.
+    # The length of an answer is not known before it runs: in decode, predict the load of one token.
     seen_tokens = np.ones_like(tokens) if execution == "decode" else tokens
     if made is not None:
         predicted = _predict(cut, made, calibration, run, seen_tokens)
@@ -230,7 +230,7 @@ class _Cut(NamedTuple):
     """[request] its row in the recording."""
     context: NDArray[np.int64]
     prompts: list[NDArray[np.int32] | None]
-    """[request] token ids that a predictor may see before the request runs; None if there are none."""
+    """[request] token ids that a predictor may see before the request runs; None if it may see no token."""
     notes: list[str]
 
 

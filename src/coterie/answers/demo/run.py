@@ -60,14 +60,14 @@ class DemoRow(NamedTuple):
     saving_pct: float
     """Reduction of `experts` relative to round robin, percent."""
     interval_pct: tuple[float, float]
-    """95% interval of the saving."""
+    """95% interval of the saving, percent."""
     h200_ms: float
     """Predicted time of a token's decode step on an H200, for the reference model."""
     cpu_ms: float
     """Measured time of a token's decode step on this machine's CPU."""
     requests_per_step: float
     requests: list[int]
-    """[worker] number of requests it served."""
+    """[worker] number of requests served."""
 
 
 class DemoResult(NamedTuple):
@@ -85,7 +85,7 @@ class DemoResult(NamedTuple):
     hardware: str
     figure: str
     trace: str
-    """Folder of the trace of all requests, those of the fit and those served under the first router."""
+    """Folder of the trace of all requests: calibration requests, and the others as served under the first router."""
     fit: str
     """File of the fitted router."""
     verdict: str

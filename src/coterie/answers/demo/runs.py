@@ -41,7 +41,7 @@ class RouterRun(NamedTuple):
     """[worker] log of its decode steps, one row per step (columns: :mod:`coterie.footprints.positions`)."""
     wall_s: float
     answers: list[DemoAnswer]
-    """[request] in the order that requests were given."""
+    """[request] answers in the order of the requests."""
 
     @property
     def requests(self) -> int:
@@ -89,7 +89,7 @@ class LoopResult(NamedTuple):
     calibrated: int
     """Number of requests that the router was fitted on."""
     recorded: RouterRun
-    """Run of the fitting requests, under round robin."""
+    """Run of the calibration requests, under round robin."""
     fitted: RouterFit
 
     @property
@@ -114,7 +114,7 @@ class LoopResult(NamedTuple):
         return float(100 * (1 - other[0] / first[0])), float(low), float(high)
 
     def _ratios(self, run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Return ratios of distinct experts per token to those expected of steps of random requests.
+        """Return ratios of distinct experts per token to the number expected in steps of random requests.
 
         The first ratio is that of the run; the other :data:`DRAWS` are bootstrap draws of as many of its blocks.
         """

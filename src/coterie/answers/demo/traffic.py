@@ -13,7 +13,7 @@ from coterie.prompts import load_prompts
 IN_FLIGHT = 6
 MAX_TOKENS = 32
 MIXES = (("code", "legal", "math"), ("chat", "medical", "writing"), ("code", "finance", "science"))
-"""Domains of the requests, one set after another, so that the traffic drifts from what a router was fitted on."""
+"""Domains of the requests, one set after another, so that traffic drifts away from the data of a router's fit."""
 MIX_REQUESTS = 600
 """Number of requests until the domains change."""
 

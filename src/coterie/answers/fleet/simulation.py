@@ -1,4 +1,4 @@
-"""Simulate what a decode fleet gains from a router, on a user's recorded requests.
+"""Simulate the gain of a decode fleet from routing, on a user's recorded requests.
 
 Half of the recorded requests fit the routers, the other half is served; no recorded request is in flight twice. A
 closed loop keeps a mean of `in_flight` requests per decoder; otherwise requests arrive at given times. Every split of
@@ -32,9 +32,9 @@ from coterie.types import INFINIBAND_400G, Interval, Placement
 SHORTEST_QUEUE = "join_shortest_queue"
 SPLITS = 6
 FEW_REQUESTS = 200
-"""Measured requests per split below which p99 is one of the two longest requests, which a note says."""
+"""Measured requests per split below which a note says that p99 is one of the two longest requests."""
 LEAST_PLACES = 16
-"""Smallest capacity of a decoder in requests, because arrivals come in bursts."""
+"""Smallest capacity of a decoder in requests, because arrivals are bursty."""
 PROBE_PLACES = 1024
 """Capacity of a decoder in the run that finds the mean load of timed arrivals: practically no limit."""
 GROWING = 1.5

@@ -48,7 +48,7 @@ class Drift:
     lag: list[float] = field(default_factory=list)
     """[lag] lags in `unit`."""
     skew_left: list[float | None] = field(default_factory=list)
-    """[lag] share of the skew at the start that is left, noise removed. 1: as at the start; above 1: more skewed
+    """[lag] share of the initial skew that is left, without sampling noise. 1: as at the start; above 1: more skewed
     towards the same experts; 0: nothing in common."""
 
 

@@ -309,7 +309,7 @@ class ArrivalRate:
     peak: float
     """Rate in the fullest bin, requests per second."""
     gap_cv: float | None
-    """Coefficient of variation of the gaps between arrivals: 1 for Poisson."""
+    """Coefficient of variation of the times between arrivals; 1 for Poisson arrivals."""
     dispersion: list[Dispersion]
     bin_s: float
     rate: list[float]

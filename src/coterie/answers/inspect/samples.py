@@ -49,7 +49,7 @@ class DistinctExperts:
     mixed: float | None
     """Mean over draws and layers, with requests drawn from all domains; None with fewer than `batch` requests."""
     same_domain: float | None
-    """The same with requests of one domain, which is drawn from the domains with at least `batch` requests."""
+    """Mean with all requests from one domain, a random one with at least `batch` requests; None if none has."""
     mixed_per_layer: list[float] | None
     same_domain_per_layer: list[float] | None
     domains: int

@@ -73,7 +73,7 @@ class RequestOutcome(NamedTuple):
     """Outcome of one request; times are in seconds on the event loop's clock."""
 
     request: int
-    """Index in the workload."""
+    """Index of the request in the workload."""
     planned: float
     """Planned time of sending, from which TTFT and E2E are counted; equal to `sent` in a closed loop."""
     sent: float
@@ -145,7 +145,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Piece(msgspec.Struct):
-    """An event of a stream, or a whole answer."""
+    """Decoded event of a stream, or a whole answer that is not streamed."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None

@@ -31,7 +31,7 @@ from coterie.types import Interval
 
 COMPARED = {name: attribute for name, attribute in METRICS.items() if name != "gap"}
 CHANGES = ("mean", "p50", "p90")
-"""Statistics to compare. p99 is not among them: in a block it is set by one or two requests."""
+"""Statistics to compare. p99 is left out: in a block it depends on one or two requests."""
 
 
 @dataclass(slots=True)

@@ -58,9 +58,9 @@ class LoadSettings:
     """Number of clients of a closed loop; None for an open loop."""
     trace: RequestTrace | None = None
     speed_up: float | None = None
-    """Factor by which the times of `trace` are replayed faster."""
+    """Factor by which `trace` is replayed faster than recorded."""
     length_scale: float = 1.0
-    """Factor on the lengths of `trace`."""
+    """Factor on the prompt and output lengths of `trace`."""
     prefixes: SharedPrefixes = SharedPrefixes()  # noqa: RUF009  (frozen)
     duration_s: float | None = None
     model: str | None = None

@@ -26,7 +26,7 @@ FAILED = {
 MOST_UNBOUND = 368
 """Fewest answers that bound p99 from above: with fewer, all are below p99 with a probability above 2.5%."""
 LATE = 0.1
-"""Delay of the client, as a share of the median TTFT or E2E, above which the report says so."""
+"""Sending delay (p99), as a share of the median TTFT or E2E, above which a note says that the client was too slow."""
 HEADLINES = {
     "experts": "experts a step",
     "hit_rate": "points of hit rate",

@@ -34,7 +34,7 @@ class StepTotals(NamedTuple):
     """Sums over the steps of each size; totals of workers and blocks can be added."""
 
     steps: NDArray[np.float64]
-    """[rows] number of decode steps with that many tokens."""
+    """[rows] number of decode steps with that number of rows (tokens)."""
     distinct: NDArray[np.float64]
     """[rows] sum of the distinct experts of these steps (mean over layers)."""
 

@@ -166,7 +166,7 @@ def _grows(answered: Sequence[RequestOutcome]) -> bool:
 
 
 def block_length(count: int, in_flight: float) -> int:
-    """Return the requests per bootstrap block: twice those in flight, at least the cube root of all, at most 1/8."""
+    """Return the bootstrap block length: 2 x requests in flight, at least count^(1/3), at most count / 8."""
     wanted = max(2 * in_flight, float(count) ** (1 / 3))
     return max(1, min(int(wanted + 0.5), count // LEAST_BLOCKS))
 

@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 class LoadRequest(NamedTuple):
     number: int
-    """Index in the workload."""
+    """Index of the request in the workload."""
     conversation: int
     """Number of the conversation; a closed loop sends the requests of one conversation one after another."""
     domain: str

@@ -26,7 +26,7 @@ class Replicated:
     expert: int
     replicas: int
     load: float | None
-    """Share of the layer's tokens, if a load was given."""
+    """Share of the layer's tokens that the expert gets; None without a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StepsInspection:
     what: str
     scenarios: int
     balancedness: float
-    """Mean over steps and layers."""
+    """Mean rank load ÷ max rank load, mean over steps and layers."""
     worst_tenth: float
     """Mean balancedness of the least even tenth of the steps."""
     worst: str | None

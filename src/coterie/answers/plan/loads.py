@@ -64,7 +64,7 @@ class WindowLoad(NamedTuple):
     whole_because: str = ""
     """Reason why the load is not divided, in words, if `parts` is None."""
     steps: Sample | None = None
-    """Single steps to plan for; None: the mean step."""
+    """Single steps to plan for; None plans for the mean step."""
 
 
 class _Found(NamedTuple):
