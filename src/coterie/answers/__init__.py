@@ -1,1 +1,1 @@
-"""What traces and policies are worth, as numbers, figures and pages: one suite per question."""
+"""Answers to users' questions about traces and policies, as numbers, figures and pages; one package per command."""

@@ -25,7 +25,7 @@ from coterie.errors import InputError
 Numbers = Sequence[float | None]
 WIDTH_IN, HEIGHT_IN, DPI = 7.2, 4.0, 150
 MAX_LABEL = 22
-"""Characters of a name on an axis; longer ones are cut."""
+"""Most characters of an axis label; a longer name is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Theme:
     background: str
     text: str
     muted: str
-    """Ticks, reference lines."""
+    """Colour of ticks and reference lines."""
     grid: str
     series: tuple[str, ...]
-    """Told apart with any common colour vision, in this order."""
+    """Colours of the plotted series, in order of use; distinct with any common colour vision."""
     ramp: tuple[str, ...]
-    """Low to high."""
+    """Colours of a heat map, from the lowest to the highest value."""
 
     def colormap(self) -> Any:
         return LinearSegmentedColormap.from_list(f"coterie-{self.name}", list(self.ramp))
@@ -67,7 +67,7 @@ THEMES = (LIGHT, DARK)
 
 
 def draw(plot: Callable[[Any, Theme], None], theme: Theme, height_in: float = HEIGHT_IN) -> bytes:
-    """PNG of one pair of axes that `plot` fills."""
+    """Return a PNG of one pair of axes that `plot` fills."""
     with matplotlib.rc_context(_style(theme)):
         figure = _figure(WIDTH_IN, height_in)
         plot(figure.add_subplot(), theme)
@@ -78,7 +78,7 @@ def draw(plot: Callable[[Any, Theme], None], theme: Theme, height_in: float = HE
 def write_figure(
     fill: Callable[[Figure, Theme], None], folder: Path, name: str, height_in: float = HEIGHT_IN, theme: Theme = LIGHT
 ) -> list[Path]:
-    """A whole figure, which `fill` may divide, as ``name.pdf`` and ``name.png``; older ones are replaced."""
+    """Write a figure that `fill` draws (one or more axes) as ``name.pdf`` and ``name.png``; replace older files."""
     with matplotlib.rc_context(_style(theme)):
         figure = _figure(WIDTH_IN, height_in)
         fill(figure, theme)
@@ -92,7 +92,7 @@ def write_figure(
 
 
 def check_result(path: Path, verb: str, first_field: str) -> None:
-    """Refuse a file that `verb` did not write: a figure, or JSON that begins with this field."""
+    """Raise unless the file starts like a result of `verb`: a PNG, a PDF, or JSON that begins with `first_field`."""
     starts = {".json": f'{{\n "{first_field}": '.encode(), ".png": b"\x89PNG", ".pdf": b"%PDF"}
     with path.open("rb") as stream:
         start = stream.read(64)
@@ -127,7 +127,7 @@ def _figure(width_in: float, height_in: float) -> Figure:
 
 
 def _lay_out(figure: Figure) -> None:
-    """Once, ahead of all files: left to itself, each of them would lay out and draw twice."""
+    """Compute the layout once, before any file is saved: otherwise every save lays out and draws the figure twice."""
     layout = figure.get_layout_engine()
     assert layout is not None
     layout.execute(figure)
@@ -136,18 +136,18 @@ def _lay_out(figure: Figure) -> None:
 
 def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    # No version or date in the file: the same numbers give the same bytes.
+    # Leave out the version and the date, so that the same numbers give the same bytes.
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def heat_map(load: Sequence[Sequence[float]], layer_ids: Sequence[int]) -> Callable[[Any, Theme], None]:
-    """Load of every layer (row), its experts sorted from hot to cold, relative to the layer's mean."""
+    """Plot load [layer, expert] as a heat map relative to the layer's mean: a row per layer, hottest expert first."""
 
     def plot(axes: Any, theme: Theme) -> None:
         values = -np.sort(-np.asarray(load), axis=1)
         values = values / np.maximum(values.mean(axis=1, keepdims=True), 1e-300)
-        # A single far outlier would leave the rest one colour: the scale ends at the 99.5th percentile.
+        # The scale ends at the 99.5th percentile: with a single far outlier, all other values would have one colour.
         top = max(1.5, float(np.percentile(values, 99.5)))
         layers, experts = values.shape
         image = axes.imshow(
@@ -172,7 +172,7 @@ def heat_map(load: Sequence[Sequence[float]], layer_ids: Sequence[int]) -> Calla
 def layer_lines(
     layer_ids: Sequence[int], series: Mapping[str, Numbers], ylabel: str, band: tuple[float, float, str] | None = None
 ) -> Callable[[Any, Theme], None]:
-    """One or more values per layer; `band` shades a range, such as what others have published."""
+    """Plot one line per series over the layers; `band` (low, high, label) shades a range, such as published values."""
 
     def plot(axes: Any, theme: Theme) -> None:
         if band is not None:
@@ -193,7 +193,7 @@ def layer_lines(
 def against_batch(
     batch: Sequence[int], series: Mapping[str, Numbers], reference: Numbers, experts: int
 ) -> Callable[[Any, Theme], None]:
-    """Distinct experts against batch size, beside uniform random routing."""
+    """Plot distinct experts per layer against batch size; `reference` is the curve of uniform random routing."""
 
     def plot(axes: Any, theme: Theme) -> None:
         axes.axhline(experts, color=theme.muted, lw=1, ls=":")
@@ -214,7 +214,7 @@ def against_batch(
 
 
 def matrix(names: Sequence[str], values: Sequence[Numbers], label: str) -> Callable[[Any, Theme], None]:
-    """A square matrix of similarities with its numbers written in."""
+    """Plot a square matrix of similarities, with its numbers as text."""
 
     def plot(axes: Any, theme: Theme) -> None:
         cells = np.array([_array(row) for row in values])
@@ -243,7 +243,7 @@ def matrix(names: Sequence[str], values: Sequence[Numbers], label: str) -> Calla
 def drift_curve(
     lag: Sequence[float], skew_left: Numbers, unit: str, fitted: tuple[float, float] | None
 ) -> Callable[[Any, Theme], None]:
-    """Share of the first skew that is left, against lag; `fitted` is the half-life (in `unit`) and the floor."""
+    """Plot the share of the initial skew left against lag; `fitted` is the half-life (in `unit`) and the floor."""
 
     def plot(axes: Any, theme: Theme) -> None:
         axes.plot(lag, _array(skew_left), "o", ms=4, color=theme.series[0], label="measured, noise removed")
@@ -270,7 +270,7 @@ def drift_curve(
 
 
 def steps(values: Sequence[float], bin_s: float, mean: float) -> Callable[[Any, Theme], None]:
-    """Arrival rate over time."""
+    """Plot the arrival rate over time: `values` in requests per second, one per bin of `bin_s` seconds."""
 
     def plot(axes: Any, theme: Theme) -> None:
         scale, unit = (60.0, "min") if bin_s * len(values) > 600 else (1.0, "s")
@@ -297,7 +297,7 @@ def _layer_ticks(axis: Any, layer_ids: Sequence[int], most: int) -> None:
 
 
 def _legend(axes: Any, loc: str | None = None) -> None:
-    """Above the axes unless a corner is known to be free of data."""
+    """Draw a legend for two or more series: at `loc`, or above the axes if None."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1 and loc is None:
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(labels), borderaxespad=0.2, fontsize=9)

@@ -18,17 +18,17 @@ from coterie.traces import ActivationTrace
 TEST_SHARE = 0.3
 """Share of the requests held out for testing."""
 SPLITS = 3
-"""Ways to halve the requests over which rho is averaged: one split alone can be 0.07 off."""
+"""Number of random halvings of the requests that rho is averaged over: a single split can be 0.07 off."""
 SCORED_PAIRS = 32_000
-"""Most pairs of requests that rho is scored on; all of them in halves of up to 253 requests."""
+"""Most pairs of requests that rho is computed on: every pair if half of the requests are at most 253."""
 CHOICES: tuple[Weighting, ...] = ("count_idf", "count", "binary")
-"""Weightings that a router can use: gate weights do not come with requests."""
+"""Weightings that a router can use. Gate weights are not among them: a live request has expert counts only."""
 DEFAULT: Weighting = "count_idf"
-"""The published weighting, used where requests are too few to choose."""
+"""Published weighting, used if the requests are too few to choose by score."""
 FEWEST = 20
-"""Requests below which no weighting is chosen: halves of fewer than 10 have fewer than 45 pairs."""
+"""Fewest requests to choose a weighting by score: fewer than 10 requests in a half are fewer than 45 pairs."""
 REQUESTS = 1400
-"""Requests to read by default."""
+"""Default number of requests to read from the trace."""
 
 Report = Callable[[str, int, int], None]
 
@@ -40,33 +40,33 @@ class ScoredFit(NamedTuple):
     calibration_requests: int
     test_requests: int
     halved: bool
-    """The trace has one phase: first and second halves of requests stand for prefill and decode."""
+    """Whether the trace has one phase only: the halves of each request then stand for prefill and decode."""
     rho: list[RhoScore]
-    """Per signature; empty if requests are too few."""
+    """One score per signature (weighting and mask); empty if there are fewer than `FEWEST` requests."""
     weighting: Weighting
     chosen: str
-    """Why this weighting, in words."""
+    """Reason for the weighting, in words."""
     distinct: list[dict[str, Any]]
-    """Per clustering: expected distinct experts per step."""
+    """Expected distinct experts per step, one row per clustering."""
     seconds: dict[str, float]
     """Seconds per part of the fit."""
 
 
 class RhoScore(NamedTuple):
-    """Rank correlation of similarity in prefill with that in decode, mean over splits."""
+    """Rank correlation between requests' similarity in prefill and their similarity in decode, mean over splits."""
 
     weighting: Weighting
     mask: bool
-    """Whether the signature keeps the layers that tell most, or all."""
+    """Whether the signature keeps only the most informative layers; False keeps all."""
     rho: float | None
-    """None where this weighting is refused, or was not recorded."""
+    """Mean over splits; None if the weighting cannot be fitted in a split, or the trace has no gate weights for it."""
     per_split: list[float]
     layers: float | None
-    """Layers kept, mean over splits."""
+    """Number of layers that the signature keeps, mean over splits."""
 
 
 def check_weighting(weighting: str) -> Weighting:
-    """Raise unless signatures of counts can be weighted so; gate weights do not come with requests."""
+    """Return `weighting`, or raise if it needs more than expert counts: live requests carry no gate weights."""
     if weighting not in CHOICES:
         raise ConfigError(f"weighting={weighting} must be one of {', '.join(CHOICES)}: requests come with counts")
     return weighting
@@ -83,9 +83,9 @@ def fit_and_score(
     speeds: NDArray[np.float64] | None = None,
     report: Report = lambda *_: None,
 ) -> ScoredFit:
-    """`requests` of the trace are drawn; 30% of them test what the others fit. `speeds` [worker], relative.
+    """Draw `requests` of the trace, fit a router on 70% of them and score it on the other 30%.
 
-    Without `weighting` the one that scores best on held-out requests is taken.
+    `speeds` [worker] are relative. Without `weighting`, the best one on held-out requests is used.
     """
     asked = None if weighting is None else check_weighting(weighting)
     wanted = np.sort(rng.permutation(trace.num_requests)[:requests])
@@ -119,7 +119,7 @@ def fit_and_score(
 
 
 def choose_weighting(scores: list[RhoScore], fit: Calibration) -> tuple[Weighting, str]:
-    """The weighting with the highest rho on requests that did not fit it, and why in words."""
+    """Return the weighting with the highest rho on held-out requests, and the reason in words."""
     ours = [one for one in scores if one.mask and one.weighting in CHOICES and one.rho is not None]
     if not ours:
         if (np.count_nonzero(fit.prefill, axis=0) == len(fit.prefill)).all():
@@ -133,7 +133,7 @@ def choose_weighting(scores: list[RhoScore], fit: Calibration) -> tuple[Weightin
 
 
 def score_signatures(known: Calibration, seeds: Sequence[int] = range(SPLITS)) -> list[RhoScore]:
-    """rho of every signature on requests that did not fit it: halves of the requests, a split per seed."""
+    """Compute rho of every signature: fit it on one half of the requests, score it on the other, one split per seed."""
     found: dict[tuple[Weighting, bool], list[tuple[float, int]]] = {}
     for seed in seeds:
         rng = np.random.default_rng([seed, 5])
@@ -150,12 +150,12 @@ def score_signatures(known: Calibration, seeds: Sequence[int] = range(SPLITS)) -
                         score = rho(made.transform_all(seen), truth, pairs)
                         found.setdefault((weighting, mask), []).append((score, len(made.layers)))
                 except ConfigError:
-                    pass  # count_idf where every request activates every expert
+                    pass  # count_idf cannot be fitted if every request activates every expert
     rows = []
     for weighting in WEIGHTINGS:
         for mask in (False, True):
             values = found.get((weighting, mask), [])
-            whole = len(values) == len(seeds)  # refused in one split: not scored
+            whole = len(values) == len(seeds)  # a weighting that failed in one split has no score
             scores = [score for score, _ in values] if whole else []
             layers = float(np.mean([kept for _, kept in values])) if whole else None
             rows.append(RhoScore(weighting, mask, float(np.mean(scores)) if whole else None, scores, layers))
@@ -165,7 +165,10 @@ def score_signatures(known: Calibration, seeds: Sequence[int] = range(SPLITS)) -
 def score_clusters(
     fitted: RouterFit, test: Calibration, speeds: NDArray[np.float64] | None, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Distinct experts of held-out requests, compared with round robin; empty if they are too few."""
+    """Compute the expected distinct experts per step of held-out requests under each clustering and round robin.
+
+    Empty if there are fewer requests than workers, or fewer than 3.
+    """
     requests, workers = len(test.prefill), fitted.workers
     if requests < max(3, workers):
         return []

@@ -1,7 +1,7 @@
-"""The report: figures as PNG files, and one HTML page that needs nothing else.
+"""The report of ``coterie inspect``: figures as PNG files, and one self-contained HTML page.
 
-A report folder is known by its marker file, which lists what was written. Only those files are ever replaced: a
-folder that holds anything else is refused, so no file of the user's is lost.
+A marker file in the report folder lists the files of the report. Only the listed files are ever replaced. A folder
+that is not empty and has no marker is refused, so that no file of the user is lost.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ a { color: inherit; }
 
 
 class Report(NamedTuple):
-    """What was written."""
+    """Paths of the files of a report."""
 
     page: Path
     figures: tuple[Path, ...]
 
 
 def check_report_folder(folder: Path) -> None:
-    """Raises unless the folder is new, empty, or holds an earlier report."""
+    """Raise unless the folder is new, empty, or holds an earlier report."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; a report is a folder")
     if folder.is_dir() and any(folder.iterdir()):
@@ -69,7 +69,7 @@ def check_report_folder(folder: Path) -> None:
 
 
 def write_report(found: Inspection, folder: Path) -> Report:
-    """The figures and the page; an earlier report there is replaced, with its figures."""
+    """Write the figures and the page; replace an earlier report in the folder, with its figures."""
     check_report_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     before = _written_before(folder) if any(folder.iterdir()) else []
@@ -78,7 +78,7 @@ def write_report(found: Inspection, folder: Path) -> Report:
     for name in (*names, PAGE):
         if name not in before and (folder / name).exists():
             raise ConfigError(f"{folder / name} exists and is of no earlier report; choose another folder")
-    # The marker comes first: whatever an interruption leaves is known to be a report's, and can be replaced.
+    # Write the marker first: files left by an interrupted run are then listed, and the next run can replace them.
     write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *names, PAGE})})
     for name in set(before) - {*names, PAGE}:
         (folder / name).unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def _written_before(folder: Path) -> list[str]:
     files = mark.get("files")
     if mark.get("format") != _MARK or not isinstance(files, list):
         raise TraceError(marker, "format", f"found {mark.get('format')!r}, expected {_MARK!r} and a list of files")
-    # Names only: a marker that was tampered with must not reach outside its folder.
+    # Keep plain file names only: a marker that was tampered with must not name files outside its folder.
     return [name for name in files if isinstance(name, str) and Path(name).name == name]
 
 
@@ -108,7 +108,7 @@ def _draw(section: Section) -> dict[str, bytes]:
 
 
 def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, dict[str, bytes]]) -> str:
-    """The page as text: styles and pictures are inside, and its policy forbids loading anything else."""
+    """Return the page as HTML: styles and pictures are inline, and its security policy forbids other downloads."""
     title = f"Coterie inspect: {Path(found.trace).name or found.trace}"
     missing = not_there(found)
     parts = [
@@ -134,7 +134,7 @@ def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, di
 
 
 def _finding(section: Section) -> str:
-    """What a section says, in its first sentence with a number, and a link to the rest."""
+    """Return a list item with the section's first sentence that has a number, and a link to the section."""
     sentences = re.split(r"(?<=\.) (?=[A-Z])", section.meaning)
     said = next((sentence for sentence in sentences if re.search(r"\d", sentence)), sentences[0])
     return f'<li><a href="#{section.key}">{html.escape(section.title)}</a>: {html.escape(said)}</li>'
@@ -183,7 +183,7 @@ def _list(title: str, items: Sequence[str]) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """Three significant digits; whole numbers in full; a dash for what is not there."""
+    """Format a cell: floats with three significant digits, integers in full, a dash for None."""
     if cell is None:
         return "–"
     if isinstance(cell, float):

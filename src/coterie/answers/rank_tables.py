@@ -1,4 +1,4 @@
-"""Fit rank tables to a trace and a placement: the token table, the rank transitions, and what they say of each rank."""
+"""Fit rank tables to a trace under a placement: likely rank per token id, rank transitions and rank affinities."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def fit_rank_tables(
     ranks: NDArray[np.integer] | None = None,
     order: int = 2,
 ) -> RankTables:
-    """Tables under a placement, fitted on some requests of a trace (None: all).
+    """Fit the tables of a placement on some requests of a trace (None: all requests).
 
-    `table` is a token table fitted already; `ranks` [layer, seen] (or [1, seen]) are the ranks of its tokens where
-    they were chosen elsewhere, as by co-clustering. None is the rank with the largest expected share.
+    `table` is a token table that is already fitted; None fits one. `ranks` [layer, token id seen] (or [1, token id
+    seen]) are ranks chosen elsewhere, for example by co-clustering; None takes the rank with the largest expected
+    share.
     """
     if trace.meta.num_layers != placement.num_layers or trace.meta.num_experts != placement.num_experts:
         raise ConfigError(
@@ -35,7 +36,7 @@ def fit_rank_tables(
         )
     known = TokenTable().fit(trace, requests) if table is None else table
     held = held_by(placement)
-    shares = known.local_shares(held)  # [seen, layer, rank]
+    shares = known.local_shares(held)  # [token id seen, layer, rank]
     chosen = shares.argmax(axis=2).T if ranks is None else np.broadcast_to(ranks, shares.shape[1::-1])
     confidence = np.take_along_axis(shares, chosen.T[:, :, None].astype(np.int64), axis=2)[..., 0].T
     tokens, offsets = trace.arrays()

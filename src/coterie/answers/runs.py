@@ -1,4 +1,4 @@
-"""Many simulated runs: in parallel, compared in pairs; how their intervals are written and drawn."""
+"""Run many simulations in parallel; compute, print and plot confidence intervals of their differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scipy import stats
 from coterie.types import Interval
 
 WORTH_PCT = 1.0
-"""A smaller saving is called hardly worth it."""
+"""Saving in percent below which a change is called hardly worth it."""
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -27,14 +27,14 @@ def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A,
         for item in items:
             yield item, work(item)
         return
-    # Spawned, not forked: a progress bar runs in a thread of this process.
+    # Spawn, do not fork: a progress bar runs in a thread of this process, and forking with threads can deadlock.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     try:
         futures = {pool.submit(work, item): item for item in items}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BaseException:
-        # Waiting for what still runs would keep an interrupted command: only Ctrl-C reaches the processes as well.
+        # Terminate the workers, so that an interrupted command ends at once: only Ctrl-C reaches them by itself.
         for process in list(pool._processes.values()):
             process.terminate()
         raise
@@ -43,7 +43,7 @@ def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A,
 
 
 def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:
-    """Mean and 95% interval by Student's t; a single sample has none."""
+    """Return the mean and its 95% interval by Student's t; a single sample has no interval."""
     values = np.asarray(samples, np.float64)
     mean = float(values.mean())
     if len(values) < 2:
@@ -53,31 +53,31 @@ def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:
 
 
 def interval_of(row: Mapping[str, Any], key: str) -> Interval:
-    """The interval that a row holds under KEY_pct, KEY_low and KEY_high."""
+    """Return the interval of a row's fields KEY_pct (the mean), KEY_low and KEY_high."""
     return Interval(row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"])
 
 
 def with_half(found: Interval, digits: int = 1) -> str:
-    """Signed mean ± half of the interval; the mean alone where there is no interval."""
+    """Format the signed mean ± half of the interval; the mean alone if there is no interval."""
     half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.{digits}f}"
     return f"{found.mean:+.{digits}f}{half}"
 
 
 def with_ends(found: Interval, digits: int = 1, sign: str = "+", unit: str = "") -> str:
-    """Mean and [low, high]; the mean alone where there is no interval."""
+    """Format the mean and [low, high]; the mean alone if there is no interval."""
     form = f"{sign}.{digits}f"
     ends = "" if found.low is None or found.high is None else f" [{found.low:{form}}, {found.high:{form}}]"
     return f"{found.mean:{form}}{unit}{ends}"
 
 
 def told_apart(found: Interval) -> str:
-    """Whether a gain is told apart from 0."""
+    """Say in words whether the interval of a gain excludes 0."""
     if found.low is None or found.high is None:
         return "one run: no interval"
     return "surely" if found.low > 0 else "not told apart" if found.high > 0 else "surely not"
 
 
 def error_bars(found: Sequence[Interval]) -> NDArray[np.float64] | None:
-    """[2, value] lengths below and above the means; None where a value has no interval: then none is drawn."""
+    """Return error bars [2, value], lengths below and above the means; None if any value has no interval."""
     ends = [(one.mean - one.low, one.high - one.mean) for one in found if one.low is not None and one.high is not None]
     return np.array(ends).T if ends and len(ends) == len(found) else None

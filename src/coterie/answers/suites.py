@@ -3,8 +3,8 @@
 A suite answers one published claim or open question, with our numbers beside the published ones. Its notes say what is
 reproduced, what is not, and why. A group of benchmarks measures Coterie itself on this machine.
 
-Coterie's own are a package of their own, `coterie-lab`, in the folder lab/ of its repository. Any package adds suites
-through the entry point group ``coterie.suites``, and groups of benchmarks through ``coterie.benches``.
+Coterie's own suites and benchmarks are in the package `coterie-lab`, folder lab/ of the repository. Any package adds
+suites through the entry point group ``coterie.suites``, and groups of benchmarks through ``coterie.benches``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class SuiteOptions:
     trace: Path | None = None
     """Trace to evaluate on, instead of the suite's own."""
     trace_format: str | None = None
-    """Format of that trace; None detects it."""
+    """Format of `trace`; None detects the format."""
     batch: int = 128
     """Tokens per step, summed over all ranks."""
     data: Path | None = None
-    """Folder of real data (docs/data.md); None skips what needs it, with a note."""
+    """Folder of real data (docs/data.md); None skips the parts that need real data, with a note."""
     seed: int = 0
     """Seed of the random generator, for suites that take one seed."""
     model: Path | None = None
-    """Checkpoint folder whose own router is evaluated."""
+    """Folder of a checkpoint whose own expert routing is evaluated."""
     requests: int | None = None
     """Requests per run; None takes the suite's default."""
     seeds: tuple[int, ...] | None = None
@@ -60,26 +60,26 @@ class SuiteOptions:
 
 
 CHOICES = tuple(field.name for field in fields(SuiteOptions) if field.name not in ("data", "out"))
-"""Options that a suite may read or not. Not among them: the data folder (no command-line option) and --out (all)."""
+"""Options that a suite may read or not. Left out: `data` (no command-line option) and `out` (every suite takes it)."""
 
 
 Report = Callable[[str, int, int], None]
-"""Callback: what is being done, how much of it is done, and of how much."""
+"""Progress callback: description of the current work, units done, units in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """Plain values only: a result is written as JSON as it stands."""
+    """Result of a suite. Plain values only: the result is written as JSON without conversion."""
 
     suite: str
     rows: list[dict[str, Any]]
-    """Ours, and under ``published`` the numbers they are compared with, or None."""
+    """Our numbers; the field ``published`` of a row holds the published numbers to compare with, or None."""
     notes: list[str]
-    """What was computed, what agrees, what does not and why: one line each."""
+    """Notes, one line each: what was computed, what agrees with the published numbers, what differs and why."""
 
 
 class Column(NamedTuple):
-    """A column of a printed table."""
+    """Column of a printed table: its heading, and the function that takes its value from a row."""
 
     heading: str
     value: Callable[[Row], Any]
@@ -95,18 +95,18 @@ class SuiteTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One evaluation."""
+    """One evaluation of a published claim or an open question."""
 
     help: str
-    """One line: what is computed, and what it is compared with."""
+    """One line: what the suite computes, and what the result is compared with."""
     run: Callable[[SuiteOptions, Report], SuiteResult]
     tables: tuple[SuiteTable, ...] | Callable[[], tuple[SuiteTable, ...]] = ()
     """Tables to print, or a function that returns them, if importing them takes long. Empty: print every plain value of
     every row."""
     writes_files: bool = False
-    """Whether it writes files besides its rows, such as figures."""
+    """Whether the suite writes files in addition to its rows, such as figures."""
     reads: tuple[str, ...] | None = None
-    """Names in CHOICES that `run` reads (plugins); any other option given is an error. None allows all."""
+    """Names in CHOICES that `run` reads; giving any other option is an error. None allows all options."""
 
     def __post_init__(self) -> None:
         for name in self.reads or ():
@@ -115,8 +115,8 @@ class Suite:
 
 
 Bench = Callable[[Report], list[dict[str, Any]]]
-"""A group of benchmarks: returns rows with a `name`, their sizes, and `median_us` or `median_ms`. Machines differ:
-compare rows of one run."""
+"""Group of benchmarks: a function that returns rows with a `name`, sizes, and `median_us` or `median_ms`. Compare only
+rows of one run, since machines differ."""
 
 suites: Registry[Suite] = Registry("suite", group="coterie.suites")
 benches: Registry[Bench] = Registry("benchmark group", group="coterie.benches")
@@ -132,13 +132,13 @@ def lab_missing() -> bool:
 
 
 def look_up(registry: Registry[T], name: str) -> T:
-    """The suite or group of that name; without the lab, an unknown name raises with how to install it."""
+    """Return the suite or group of that name; the error for an unknown name says if coterie-lab is not installed."""
     if name not in registry and lab_missing():
         raise ConfigError(f"unknown {registry.kind} {name!r}: {LAB_MISSING}")
     return registry[name]
 
 
 def options_read(suite: str) -> tuple[str, ...]:
-    """Names in CHOICES that a suite reads."""
+    """Return the names in CHOICES that a suite reads."""
     reads = suites[suite].reads
     return CHOICES if reads is None else reads

@@ -1,1 +1,1 @@
-"""The command line: `verbs/` has one file per verb; what they share is beside it."""
+"""The command line: `verbs/` has one file per verb; modules shared by verbs are in this folder."""

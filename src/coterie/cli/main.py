@@ -1,7 +1,7 @@
-"""``coterie``: the verbs, and how errors become exit codes.
+"""The ``coterie`` command: its verbs, and the mapping of errors to exit codes.
 
-0 done, 1 the answer is no, 2 bad input or something this machine lacks, 130 interrupted (Ctrl-C), 143 terminated
-(SIGTERM). Both clean up before they end.
+Exit codes: 0 done; 1 the answer is no; 2 bad input, or something missing on this machine; 130 interrupted (Ctrl-C); 143
+terminated (SIGTERM). The last two clean up before they exit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coterie.errors import CoterieError, UnfinishedWarning
 
 
 class _Loaded(Mapping[str, Any]):
-    """Name → command; a verb is imported when it is looked up. `more` are commands added to the app."""
+    """Name → command. A verb is imported when it is looked up; `more` holds commands added to the Typer app."""
 
     def __init__(self, more: Mapping[str, Any]) -> None:
         self._more = more
@@ -49,7 +49,7 @@ def _load(name: str) -> Any:
 
 
 class Verbs(TyperGroup):
-    """The verbs; only the one that is asked for is imported."""
+    """Command group of all verbs; imports only the verb that is run."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -87,22 +87,22 @@ def _coterie(
     ] = False,
 ) -> None:
     """Expert-aware scheduling for Mixture-of-Experts serving."""
-    del version  # the option's callback has printed it and exited
+    del version  # the option's callback prints the version and exits
 
 
-# Typer carries its own copy of Click's exceptions in newer versions: find the class rather than name a module.
+# Newer versions of Typer have their own copy of Click's exceptions: find the class by name instead of importing it.
 _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def main() -> None:
-    """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
+    """Run the ``coterie`` command. A failure prints one line and sets the exit code; only a bug prints a traceback."""
     verb = next((word for word in sys.argv[1:] if word in VERBS), None)
     try:
         with handle_interrupts(), _one_line_warnings():
             if verb is not None:
                 announce(verb, VERBS[verb].compile_s)
             code = _command()(standalone_mode=False)
-            if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others raise
+            if code == INTERRUPTED:  # some versions of Typer return this code for Ctrl-C, others raise
                 raise KeyboardInterrupt
         if verb is not None and VERBS[verb].compile_s is not None and not code:
             note_compiled(verb)
@@ -112,7 +112,7 @@ def main() -> None:
         code = interrupted_by() if isinstance(error, typer.Abort) else exit_code(error)
         if code is None:
             message = _message(error)
-            if message is None:  # an error in Coterie itself
+            if message is None:  # a bug in Coterie: show the traceback
                 raise
             _fail(message)
         err.print(WORDS[code])
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _message(error: BaseException) -> str | None:
-    """What is wrong with the input or the machine; None for any other error."""
+    """Return the message of an error caused by the input or the machine; None for any other error."""
     if isinstance(error, CoterieError):
         return str(error)
     if isinstance(error, _CommandLineError):
@@ -138,7 +138,7 @@ def _message(error: BaseException) -> str | None:
 
 @contextmanager
 def _one_line_warnings() -> Iterator[None]:
-    """Print a warning about the input as one line, once; others as Python does."""
+    """Print each warning about unfinished input once, as one line; print other warnings as Python does."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", UnfinishedWarning)
         show, seen = warnings.showwarning, set()
@@ -156,14 +156,14 @@ def _one_line_warnings() -> Iterator[None]:
 
 @cache
 def _command() -> Callable[..., Any]:
-    """The whole command, built once per process."""
+    """Build the whole command, once per process."""
     command = typer.main.get_command(app)
     command.params.append(plugin_option())
     return command
 
 
 def _closed_pipe() -> int:
-    """The reader of stdout (such as head) has closed it: discard what is still buffered."""
+    """Discard the buffered output after the reader of stdout (such as head) has closed it; return exit code 0."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -1,9 +1,10 @@
-"""What every verb shares: results on stdout, all else on stderr.
+"""Output shared by all verbs: results on stdout, everything else on stderr.
 
-With ``--json`` stdout carries exactly one JSON object; tables, progress and logs go to stderr in any case, so a
-pipe never sees them.
+With ``--json``, stdout has exactly one JSON object. Progress and logs always go to stderr, so that a pipe never sees
+them.
 
-Names come from files and may hold anything: what would control a terminal is shown as an escape, such as ``\\x1b``.
+Names come from files and may contain any character: terminal control characters are shown as escapes, such as
+``\\x1b``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:  # not needed for help, which would take half as long again
+if TYPE_CHECKING:  # importing NumPy for --help would make it 50% slower
     import numpy as np
     from numpy.typing import NDArray
 
@@ -32,27 +33,27 @@ WIDTH = 110
 """Largest width of a table, in characters."""
 
 MAX_ROWS = 32
-"""Ranks shown in a table of bars; the busiest ones if there are more."""
+"""Most ranks in a table of bars; if there are more ranks, the busiest are shown."""
 _PARTS = " ▏▎▍▌▋▊▉█"
 
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but the line feed, those that reorder text, and halves of characters."""
+"""Control characters except line feed, characters that reorder text, and surrogates."""
 
 
 def visible(text: str) -> str:
-    """Text with escapes in place of what controls a terminal or cannot be written as UTF-8."""
+    """Return text with escapes for characters that control a terminal or cannot be encoded as UTF-8."""
     return _CONTROLS.sub(_escape, text)
 
 
 def _escape(found: re.Match[str]) -> str:
     code = ord(found[0])
-    if 0xDC80 <= code <= 0xDCFF:  # Python's stand-in for a byte of a path that is not UTF-8
+    if 0xDC80 <= code <= 0xDCFF:  # surrogate escape: Python's code for a byte of a path that is not UTF-8
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 class _Console(Console):
-    """A console on which nothing that is printed can control the terminal, but rich's own styles."""
+    """Console whose printed text cannot control the terminal; only rich's own styles can."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -64,12 +65,12 @@ out: Console = _Console()
 
 
 def set_width() -> None:
-    """Limit the width of what is printed on stdout from now on."""
-    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
+    """Limit the width of later output on stdout."""
+    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would assume 80
 
 
 def progress() -> Progress:
-    """A progress bar on stderr that leaves no trace when done."""
+    """Return a progress bar on stderr that disappears when done."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -78,15 +79,15 @@ def progress() -> Progress:
         TimeRemainingColumn(),
         console=err,
         transient=True,
-        disable=not err.is_terminal,  # off a terminal it would leave an empty line
+        disable=not err.is_terminal,  # without a terminal it would leave an empty line
     )
 
 
 @contextmanager
 def reporting(first: str, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar as a callback: report(what, done, total).
+    """Show a progress bar during the block and yield its callback, report(what, done, total).
 
-    Off a terminal there is no bar; with `lines`, every new `what` is then printed as a line on stderr.
+    Without a terminal there is no bar; with `lines`, every new `what` is then printed as a line on stderr.
     """
     if lines and not err.is_terminal:
         said = [""]
@@ -107,7 +108,7 @@ def reporting(first: str, lines: bool = False) -> Iterator[Callable[[str, int, i
 def print_json(value: Mapping[str, Any]) -> None:
     try:
         text = msgspec.json.encode(value, enc_hook=_plain)
-    except UnicodeEncodeError:  # a path that is not UTF-8
+    except UnicodeEncodeError:  # a value contains a path that is not UTF-8
         text = msgspec.json.encode(_encodable(msgspec.to_builtins(value, enc_hook=_plain)))
     typer.echo(text.decode())
 
@@ -121,12 +122,12 @@ def _encodable(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    # Scalars and arrays of NumPy become plain values.
+    # Convert NumPy scalars and arrays to plain values.
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], note: str | None = None) -> None:
-    """A table on stdout: text left, numbers right, floats in three significant digits."""
+    """Print a table on stdout: text left-aligned, numbers right-aligned, floats with three significant digits."""
     table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
     cells = [[_cell(value) for value in row] for row in rows]
     raw = [list(row) for row in cells]
@@ -134,12 +135,12 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
         numeric = all(isinstance(row[index][1], int | float) or row[index][1] is None for row in raw) and bool(raw)
         table.add_column(column, justify="right" if numeric else "left")
     for row in cells:
-        table.add_row(*(Text(text) for text, _ in row))  # a name in brackets is a name, not markup
+        table.add_row(*(Text(text) for text, _ in row))  # Text, so that a name in brackets is not read as markup
     out.print(table)
 
 
 def _cell(value: Any) -> tuple[str, Any]:
-    value = value.item() if hasattr(value, "item") else value  # a scalar of NumPy
+    value = value.item() if hasattr(value, "item") else value  # a NumPy scalar
     if value is None:
         return "-", None
     if isinstance(value, bool):
@@ -152,7 +153,7 @@ def _cell(value: Any) -> tuple[str, Any]:
 
 
 def print_verdict(sentence: str, then: str | None = None) -> None:
-    """End a verb: one plain sentence, and the command to type next. In JSON they are `verdict` and `next`."""
+    """Print the end of a verb's output: the verdict in one sentence, and the next command to run."""
     out.print()
     out.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if then is not None:
@@ -160,22 +161,22 @@ def print_verdict(sentence: str, then: str | None = None) -> None:
 
 
 def shell(*words: object) -> str:
-    """A command to type: words with spaces in them are quoted."""
+    """Join words to a shell command, quoted where necessary."""
     return shlex.join(map(str, words))
 
 
 def bar(value: float, full: float, width: int) -> str:
-    """Draw `value` as a bar of blocks; `full` fills the width."""
+    """Return `value` as a bar of block characters; `full` fills `width` characters."""
     eighths = round(8 * width * min(value / full, 1.0)) if full > 0 else 0
     return ("█" * (eighths // 8) + _PARTS[eighths % 8]).rstrip().ljust(width)
 
 
 class RankColumn(NamedTuple):
-    """A value per rank, drawn as bars; columns of one `scale` share the longest bar."""
+    """Column of bars, one value per rank; columns with the same `scale` are drawn to the same maximum."""
 
     name: str
     values: NDArray[np.float64]
-    """[rank]"""
+    """[rank] value that the bar shows."""
     scale: int
 
 
@@ -201,11 +202,11 @@ def print_rank_bars(title: str, columns: Sequence[RankColumn], note: str) -> Non
 
 
 def relative(busy: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divide by the mean: 1 is an average rank."""
+    """Divide by the mean, so that 1 is an average rank; all 0 if there is no load."""
     return busy / busy.mean() if busy.any() else 0.0 * busy
 
 
-# Options that several commands share.
+# Options shared by several commands.
 
 FromOption = Annotated[
     str | None, typer.Option("--from", help="Format of the input; detected from the file by default.")

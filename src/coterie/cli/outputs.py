@@ -1,4 +1,4 @@
-"""Checks of what a command will write, before its work begins: nothing that Coterie did not write is replaced."""
+"""Check output paths before the work begins, so that a command never replaces a file that Coterie did not write."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from coterie.errors import ConfigError, InputError
 def check_output(
     path: Path, option: str, kind: str, read: Callable[[Path], object], inputs: Iterable[Path | None] = ()
 ) -> None:
-    """Refuse to write `path` where that would destroy something.
+    """Raise if writing `path` would destroy something.
 
-    A file may be replaced if `read` reads it as one of this `kind`. Links, devices and pipes are never written, nor is
-    an input or a file inside an input's folder.
+    An existing file may be replaced if `read` accepts it as a file of this `kind`. Links, devices and pipes are never
+    written, nor is an input or a file inside an input's folder.
     """
     said = f"{option}={path}"
     if path.is_symlink():
@@ -37,5 +37,5 @@ def check_output(
 
 
 def _real(path: Path) -> Path:
-    """As ``resolve``, which raises for a loop of links."""
+    """Resolve links, like ``Path.resolve`` but without an error for a loop of links."""
     return Path(os.path.realpath(path))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def trace_summary(path: Path, trace: ActivationTrace | LoadTable) -> dict[str, Any]:
-    """Summarise a trace that was written to a folder."""
+    """Return the sizes of a trace that was written to the folder `path`."""
     from coterie.traces import LoadTable
 
     if isinstance(trace, LoadTable):

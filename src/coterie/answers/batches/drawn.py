@@ -1,7 +1,7 @@
-"""The workload that is drawn where there is no trace: requests of several domains, each with experts of its own.
+"""The random workload used without a trace: requests of several domains, each of which prefers its own experts.
 
-Fitted to the figures of CAPS (60 experts, top 4, batches of 8), at 150 and 300 requests a second:
-lab/benchmarks/fit_caps.py finds the numbers again, and ``coterie evaluate caps`` compares them with what was published.
+Fitted to the published results of CAPS (60 experts, top 4, batches of 8), at 150 and 300 requests per second.
+lab/benchmarks/fit_caps.py repeats the fit; ``coterie evaluate caps`` compares the results with the published ones.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ LOADS = SemanticLoads(domains=20, hot=4, strength=0.97, likeness=100.0, tokens=1
 
 @dataclass(frozen=True, slots=True)
 class DrawnWorkload:
-    """Requests of one layer, and the time of a batch: ``base x (1 + sensitivity x CV of its load)``."""
+    """Requests of a model with one layer. A batch takes ``base x (1 + sensitivity x CV of the load per expert)``."""
 
     loads: SemanticLoads = LOADS
-    """A domain prefers as many experts as a token activates; with 20 domains their arcs of the ring share one expert
-    with each neighbour. How strong and how alike sets the CV of one domain's batch against that of a mixed one."""
+    """Loads per domain. A domain prefers as many experts as a token activates. The preferred experts are arcs of a
+    ring; with 20 domains, neighbouring arcs share one expert. `strength` and `likeness` set the CV of a batch of one
+    domain relative to that of a mixed batch."""
     burst_size: int = 48
-    """Requests of one domain in a row. With short bursts a window holds many domains, and a greedy choice gains twice
-    what was published; with long ones it holds one, and there is nothing to choose."""
+    """Consecutive requests of one domain. With shorter bursts the waiting window holds many domains, and greedy
+    selection gains twice the published amount; with longer bursts it holds one domain, and selection cannot gain."""
     burst_rate: float = 1.6
-    """Rate within a burst, over the mean rate: bursts overlap a little, and the load over time is nearly even, as the
-    published p50, p90 and p99 (1.58, 2.60, 3.03 s) say: they lie on a line."""
+    """Rate within a burst, relative to the mean rate. At 1.6, bursts overlap a little and the load is nearly even over
+    time, as the published p50, p90 and p99 (1.58, 2.60, 3.03 s) imply: they are on a straight line."""
     base_s: float = 0.0375
-    """Seconds of a batch with an even load: published throughput x imbalance at 150 requests a second."""
+    """Seconds of a batch with an even load, from the published throughput and imbalance at 150 requests per second."""
     sensitivity: float = 0.262
-    """Sets the imbalance of bursty first come, first served: 1.80."""
+    """Growth of the batch time per unit of CV; 0.262 gives fcfs with bursty arrivals the published imbalance, 1.80."""
 
     def arrivals(self, pattern: str, rate: float) -> ArrivalProcess:
         if pattern == "poisson":

@@ -1,4 +1,4 @@
-"""Checks of names before any work: a mistyped one must not cost the seconds that importing compiled code takes."""
+"""Check names before any work, so that a mistyped name fails before the seconds of importing compiled code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_names(
 
 
 def _known(module: str, registry: str, built_in: tuple[str, ...]) -> list[str]:
-    """All names of a registry; plugins are named, not loaded, unless the registry is imported already."""
+    """Return all names of a registry. Plugins are listed from entry points, not loaded, unless `module` is imported."""
     loaded = getattr(sys.modules.get(module), registry, None)
     if loaded is not None:
         names: list[str] = loaded.names()

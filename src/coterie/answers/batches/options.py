@@ -1,4 +1,4 @@
-"""Settings of one what-if run, and which of them exclude each other."""
+"""Settings of one what-if run, with checks of their values and of conflicts between them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class SimulateOptions:
     """Options of a run. None takes the default named in the field's docstring or in the config file."""
 
     trace: Path | None = None
-    """Activation trace to replay, or request trace for its times alone; None draws CAPS's workload."""
+    """Activation trace to replay, or request trace of which only the times are used; None draws CAPS's workload."""
     trace_format: str | None = None
     config: Path | None = None
     """JSON file in CAPS's layout; see :class:`coterie.batching.scheduler.CapsConfig`."""
     strategies: tuple[str, ...] = ()
-    """Strategies to compare with fcfs; "all" is every one. Empty takes the config's, else latency_aware."""
+    """Strategies to compare with fcfs; "all" takes every strategy. Empty takes the config's, else latency_aware."""
     arrivals: str | None = None
-    """poisson, bursty, or a trace whose times are replayed; None is the trace's own times, else poisson."""
+    """poisson, bursty, or a trace whose arrival times are replayed; None takes the trace's own times, else poisson."""
     rate: float | None = None
-    """Requests per second; None is as recorded, else LOAD times the fcfs capacity."""
+    """Requests per second; None takes the recorded rate, else LOAD times the capacity of fcfs."""
     requests: int | None = None
     seed: int = 0
     execution: str | None = None
-    """How batches are timed; None is decode or prefill if the trace's model is known, else spread."""
+    """How batches are timed; None takes decode or prefill if the trace's model is known, else spread."""
     model: str | None = None
-    """Shape to time steps of: a shipped one, or a folder with a config.json; None is the trace's."""
+    """Model whose steps are timed: a shipped name, or a folder with a config.json; None takes the trace's model."""
     preset: str | None = None
     """Calibrated device, h200 by default."""
     ranks: int | None = None
@@ -39,13 +39,13 @@ class SimulateOptions:
     places: int | None = None
     """Largest number of requests that decode at once."""
     base_ms: float | None = None
-    """Time of a batch with an even load (spread)."""
+    """Milliseconds of a batch with an even load (spread)."""
     sensitivity: float | None = None
-    """Relative growth of that time per unit of the load's coefficient of variation (spread)."""
+    """Relative growth of the batch time per unit of the load's coefficient of variation (spread)."""
     predictor: str | None = None
-    """Source of the loads that a strategy sees; None is recorded, or the model's dry run."""
+    """Source of the loads that a strategy sees; None takes the recorded loads, or with a model its dry run."""
     with_model: Path | None = None
-    """Checkpoint to run on prompts: its routing is the truth, its router's dry run the prediction."""
+    """Checkpoint to run on prompts: its routing gives the real loads, the dry run of its router the predicted ones."""
     prompts: Path | None = None
     device: str = "cpu"
 

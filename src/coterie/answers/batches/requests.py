@@ -1,7 +1,7 @@
-"""What a what-if run serves: requests with the load they really bring, and the load that is predicted of them.
+"""The requests of a what-if run, with their real loads and their predicted loads.
 
-From an activation trace, from a model that is run on prompts, or drawn. A prediction is made of what comes before the
-tokens that run, and by a predictor that was fitted on other requests; where neither is so, the notes say it.
+Requests come from an activation trace, from a model that is run on prompts, or are drawn at random. A prediction uses
+only tokens that precede the running ones, and a predictor fitted on other requests; the notes report exceptions.
 
     execution        tokens that run                       known before
     spread, prefill  the prompt's; all, if only answers    the token ids of the prompt
@@ -9,7 +9,8 @@ tokens that run, and by a predictor that was fitted on other requests; where nei
     decode           the answer's; all, if only prompts    the prompt: its token ids and footprint
                      were recorded
 
-A predictor that must see a part of the request and has none sees its first half; the second half runs.
+If the predictor needs the beginning of a request and none is known before it runs, the predictor sees the first half
+of the request and only the second half runs.
 """
 
 from __future__ import annotations
@@ -36,50 +37,50 @@ from coterie.traces.arrivals import ArrivalProcess, PoissonArrivals, ReplayedArr
 from coterie.types import DECODE, PREFILL
 
 MAX_RECORDED = 2000
-"""Recorded requests to replay, drawn by seed where a trace has more: their loads are held in memory."""
+"""Most recorded requests to replay, because their loads are held in memory; drawn by seed if a trace has more."""
 MODEL_PROMPTS = 96
-"""Shipped prompts to run a model on."""
+"""Number of shipped prompts to run a model on by default."""
 MODEL_BATCH = 8
 RECORDED = "recorded"
 DRY_RUN = "dry_run"
 EXACT = (RECORDED, DRY_RUN)
-"""Names of loads that need no predictor: as recorded, or the dry run of the model's own router."""
+"""Sources of loads that need no predictor: the recorded loads, or the dry run of the model's own router."""
 PATTERNS = ("poisson", "bursty")
 
 Report = Callable[[str, int, int], None]
-"""Callback: progress as (doing, done, total)."""
+"""Progress callback: description of the current work, units done, units in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests that can be served. A run reuses them."""
+    """Pool of requests to serve. A run longer than the pool repeats them."""
 
     name: str
     top_k: int
     counts: NDArray[np.int64]
-    """[request, layer, expert] real tokens."""
+    """[request, layer, expert] tokens that really go to the expert."""
     predicted: Loads
-    """[request, layer, expert] tokens that a strategy sees; per step in decode."""
+    """[request, layer, expert] predicted tokens, which a strategy sees; per step in decode."""
     predictor: str
     domains: Sequence[str] | None = None
-    """[request]"""
+    """[request] name of its domain."""
     order: NDArray[np.int64] | None = None
-    """[request] recorded order of arrival, if known."""
+    """Indices of the requests in recorded order of arrival; None if unknown."""
     times: RequestTrace | None = None
-    """The recording's own arrivals, those of calibration requests too."""
+    """Request table of the recording with its arrival times, calibration requests included."""
     context: NDArray[np.int64] | None = None
-    """[request] tokens cached before those that run."""
+    """[request] tokens in the KV cache before the first token that runs."""
     first: NDArray[np.int64] | None = None
     """[request] row of its first token in `expert_ids`."""
     expert_ids: NDArray[np.unsignedinteger] | None = None
-    """[token, layer, k] of the tokens that run."""
+    """[token, layer, k] expert ids of the tokens that run."""
     calibration: int = 0
     """Number of other requests that the predictor was fitted on."""
     notes: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[request] tokens that run."""
+        """Number of tokens that run, [request]."""
         return np.asarray(self.counts[:, 0].sum(axis=1) // self.top_k, np.int64)
 
     @property
@@ -92,9 +93,9 @@ class Arrived(NamedTuple):
     """The requests of a run, in order of arrival."""
 
     arrival_s: NDArray[np.float64]
-    """[request] as recorded, or at a mean rate of one a second."""
+    """[request] arrival times in seconds: as recorded, or drawn at a mean rate of one request per second."""
     row: NDArray[np.int64]
-    """[request] index into :class:`Requests`."""
+    """[request] its index in :class:`Requests`."""
 
     @property
     def rate(self) -> float | None:
@@ -103,7 +104,7 @@ class Arrived(NamedTuple):
         return (len(self.arrival_s) - 1) / span if span > 0 else None
 
     def at(self, rate: float) -> NDArray[np.float64]:
-        """[request] arrivals with that mean rate."""
+        """Return arrival times [request] in seconds, scaled to start at 0 with that mean rate."""
         if self.rate is None:
             raise ConfigError(f"all {len(self.row)} requests arrive at one time: they cannot be given rate={rate}")
         return np.asarray((self.arrival_s - self.arrival_s[0]) * (self.rate / rate))
@@ -113,7 +114,11 @@ class Arrived(NamedTuple):
 
 
 def arrive(requests: Requests, arrivals: str | RequestTrace | None, count: int, rng: Generator) -> Arrived:
-    """`arrivals` is a pattern, a trace whose times are replayed, or None: the recording's own, with its own order."""
+    """Draw the arrival times and pool rows of `count` requests.
+
+    `arrivals` is a pattern or a trace whose times are replayed. None keeps the recording's own times and order, if it
+    has times.
+    """
     rows = len(requests.counts)
     if arrivals is None and requests.times is not None:
         times = ReplayedArrivals(requests.times).draw(count, np.ones(1), rng).arrival_s
@@ -141,7 +146,7 @@ def arrive(requests: Requests, arrivals: str | RequestTrace | None, count: int, 
 def synthetic(
     experts: int, top_k: int, arrivals: str | RequestTrace | None, count: int, rng: Generator
 ) -> tuple[Requests, Arrived]:
-    """The drawn workload with that many experts: every request is drawn anew, in one layer."""
+    """Draw `count` requests of the random workload, in one layer of `experts` experts, without repeats."""
     loads = replace(DRAWN.loads, num_experts=experts, top_k=top_k, hot=top_k)
     process: ArrivalProcess
     if isinstance(arrivals, RequestTrace):
@@ -168,7 +173,7 @@ def synthetic(
 def recorded(
     trace: ActivationTrace, name: str, execution: str, predictor: str, rng: Generator, dry_run: Loads | None = None
 ) -> Requests:
-    """The requests of a trace; `dry_run` [request, layer, expert] is what a model's router predicts of them."""
+    """Return the requests of a trace; `dry_run` [request, layer, expert] is the load that a model's router predicts."""
     known = [*predictors.names(), *([DRY_RUN] if dry_run is not None else [])]
     if predictor not in known:
         raise UnknownNameError("predictor", predictor, known)
@@ -187,7 +192,8 @@ def recorded(
         notes.append(f"{len(calibration)} requests calibrate {predictor} and are not run; {len(run)} others are.")
     counts = np.stack([footprint(cut.trace.request(int(r)).only(DECODE), trace.meta.num_experts) for r in run])
     tokens = counts[:, 0].sum(axis=1) // trace.meta.top_k
-    seen_tokens = np.ones_like(tokens) if execution == "decode" else tokens  # how long an answer will be, no one knows
+    # The length of an answer is not known before it runs: in decode, predict the load of one token.
+    seen_tokens = np.ones_like(tokens) if execution == "decode" else tokens
     if made is not None:
         predicted = _predict(cut, made, calibration, run, seen_tokens)
     elif dry_run is not None and predictor == DRY_RUN:
@@ -217,21 +223,24 @@ def recorded(
 
 
 class _Cut(NamedTuple):
-    """A recording in parts: what is known of a request before it runs counts as prefill, what runs as decode."""
+    """A recording relabelled: tokens known before a request runs have phase prefill, tokens that run phase decode."""
 
     trace: ActivationTrace
     rows: NDArray[np.int64]
-    """[request] of the recording."""
+    """[request] its row in the recording."""
     context: NDArray[np.int64]
     prompts: list[NDArray[np.int32] | None]
-    """[request] token ids of its prompt, where they are known before it runs."""
+    """[request] token ids that a predictor may see before the request runs; None if it may see no token."""
     notes: list[str]
 
 
 def _cut(
     trace: ActivationTrace, rows: NDArray[np.int64], name: str, execution: str, predictor: str, sees: StartKind | None
 ) -> _Cut:
-    """`sees` is what the predictor must see of a request's beginning."""
+    """Cut requests into the part known before they run and the part that runs.
+
+    `sees` is the part of a request's beginning that the predictor needs (None: no part).
+    """
     parts = [trace.request(int(row)) for row in rows]
     held = {int(phase) for part in parts for phase in np.unique(part.phase)}
     wanted = DECODE if execution == "decode" else PREFILL
@@ -239,7 +248,7 @@ def _cut(
     if wanted not in held:
         kind, as_ = ("answers", "prompts") if wanted == PREFILL else ("prompts", "answers")
         notes.append(f"The trace holds {kind} only: their recorded tokens stand for {as_}.")
-    before = wanted == DECODE and len(held) == 2  # a prompt that was recorded too
+    before = wanted == DECODE and len(held) == 2  # the prompt was recorded as well
     unseen = sees is StartKind.FOOTPRINT or (sees is StartKind.TOKENS and wanted == DECODE)
     halves = not before and unseen
     if halves:
@@ -258,7 +267,7 @@ def _cut(
         if part.token_ids is not None:
             token_ids.append(part.token_ids[use])
         given = use & ~runs if before or halves else runs
-        # A prompt is known before it runs, an answer is not.
+        # The token ids of a prompt are known before it runs, those of an answer are not.
         hidden = part.token_ids is None or (wanted == DECODE and not (before or halves))
         prompts.append(None if hidden or part.token_ids is None else part.token_ids[given])
         kept.append(int(row))
@@ -281,7 +290,7 @@ def _cut(
 
 
 def _groups(cut: _Cut) -> list[Hashable]:
-    """[request] equal where requests share their prompt: they calibrate together or run together."""
+    """Return a group key per request, equal for requests with the same prompt, so that a split keeps them together."""
     blocks = cut.trace.requests.prefix_blocks
     groups: list[Hashable] = []
     for index, prompt in enumerate(cut.prompts):
@@ -294,7 +303,7 @@ def _groups(cut: _Cut) -> list[Hashable]:
 
 def _fitted(cut: _Cut, predictor: FittablePredictor, calibration: NDArray[np.int64]) -> Predictor:
     if isinstance(predictor, PromptPredictor):
-        # A prompt that runs counts as decode here, so the trace does not know which token ids are a prompt's.
+        # Prompt tokens that run have phase decode in the cut trace, so the trace cannot tell which tokens are a prompt.
         prompts = [
             None if prompt is None else cut.trace.request(row).token_ids for row, prompt in enumerate(cut.prompts)
         ]
@@ -327,18 +336,18 @@ def _predict(
 
 
 class ModelRouting(NamedTuple):
-    """A model's own routing of prompts."""
+    """Routing of prompts by the model itself."""
 
     trace: ActivationTrace
     dry_run: Loads
-    """[request, layer, expert] tokens its gates predict."""
+    """[request, layer, expert] tokens that the model's gates alone predict."""
     notes: list[str]
 
 
 def route_prompts(
     folder: Path, dtype: str, device: str, prompts: Sequence[Prompt] | None, seed: int, report: Report
 ) -> ModelRouting:
-    """Run the prompts through the model once, for the experts they really use, and its gates alone."""
+    """Run the prompts through the whole model to record their experts, and through its gates alone to predict them."""
     from coterie.engines.transformers import ExpertCapture, dry_run, load_model
     from coterie.engines.transformers.recording import generate_batch
 
@@ -346,7 +355,8 @@ def route_prompts(
     loaded = load_model(folder, dtype, device)
     if prompts is None:
         shipped = load_prompts()
-        mixed = [shipped[i] for i in np.random.default_rng(seed).permutation(len(shipped))]  # by language they lie
+        # Shuffle: the shipped prompts are sorted by language.
+        mixed = [shipped[i] for i in np.random.default_rng(seed).permutation(len(shipped))]
         prompts = take_in_turn(mixed, MODEL_PROMPTS)
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     tokenised = [(prompt, _tokens(loaded.tokenizer, prompt)) for prompt in prompts]
@@ -362,7 +372,7 @@ def route_prompts(
         for start in range(0, len(fitting), MODEL_BATCH):
             report("Running the prompts", start, len(fitting))
             batch = [tokens for _, tokens in fitting[start : start + MODEL_BATCH]]
-            # One token, so that nothing is fed back: the rows are those of the prompt.
+            # Generate one token, so that no token is fed back: all recorded rows belong to the prompt.
             ids += [one.expert_ids for one in generate_batch(loaded.model, capture, batch, 1, frozenset())]
     predicted = []
     for start in range(0, len(fitting), MODEL_BATCH):
@@ -388,10 +398,10 @@ def route_prompts(
 
 
 def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, as a chat where the model has a chat template."""
+    """Return the token ids of a prompt, with the model's chat template if it has one."""
     text, chat = prompt.prompt, bool(getattr(tokenizer, "chat_template", None))
     if chat:
         message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    # The template holds the special tokens already. Not verbose: a prompt too long is left out, not run.
+    # The template already has the special tokens. verbose=False: no warning for a long prompt, which is left out later.
     return [int(n) for n in tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]]

@@ -1,4 +1,4 @@
-"""The servers of a what-if run: the same requests under any strategy, timed by CAPS's model or the calibrated one."""
+"""Servers of a what-if run: serve the same requests under any strategy, timed by CAPS's model or a calibrated one."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class SpreadServer:
-    """Batch after batch, ``base x (1 + sensitivity x CV)`` each."""
+    """Server that runs one batch at a time; a batch takes ``base x (1 + sensitivity x CV of its load)``."""
 
     config: SchedulerConfig
     requests: Requests
     row: NDArray[np.int64]
-    """[request of a run] index into the requests, with repeats."""
+    """[request of the run] index into `requests`, with repeats."""
     base_ms: float
     cost: SpreadCost
 
@@ -64,7 +64,7 @@ class SpreadServer:
 
 @dataclass(frozen=True, slots=True)
 class StepServer:
-    """Steps of a calibrated model: prompts batch after batch, or answers token by token."""
+    """Server timed by a calibrated step model: prompts in batches (prefill), or answers token by token (decode)."""
 
     config: SchedulerConfig
     requests: Requests
@@ -121,7 +121,7 @@ class StepServer:
 
 
 def make_strategy(name: str, server: SpreadServer | StepServer) -> Strategy:
-    """Make a strategy with the config's cap on skips; it is offered this server's prices."""
+    """Make a strategy with the config's limit on skips and this server's cost model."""
     config = msgspec.structs.replace(server.config, strategy=name)
     return config.make(Offers(cost=lambda: server.cost))
 

@@ -1,4 +1,4 @@
-"""What a what-if run comes to: which strategy pays, how much, how sure, and the command to type next."""
+"""Verdict of a what-if run: the best strategy, its gain, how certain the gain is, and the next command to run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAYS_PCT = 2.0
-"""Gain below which one run says nothing: another seed moves p99 by as much."""
+"""Gain in percent below which one run shows nothing: another seed changes p99 by as much."""
 FEWEST = 32
-"""Recorded requests that a fleet of eight decoders needs: half of them are served, two on each."""
+"""Fewest recorded requests for a fleet of eight decoders: half of the requests are served, two on each decoder."""
 
 
 class BatchesVerdict(NamedTuple):
     sentence: str
     then: str
-    """Command to type next."""
+    """Next command to run."""
 
 
 def batches_verdict(
     rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None
 ) -> BatchesVerdict:
-    """`rows` as in :class:`~coterie.answers.batches.what_if.Simulated`; `trace` is the one replayed, if any."""
+    """Return the verdict on the rows of a :class:`~coterie.answers.batches.what_if.Simulated`; `trace` was replayed."""
     base, again = rows[0]["strategy"], _again(settings, trace)
     if len(rows) < 2:
         return BatchesVerdict(f"Only {base} ran: there is nothing to compare it with.", f"{again} --strategy all")
@@ -54,7 +54,7 @@ def _again(settings: Mapping[str, Any], trace: Path | None) -> str:
 
 
 def _fleet(settings: Mapping[str, Any], trace: Path | None) -> str | None:
-    """Where like requests may still pay: routing, if the recorded answers fill a fleet."""
+    """Return the command that tries routing instead of batching; None if the trace has too few answers for a fleet."""
     recorded = settings["recorded_requests"]
     if trace is None or settings["execution"] != "decode" or recorded is None or recorded < FEWEST:
         return None

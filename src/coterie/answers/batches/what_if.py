@@ -1,8 +1,8 @@
-"""One what-if run of batch selection: the user's own requests, scheduler and device, every strategy beside fcfs.
+"""What-if run of batch selection: compare strategies with fcfs on the user's own requests, scheduler and device.
 
-All strategies serve the same requests at the same times. How long a batch takes comes from one of two models: CAPS's,
-a base time that grows as the load spreads unevenly (`spread`), or the calibrated step time of a known model, whose
-prompts run batch by batch (`prefill`) or whose recorded tokens are replayed with continuous batching (`decode`).
+All strategies serve the same requests at the same times. One of two models gives the time of a batch: CAPS's, a base
+time that grows with the imbalance of the load (`spread`), or the calibrated step time of a known model. The latter runs
+prompts batch by batch (`prefill`) or replays recorded tokens with continuous batching (`decode`).
 docs/simulate.md says when the numbers can be trusted.
 """
 
@@ -52,10 +52,10 @@ from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, Weig
 REQUESTS = {"spread": 3000, "prefill": 1000, "decode": 400}
 """Default requests per run, by execution."""
 LOAD = 0.8
-"""Default rate, as a share of the fcfs capacity."""
+"""Default arrival rate, as a share of the capacity of fcfs."""
 PLACES = 32
 MAX_BYTES = 1 << 31
-"""Largest size of the loads of a run's requests."""
+"""Largest size in bytes of the loads of a run's requests."""
 BASELINE = "fcfs"
 RESULT_FILES = ("simulate.json", "requests.csv")
 COLUMNS = ("strategy", "request", "recorded", "arrival_s", "start_s", "finish_s", "skipped")
@@ -75,11 +75,11 @@ _PRECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Result of a run; :meth:`to_json` is what is printed and written."""
+    """Result of a run; :meth:`to_json` is the part that is printed and written."""
 
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
-    """One per strategy, fcfs first: :class:`coterie.sim.metrics.RunSummary` and gains against fcfs in percent."""
+    """One row per strategy, fcfs first: :class:`coterie.sim.metrics.RunSummary` and gains over fcfs in percent."""
     notes: list[str]
     verdict: BatchesVerdict
     runs: dict[str, Run]
@@ -96,7 +96,7 @@ class Simulated:
 
 
 def simulate(options: SimulateOptions, report: Report) -> Simulated:
-    """Serve the same requests under fcfs and every strategy asked for."""
+    """Serve the same requests under fcfs and every chosen strategy."""
     config, given = _read_config(options.config)
     names = _names(options, config)
     work = _work(options, config, given, report)
@@ -172,7 +172,7 @@ def write(folder: Path, found: Simulated) -> None:
 
 
 def read_batches_result(path: Path) -> None:
-    """Refuse a file that :func:`write` did not write."""
+    """Raise unless :func:`write` wrote the file."""
     with path.open("rb") as stream:
         start = stream.read(200)
     if not start.startswith(b'{\n "settings": {' if path.name == RESULT_FILES[0] else ",".join(COLUMNS).encode()):
@@ -183,7 +183,7 @@ def read_batches_result(path: Path) -> None:
 
 
 def _read_config(path: Path | None) -> tuple[CapsConfig | None, frozenset[str]]:
-    """The config, and the names it sets: a default makes no claim about the user's model."""
+    """Return the config and the fields it sets: only these describe the user's model, defaults do not."""
     if path is None:
         return None, frozenset()
     return CapsConfig.read(path), frozenset(json.loads(path.read_bytes()))
@@ -194,12 +194,12 @@ def _names(options: SimulateOptions, config: CapsConfig | None) -> list[str]:
     if "all" in asked:
         asked = strategies.names()
     for name in asked:
-        strategies.check(name)  # a config's; options check their own before any work
+        strategies.check(name)  # for a name from the config; SimulateOptions has checked its own
     return list(dict.fromkeys((BASELINE, *asked)))
 
 
 class _Work(NamedTuple):
-    """Inputs of a simulation: read, but requests not drawn yet."""
+    """Inputs of a simulation, read from files; the requests are not drawn yet."""
 
     execution: str
     trace: ActivationTrace | None
@@ -217,7 +217,8 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
     name = "synthetic"
     if options.with_model is not None:
         name, spec = str(options.with_model), model_from_config(options.with_model)
-        _check_shape(options, config, given, name, spec.num_experts, spec.top_k)  # before minutes of loading
+        # Check before loading the model, which takes minutes.
+        _check_shape(options, config, given, name, spec.num_experts, spec.top_k)
         if options.execution == "decode":
             raise ConfigError("--with-model runs prompts, no answers: coterie record makes a trace of both")
         prompts = None if options.prompts is None else read_prompts(options.prompts)
@@ -239,7 +240,7 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
             trace = read
             if not trace.num_requests:
                 raise TraceError(options.trace, "requests", "there is none")
-            trace.validate()  # a mapped trace was not read yet; a bad id must name its file
+            trace.validate()  # a memory-mapped trace is unread so far; the error for a bad id must name the file
     if trace is not None:
         _check_shape(options, config, given, name, trace.meta.num_experts, trace.meta.top_k)
         if arrivals is None and trace.requests.arrival_s is not None:
@@ -261,9 +262,9 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
 
 
 def _read_trace(options: SimulateOptions, config: CapsConfig | None, given: frozenset[str]) -> Trace:
-    """Read the trace by what it says of itself; the model to time and the config help only where it says nothing.
+    """Read the trace by its own metadata; use the model option and the config only if the metadata is not enough.
 
-    Taken for the trace's own, they would hide that they do not fit it.
+    Used first, they would replace the metadata and hide that they do not fit the trace.
     """
     assert options.trace is not None
     experts = config.num_experts if config and "num_experts" in given else None
@@ -307,7 +308,8 @@ def _precision(config: CapsConfig | None, spec: ModelSpec, device: str) -> str:
     asked = config.quantization if config else None
     if asked is None:
         found = _PRECISIONS.get(spec.weight_dtype, "bfloat16")
-        return "float32" if found == "float16" and device == "cpu" else found  # the same weights, and twice as fast
+        # On a CPU, float32 has the same weights as float16 and is twice as fast.
+        return "float32" if found == "float16" and device == "cpu" else found
     if asked not in _PRECISIONS:
         raise ConfigError(f"quantization={asked!r} must be null or one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[asked]
@@ -316,7 +318,7 @@ def _precision(config: CapsConfig | None, spec: ModelSpec, device: str) -> str:
 def _execution(
     options: SimulateOptions, config: CapsConfig | None, trace: ActivationTrace | None, notes: list[str]
 ) -> tuple[str, ModelSpec | None]:
-    """How batches are timed, and the shape to time with."""
+    """Return how batches are timed, and the shape of the model to time."""
     wanted = options.execution
     if trace is None:
         if wanted in ("prefill", "decode"):
@@ -372,7 +374,7 @@ def _requests(
 def _times(
     options: SimulateOptions, work: _Work, arrived: Arrived, capacity: float
 ) -> tuple[float | None, NDArray[np.float64]]:
-    """Rate and arrival times: as asked, as recorded, or a share of the capacity."""
+    """Return the rate and the arrival times: from the options, as recorded, or at a share of the capacity."""
     replayed = work.arrivals_name not in PATTERNS
     if options.rate is None and replayed:
         return arrived.rate, arrived.arrival_s
@@ -385,7 +387,7 @@ def _times(
 def _server(
     options: SimulateOptions, work: _Work, config: CapsConfig | None, requests: Requests, arrived: Arrived
 ) -> SpreadServer | StepServer:
-    # An engine starts a step with any waiting request; CAPS's server waits for a choice of several.
+    # An engine starts a step as soon as a request waits; CAPS's server waits for 16 requests to choose from.
     scheduler = config.scheduler if config else SchedulerConfig(min_batch_trigger=16 if work.spec is None else 1)
     if work.spec is None:
         base_ms = DRAWN.base_s * 1e3 if options.base_ms is None else options.base_ms

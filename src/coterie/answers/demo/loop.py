@@ -1,9 +1,9 @@
-"""Record → fit → route through a gateway: a router is fitted on served requests, then routers are compared on others.
+"""Record, fit and route through a gateway: fit a router on served requests, then compare routers on other requests.
 
-Requests are sent as ``coterie load`` sends them, by a fixed number of clients, and the gateway's router is swapped
-between runs. What a run did is read from the decode workers: the expert event of every request, and the log of decode
-steps, in which distinct experts are counted where they are computed. Prefix caches of decode workers are emptied before
-each run, so that no router profits from the one before it.
+Requests are sent as ``coterie load`` sends them, by a fixed number of clients; the gateway's router is swapped between
+runs. Results of a run are read from the decode workers: the expert event of every request, and the log of decode steps
+with the distinct experts that each step computed. The decode workers' prefix caches are emptied before each run, so
+that no router profits from the previous run.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from coterie.wire.expert_events import RequestExperts
 Progress = Callable[[str, int, int], None]
 
 EVENTS_S = 60.0
-"""Seconds to wait for the last expert event."""
+"""Seconds to wait for the expert events of a run."""
 CALIBRATE = 0.4
 """Share of the requests that the router is fitted on; the others are served under each router."""
 BASE = "round_robin"
-"""Router of the run that is recorded."""
+"""Router of the recorded run, on which the router is fitted."""
 
 
 class RoutedLoop:
-    """A gateway, the decode workers behind it, and the requests that are served through it."""
+    """Record, fit and compare routers on one gateway and the decode workers behind it."""
 
     def __init__(
         self, url: str, fleet: EmbeddedFleet, in_flight: int, max_tokens: int, report: Progress | None = None
     ) -> None:
-        """`in_flight` requests per decode worker, answers of at most `max_tokens`."""
+        """Keep `in_flight` requests per decode worker, with answers of at most `max_tokens` tokens."""
         self.url, self.in_flight, self.max_tokens = url, in_flight, max_tokens
         self.workers = [worker for worker in fleet.workers if worker.role == "decode"]
         self._access = fleet.access
@@ -64,7 +64,7 @@ class RoutedLoop:
         seed: int = 0,
         after_run: Callable[[LoopResult], None] | None = None,
     ) -> LoopResult:
-        """Record, fit, save the fit, and serve under every router; `after_run` gets what there is after each."""
+        """Record, fit, save the fit to `fit`, and serve under every router; `after_run` gets the results so far."""
         rng = np.random.default_rng(seed)
         async with contextlib.AsyncExitStack() as stack:
             self._gateway = await stack.enter_async_context(Client(self.url))
@@ -98,7 +98,7 @@ class RoutedLoop:
     async def _split(
         self, prompts: Sequence[Prompt], rng: np.random.Generator
     ) -> tuple[list[LoadRequest], list[LoadRequest]]:
-        """Requests to fit on, and others to serve; prompts that may be too long for the model are left out."""
+        """Return the requests to fit on and those to serve; leave out prompts that may be too long for the model."""
         longest = await context_length(self._gateway, self._asking.model) or LONGEST
         kept = that_fit(prompts, longest - self.max_tokens - TEMPLATE_TOKENS)
         requests = [
@@ -109,7 +109,7 @@ class RoutedLoop:
         return requests[:count], requests[count:]
 
     async def _warm_up(self, requests: Sequence[LoadRequest]) -> None:
-        """Have every prompt prefilled once: the first router must not be the only one to wait for that."""
+        """Prefill every prompt once: otherwise only the run of the first router would pay for prefills."""
         run = LoadRun()
 
         async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
@@ -123,7 +123,7 @@ class RoutedLoop:
     async def _serve(
         self, doing: str, router: str, requests: Sequence[LoadRequest], fit: Path | None = None, seed: int = 0
     ) -> RouterRun:
-        """One run over the requests; raises if a request failed or the workers' counts are not those of this run."""
+        """Serve the requests under a router. Raise if a request fails, or if the workers also served other requests."""
         spec: dict[str, Any] = {"router": router, "seed": seed, "model": REFERENCE_SHAPE}
         if fit is not None:
             spec["fit"] = str(fit.resolve())
@@ -151,7 +151,7 @@ class RoutedLoop:
         events = await self._events(set(names.values()))
         outcomes = {outcome.request: outcome for outcome in run.outcomes}
         answers = [DemoAnswer(*events[names[request.number]], outcomes[request.number].text) for request in requests]
-        # The first decode row of a request makes its second token.
+        # Prefill makes the first token of an answer, so a request has one decode row less than output tokens.
         expected = sum(answer.event.output_tokens - 1 for answer in answers)
         rows = [int(steps[:, ROWS].sum()) for steps in logs]
         if sum(rows) != expected:
@@ -162,7 +162,7 @@ class RoutedLoop:
         return RouterRun(router, logs, wall_s, answers)
 
     async def _events(self, wanted: set[str]) -> dict[str, tuple[int, RequestExperts]]:
-        """Request → worker that decoded it, and its expert event; one that does not come in time raises."""
+        """Return the decode worker and the expert event of every request; raise if any is missing after EVENTS_S."""
         found: dict[str, tuple[int, RequestExperts]] = {}
         until = time.monotonic() + EVENTS_S
         while len(found) < len(wanted) and time.monotonic() < until:
@@ -176,7 +176,7 @@ class RoutedLoop:
 
 
 def _calibration(run: RouterRun) -> Calibration:
-    """Experts of each request before and after it was routed; answers of one token have no decode to learn from."""
+    """Return prefill and decode footprints of the recorded requests; skip answers of one token: they have no decode."""
     before, after = [], []
     for event in (answer.event for answer in run.answers if answer.event.output_tokens > 1):
         ids = event.ids()

@@ -1,10 +1,10 @@
-"""The demo: record → fit → route on a fleet of real workers, all of it on this machine.
+"""The demo: record, fit and route on a fleet of real workers on this machine.
 
-One prefill worker and three decode workers serve coterie-tiny, each in a process of its own, behind a gateway. A
-workload of three domains is recorded through it, a router is fitted on it, and other requests are served under each
-router: round robin, join-shortest-queue and by the experts they are expected to use. What each way touched is counted
-in the workers. The time of such steps on an H200 is predicted for a model whose layers have as many experts and take as
-many of them; what they took here is measured. The trace of all requests is left for other verbs.
+One prefill worker and three decode workers serve coterie-tiny behind a gateway, each in its own process. Requests of
+three domains are recorded through the gateway and a router is fitted on them. Other requests are then served under each
+router: round robin, join-shortest-queue and routing by expected experts. The workers count the distinct experts of
+their steps and measure the step times. Step times on an H200 are predicted for a model with the same number of experts
+and the same top-k. The trace of all requests is kept for other commands.
 """
 
 from __future__ import annotations
@@ -40,52 +40,52 @@ from coterie.prompts import load_prompts, take_in_turn
 from coterie.traces import ActivationTrace
 
 DOMAINS = ("code", "legal", "math")
-"""As many as decoders, so that a router can give each a domain: the effect shows in a short run."""
+"""As many domains as decoders: a router can give each decoder one domain, and the effect shows in a short run."""
 BASELINES = ("round_robin", "join_shortest_queue")
 IN_FLIGHT = 8
-"""Per decode worker: of coterie-tiny's 32 experts a layer, a mixed batch of 8 touches about half."""
+"""Requests in flight per decode worker: a mixed batch of 8 uses about half of coterie-tiny's 32 experts per layer."""
 MAX_TOKENS = 20
 FIGURE, TRACE, FIT = "routing", "trace", "router.safetensors"
 SOURCE = "coterie demo"
-"""Engine named in the trace that the demo leaves."""
+"""Engine name in the metadata of the demo's trace."""
 Report = Callable[[str, int, int], None]
 
 
 class DemoRow(NamedTuple):
-    """The test requests under one router."""
+    """Results of the test requests under one router."""
 
     router: str
     experts: float
     """Distinct experts of a layer in a token's decode step, mean over layers and tokens, at equal batch sizes."""
     saving_pct: float
-    """Fewer than under round robin."""
+    """Reduction of `experts` relative to round robin, percent."""
     interval_pct: tuple[float, float]
-    """95% interval of the saving."""
+    """95% interval of the saving, percent."""
     h200_ms: float
-    """A token's decode step on an H200, in the reference shape, predicted."""
+    """Predicted time of a token's decode step on an H200, for the reference model."""
     cpu_ms: float
-    """A token's decode step here: CPU time as the workers measured it."""
+    """Measured time of a token's decode step on this machine's CPU."""
     requests_per_step: float
     requests: list[int]
-    """[worker]"""
+    """[worker] number of requests served."""
 
 
 class DemoResult(NamedTuple):
     rows: list[DemoRow]
     calibrated: int
-    """Requests the router was fitted on."""
+    """Number of requests that the router was fitted on."""
     served: int
-    """Others, served under each router."""
+    """Number of other requests, all of them served under each router."""
     domains: int
     output_tokens: int
     same_tokens: bool
-    """Every request was answered with the same tokens under all routers."""
+    """Whether every request got the same answer under all routers."""
     model: str
     shape: str
     hardware: str
     figure: str
     trace: str
-    """Folder of the trace of all requests, fitted and served."""
+    """Folder of the trace of all requests: calibration requests, and the others as served under the first router."""
     fit: str
     """File of the fitted router."""
     verdict: str
@@ -102,11 +102,11 @@ def run_demo(
     served: tuple[EmbeddedFleet, str] | None = None,
     rows_so_far: Callable[[list[DemoRow]], None] | None = None,
 ) -> DemoResult:
-    """Close the loop on a fleet, write the trace and the figure into `out`.
+    """Record, fit and compare routers on a fleet; write the trace and the figure to the folder `out`.
 
-    `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced. `served`
-    is a fleet that runs and the URL of its gateway; without it both are started, and ended before the results are
-    written. `rows_so_far` is given the rows that there are after each router's run.
+    `routers` are compared with the baselines. The trace of an earlier demo in the folder is replaced. `served` is a
+    running fleet and the URL of its gateway; if None, both are started, and stopped before the results are written.
+    `rows_so_far` is called after each router's run, with all rows so far.
     """
     report = report or (lambda *_: None)
     started = time.perf_counter()
@@ -148,7 +148,7 @@ def run_demo(
 
 @contextlib.contextmanager
 def gateway_in_thread(fleet: EmbeddedFleet) -> Iterator[str]:
-    """URL of a gateway in front of the fleet, while the block runs. Its control loop, which swaps routers, is off."""
+    """Run a gateway for the fleet during the block; yield its URL. Its control loop is off: it would swap routers."""
     ready: Future[str] = Future()
     ends: list[Callable[[], object]] = []
 
@@ -181,7 +181,7 @@ def gateway_in_thread(fleet: EmbeddedFleet) -> Iterator[str]:
 
 
 def check_trace(folder: Path) -> None:
-    """Refuse a folder that holds something else than a trace of an earlier demo."""
+    """Raise if the folder exists and is not the trace of an earlier demo."""
     if folder.exists() and not _is_ours(folder):
         raise ConfigError(f"{folder} exists and is not the trace of a demo; choose another --out")
 
@@ -194,7 +194,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _save_trace(result: LoopResult, folder: Path) -> None:
-    check_trace(folder)  # once more: minutes have passed
+    check_trace(folder)  # check again before deleting: minutes have passed since the first check
     if folder.exists():
         shutil.rmtree(folder)
     sink = EventSink(folder, None, SOURCE)
@@ -208,7 +208,7 @@ def _save_trace(result: LoopResult, folder: Path) -> None:
 
 
 def _rows(result: LoopResult, seed: int) -> list[DemoRow]:
-    """Experts and predicted times at the batch sizes of round robin: what is left differs by the choice of requests."""
+    """Return a row per router at the batch sizes of round robin, so that only the choice of requests differs."""
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
     first, rows = result.runs[0], []
     for run in result.runs:
@@ -230,7 +230,7 @@ def _rows(result: LoopResult, seed: int) -> list[DemoRow]:
 
 
 def _verdict(rows: list[DemoRow]) -> str:
-    """What the last router saved, and how sure that is."""
+    """Say in words what the last router saves, and its 95% interval."""
     best, (low, high) = rows[-1], rows[-1].interval_pct
     faster = 100 * (1 - best.h200_ms / rows[0].h200_ms)
     said = f"{best.router}: a token's step streams {best.saving_pct:.1f}% fewer experts than under {rows[0].router}"
@@ -241,13 +241,13 @@ def _verdict(rows: list[DemoRow]) -> str:
 
 
 def _draw(figure: Figure, theme: Theme, rows: list[DemoRow]) -> None:
-    """Distinct experts with their intervals on the left; on the right both times, as a share of round robin's."""
+    """Draw distinct experts with their intervals on the left, and step times relative to round robin on the right."""
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     at = np.arange(len(rows))
     names = [row.router.replace("_", "\n") for row in rows]
     first = rows[0]
     spread = np.array([row.interval_pct for row in rows]) - np.array([[row.saving_pct] for row in rows])  # [row, 2]
-    bounds = np.abs(spread[:, ::-1].T) * first.experts / 100  # more saving is fewer experts
+    bounds = np.abs(spread[:, ::-1].T) * first.experts / 100  # reversed, because more saving means fewer experts
     bars = left.bar(at, [row.experts for row in rows], 0.6, color=theme.series[0])
     left.errorbar(at[1:], [row.experts for row in rows[1:]], bounds[:, 1:], fmt="none", ecolor=theme.text, capsize=3)
     left.bar_label(bars, [f"{row.experts:.1f}" for row in rows], label_type="center", color=theme.background)

@@ -1,4 +1,4 @@
-"""What became of the demo's runs: distinct experts of their steps, and what routers save."""
+"""Results of the demo's runs: distinct experts per decode step, and the savings of each router."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from coterie.routing import RouterFit
 from coterie.wire.expert_events import RequestExperts
 
 REFERENCE_SHAPE = "gpt-oss-20b"
-"""Model with coterie-tiny's 32 experts and top 4: experts counted in one are those the other would stream."""
+"""Model with the same 32 experts and top 4 as coterie-tiny, so that expert counts of one apply to the other."""
 
 
 BLOCK_STEPS = 16
-"""Steps in a row of one worker that are drawn together, about as many as a request is in."""
+"""Consecutive steps of one worker per bootstrap block, about as many as a request takes part in."""
 DRAWS = 1000
 
 
 class DemoAnswer(NamedTuple):
-    """One request's answer."""
+    """Answer to one request."""
 
     worker: int
     """Index of the decode worker."""
     event: RequestExperts
-    """Experts of its tokens, as that worker published them."""
+    """Experts of the request's tokens, as the decode worker published them."""
     text: str
 
 
 class RouterRun(NamedTuple):
-    """One router's run; made by :class:`coterie.answers.demo.loop.RoutedLoop`."""
+    """Run of one router; made by :class:`coterie.answers.demo.loop.RoutedLoop`."""
 
     router: str
     log: list[NDArray[np.float64]]
-    """[worker] its decode steps, a row each (:mod:`coterie.footprints.positions`)."""
+    """[worker] log of its decode steps, one row per step (columns: :mod:`coterie.footprints.positions`)."""
     wall_s: float
     answers: list[DemoAnswer]
-    """[request]"""
+    """[request] answers in the order of the requests."""
 
     @property
     def requests(self) -> int:
@@ -53,12 +53,12 @@ class RouterRun(NamedTuple):
 
     @property
     def per_worker(self) -> list[int]:
-        """[worker] requests."""
+        """Number of requests of each worker."""
         return [sum(answer.worker == worker for answer in self.answers) for worker in range(len(self.log))]
 
     @property
     def steps(self) -> NDArray[np.float64]:
-        """Decode steps of all workers."""
+        """Decode steps of all workers, one row per step."""
         return np.concatenate(self.log)
 
     @property
@@ -76,7 +76,7 @@ class RouterRun(NamedTuple):
 
     @property
     def step_ms(self) -> float | None:
-        """Forward pass of a token's step, as the workers measured it; None where they do not."""
+        """Milliseconds of the forward pass of a token's step, mean over tokens; None if workers do not measure it."""
         return 1e3 * self._by_token(SECONDS) or None
 
     def _by_token(self, column: int) -> float:
@@ -87,38 +87,39 @@ class RouterRun(NamedTuple):
 class LoopResult(NamedTuple):
     runs: list[RouterRun]
     calibrated: int
-    """Requests the router was fitted on."""
+    """Number of requests that the router was fitted on."""
     recorded: RouterRun
-    """Run of the fitting requests, under round robin."""
+    """Run of the calibration requests, under round robin."""
     fitted: RouterFit
 
     @property
     def context(self) -> float:
-        """Cached tokens of a request in the middle of its answer, on average."""
+        """Mean number of tokens in the KV cache of a request, halfway through its answer."""
         first = self.runs[0]
         prompts = sum(answer.event.prompt_tokens for answer in first.answers)
         return (prompts + first.output_tokens / 2) / first.requests
 
     def like_with_like(self, run: RouterRun, rng: np.random.Generator) -> tuple[float, float, float]:
-        """Saving by token at equal rows against the first run, percent, and its 95% interval.
+        """Return the saving of distinct experts relative to the first run at equal batch sizes, percent, low and high.
 
-        A step of n requests put together at random touches sum(1 - (1 - p)^n) experts, p being :attr:`probabilities`.
-        Runs are compared by their ratio to that, because small steps touch fewer experts whichever requests are in
-        them, and routers differ in how even their steps are.
+        A step of n random requests uses sum(1 - (1 - p)^n) distinct experts, where p is :attr:`probabilities`. Runs
+        are compared by their ratio to this number: small steps use fewer experts whatever their requests, and the
+        batch sizes of routers differ.
 
-        Intervals come from runs resampled in blocks of :data:`BLOCK_STEPS` steps: steps in a row share most requests.
+        The 95% interval is a bootstrap over blocks of :data:`BLOCK_STEPS` steps, since consecutive steps share most
+        requests.
         """
         first, other = (self._ratios(one, rng) for one in (self.runs[0], run))
         low, high = np.percentile(100 * (1 - other[1:] / first[1:]), [2.5, 97.5])
         return float(100 * (1 - other[0] / first[0])), float(low), float(high)
 
     def _ratios(self, run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Distinct experts of the steps that tokens are in over those of requests put together at random.
+        """Return ratios of distinct experts per token to the number expected in steps of random requests.
 
-        The first is the run's, the others are of runs made of as many of its blocks, drawn at random.
+        The first ratio is that of the run; the other :data:`DRAWS` are bootstrap draws of as many of its blocks.
         """
         probabilities = self.probabilities
-        sums = []  # [block, 2] of tokens: experts counted, and expected at random
+        sums = []  # [block, 2] sums over tokens: distinct experts counted, and expected of random requests
         for log in run.log:
             for block in np.array_split(log, max(1, len(log) // BLOCK_STEPS)):
                 random = [(1 - (1 - probabilities) ** rows).sum(axis=1).mean() for rows in block[:, ROWS]]
@@ -130,7 +131,7 @@ class LoopResult(NamedTuple):
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
-        """[layer, expert] probability that a token of a served request activates it, mean over requests."""
+        """Probability [layer, expert] that a decode token activates the expert, mean over the served requests."""
         shares = []
         for event in (answer.event for answer in self.runs[0].answers):
             ids = event.ids()[event.prompt_tokens :]
@@ -139,7 +140,7 @@ class LoopResult(NamedTuple):
         return np.asarray(np.mean(shares, axis=0), np.float64)
 
     def differing(self) -> int:
-        """Requests that some router's run answered with another text than the first's."""
+        """Return the number of requests whose answer differs between the first run and any other run."""
         return sum(
             any(run.answers[request].text != answer.text for run in self.runs[1:])
             for request, answer in enumerate(self.runs[0].answers)
@@ -147,9 +148,9 @@ class LoopResult(NamedTuple):
 
 
 def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:
-    """Predicted milliseconds of a decode step of `rows` requests with `context` cached tokens each.
+    """Predict the milliseconds of a decode step of `rows` requests with `context` cached tokens each.
 
-    `distinct` experts run in every layer. Fractional experts and rows are interpolated linearly.
+    Every layer runs `distinct` experts. Fractional experts and rows are interpolated linearly.
     """
     spec = model.spec
 

@@ -1,4 +1,4 @@
-"""The demo on a gateway that serves: one completion through it, then routers compared on its workers."""
+"""The demo on a running gateway: request one completion, then compare routers on the gateway's workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOKENS = 24
 
 
 class FirstCompletion(NamedTuple):
-    """One answer that came through the gateway."""
+    """Answer to one request that was sent through the gateway."""
 
     model: str
     prompt: str
@@ -28,7 +28,7 @@ class FirstCompletion(NamedTuple):
 
 
 def first_completion(url: str) -> FirstCompletion:
-    """Ask the gateway, as any client would. Raises UnavailableError if it does not answer."""
+    """Request one chat completion from the gateway. Raise UnavailableError if the gateway does not answer."""
 
     async def ask() -> FirstCompletion:
         async with Client(url) as client:
@@ -47,9 +47,9 @@ def first_completion(url: str) -> FirstCompletion:
 
 
 def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report | None = None) -> DemoResult:
-    """Compare routers on the gateway's own workers, then have the gateway route by the one that was fitted.
+    """Compare routers on the gateway's own workers, then switch the gateway to the fitted router.
 
-    The gateway's page is told how it goes.
+    The gateway's dashboard shows the progress.
     """
     with telling(url, (*BASELINES, OURS), "an H200") as told:
 

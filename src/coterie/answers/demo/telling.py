@@ -1,7 +1,7 @@
-"""Tells a gateway's page how a comparison goes: `PUT /comparison`, from a thread of its own.
+"""Report the progress of a comparison to a gateway's dashboard: `PUT /comparison`, from a separate thread.
 
-The comparison does not wait for it. Only the newest state is sent, a few times a second; a gateway that does not take
-it has a page without it, and nothing else changes.
+The comparison never waits for the gateway. Only the newest state is sent, at most four times a second. If the gateway
+is unavailable, its dashboard lacks the progress; the comparison goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PERIOD_S = 0.25
 
 
 class Telling:
-    """What the page shows of a comparison that runs."""
+    """Progress of a running comparison, for the gateway's dashboard."""
 
     def __init__(self, url: str, routers: Sequence[str], hardware: str) -> None:
         self._url = url
@@ -46,7 +46,7 @@ class Telling:
         self._news.set()
 
     def run(self) -> None:
-        """Send what is new until it is over."""
+        """Send each new state until :meth:`end` is called; runs in the reporting thread."""
         while not self._over.is_set() or self._news.is_set():
             self._news.wait()
             self._news.clear()
@@ -67,7 +67,7 @@ class Telling:
 
 @contextmanager
 def telling(url: str, routers: Sequence[str], hardware: str) -> Iterator[Telling]:
-    """Tells while the block runs, and its end: `done` is to be called in it, or it has failed."""
+    """Report progress while the block runs. The block calls `done` at its end; an exception reports a failure."""
     found = Telling(url, routers, hardware)
     thread = threading.Thread(target=found.run, name="coterie-telling", daemon=True)
     thread.start()

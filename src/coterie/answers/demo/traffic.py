@@ -1,4 +1,4 @@
-"""Requests that keep a demonstrated gateway busy: a few in flight, streamed, of domains that change."""
+"""Background requests for a demo of the gateway: a few streamed requests in flight, with changing domains."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from coterie.prompts import load_prompts
 IN_FLIGHT = 6
 MAX_TOKENS = 32
 MIXES = (("code", "legal", "math"), ("chat", "medical", "writing"), ("code", "finance", "science"))
-"""Domains of the requests, in turn: what a router was fitted on does not stay."""
+"""Domains of the requests, one set after another, so that traffic drifts away from the data of a router's fit."""
 MIX_REQUESTS = 600
-"""Requests until the domains change."""
+"""Number of requests until the domains change."""
 
 REFUSED_S = 0.5
-"""Time until the next request after one that failed at a gateway that is there."""
+"""Seconds to wait after a request that failed although the gateway is reachable."""
 
 
 async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_FLIGHT) -> int:
-    """Send requests until there have been as many, or until the gateway is gone; returns how many were answered."""
+    """Send `requests` requests (None: no limit), or until the gateway is gone; return the number answered."""
     numbers = itertools.count() if requests is None else iter(range(requests))
     prompts = [[one for one in load_prompts() if one.domain in mix and one.lang == "en"] for mix in MIXES]
     done, gone = 0, False
@@ -35,7 +35,7 @@ async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_F
             if gone:
                 return
             mix = prompts[number // MIX_REQUESTS % len(prompts)]
-            # Every round begins elsewhere: the same prompts in the same order would be known by their prefixes.
+            # Every round starts at another prompt, so that the order of prompts does not repeat.
             prompt = mix[(number * 7 + number // len(mix)) % len(mix)]
             request = LoadRequest(number, number, prompt.domain, (Message("user", prompt.prompt),), MAX_TOKENS)
             outcome = await client.ask(request, asking, name=f"{prompt.id}.{number}")

@@ -1,1 +1,1 @@
-"""What every router would save on a fleet: the same requests, simulated under each router."""
+"""Savings of every router on a fleet: the same requests, simulated under each router."""

@@ -1,8 +1,8 @@
-"""A simulated fleet on recorded requests: routers are fitted on one half of them and serve the other.
+"""A simulated fleet on recorded requests: routers are fitted on half of the requests and serve the other half.
 
-A router sees the first half of a request's tokens; the second half is decoded. A closed loop keeps a fixed number of
-requests in flight, no recorded request twice at a time. The measured part begins when all requests of the start have
-been replaced once, and ends when the loop can no longer be kept full.
+A closed loop keeps a fixed number of requests in flight, and no recorded request twice at a time. The measured part
+begins when all requests of the start have been replaced once, and ends when too few requests are left to keep the loop
+full.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from coterie.types import Placement
 
 BASE = "round_robin"
 ROOM = 4
-"""Capacity of a decoder, as a multiple of its mean requests: no published router has a bound near its mean."""
+"""Capacity of a decoder, as a multiple of its mean requests; 4, since no published router has a limit near the mean."""
 REQUESTS = 2000
-"""Requests per run; about half are measured where nearly all recordings are in flight."""
+"""Requests per run. About half of them are measured if nearly all recordings are in flight at once."""
 STEADY_ARRIVALS = (0.15, 0.95)
-"""Quantiles of arrival times between which requests that arrive by a clock are measured."""
+"""Quantiles of the arrival times between which an open-loop run is measured."""
 CONTEXT = 512
-"""Cached tokens per request at which step prices are taken."""
+"""Tokens in the KV cache per request for which step prices are computed."""
 
 
 class Source(NamedTuple):
-    """A recorded trace and its counts."""
+    """A recorded trace and the footprints of its requests."""
 
     trace: ActivationTrace
     counts: Calibration
@@ -64,7 +64,7 @@ class MeasuredSpan(NamedTuple):
 
 
 def steady(run: FleetRun, in_flight: int) -> MeasuredSpan:
-    """From when the first requests have been replaced once, until fewer than `in_flight` are running."""
+    """Return the span from when the first requests have been replaced once until fewer than `in_flight` are running."""
     arrived, finished = (np.sort(times[np.isfinite(times)]) for times in (run.arrival_s, run.finish_s))
     if len(arrived) < 2 * in_flight:
         raise ConfigError(f"requests={len(arrived)} must be more than twice the {in_flight} in flight")
@@ -78,7 +78,7 @@ def steady(run: FleetRun, in_flight: int) -> MeasuredSpan:
 
 
 class ServedRun(NamedTuple):
-    """One router's run, and the part of it that is measured."""
+    """Run of one router, and the part of the run that is measured."""
 
     router: str
     run: FleetRun
@@ -94,11 +94,11 @@ class Bench:
     requests: FleetRequests
     config: FleetConfig
     in_flight: int | None
-    """Over all decoders; None if requests have arrival times of their own."""
+    """Requests in flight over all decoders (closed loop); None if requests have arrival times."""
     per_decoder: int
-    """Requests of a decoder on average, at which step prices are taken."""
+    """Mean requests per decoder, for which step prices are computed."""
     labels: dict[str, tuple[int, ...]]
-    """Domain → workers, by the domains of calibration requests."""
+    """Domain → its workers, shared out in proportion to the calibration requests; empty if the trace has no domains."""
     seed: int
     placement: Placement | None = None
 
@@ -128,8 +128,8 @@ class Bench:
     def runs(self, chosen: dict[str, Router]) -> Iterator[ServedRun]:
         """Serve the same requests under every router, round robin first.
 
-        In a closed loop other runs end soon after round robin's steady part. Where requests have arrival times the
-        steady part leaves out the first arrivals, which find an empty fleet, and the last.
+        In a closed loop, the other runs end soon after the measured part of round robin. With arrival times, the
+        measured part leaves out the first 15% of arrivals, which find an empty fleet, and the last 5%.
         """
         if self.in_flight is None:
             for name, router in ({BASE: self.router(BASE)} | chosen).items():
@@ -139,7 +139,7 @@ class Bench:
         base = self.serve(self.router(BASE))
         window = steady(base, self.in_flight)
         yield ServedRun(BASE, base, window)
-        # Run past its end until its requests have finished: dropping unfinished ones would drop the long ones.
+        # Run past the end of the window until its requests finish: dropping unfinished ones would drop long requests.
         until_s = window.until_s + 2.0 * float(np.nanmax(base.finish_s - base.arrival_s))
         for name, router in chosen.items():
             if name != BASE:
@@ -160,7 +160,7 @@ def bench_of(
     placement: Placement | None = None,
     fitted: RouterFit | None = None,
 ) -> Bench:
-    """Build a closed loop of the recordings; routers use `fitted`, or else what the other half teaches."""
+    """Build a closed loop of the recordings; routers use `fitted`, or a fit on `halves.fit` if None."""
     if fitted is None:
         known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
         fitted = RouterFit(decoders, batch=per_decoder).fit(known, np.random.default_rng([seed, 1]))
@@ -182,7 +182,7 @@ def bench_of(
 
 
 def domain_workers(source: Source, halves: Halves, decoders: int) -> dict[str, tuple[int, ...]]:
-    """Workers per domain, in proportion to the calibration requests."""
+    """Assign workers to domains in proportion to the calibration requests; empty without domains."""
     domains = source.trace.requests.domains
     if domains is None or not len(halves.fit):
         return {}

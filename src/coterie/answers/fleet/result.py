@@ -1,4 +1,4 @@
-"""Files of ``coterie fleet``: what each router saves, as a figure and as JSON."""
+"""Result files of ``coterie fleet``: the savings of each router, as a figure and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULT_FILES = ("fleet.json", "fleet.png", "fleet.pdf")
 
 
 def write_fleet_result(folder: Path, result: Mapping[str, Any], reports: Sequence[FleetReport]) -> list[Path]:
-    """Write the figure and the numbers; older results of this command are replaced."""
+    """Write the figure and the numbers; replace older results of this command."""
     folder.mkdir(parents=True, exist_ok=True)
     height = 1.1 + sum(0.32 * len(report.rows) + 0.5 for report in reports)
     drawn = write_figure(partial(_draw, reports), folder, "fleet", height)
@@ -27,12 +27,12 @@ def write_fleet_result(folder: Path, result: Mapping[str, Any], reports: Sequenc
 
 
 def read_fleet_result(path: Path) -> None:
-    """Refuse a file that :func:`write_fleet_result` did not write."""
+    """Raise unless :func:`write_fleet_result` wrote the file."""
     check_result(path, "fleet", "trace")
 
 
 def _draw(reports: Sequence[FleetReport], figure: Figure, theme: Theme) -> None:
-    """Savings of the mean and of the 99th percentile, a row per router, a panel per weight dtype."""
+    """Draw the savings of mean and p99 TPOT: two bars per router, a panel per weight dtype."""
     panels = np.atleast_1d(figure.subplots(len(reports), 1, sharex=True))
     for axes, report in zip(panels, reports, strict=True):
         rows = sorted(report.rows[1:], key=lambda row: row.saved_pct.mean)

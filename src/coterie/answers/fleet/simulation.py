@@ -1,9 +1,9 @@
-"""What a decode fleet would gain from a router, on a user's own routing.
+"""Simulate the gain of a decode fleet from routing, on a user's recorded requests.
 
 Half of the recorded requests fit the routers, the other half is served; no recorded request is in flight twice. A
-closed loop keeps `in_flight` requests on every decoder; else requests arrive by a clock. Every split of the requests is
-one run of all routers on the same work, so savings are compared run by run. Step times are the model's. Wrong to read
-as a measurement, and as evidence for other traffic than the recorded.
+closed loop keeps a mean of `in_flight` requests per decoder; otherwise requests arrive at given times. Every split of
+the requests is one run of all routers on the same work, so savings are computed run by run. Step times come from the
+step model: results are predictions, not measurements, and hold for the recorded traffic only.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ from coterie.types import INFINIBAND_400G, Interval, Placement
 SHORTEST_QUEUE = "join_shortest_queue"
 SPLITS = 6
 FEW_REQUESTS = 200
-"""Measured requests of a split below which its p99 is one of the two longest."""
+"""Measured requests per split below which a note says that p99 is one of the two longest requests."""
 LEAST_PLACES = 16
-"""Capacity of a decoder, at least: arrivals come in bursts."""
+"""Smallest capacity of a decoder in requests, because arrivals are bursty."""
 PROBE_PLACES = 1024
-"""Capacity of a decoder while the mean load of timed arrivals is found."""
+"""Capacity of a decoder in the run that finds the mean load of timed arrivals: practically no limit."""
 GROWING = 1.5
-"""Requests in flight in the second half of a run, as a multiple of those in the first, that tell of overload."""
+"""Growth of requests in flight, second half of a run over first half, above which the fleet is overloaded."""
 WAITED_SHARE = 0.02
-"""Share of arrivals that may wait for another use of their recording before that is said."""
+"""Share of arrivals postponed because their recording was in flight, above which a note says so."""
 P99_SLACK_PCT = 1.0
-"""A p99 that is surely longer by no more than this is called no worse."""
+"""Slack in percent: p99 is called no worse if the interval's low end is a loss of at most this."""
 
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """A fleet, the requests it gets, and the routers to compare."""
+    """Settings of a fleet, its requests and the routers to compare."""
 
     decoders: int = 8
     in_flight: int = 16
-    """Mean requests per decoder, which a closed loop keeps."""
+    """Mean requests per decoder of a closed loop."""
     prefill: int = 0
-    """Prefill workers; 0 hands requests to decoders as they arrive, their prompts computed."""
+    """Prefill workers; with 0, requests arrive at the decoders with their prompts already computed."""
     routers: tuple[str, ...] | None = None
-    """None: every registered one that can be made from the trace."""
+    """Routers to compare; None takes every registered router that can be made from the trace."""
     base: str = SHORTEST_QUEUE
-    """The router that others are compared with."""
+    """Router that the others are compared with."""
     arrivals: RequestTrace | None = None
-    """Requests whose arrival times and lengths are used."""
+    """Requests whose arrival times and lengths are used; None keeps a closed loop, unless `rate` is given."""
     rate: float | None = None
-    """Requests a second: `arrivals` at this mean rate, or a Poisson process."""
+    """Requests per second: `arrivals` scaled to this mean rate, or a Poisson process without `arrivals`."""
     places: int | None = None
-    """Requests a decoder may run at once; None is four times the mean, which leaves a router room."""
+    """Most requests that a decoder runs at once; None takes four times the mean (at least 16) for a choice."""
     splits: int = SPLITS
-    """Ways to halve the recorded requests; intervals are over them."""
+    """Number of random halvings of the recorded requests, one run each; intervals are over these."""
     requests: int = REQUESTS
     """Requests served per split."""
     seed: int = 0
     fitted: RouterFit | None = None
-    """A saved fit: it serves requests that it was not fitted on."""
+    """Saved fit to use in all splits, on the requests it was not fitted on; None fits one per split."""
 
     def __post_init__(self) -> None:
         check_at_least(1, decoders=self.decoders, in_flight=self.in_flight, splits=self.splits, requests=self.requests)
@@ -103,44 +103,44 @@ class FleetSettings:
 
 
 class FleetRow(NamedTuple):
-    """One router: means over splits, and what it saves against the base."""
+    """Results of one router: means over splits, and savings relative to the base router."""
 
     router: str
     experts_per_step: float
-    """Distinct experts per layer in a token's step."""
+    """Distinct experts per layer in a token's decode step."""
     tpot_p50_ms: float
     tpot_p99_ms: float
     tpot_mean_ms: float
     ttft_p50_ms: float
     ttft_p99_ms: float
     saved_pct: Interval
-    """Saving of the mean TPOT against the base; 95% interval over splits."""
+    """Saving of the mean TPOT relative to the base router, percent; 95% interval over splits."""
     saved_p99_pct: Interval
-    """Saving of TPOT's 99th percentile."""
+    """Saving of the 99th percentile of TPOT, percent."""
     saved_experts_pct: Interval
-    """Saving of distinct experts."""
+    """Saving of distinct experts per step, percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """Routers on the same requests."""
+    """Comparison of routers on the same requests."""
 
     model: str
     dtype: str
     decoders: int
     in_flight: float
-    """Mean requests per decoder: asked for in a closed loop, else found."""
+    """Mean requests per decoder: the setting in a closed loop, otherwise measured under the base router."""
     prefill: int
     places: int
     splits: int
     recorded: int
-    """Recorded requests that were served; others fitted the routers."""
+    """Number of recorded requests to serve; the others fitted the routers."""
     measured: int
-    """Requests measured per split, at least."""
+    """Fewest requests measured in any run."""
     rows: list[FleetRow]
-    """First the router that others are compared with, then the others, best first."""
+    """One row per router: the base router first, then the others by saving, best first."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Routers that could not be made, and why."""
+    """Router that could not be made → reason."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -149,13 +149,13 @@ class FleetReport:
 
     @property
     def pays(self) -> bool:
-        """Whether the best router surely saves time, and enough to matter; one split tells nothing."""
+        """Whether the best router saves at least `WORTH_PCT` and its interval is above 0; False with one split."""
         saved = self.best.saved_pct
         return saved.low is not None and saved.low > 0 and saved.mean >= WORTH_PCT
 
     @property
     def verdict(self) -> str:
-        """One plain sentence: which router is best, and how sure that is."""
+        """Sentence that names the best router, its saving and the interval."""
         base, best = self.rows[0], self.best
         if best is base:
             return f"{base.router}: no router compared has less TPOT ({self.dtype})."
@@ -185,7 +185,7 @@ class FleetReport:
 
 
 class _Served(NamedTuple):
-    """Metrics of one router's run, milliseconds."""
+    """Metrics of one router's run; times in milliseconds."""
 
     experts: float
     tpot_p50: float
@@ -196,9 +196,9 @@ class _Served(NamedTuple):
     requests: int
     per_decoder: float
     waited: float
-    """Share of arrivals that waited for another use of their recording."""
+    """Share of arrivals postponed because their recording was in flight."""
     growth: float
-    """Requests in flight in the second half of the measured part, relative to the first."""
+    """Mean requests in flight in the second half of the measured part, relative to the first half."""
 
 
 class _Split(NamedTuple):
@@ -211,7 +211,7 @@ class _Split(NamedTuple):
 def simulate_fleet(
     trace: ActivationTrace, model: StepModel, settings: FleetSettings, report: Report = lambda *_: None
 ) -> FleetReport:
-    """Serve the trace's requests under each router."""
+    """Simulate the trace's requests under each router, once per split."""
     spec, meta = model.spec, trace.meta
     if (meta.num_layers, meta.num_experts) != (spec.num_moe_layers, spec.num_experts):
         raise ConfigError(
@@ -280,20 +280,20 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
 
 
 def requests_of(trace: Trace) -> RequestTrace:
-    """The requests of a trace that has them: arrival times and lengths."""
+    """Return the request table (arrival times and lengths) of a trace; raise for a load table."""
     if isinstance(trace, LoadTable):
         raise ConfigError("a load table has no requests; arrivals need a trace of requests")
     return trace.requests if isinstance(trace, ActivationTrace) else trace
 
 
 def decoder_placement(model: StepModel) -> Placement | None:
-    """Experts in order on the ranks of a decoder; None on one device."""
+    """Return the linear placement of the experts on a decoder's ranks; None for one rank."""
     ranks, spec = model.topology.num_ranks, model.spec
     return None if ranks == 1 else Placement.linear(spec.num_moe_layers, spec.num_experts, ranks)
 
 
 def _unseen(source: Source, fitted: RouterFit) -> Halves:
-    """Requests that the fit has seen, and the others."""
+    """Split the requests into those that the router was fitted on and those to serve."""
     counts, learned = source.counts, fitted.learned
     if (learned.num_layers, learned.num_experts) != counts.prefill.shape[1:]:
         raise ConfigError(
@@ -309,7 +309,7 @@ def _unseen(source: Source, fitted: RouterFit) -> Halves:
 
 
 def _timed(recordings: Recordings, settings: FleetSettings, rng: np.random.Generator) -> FleetRequests:
-    """Requests with arrival times: those of `arrivals`, or of a Poisson process."""
+    """Draw requests with the arrival times of `arrivals`, or of a Poisson process."""
     if settings.arrivals is not None:
         return draw_requests(recordings, settings.requests, rng, settings.arrivals.in_order(), settings.rate)
     assert settings.rate is not None
@@ -327,7 +327,7 @@ def _config(settings: FleetSettings) -> FleetConfig:
 
 
 def _mean_load(requests: FleetRequests, model: StepModel, settings: FleetSettings) -> int:
-    """Requests on a decoder under round robin, where nothing bounds them."""
+    """Return the mean requests per decoder under round robin, with practically unlimited capacity."""
     config = _config(settings)
     fleet = Fleet([config.places] * config.decode_workers)
     router = known_routers.make(BASE)

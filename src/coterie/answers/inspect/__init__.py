@@ -1,1 +1,1 @@
-"""Inspecting a trace: numbers, sections of the report."""
+"""Inspection of a trace: statistics, sections of the report, and the verdict."""

@@ -1,14 +1,15 @@
-"""How fast a load drifts: how much of its shape at the start of the trace is left, after ever longer lags.
+"""Measure how fast a load drifts: the share of its initial skew that is left, as a function of lag.
 
-Let x(w) be the load shares of window w per layer, less the even share: its skew. The skew left at a lag is the mean of
-x(s) · x(s + lag) over the first windows s, divided by the mean of x(s) · x(s). The last product is taken between two
-random halves of the window's requests, so sampling noise, which would raise it and feign drift, is not in it. This
-projection, unlike a cosine, falls as 2^(-lag / half-life) both for loads that wander and for loads on their way from
-one state to another. Unlike a cosine it may pass 1: the load then leans towards the same experts, and more than at the
-start. Starts are the same for all lags, so a lag compares with no other part of the trace.
+The skew x(w) of window w is its load share per [layer, expert] minus the even share. The skew left at a lag is the mean
+of x(s) · x(s + lag) over the first windows s, divided by the mean of x(s) · x(s). The product x(s) · x(s) is taken
+between two random halves of the window's requests: the product of a window with itself contains sampling noise, which
+raises it and looks like drift. Unlike a cosine, this projection falls as 2^(-lag / half-life) both for loads that
+wander randomly and for loads that move from one state to another. Also unlike a cosine, it can exceed 1: the load is
+then skewed towards the same experts, and more than at the start. All lags use the same start windows, so that lags
+are comparable.
 
-It describes one stretch of time: a daily cycle shorter recorded than a day looks like drift without return. Where the
-order of requests in time is not known there is no drift to measure: the order of a file may be by topic.
+The result describes the recorded time only: a daily cycle recorded for less than a day looks like drift without return.
+Without arrival times drift is not measured, because the order of a file may be by topic.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from coterie.placement.triggers.drift import fit_decay
 
 MIN_WINDOWS = 8
 MIN_DROP = 0.02
-"""Smallest loss of skew that counts as drift."""
+"""Smallest loss of skew that counts as drift, as a share of the initial skew."""
 SIGNIFICANCE = 0.01
 PERMUTATIONS = 499
 
@@ -33,21 +34,21 @@ PERMUTATIONS = 499
 @dataclass(frozen=True, slots=True)
 class Drift:
     half_life: float | None
-    """Lag after which half of the total loss has happened, in `unit`; None if no drift is seen."""
+    """Lag after which half of the total loss of skew has happened, in `unit`; None if no drift was found."""
     reason: str | None
-    """Why there is no half-life."""
+    """Reason why `half_life` is None; None if there is a half-life."""
     floor: float | None
-    """Share of the skew that stays for good: skew_left = floor + (1 - floor) · 2^(-lag / half_life)."""
+    """Share of the skew that remains at long lags: skew_left = floor + (1 - floor) · 2^(-lag / half_life)."""
     unit: str
-    """s or windows."""
+    """Unit of lags: "s" or "windows"."""
     window: float | None
     """Length of a window, in `unit`."""
     p_value: float | None
-    """Share of random orders of the windows that drift as much."""
+    """Share of random orders of the windows that drift at least as much as the recorded order."""
     lag: list[float] = field(default_factory=list)
-    """[lag] in `unit`."""
+    """[lag] lags in `unit`."""
     skew_left: list[float | None] = field(default_factory=list)
-    """[lag] share of the skew at the start that is left, noise removed. 1: as at the start; above 1: more skewed
+    """[lag] share of the initial skew that is left, without sampling noise. 1: as at the start; above 1: more skewed
     towards the same experts; 0: nothing in common."""
 
 
@@ -63,7 +64,10 @@ def no_drift(unit: str, reason: str, window: float | None = None) -> Drift:
 
 
 def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Generator) -> Drift:
-    """Measure drift of counts [window, part, layer, expert]; parts are random halves of a window, or one whole."""
+    """Measure the drift of counts [window, part, layer, expert].
+
+    A window has two parts, random halves of its requests, or one. `width` is the length of a window in `unit`.
+    """
     windows = len(counts)
     if windows < MIN_WINDOWS:
         return no_drift(unit, f"the trace fills {windows} windows; {MIN_WINDOWS} are needed to see a trend", width)
@@ -103,7 +107,7 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _dots(counts: NDArray[np.integer]) -> NDArray[np.float64]:
-    """[window * part, window * part] products of load shapes, mean over layers; NaN with an empty side."""
+    """Return the products of skews [window * part, window * part], mean over layers; NaN if either part is empty."""
     windows, parts, layers, experts = counts.shape
     values = counts.reshape(windows * parts, layers, experts).astype(np.float64)
     total = values.sum(axis=2, keepdims=True)
@@ -117,19 +121,19 @@ def _dots(counts: NDArray[np.integer]) -> NDArray[np.float64]:
 
 
 class _Pairs(NamedTuple):
-    """Which products count for which lag, so that a random order is one look-up."""
+    """Index pairs of the products of each lag, computed once: a random order of the windows only re-indexes them."""
 
     lags: NDArray[np.int64]
     earlier: NDArray[np.int64]
-    """[lag, pair] index window * parts + part."""
+    """[lag, pair] index (window * parts + part) of the earlier part; `later` likewise."""
     later: NDArray[np.int64]
 
 
 def _pairs(windows: int, parts: int) -> _Pairs:
-    """Pairs of windows by lag. The first lag is 0 with halves, 1 with whole windows: the least free of noise."""
+    """Return the pairs of each lag. The first lag is 0 with halves, 1 with whole windows: the least without noise."""
     starts = np.arange(max(2, windows // 8))
     lags = np.arange(0 if parts == 2 else 1, windows - len(starts) + 1)
-    # Every part of the start with every part of the later window; at lag 0 the two halves with each other only.
+    # Pair every part of the start window with every part of the later one; at lag 0, only the two different halves.
     first, second = (v.ravel() for v in np.indices((parts, parts)))
     earlier = (starts[:, None] * parts + first).ravel()
     later = ((lags[:, None, None] + starts[:, None]) * parts + second).reshape(len(lags), -1)
@@ -139,7 +143,7 @@ def _pairs(windows: int, parts: int) -> _Pairs:
 
 
 def _curve(dots: NDArray[np.float64], pairs: _Pairs, order: NDArray[np.int64] | None = None) -> _Curve:
-    """Products against lag, of the parts in that order; NaN for a lag without a pair."""
+    """Return the mean product of each lag, with the parts in `order` (None: as recorded); NaN without any pair."""
     earlier, later = (pairs.earlier, pairs.later) if order is None else (order[pairs.earlier], order[pairs.later])
     chosen = dots[earlier, later]
     present = np.isfinite(chosen)
@@ -149,8 +153,8 @@ def _curve(dots: NDArray[np.float64], pairs: _Pairs, order: NDArray[np.int64] | 
 
 
 def _p_value(dots: NDArray[np.float64], pairs: _Pairs, rng: Generator) -> float:
-    """Share of random orders of the parts whose products fall as much from near to far lags."""
-    present = np.flatnonzero(np.isfinite(np.diag(dots)))  # empty windows stay where they are
+    """Return the share of random orders of the parts whose products fall at least as much from near to far lags."""
+    present = np.flatnonzero(np.isfinite(np.diag(dots)))  # empty parts keep their place
     order = np.arange(len(dots))
     fall = _fall(_curve(dots, pairs))
     as_much = 0

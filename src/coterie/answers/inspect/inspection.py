@@ -1,8 +1,8 @@
-"""``coterie inspect``: what a trace says, as numbers.
+"""Compute the statistics of a trace for ``coterie inspect``.
 
-An activation trace is read once from end to end, whatever its size, and every id is checked on the way; a load table
-and a request trace give the part of the numbers that they hold. What cannot be computed is None, and `missing` says
-why. Everything random (the sample of requests, the draws) comes from the Generator given.
+An activation trace is read once from end to end, whatever its size, and every expert id is checked. A load table and a
+request trace have only some of the statistics. A statistic that cannot be computed is None, and `missing` gives the
+reason. All randomness (the sample of requests, the draws) comes from the Generator passed in.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Inspection:
 
     trace: str
     kind: str
-    """activations, load or requests."""
+    """Kind of the trace: "activations", "load" or "requests"."""
     model: str | None = None
     experts: int | None = None
     top_k: int | None = None
     requests: int | None = None
     tokens: int | None = None
-    """Recorded (activations), counted (load, where it says so) or in the table (requests)."""
+    """Tokens recorded (activations), counted if the table has token counts (load), or listed per request (requests)."""
     decode_tokens: int | None = None
     windows: int | None = None
-    """Windows of a load table."""
+    """Number of windows of a load table."""
     load: list[list[float]] | None = None
     """[layer, expert] share of the layer's activations."""
     layers: list[LayerLoad] | None = None
@@ -74,7 +74,7 @@ class Inspection:
     output_lengths: TokenLengths | None = None
     prefix_sharing: PrefixSharing | None = None
     missing: dict[str, str] = field(default_factory=dict)
-    """Name of a field that is None → why, in words."""
+    """Name of a field that is None → reason in words."""
     notes: list[str] = field(default_factory=list)
     """Caveats for reading the numbers."""
 
@@ -82,7 +82,7 @@ class Inspection:
 def inspect_trace(
     trace: Trace, name: str, rng: Generator, progress: Progress | None = None, window: str | None = None
 ) -> Inspection:
-    """Compute every statistic that the trace allows; `name` is its path. Raises TraceError if it is empty or wrong.
+    """Compute every statistic that the trace allows; `name` is its path. Raise TraceError if it is empty or invalid.
 
     `window` chooses windows of a load table, as :func:`~coterie.traces.load.choose_windows` takes it.
     """
@@ -216,16 +216,16 @@ class _Domains:
     tokens: list[float]
     left_out: int
     index: NDArray[np.int64]
-    """[request] into names, -1 for the others."""
+    """[request] index of its domain in `names`; -1 if its domain is left out."""
     all_domains: NDArray[np.int64] | None
-    """[request] of every domain; None if the trace names none."""
+    """[request] number of its domain among all domains; None if the trace has no domains."""
 
 
 def _largest_domains(trace: ActivationTrace) -> _Domains:
     labels = trace.requests.domains
     if labels is None:
         return _Domains([], [], 0, np.full(trace.num_requests, -1, np.int64), None)
-    # A recording may leave single labels empty; they are a domain of their own.
+    # Some requests of a recording may have an empty label; these form a domain of their own.
     names, domain = np.unique(np.array([label or "(none)" for label in labels]), return_inverse=True)
     tokens = np.bincount(domain, weights=trace.lengths, minlength=len(names))
     order = np.argsort(-tokens, kind="stable")[:MAX_DOMAINS]
@@ -243,7 +243,7 @@ def _largest_domains(trace: ActivationTrace) -> _Domains:
 def _label_similarity(
     counts: NDArray[np.uint64], labels: Sequence[str], tokens: NDArray[np.int64] | None, missing: dict[str, str]
 ) -> DomainSimilarity | None:
-    """Windows whose labels differ after a / alone are of one domain."""
+    """Return the similarity of a load table's domains. Windows whose labels differ only after a "/" are one domain."""
     names, of_window = np.unique(np.array([domain_of(label) for label in labels]), return_inverse=True)
     if len(names) < 2:
         missing["domains"] = f"all windows are of one domain, {names[0]!s}"
@@ -274,7 +274,7 @@ def _ranks(load: NDArray[np.integer], missing: dict[str, str]) -> list[RankImbal
 def _request_parts(
     table: RequestTrace, missing: dict[str, str]
 ) -> tuple[ArrivalRate | None, TokenLengths | None, TokenLengths | None, PrefixSharing | None]:
-    """Statistics in the order of Inspection's fields; absent ones are noted in `missing`."""
+    """Return the request statistics in the order of Inspection's fields; add reasons for absent ones to `missing`."""
     arrivals, sharing = arrival_rate(table), prefix_sharing(table)
     prompts, outputs = lengths(table.prompt_tokens), lengths(table.output_tokens)
     if arrivals is None:
@@ -287,7 +287,7 @@ def _request_parts(
     return arrivals, prompts, outputs, sharing
 
 
-# What the request table says: how fast requests arrive, how evenly, how long they are, what they share.
+# Statistics of the request table: arrival rate, burstiness, lengths and shared prefixes.
 
 MAX_BINS = 60
 DISPERSION_WINDOWS_S = (1.0, 10.0, 60.0)
@@ -298,27 +298,27 @@ MIN_DISPERSION_WINDOWS = 20
 class Dispersion:
     window_s: float
     index: float
-    """Variance ÷ mean of the arrivals in a window: 1 for Poisson arrivals, more for bursts."""
+    """Variance ÷ mean of the number of arrivals per window: 1 for Poisson arrivals, more for bursts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalRate:
     duration_s: float
     mean: float
-    """Requests a second."""
+    """Mean rate, requests per second."""
     peak: float
-    """Requests a second in the fullest bin."""
+    """Rate in the fullest bin, requests per second."""
     gap_cv: float | None
-    """Coefficient of variation of the gaps between arrivals: 1 for Poisson."""
+    """Coefficient of variation of the times between arrivals; 1 for Poisson arrivals."""
     dispersion: list[Dispersion]
     bin_s: float
     rate: list[float]
-    """[bin] requests a second."""
+    """[bin] requests per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLengths:
-    """Tokens of the prompts, or of the outputs, of the requests."""
+    """Distribution of the tokens per prompt, or per output."""
 
     mean: float
     p50: float
@@ -333,11 +333,11 @@ class PrefixSharing:
     blocks: int
     block_tokens: int
     seen_before: float
-    """Share of the blocks that an earlier request (or the same one, earlier) held already."""
+    """Share of the prefix blocks that occurred before, in an earlier request or earlier in the same request."""
 
 
 def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
-    """None without arrival times, or if all came at once."""
+    """Compute the arrival statistics; None without arrival times, or if all requests arrive at once."""
     if table.arrival_s is None or table.duration_s <= 0:
         return None
     times = np.sort(table.arrival_s) - table.arrival_s.min()
@@ -346,7 +346,7 @@ def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
     gaps = np.diff(times)
     dispersion = []
     for window in DISPERSION_WINDOWS_S:
-        whole = int(span // window)  # the last, cut window is left out
+        whole = int(span // window)  # the last, incomplete window is left out
         if MIN_DISPERSION_WINDOWS <= whole <= 10**8:
             counts = np.bincount((times[times < whole * window] / window).astype(np.int64), minlength=whole)
             dispersion.append(Dispersion(window, float(counts.var() / counts.mean())))
@@ -362,7 +362,7 @@ def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
 
 
 def lengths(tokens: NDArray[np.int64]) -> TokenLengths | None:
-    """None if none is above 0: that side was not recorded."""
+    """Compute the distribution of `tokens` [request]; None if all are 0, which means not recorded."""
     if not len(tokens) or not tokens.any():
         return None
     p50, p90, p95, p99 = (float(v) for v in np.percentile(tokens, [50, 90, 95, 99]))
@@ -370,7 +370,7 @@ def lengths(tokens: NDArray[np.int64]) -> TokenLengths | None:
 
 
 def prefix_sharing(table: RequestTrace) -> PrefixSharing | None:
-    """None where no prefix blocks were recorded."""
+    """Compute how many prefix blocks repeat; None if no prefix blocks were recorded."""
     if table.prefix_blocks is None or table.block_tokens is None:
         return None
     blocks = np.concatenate([np.empty(0, np.int64), *table.prefix_blocks])

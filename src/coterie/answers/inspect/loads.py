@@ -1,7 +1,7 @@
-"""What a load says: skew, hot experts, how ranks would share it, how alike domains are.
+"""Statistics of a load: skew, hot experts, imbalance of ranks, similarity of domains.
 
-All of it describes the load summed over the whole trace. A load that is even in sum can be skewed at every moment
-(see drift), and none of these numbers is a step time: docs/inspect.md says which matters when.
+All of them describe the load summed over the whole trace. A load that is even in sum can be skewed at every moment (see
+:mod:`coterie.answers.inspect.drift`). None of the numbers is a step time: docs/inspect.md says when each one matters.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ class HotExpert:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """One MoE layer; None where it has no load."""
+    """Load statistics of one MoE layer; None if the layer has no load."""
 
     layer: int
-    """Index in the model, dense layers counted, where the trace says so; else the row."""
+    """Layer index in the model, dense layers included; the row in the trace if the trace has no layer ids."""
     max_over_mean: float | None
     gini: float | None
-    """0 is even; near 1, a few experts take all."""
+    """Gini coefficient over experts: 0 is an even load; near 1, a few experts have nearly all of it."""
     cv: float | None
     """Coefficient of variation: standard deviation ÷ mean over experts."""
     hot: list[HotExpert]
-    """The most loaded experts, first the hottest."""
+    """Up to 8 most loaded experts, hottest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankImbalance:
-    """Linear placement: expert e in slot e, ranks owning equal blocks."""
+    """Imbalance of the rank loads under linear placement: expert e in slot e, equal blocks of slots per rank."""
 
     ranks: int
     mean: float | None
-    """Imbalance, max ÷ mean rank load, mean over layers: 1 is even."""
+    """Imbalance (max ÷ mean rank load), mean over layers; 1 is even."""
     median: float | None
     worst: float | None
-    """The same, median and largest of the layers."""
+    """Largest imbalance of a layer; `median` is the median over layers."""
     per_layer: list[float | None]
 
     @property
     def most_gain(self) -> float | None:
-        """Share of the busiest ranks' load, summed over layers, that an even load would take away."""
+        """Share of the busiest rank's load that a perfectly even placement would remove: 1 - 1 / mean imbalance."""
         return None if self.mean is None else 1.0 - 1.0 / self.mean
 
 
@@ -70,14 +70,14 @@ class DomainSimilarity:
     left_out: int
     """Number of domains left out."""
     cosine: list[list[float | None]]
-    """[domain, domain] of the domains' loads over all layers."""
+    """[domain, domain] cosine similarity of the domains' loads over all layers."""
     mean: float | None
-    """Mean over pairs of different domains."""
+    """Mean cosine over pairs of different domains; `least` is the smallest."""
     least: float | None
 
 
 def gini(load: Load) -> NDArray[np.float64]:
-    """[layer] Gini coefficient over experts, of load [layer, expert]; NaN without load."""
+    """Compute the Gini coefficient over experts [layer] of a load [layer, expert]; NaN for a layer without load."""
     ordered = np.sort(np.asarray(load, np.float64), axis=1)
     count, total = ordered.shape[1], ordered.sum(axis=1)
     rank = 2 * np.arange(1, count + 1) - count - 1
@@ -85,7 +85,7 @@ def gini(load: Load) -> NDArray[np.float64]:
 
 
 def layer_loads(load: Load, layer_ids: Sequence[int]) -> list[LayerLoad]:
-    """Describe each layer of a load [layer, expert]."""
+    """Compute the statistics of each layer of a load [layer, expert]."""
     values = np.asarray(load, np.float64)
     mean, total = values.mean(axis=1), values.sum(axis=1)
     peak, ginis, cv = _ratio(values.max(axis=1), mean), gini(values), _ratio(values.std(axis=1), mean)
@@ -103,7 +103,7 @@ def layer_loads(load: Load, layer_ids: Sequence[int]) -> list[LayerLoad]:
 
 
 def rank_imbalances(load: Load) -> list[RankImbalance]:
-    """Imbalance for each number of ranks that divides the experts."""
+    """Compute the imbalance for each number in RANKS that divides the number of experts."""
     layers, experts = load.shape
     out = []
     for ranks in (r for r in RANKS if experts % r == 0):
@@ -116,7 +116,7 @@ def rank_imbalances(load: Load) -> list[RankImbalance]:
 
 
 def domain_similarity(loads: Load, names: Sequence[str], tokens: Sequence[float], left_out: int) -> DomainSimilarity:
-    """Compare loads [domain, layer, expert]."""
+    """Compute the cosine similarities of loads [domain, layer, expert]."""
     flat = np.asarray(loads, np.float64).reshape(len(loads), -1)
     length = np.sqrt((flat * flat).sum(axis=1))
     cosine = _ratio(flat @ flat.T, np.outer(length, length))

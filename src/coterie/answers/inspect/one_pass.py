@@ -1,7 +1,7 @@
-"""One streaming pass over an activation trace: every id is checked, and counted for all that needs loads.
+"""One streaming pass over an activation trace: check every expert id, and count the loads per window and domain.
 
-A request counts whole in the window it arrived in, so windows shorter than a request's life blur what happens inside
-it. What would need every request's footprint is taken from a random sample of requests, copied out as they pass by.
+All tokens of a request count in the window of its arrival, so windows shorter than a request's duration are inexact.
+Statistics that need footprints of single requests use a random sample of requests, copied during the pass.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from coterie.traces.activations import ActivationTrace, Chunk
 from coterie.types import DECODE
 
 Progress = Callable[[int, int], None]
-"""Callback: tokens done, tokens in all."""
+"""Progress callback: tokens done, tokens in all."""
 
 CHUNK_BYTES = 64 << 20
-"""Expert ids read at a time: what stays resident of a mapped trace, and how long an interruption waits."""
+"""Bytes of expert ids read at a time; bounds the resident part of a mapped trace and the delay of an interruption."""
 MAX_DOMAINS = 12
 MAX_WINDOWS = 64
 REQUESTS_PER_WINDOW = 16
-"""Smallest number of requests per window: below this its load is mostly sampling noise."""
+"""Smallest mean number of requests per window: with fewer, the load of a window is mostly sampling noise."""
 _THREADS = 2
 
 
 class Windows(NamedTuple):
-    """How requests are put into windows of equal time, in order of arrival; one window where no times are known."""
+    """Assignment of requests to windows of equal duration by arrival time; one window without arrival times."""
 
     window: NDArray[np.int64]
-    """[request]"""
+    """[request] index of its window."""
     half: NDArray[np.int64]
-    """[request] 0 or 1 at random: two halves of a window differ by sampling noise only."""
+    """[request] 0 or 1 at random, so that the two halves of a window differ by sampling noise only."""
     total: int
     width_s: float | None
-    """Length of a window; None where no times are known."""
+    """Length of a window in seconds; None without arrival times."""
 
 
 class PassResult(NamedTuple):
     half_windows: NDArray[np.int64]
-    """[window, half, layer, expert] activations: their sum is the load of the trace."""
+    """[window, half, layer, expert] activations; their sum over windows and halves is the load of the trace."""
     domains: NDArray[np.int64]
     """[domain, layer, expert] activations of the domains with the most tokens."""
     decode_tokens: int
@@ -54,7 +54,7 @@ class PassResult(NamedTuple):
 
 
 def cut_windows(trace: ActivationTrace, rng: Generator) -> Windows:
-    """Windows over the whole trace, as many as its requests can fill."""
+    """Cut the trace into windows, up to 64, with a mean of at least 16 requests each."""
     table, requests = trace.requests, trace.num_requests
     index, order, count, width = np.zeros(requests, np.int64), np.arange(requests), 1, None
     if table.arrival_s is not None and table.duration_s > 0:
@@ -62,7 +62,7 @@ def cut_windows(trace: ActivationTrace, rng: Generator) -> Windows:
         count = int(np.clip(requests // REQUESTS_PER_WINDOW, 1, MAX_WINDOWS))
         index = np.minimum((since_s / table.duration_s * count).astype(np.int64), count - 1)
         order, width = np.argsort(since_s, kind="stable"), table.duration_s / count
-    # Neighbours in time go to different halves, which of them where by lot: balanced, and blind to any pattern.
+    # Consecutive arrivals go to different halves, in random order: halves are equally large and follow no pattern.
     half = np.empty(requests, np.int64)
     coin = np.repeat(rng.integers(2, size=-(-requests // 2)), 2)[:requests]
     half[order] = (np.arange(requests) + coin) % 2
@@ -78,10 +78,10 @@ def run_pass(
     rng: Generator,
     progress: Progress | None = None,
 ) -> PassResult:
-    """Count and check every activation. `domain` [request] is an index below `num_domains`, or -1 to leave it out."""
+    """Count and check every activation. `domain` [request] is an index below `num_domains`, or -1 for no domain."""
     meta = trace.meta
     if (trace.lengths < 0).any():
-        trace.validate()  # names the file that holds the falling offset
+        trace.validate()  # raises an error that names the file with the decreasing offset
     shape = (meta.num_layers, meta.num_experts)
     group = windows.window * 2 + windows.half
     parts = [
@@ -99,7 +99,7 @@ def run_pass(
                 raise TraceError(name, "phase", f"holds {int(phase.max())}; it must be 0 (prefill) or 1 (decode)")
             decode_tokens += int(phase.sum())
             if any(pool.map(lambda job: _count(*job), _jobs(chunk, group[rows], domain[rows], parts))):
-                trace.validate()  # says which id of which file; costs a second read of what came before it
+                trace.validate()  # raises an error with the id and its file; reads the trace again up to it
                 raise TraceError(name, "expert_ids", f"holds an id outside 0 … {meta.num_experts - 1}")
             samples.take(chunk, rng)
             done += len(phase)
@@ -110,14 +110,14 @@ def run_pass(
 
 
 class _Part(NamedTuple):
-    """What one thread counts into."""
+    """Counts of one thread, summed after the pass."""
 
     groups: NDArray[np.int64]  # [window * 2 + half, layer, expert]
     domains: NDArray[np.int64]  # [domain, layer, expert]
 
 
 def _jobs(chunk: Chunk, group: NDArray[np.int64], domain: NDArray[np.int64], parts: list[_Part]) -> list[Any]:
-    """The requests of a chunk dealt to the threads in runs of about as many tokens."""
+    """Split the requests of a chunk into one contiguous range per thread, with about equally many tokens."""
     offsets = chunk.offsets
     cuts = np.searchsorted(offsets, np.linspace(0, offsets[-1], len(parts) + 1)[1:-1])
     cuts = np.concatenate([[0], cuts, [len(offsets) - 1]])
@@ -136,13 +136,13 @@ def _count(
     groups: NDArray[np.int64],
     domains: NDArray[np.int64],
 ) -> bool:
-    """Add requests to their group and domain; True as soon as an id is not an expert."""
+    """Add the activations of requests to their group and domain; return True at the first id that is out of range."""
     _, layers, k = ids.shape
     experts = groups.shape[2]
     footprint = np.zeros((layers, experts), np.int64)
     for r in range(len(group)):
         start, stop = offsets[r], offsets[r + 1]
-        # A long request is counted once and added twice; a short one would touch more zeros than ids.
+        # Count a long request in `footprint`, then add that to both arrays; a short one has fewer ids than experts.
         long = (stop - start) * k >= experts
         for token in range(start, stop):
             for layer in range(layers):

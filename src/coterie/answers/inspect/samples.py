@@ -1,7 +1,7 @@
-"""What needs single requests: prefill against decode, and the distinct experts of a decode step.
+"""Statistics of single requests: correlation of prefill with decode, and the distinct experts of a decode step.
 
-Both come from a random sample of requests, since a long trace holds more footprints than memory. The sample is taken
-while the trace streams by, so no page of it stays behind.
+Both use a random sample of requests, because the footprints of a long trace do not fit in memory. The sample is copied
+while the trace is streamed, so that no page of the mapped file stays resident.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DRAWS = 256
 
 @dataclass(frozen=True, slots=True)
 class PhaseCorrelation:
-    """How well a request's prefill foretells its decode: correlation of its per-expert counts, mean over requests."""
+    """Correlation over experts of a request's prefill counts with its decode counts, mean over requests."""
 
     requests: int
-    """Requests with tokens of both phases that were looked at."""
+    """Number of sampled requests with tokens of both phases."""
     pearson: float | None
-    """Mean over layers."""
+    """Pearson correlation, mean over layers; `spearman` likewise."""
     spearman: float | None
     pearson_per_layer: list[float | None]
     spearman_per_layer: list[float | None]
@@ -41,36 +41,36 @@ class PhaseCorrelation:
 
 @dataclass(frozen=True, slots=True)
 class DistinctExperts:
-    """Distinct experts of one decode step in one layer, if it holds `batch` tokens of as many requests."""
+    """Distinct experts of one layer in a decode step of `batch` requests, one token each."""
 
     batch: int
     uniform: float
-    """Under even random routing: experts x (1 - (1 - k / experts)^batch)."""
+    """Expected number under uniform random routing: experts x (1 - (1 - k / experts)^batch)."""
     mixed: float | None
-    """Requests drawn from all; mean over draws and layers."""
+    """Mean over draws and layers, with requests drawn from all domains; None with fewer than `batch` requests."""
     same_domain: float | None
-    """Requests of one domain, drawn at random among those large enough."""
+    """Mean with all requests from one domain, a random one with at least `batch` requests; None if none has."""
     mixed_per_layer: list[float] | None
     same_domain_per_layer: list[float] | None
     domains: int
-    """Domains with at least `batch` sampled requests."""
+    """Number of domains with at least `batch` sampled requests."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Requests chosen beforehand, and what is kept of each as it passes by."""
+    """Random sample of requests, chosen before the pass, and the data copied from each during the pass."""
 
     meta: TraceMeta
     chosen: NDArray[np.int64]
-    """Sorted indices of requests."""
+    """Indices of the sampled requests, ascending."""
     correlated: frozenset[int]
-    """Subset whose phases are compared, which takes longer."""
+    """Smaller subset for the phase correlation, which takes longer."""
     requests: list[int] = field(default_factory=list)
-    """Requests with decode tokens, one entry per entry of `tokens`."""
+    """Sampled requests with decode tokens, one per entry of `tokens`."""
     tokens: list[NDArray[np.unsignedinteger]] = field(default_factory=list)
-    """[token, layer, k] a few decode tokens of each."""
+    """Expert ids [token, layer, k] of up to 16 random decode tokens of each request."""
     pearson: list[NDArray[np.float64]] = field(default_factory=list)
-    """[layer] of each request with both phases; NaN where a side is constant."""
+    """Correlation [layer] of each request with both phases; NaN if the counts of a phase are constant."""
     spearman: list[NDArray[np.float64]] = field(default_factory=list)
 
     @classmethod
@@ -80,7 +80,7 @@ class Samples:
         return cls(meta, np.sort(chosen), frozenset(chosen[:CORRELATED_REQUESTS].tolist()))
 
     def take(self, chunk: Chunk, rng: Generator) -> None:
-        """Copy what is needed of the chosen requests of a chunk; its ids are taken to be checked."""
+        """Copy the data of the chunk's sampled requests. The expert ids must have been checked."""
         last = chunk.first_request + len(chunk.offsets) - 1
         first, stop = np.searchsorted(self.chosen, [chunk.first_request, last])
         for request in self.chosen[first:stop]:
@@ -98,14 +98,14 @@ class Samples:
                 self.spearman.append(_pearson(*rankdata(counts, axis=2)))
 
     def correlation(self) -> PhaseCorrelation | None:
-        """None if no sampled request has both phases."""
+        """Return the mean correlations; None if no sampled request has both phases."""
         if not self.pearson:
             return None
         pearson, spearman = ([mean_or_none(layer) for layer in np.stack(v).T] for v in (self.pearson, self.spearman))
         return PhaseCorrelation(len(self.pearson), mean_or_none(pearson), mean_or_none(spearman), pearson, spearman)
 
     def distinct(self, domain: NDArray[np.int64] | None, rng: Generator) -> list[DistinctExperts]:
-        """Count distinct experts for every batch size that the sample allows; `domain` [request] may be unknown."""
+        """Compute distinct experts for every batch size; `domain` [request] is None if the trace has no domains."""
         if not self.tokens:
             return []
         counts = np.array([len(t) for t in self.tokens])
@@ -146,9 +146,9 @@ class Samples:
         batch: int,
         rng: Generator,
     ) -> list[float]:
-        """[layer] mean distinct experts of a token each of `batch` requests, of one of the groups `among`."""
+        """Return the mean distinct experts [layer] of one token of each of `batch` requests, from one random group."""
         total = np.zeros(self.meta.num_layers, np.int64)
-        seen = np.zeros((self.meta.num_layers, self.meta.num_experts), np.int64)  # number of the draw that saw it last
+        seen = np.zeros((self.meta.num_layers, self.meta.num_experts), np.int64)  # last draw that used the expert
         for draw in range(1, DRAWS + 1):
             members = among[rng.integers(len(among))]
             chosen = rng.choice(members, batch, replace=False)
@@ -161,7 +161,7 @@ def _mean(values: list[float] | None) -> float | None:
 
 
 def _pearson(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[layer] correlation over experts of two [layer, expert] arrays; NaN where one of them is constant."""
+    """Return the correlation [layer] over experts of two [layer, expert] arrays; NaN if a row is constant."""
     a, b = (v - v.mean(axis=1, keepdims=True) for v in (a, b))
     scale = np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
     out = np.full(len(a), np.nan)

@@ -1,6 +1,6 @@
-"""What is shown of an inspection, in the terminal and on the page: a table, a sentence, and a figure where one helps.
+"""Sections of an inspection, for the terminal and the page: a table, a few sentences, and for most a figure.
 
-The sentence says what the numbers mean for serving. It is built from them, and says no more than they do.
+The sentences are built from the numbers and say what the numbers mean for serving.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Cell = str | float | int | None
 @dataclass(frozen=True, slots=True)
 class Section:
     key: str
-    """Name of the figure's file."""
+    """Anchor of the section on the page, and name of the figure's file."""
     title: str
     meaning: str
     columns: tuple[str, ...]
     rows: list[tuple[Cell, ...]]
     plot: Callable[[Any, figures.Theme], None] | None = None
     alt: str = ""
-    """What the figure shows, for those who do not see it."""
+    """Text alternative of the figure, for screen readers."""
     height_in: float = figures.HEIGHT_IN
 
 
 def sections(found: Inspection) -> list[Section]:
-    """Sections for which the trace has numbers, in reading order."""
+    """Return the sections for which the trace has numbers, in reading order."""
     makers = (_load, _gini, _ranks, _distinct, _domains, _phases, _drift, _arrivals, _lengths)
     return [section for maker in makers if (section := maker(found)) is not None]
 
 
 def overview(found: Inspection) -> list[tuple[str, Cell]]:
-    """Size and origin."""
+    """Return the rows (field, value) on the size and origin of the trace."""
     rows: list[tuple[str, Cell]] = [
         ("kind", found.kind),
         ("model", found.model),
@@ -58,7 +58,7 @@ def overview(found: Inspection) -> list[tuple[str, Cell]]:
 
 
 def not_there(found: Inspection) -> list[str]:
-    """What could not be computed, one line for each reason."""
+    """Return the statistics that could not be computed, one line per reason."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.missing.items():
         by_reason.setdefault(why, []).append(name.replace("_", " "))
@@ -66,7 +66,7 @@ def not_there(found: Inspection) -> list[str]:
 
 
 def typical_layers(layers: Sequence[LayerLoad]) -> list[tuple[str, LayerLoad]]:
-    """First, median and worst by max ÷ mean: nobody reads 75 rows."""
+    """Return the first layer, and the median and worst by max ÷ mean: a table of all layers is too long to read."""
     loaded = sorted((x for x in layers if x.max_over_mean is not None), key=lambda x: x.max_over_mean or 0.0)
     if not loaded:
         return []

@@ -1,4 +1,4 @@
-"""Plain numbers for results: JSON has no NaN, so what cannot be computed is None."""
+"""Conversions to plain numbers for results: JSON has no NaN, so a value that cannot be computed is None."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def number(value: SupportsFloat) -> float | None:
-    """A Python float, or None where it is not finite."""
+    """Return a Python float, or None if the value is not finite."""
     plain = float(value)
     return plain if math.isfinite(plain) else None
 
@@ -21,6 +21,6 @@ def numbers(values: Iterable[SupportsFloat]) -> list[float | None]:
 
 
 def mean_or_none(values: NDArray[np.float64] | Sequence[float | None]) -> float | None:
-    """Mean of the values that are present."""
+    """Return the mean of the finite values; None if there are none."""
     present = [float(v) for v in values if v is not None and math.isfinite(v)]
     return math.fsum(present) / len(present) if present else None

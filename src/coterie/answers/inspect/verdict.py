@@ -1,4 +1,4 @@
-"""What an inspection comes to: is there something to win, how much at most, how sure, and the command to type next."""
+"""Verdict of an inspection: possible gains, their upper limits, how certain they are, and the next command to run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from coterie.errors import UnknownNameError
 from coterie.models import get_model
 
 RANKS = 8
-"""Ranks that a verdict speaks of, where the experts divide by them."""
+"""Number of ranks that the verdict reports on, if it divides the number of experts."""
 DECODERS, IN_FLIGHT = 8, 16
-"""Fleet to try, where half of the recorded requests fill it."""
+"""Decoders and requests per decoder of the proposed fleet; smaller if half of the recorded requests do not fill it."""
 FEW_REQUESTS = 100
-"""Below this many requests a share of distinct experts, or a load, is mostly of these requests."""
+"""Number of requests below which the verdict warns that the results depend on the few requests recorded."""
 NOTHING_PCT = 1.0
-"""Fewer experts than this, in percent, is next to nothing."""
+"""Saving of distinct experts, in percent, below which grouping is called next to nothing."""
 
 
 class Verdict(NamedTuple):
     sentence: str
     then: str
-    """Command to type next."""
+    """Next command to run."""
 
 
 def inspect_verdict(found: Inspection) -> Verdict:
@@ -59,7 +59,7 @@ def _grouping(found: Inspection) -> str:
 
 
 def _best(found: Inspection) -> DistinctExperts | None:
-    """The batch size at which one domain's requests save most against mixed ones."""
+    """Return the batch size at which requests of one domain save the most experts relative to mixed requests."""
     both = [d for d in found.distinct_experts or () if d.mixed and d.same_domain is not None and d.batch > 1]
     return max(both, key=lambda d: 1 - (d.same_domain or 0.0) / (d.mixed or 1.0), default=None)
 

@@ -1,1 +1,1 @@
-"""Load for any OpenAI-compatible server: workloads, a streaming client, percentiles with intervals, comparisons."""
+"""Load tests of any OpenAI-compatible server: workloads, a streaming client, percentiles, comparisons."""

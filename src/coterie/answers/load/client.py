@@ -1,9 +1,9 @@
-"""A client that times answers: first byte of content, every later piece, the end, and how a request failed.
+"""A client that times answers: first content, every later piece, the end, and how a request failed.
 
-Failures are told apart by what a user sees. Before the first byte of content: `refused` (no connection), `http_429`,
-`http_4xx`, `http_5xx`, `reset` (the connection was closed), `timeout`, `malformed` (an answer that is not of OpenAI's
-form). After it: `cut`, whatever the reason. Nothing is sent twice, but for a kept connection that the server closed
-before it answered anything: a client cannot see that coming.
+Failures are classified by what a user sees. Before the first byte of content: `refused` (no connection), `http_429`,
+`http_4xx`, `http_5xx`, `reset` (the connection was closed), `timeout`, `malformed` (the answer is not in OpenAI's
+format). After the first byte: `cut`, whatever the reason. A request is sent again only if the server closed a
+kept-alive connection before it answered anything: a client cannot know that in advance.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 Kind = Literal["refused", "http_429", "http_4xx", "http_5xx", "reset", "timeout", "malformed", "cut"]
 
 KEEP_S = 2.0
-"""Seconds that an idle connection is kept: less than servers do (vLLM 5 s), so that few are closed under a request."""
+"""Seconds to keep an idle connection: less than servers do (vLLM: 5 s), so that few are closed as they are reused."""
 MOST_LINE = 4 << 20
-"""Bytes of one event of a stream; a longer one is malformed."""
+"""Most bytes of one event of a stream, or of a whole answer; a longer one is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How requests are asked."""
+    """Settings common to all requests of a run."""
 
     model: str
     chat: bool = True
-    """Ask the endpoint for chats; otherwise that for completions, with all messages as one text."""
+    """Use the chat endpoint; if False, the completions endpoint, with all messages as one text."""
     stream: bool = True
-    """Have answers streamed; otherwise there is no TTFT or TPOT, only the time of the whole answer."""
+    """Stream the answers; if False, there is no TTFT or TPOT, only the time of the whole answer."""
     temperature: float = 0.0
     ignore_eos: bool = False
-    """Generate exactly max_tokens tokens, where the server knows this option (vLLM, SGLang, the reference worker)."""
+    """Generate exactly max_tokens tokens, if the server knows this option (vLLM, SGLang, the reference worker)."""
     timeout_s: float = 300.0
     """Seconds within which an answer must be complete."""
     keep_text: bool = False
@@ -53,7 +53,7 @@ class Asking:
         check_not_negative(temperature=self.temperature)
 
     def body(self, request: LoadRequest, marker: str = "") -> dict[str, Any]:
-        """OpenAI's body. `marker` begins the prompt, so that no cache filled under another marker helps."""
+        """Return the JSON body. The prompt begins with `marker`: prefixes cached under other markers do not match."""
         begin = f"[{marker}] " if marker else ""
         if self.chat:
             messages = [{"role": role, "content": content} for role, content in request.messages]
@@ -70,28 +70,28 @@ class Asking:
 
 
 class RequestOutcome(NamedTuple):
-    """What became of one request; times are those of the event loop's clock."""
+    """Outcome of one request; times are in seconds on the event loop's clock."""
 
     request: int
-    """Index in the workload."""
+    """Index of the request in the workload."""
     planned: float
-    """When it was to be sent; times count from here. In a closed loop it is when it was sent."""
+    """Planned time of sending, from which TTFT and E2E are counted; equal to `sent` in a closed loop."""
     sent: float
     end: float
     first: float | None = None
-    """First content; None for an answer that failed before it or was not streamed."""
+    """Time of the first content; None if the request failed before it, or the answer is not streamed."""
     pieces: tuple[float, ...] = ()
-    """Times of later content."""
+    """Times of the later pieces of content."""
     prompt_tokens: int | None = None
     output_tokens: int = 0
-    """As the server counted them; pieces of content where it does not say."""
+    """Output tokens as counted by the server; the number of content pieces if the server does not report them."""
     cached_tokens: int | None = None
-    """Prompt tokens that the server found in a prefix cache; None where it does not say."""
+    """Prompt tokens that the server found in a prefix cache; None if the server does not report them."""
     failure: Kind | None = None
     problem: str = ""
-    """Why it failed, in one line."""
+    """Reason for the failure, in one line."""
     text: str = ""
-    """The answer's text, if it is kept."""
+    """Text of the answer, if `keep_text` is set."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -99,14 +99,14 @@ class RequestOutcome(NamedTuple):
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token after the first; None for answers of one token or one piece."""
+        """Seconds per output token after the first; None for answers of one token or one piece."""
         if self.first is None or self.failure or self.output_tokens < 2 or not self.pieces:
             return None
         return (self.pieces[-1] - self.first) / (self.output_tokens - 1)
 
     @property
     def gap_s(self) -> float | None:
-        """Longest gap between two pieces of content."""
+        """Longest time between two consecutive pieces of content, in seconds."""
         if self.first is None or self.failure or not self.pieces:
             return None
         return max(b - a for a, b in zip((self.first, *self.pieces), self.pieces, strict=False))
@@ -145,7 +145,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Piece(msgspec.Struct):
-    """An event of a stream, or a whole answer."""
+    """Decoded event of a stream, or a whole answer that is not streamed."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -162,13 +162,13 @@ class _FailedError(Exception):
 
 
 class _Answer:
-    """An answer as far as it has come."""
+    """Answer as far as it has been received."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.finished = False
         self.begun = False
-        """Content has come; of an answer that is not streamed, any byte."""
+        """Whether any content was received; if the answer is not streamed, any byte."""
         self.usage: _Usage | None = None
         self.texts: list[str] = []
 
@@ -185,20 +185,20 @@ class _Answer:
             self.texts.append(choice.text or (said.content if said is not None else None) or "")
             ends = choice.finish_reason is not None
             if choice.text or (said is not None and said.any) or (ends and not self.begun):
-                self.times.append(now)  # an answer without any text has its end as first content
+                self.times.append(now)  # without any text, the end of the answer counts as its first content
                 self.begun = True
             self.finished |= ends
 
 
 class LoadClient:
-    """One server. ``async with LoadClient(url) as client: outcome = await client.ask(…)``"""
+    """Client of one server: ``async with LoadClient(url) as client: outcome = await client.ask(…)``."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = server_url(url)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._open: aiohttp.ClientSession | None = None
         self.resent = 0
-        """Requests sent again because the server had closed the kept connection they were sent on."""
+        """Number of requests sent again because the server had closed the kept-alive connection."""
 
     async def __aenter__(self) -> Self:
         trace = aiohttp.TraceConfig()
@@ -218,7 +218,7 @@ class LoadClient:
     async def ask(
         self, request: LoadRequest, asking: Asking, planned: float | None = None, marker: str = "", name: str = ""
     ) -> RequestOutcome:
-        """Send one request and read its answer to the end; every failure is in the outcome."""
+        """Send one request and read its answer to the end; a failure is returned in the outcome, not raised."""
         clock = asyncio.get_running_loop().time
         sent = clock()
         answer = _Answer()
@@ -271,7 +271,7 @@ class LoadClient:
             data=msgspec.json.encode(body),
             headers={"Content-Type": "application/json", **({REQUEST_ID_HEADER: name} if name else {})},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            allow_redirects=False,  # the key is for this server
+            allow_redirects=False,  # a redirect would send the key to another server
             trace_request_ctx=noted,
         ) as response:
             noted.answered = True
@@ -288,7 +288,7 @@ class LoadClient:
 
 
 async def _read_stream(response: aiohttp.ClientResponse, answer: _Answer) -> None:
-    """Events until ``[DONE]``, or the end of the stream."""
+    """Read events until ``[DONE]`` or the end of the stream."""
     rest, clock = b"", asyncio.get_running_loop().time
     async for data in response.content.iter_any():
         now = clock()
@@ -297,7 +297,7 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: _Answer) -> Non
             raise _FailedError("malformed", f"an event of more than {MOST_LINE} bytes came")
         for line in lines:
             if not line.startswith(b"data:"):
-                continue  # comments and other fields
+                continue  # skip comments and other fields of server-sent events
             event = line[5:].strip()
             if event == b"[DONE]":
                 return
@@ -311,7 +311,7 @@ async def _read_whole(response: aiohttp.ClientResponse, answer: _Answer) -> None
         found += data
         if len(found) > MOST_LINE:
             raise _FailedError("malformed", f"an answer of more than {MOST_LINE} bytes came")
-    answer.begun = False  # it is complete: whatever is wrong with it now is not a cut
+    answer.begun = False  # the answer is complete: an error in it is not a cut
     answer.take(bytes(found), asyncio.get_running_loop().time())
     if not answer.finished:
         raise _FailedError("malformed", "the answer has no finish_reason")
@@ -322,7 +322,7 @@ async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace,
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
-    """Status and OpenAI's message, as far as the answer gives one."""
+    """Return the HTTP status, and the error message if the answer has one."""
     said = f"HTTP {response.status}"
     try:
         data = await response.content.read(MOST_LINE)
@@ -332,7 +332,7 @@ async def _reason(response: aiohttp.ClientResponse) -> str:
 
 
 def _error(found: Any) -> tuple[Kind, str]:
-    """Kind and text of an error object; a server that answers 200 and then this has failed, unless it says else."""
+    """Return kind and message of an error object. Without an HTTP code in it, the error counts as http_5xx."""
     if not isinstance(found, dict):
         return "http_5xx", str(found)
     code = found.get("code")
@@ -345,7 +345,7 @@ def _status_kind(status: int) -> Kind:
 
 
 def _kind(error: BaseException, timeout_s: float) -> tuple[Kind, str]:
-    if isinstance(error, TimeoutError):  # aiohttp's own, of a connection, is one too
+    if isinstance(error, TimeoutError):  # includes aiohttp's own timeout of connecting
         return "timeout", str(error) or f"no whole answer within {timeout_s:g} s"
     if isinstance(error, aiohttp.ClientConnectorError):
         return "refused", str(error)
@@ -355,7 +355,7 @@ def _kind(error: BaseException, timeout_s: float) -> tuple[Kind, str]:
 
 
 async def chars_per_token(client: LoadClient, asking: Asking, text: str) -> float:
-    """Characters of a token, about, from a server's own count; raises UnavailableError if it does not say."""
+    """Estimate the characters per token of `text` from the server's token count; raise UnavailableError without one."""
     asked = LoadRequest(0, 0, "", (Message("user", text),), 1)
     outcome = await client.ask(asked, asking, name="coterie-load-probe")
     if outcome.failure is not None or not outcome.prompt_tokens:

@@ -1,11 +1,11 @@
-"""Several servers, or several routers of one gateway, on the same requests in interleaved blocks.
+"""Compare several servers, or several routers of one gateway, on the same requests in interleaved blocks.
 
-A machine is not equally fast all day, so contenders take turns: block after block of the workload is served under each,
-in an order that changes from block to block. Differences are taken between statistics of the same requests. Their
-intervals come from leaving out each block once (delete-a-group jackknife with Student's t): requests of one block share
-whatever happened then, so blocks are what is independent.
+The speed of a machine changes over a day, so contenders alternate: every block of the workload is served under each
+contender, in an order that changes from block to block. Differences are taken between statistics of the same requests.
+Their intervals come from leaving out each block once (delete-a-group jackknife with Student's t): requests of one block
+are correlated, while blocks are treated as independent.
 
-Each contender's prompts begin with its own marker, so that none finds prefixes that another has left in a cache.
+Each contender's prompts begin with its own marker, so that it does not hit prefixes cached by another contender.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coterie.types import Interval
 
 COMPARED = {name: attribute for name, attribute in METRICS.items() if name != "gap"}
 CHANGES = ("mean", "p50", "p90")
-"""Statistics that are compared; the 99th percentile of a block is that of a request or two."""
+"""Statistics to compare. p99 is left out: in a block it depends on one or two requests."""
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class Contender:
     name: str
     send: Send
     prepare: Callable[[], Awaitable[None]] | None = None
-    """Called before each of its blocks: swaps the router."""
+    """Called before each block of this contender, to swap the router; None if there is nothing to swap."""
     runs: list[LoadRun] = field(default_factory=list)
-    """[block]"""
+    """[block] its run."""
     steps: list[StepTotals] = field(default_factory=list)
-    """[block] decode steps of the workers, where they are read."""
+    """[block] totals of the workers' decode steps; empty if step logs are not read."""
 
     @property
     def all_steps(self) -> StepTotals | None:
@@ -54,23 +54,23 @@ class Contender:
 
 
 class Change(NamedTuple):
-    """Of a statistic against the first contender's, percent; below 0 is faster or fewer.
+    """Change of a statistic relative to the first contender, in percent; negative is faster or fewer.
 
-    That of the hit rate is in points: 60% after 50% is +10.
+    The change of the hit rate is in percentage points: from 50% to 60% is +10.
     """
 
     statistic: str
-    """Such as ttft_p50, experts or hit_rate."""
+    """Name of the statistic, such as ttft_p50, experts or hit_rate."""
     pct: Interval
 
     @property
     def sure(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.pct.low is not None and self.pct.high is not None and (self.pct.low > 0 or self.pct.high < 0)
 
 
 def blocks_of(count: int, blocks: int) -> list[tuple[int, int]]:
-    """[block] first request and end, as even as can be."""
+    """Split `count` requests into blocks of nearly equal size; return (first, end) per block."""
     check_at_least(1, blocks=blocks)
     if blocks > count:
         raise ConfigError(f"blocks={blocks} must be at most the number of requests, {count}")
@@ -87,14 +87,14 @@ async def compare(
     report: Progress | None = None,
     workers: Sequence[Client] = (),
 ) -> None:
-    """Serve every block under every contender; runs are kept in the contenders as they come.
+    """Serve every block under every contender; each run is stored in its contender when it starts.
 
-    `workers` are reference workers whose decode steps are read before and after each block.
+    `workers` are reference workers whose step logs are read before and after each block.
     """
     total, done = len(requests) * len(contenders), 0
     order = [int(one) for one in rng.permutation(len(contenders))]
     for number, (start, end) in enumerate(blocks_of(len(requests), blocks)):
-        # Each order is followed by its reverse, then rotated: each comes first, and early, about equally often.
+        # An order is followed by its reverse, then rotated: each contender is first, and early, about equally often.
         first = number // 2 % len(order)
         turn = order[first:] + order[:first]
         for index in turn if number % 2 == 0 else turn[::-1]:
@@ -130,9 +130,9 @@ def _part(pace: Pace, start: int, end: int, parts: int) -> Pace:
 
 
 def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
-    """Changes of TTFT, TPOT, E2E, hit rate and experts a step; a statistic without values is left out.
+    """Return the changes of TTFT, TPOT, E2E, hit rate and experts per step; leave out statistics without values.
 
-    Only requests that both answered count, so that a contender which fails the slow ones does not look fast.
+    Only requests that both contenders answered count: a contender that fails slow requests must not look fast.
     """
     blocks = min(len(first.runs), len(other.runs))
     pairs = [_pairs(first.runs[block].outcomes, other.runs[block].outcomes, skip) for block in range(blocks)]
@@ -155,7 +155,7 @@ def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
 
 
 def _percent(log_ratio: Interval) -> Interval:
-    """Intervals are taken of logarithms: a ratio's own would reach below -100%."""
+    """Convert a log ratio to percent. Intervals are computed on logarithms: those of ratios could go below -100%."""
     low, high = (None if end is None else 100 * math.expm1(end) for end in (log_ratio.low, log_ratio.high))
     return Interval(100 * math.expm1(log_ratio.mean), low, high)
 
@@ -168,7 +168,7 @@ def _pairs(
 
 
 def _values(pairs: Sequence[tuple[RequestOutcome, RequestOutcome]], attribute: str) -> NDArray[np.float64]:
-    """[request, contender] of requests for which both have a value."""
+    """Return the values [request, contender] of the requests for which both contenders have a value."""
     found = [(getattr(a, attribute), getattr(b, attribute)) for a, b in pairs]
     return np.array([(a, b) for a, b in found if a is not None and b is not None], np.float64).reshape(-1, 2)
 
@@ -187,7 +187,7 @@ def _log_ratio(statistic: str) -> Callable[[Sequence[NDArray[np.float64]]], floa
 
 
 def _hit_points(blocks: Sequence[Sequence[tuple[RequestOutcome, RequestOutcome]]]) -> float | None:
-    """Difference of hit rates, in points."""
+    """Return the difference of the hit rates in percentage points; None if an answer does not report cached tokens."""
     pairs = [pair for block in blocks for pair in block]
     if not pairs or any(one.cached_tokens is None or not one.prompt_tokens for pair in pairs for one in pair):
         return None
@@ -207,7 +207,7 @@ def _experts(blocks: Sequence[tuple[StepTotals, StepTotals]]) -> float | None:
 
 
 def jackknife(blocks: Sequence[Any], statistic: Callable[[Sequence[Any]], float | None]) -> Interval | None:
-    """A statistic of all blocks, and its 95% interval from leaving each out once; two blocks or fewer have none."""
+    """Compute a statistic of all blocks and its 95% interval from leaving out each block once; needs 3 blocks."""
     whole = statistic(blocks)
     if whole is None:
         return None

@@ -1,6 +1,6 @@
-"""A whole measurement: make the workload, ask the server or servers, and keep what was found.
+"""A whole measurement: make the workload, send it to the server or servers, and keep the outcomes.
 
-What was measured so far stays in the :class:`LoadMeasurement` that the caller gives: an interrupted run is not lost.
+Outcomes are stored in the caller's :class:`LoadMeasurement` as they arrive, so that an interrupted run is not lost.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from coterie.traces.requests import RequestTrace
 
 WORKLOADS = ("prompts", "shared-prefix", "trace")
 PROBE_CHARS = 800
-"""Characters of a prompt that tells how long a server's tokens are."""
+"""Characters of the prompt that is sent to measure the server's characters per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
     urls: tuple[str, ...]
-    """Servers; the others are compared with the first."""
+    """Base URLs of the servers; the others are compared with the first."""
     workload: str = "prompts"
-    """prompts: of mixed domains. shared-prefix: conversations. trace: lengths and shared blocks of `trace`."""
+    """Kind of workload. prompts: mixed domains; shared-prefix: conversations; trace: lengths and blocks of `trace`."""
     requests: int = 200
-    """Requests that are measured, per contender."""
+    """Number of measured requests per contender."""
     warmup: int = 8
-    """Requests before them that are not."""
+    """Number of requests before the measured ones, which are left out of the results."""
     max_tokens: int = 64
     rate: float | None = None
-    """Requests a second: Poisson arrivals, or the times of `trace` at this mean rate."""
+    """Requests per second: Poisson arrivals, or the times of `trace` scaled to this mean rate."""
     concurrency: int | None = None
-    """Clients of a closed loop."""
+    """Number of clients of a closed loop; None for an open loop."""
     trace: RequestTrace | None = None
     speed_up: float | None = None
-    """Factor by which the times of `trace` are replayed faster."""
+    """Factor by which `trace` is replayed faster than recorded."""
     length_scale: float = 1.0
-    """Factor on the lengths of `trace`."""
+    """Factor on the prompt and output lengths of `trace`."""
     prefixes: SharedPrefixes = SharedPrefixes()  # noqa: RUF009  (frozen)
     duration_s: float | None = None
     model: str | None = None
-    """Default: the first that the server offers."""
+    """Model name in requests; None takes the first model that the server lists."""
     chat: bool = True
     stream: bool = True
     ignore_eos: bool = False
@@ -73,14 +73,14 @@ class LoadSettings:
     routers: tuple[str, ...] = ()
     """Routers of a gateway to compare, as :meth:`~coterie.registry.PolicyText.parse` reads them."""
     pool: str | None = None
-    """Pool of the gateway whose router is swapped; None: decode, or the only one."""
+    """Pool of the gateway whose router is swapped; None takes decode, or the only pool."""
     blocks: int = 8
-    """Blocks of a comparison."""
+    """Number of blocks of a comparison."""
     targets: Targets = Targets()  # noqa: RUF009  (a tuple)
     expert_steps: tuple[str, ...] = ()
-    """Reference workers whose decode steps are read."""
+    """URLs of reference workers whose decode step logs are read."""
     marker: str = ""
-    """Begins every prompt, with the contender's number, so that caches of earlier runs do not help."""
+    """Text before every prompt, with the contender's number, so that prefixes cached in earlier runs do not match."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class LoadSettings:
 
     @property
     def paced(self) -> str:
-        """How requests are sent, in a few words."""
+        """Description of how requests are sent, in a few words."""
         if self.concurrency is not None:
             return f"closed loop, {self.concurrency} client{'s' if self.concurrency > 1 else ''}"
         if self.trace is None:
@@ -134,18 +134,18 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class BearerKeys:
-    """Sent as bearer tokens; None sends none."""
+    """Keys sent as bearer tokens; None sends no key."""
 
     api: str | None = None
     admin: str | None = None
-    """For swapping routers; default: the API key."""
+    """Key for swapping routers; None takes the API key."""
     worker: str | None = None
-    """For the workers' step logs; default: none."""
+    """Key for the workers' step logs."""
 
 
 @dataclass(slots=True)
 class LoadMeasurement:
-    """What a measurement has found so far."""
+    """Outcomes of a measurement so far."""
 
     model: str = ""
     workload: Workload | None = None
@@ -159,7 +159,7 @@ async def measure(
     keys: BearerKeys = BearerKeys(),
     report: Progress | None = None,
 ) -> None:
-    """Serve the workload under every contender; `measured` is filled as answers come."""
+    """Serve the workload under every contender; `measured` is filled as answers arrive."""
     report = report or (lambda *_: None)
     rng = np.random.default_rng(settings.seed)
     async with AsyncExitStack() as stack:
@@ -179,7 +179,7 @@ async def measure(
         for url in settings.urls[1:]:
             other = await stack.enter_async_context(Client(url, key=keys.api))
             askings.append(replace(asking, model=settings.model or await served_model(other)))
-        # Half a surrogate pair, which JSON may spell, cannot be sent.
+        # Replace lone surrogates: JSON can contain them, but UTF-8 cannot encode them.
         prompts = [one._replace(prompt=one.prompt.encode("utf-8", "replace").decode()) for one in prompts]
         clients = [await stack.enter_async_context(LoadClient(url, keys.api)) for url in settings.urls]
         count = settings.warmup + settings.requests
@@ -197,7 +197,7 @@ async def measure(
         pool = ""
         if settings.routers:
             pool = await stack.enter_async_context(put_back(admin, settings.pool))
-            for router in settings.routers:  # one that is refused is so before anything is served
+            for router in settings.routers:  # a router that the gateway refuses must raise before any request is sent
                 await use_router(admin, pool, router)
         for number, name in enumerate(settings.contenders):
             server = 0 if settings.routers else number
@@ -237,7 +237,7 @@ async def _workload(
     if settings.workload == "prompts":
         fitting = that_fit(prompts, longest - settings.max_tokens - TEMPLATE_TOKENS)
         return mixed_prompts(fitting, count, settings.max_tokens, rng)
-    # Lengths are set in characters: of languages with other scripts a token has a quarter as many.
+    # Lengths are set in characters; English only, since a token of other scripts has a quarter of the characters.
     prompts = [prompt for prompt in prompts if prompt.lang in ("en", "")] or prompts
     if settings.workload == "shared-prefix":
         return shared_prefixes(prompts, count, settings.max_tokens, rng, settings.prefixes)
@@ -251,7 +251,7 @@ async def _workload(
 
 
 async def context_length(server: Client, model: str) -> int | None:
-    """Tokens of prompt and answer that a server takes for a model; None where it does not say."""
+    """Return the server's limit on prompt and answer tokens of a model; None if the server does not report it."""
     status, text = await server.call("GET", "/v1/models")
     try:
         cards = json.loads(text)["data"]

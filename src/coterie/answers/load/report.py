@@ -1,4 +1,4 @@
-"""What a measurement says: a summary per contender, changes against the first, a sentence, and the next command."""
+"""Report of a measurement: a summary per contender, changes relative to the first, notes and a verdict in words."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ FAILED = {
     "malformed": "malformed",
     "cut": "cut after the first byte",
 }
-"""Kind of failure → words."""
+"""Kind of failure → its description in the report."""
 MOST_UNBOUND = 368
-"""Answers that bound the 99th percentile: the slowest of fewer is below it with a probability of 2.5% or more."""
+"""Fewest answers that bound p99 from above: with fewer, all are below p99 with a probability above 2.5%."""
 LATE = 0.1
-"""Delay of the client, as a share of the median TTFT or E2E, above which the report says so."""
+"""Sending delay (p99), as a share of the median TTFT or E2E, above which a note says that the client was too slow."""
 HEADLINES = {
     "experts": "experts a step",
     "hit_rate": "points of hit rate",
     "ttft_mean": "mean TTFT",
     "tpot_mean": "mean TPOT",
 }
-"""Statistics that the verdict speaks of: few, because of many one differs by chance."""
+"""Statistic → its words in the verdict. Only a few: among many statistics, some would differ by chance."""
 
 
 class Row(NamedTuple):
-    """One contender."""
+    """Results of one contender."""
 
     name: str
     summary: Summary
     changes: list[Change]
-    """Against the first contender; of the first itself, none."""
+    """Changes relative to the first contender; empty for the first."""
     experts_per_step: float | None
-    """Distinct experts of a layer in a decode step."""
+    """Distinct experts per layer in a decode step, mean over steps; None if step logs were not read."""
     experts_by_token: float | None
-    """The same in the step of a token."""
+    """Distinct experts per layer, mean over tokens: steps weighted by their rows."""
     rows_per_step: float | None
 
     @property
     def told_apart(self) -> bool:
-        """Whether a statistic of the verdict differs from the first contender's."""
+        """Whether a statistic of the verdict differs from the first contender's: its interval excludes 0."""
         return any(one.sure and one.statistic in HEADLINES for one in self.changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class LoadReport(NamedTuple):
     workload: str
     paced: str
     reachable_hit_rate: float
-    """Of one endless cache of characters."""
+    """Hit rate that one unlimited prefix cache would reach, counted in characters."""
     interrupted: bool
     rows: list[Row]
     notes: list[str]
@@ -83,7 +83,7 @@ class LoadReport(NamedTuple):
 
 
 def report_of(settings: LoadSettings, measured: LoadMeasurement, interrupted: bool = False) -> LoadReport:
-    """The report of a measurement, whole or interrupted."""
+    """Return the report of a measurement, complete or interrupted."""
     skip = settings.warmup
     rows: list[Row] = []
     for contender in measured.contenders:
@@ -91,7 +91,7 @@ def report_of(settings: LoadSettings, measured: LoadMeasurement, interrupted: bo
         against = changes(measured.contenders[0], contender, skip) if rows else []
         steps = contender.all_steps
         if steps is not None and not steps.steps.any():
-            steps = None  # no worker that was read has decoded
+            steps = None  # the workers whose logs are read made no decode step
         rows.append(
             Row(
                 contender.name,
@@ -115,7 +115,7 @@ def report_of(settings: LoadSettings, measured: LoadMeasurement, interrupted: bo
 
 
 def failures_of(summary: Summary) -> str:
-    """Failures in words; empty if there were none."""
+    """Return the failures in words; empty if there were none."""
     return ", ".join(f"{count} {FAILED[kind]}" for kind, count in summary.failures.items())
 
 
@@ -174,7 +174,7 @@ def _alone(summary: Summary, settings: LoadSettings) -> str:
 
 
 def _against(first: Row, row: Row) -> str:
-    """What changed for sure, and what cannot be told apart."""
+    """Say in words which statistics changed beyond doubt, and which show no difference."""
     if not row.summary.answered or not first.summary.answered:
         none = row if not row.summary.answered else first
         failed = failures_of(none.summary)

@@ -1,4 +1,4 @@
-"""Files of ``coterie load``: percentile curves as a figure, and the numbers as JSON."""
+"""Result files of ``coterie load``: percentile curves as a figure, and the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TICKS = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
 
 
 def write_result(folder: Path, result: Mapping[str, Any], contenders: Sequence[Contender], skip: int) -> list[Path]:
-    """Write the figure and the numbers; older results of this command are replaced."""
+    """Write the figure and the numbers; replace older results of this command."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = write_figure(partial(_draw, contenders, skip), folder, "load", 3.3)
     write_json(folder / RESULT_FILES[0], dict(result))
@@ -30,12 +30,12 @@ def write_result(folder: Path, result: Mapping[str, Any], contenders: Sequence[C
 
 
 def read_result(path: Path) -> None:
-    """Refuse a file that :func:`write_result` did not write."""
+    """Raise unless :func:`write_result` wrote the file."""
     check_result(path, "load", "url")
 
 
 def _draw(contenders: Sequence[Contender], skip: int, figure: Figure, theme: Theme) -> None:
-    """A panel per metric: the share of requests that took at most so long, stretched towards the tail."""
+    """Draw one panel per metric: time against the percentile of requests, with the tail stretched."""
     shown = {name: [_values(one, attribute, skip) for one in contenders] for name, attribute in METRICS.items()}
     shown = {name: values for name, values in shown.items() if name != "gap" and any(map(len, values))}
     panels = np.atleast_1d(figure.subplots(1, max(1, len(shown))))
@@ -62,7 +62,7 @@ def _draw(contenders: Sequence[Contender], skip: int, figure: Figure, theme: The
 
 
 def _stretched(shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Each further digit of 99.9…% takes the same width."""
+    """Return -log10(1 - share), so that each further 9 of 99.9…% takes the same width."""
     return np.asarray(-np.log10(1 - np.minimum(shares, 1 - 1e-9)), np.float64)
 
 

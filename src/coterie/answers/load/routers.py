@@ -1,4 +1,4 @@
-"""Routers of a Coterie gateway, swapped between blocks of a comparison and put back at its end."""
+"""Swap the routers of a Coterie gateway between blocks of a comparison, and restore the original at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DECODE = "decode"
 
 
 async def routers_in_use(gateway: Client) -> dict[str, str]:
-    """Pool → router in use; a server that is no Coterie gateway raises."""
+    """Return pool → router in use; raise if the server is not a Coterie gateway."""
     status, text = await gateway.call("GET", "/routers")
     try:
         answer = json.loads(text)
@@ -31,9 +31,9 @@ async def routers_in_use(gateway: Client) -> dict[str, str]:
 
 
 async def use_router(gateway: Client, pool: str, wanted: str, spec: Mapping[str, Any] | None = None) -> None:
-    """Swap a pool's router; a name or a setting that the gateway refuses raises with its reason.
+    """Swap a pool's router; raise with the gateway's reason if it refuses the name or a setting.
 
-    `spec` has more of the router's configuration, such as the file of its fit.
+    `spec` holds further configuration of the router, such as the file of its fit.
     """
     status, text = await gateway.call("PUT", f"/routers/{pool}", {**(spec or {}), "router": wanted})
     if status == 200:
@@ -49,7 +49,7 @@ async def use_router(gateway: Client, pool: str, wanted: str, spec: Mapping[str,
 
 @asynccontextmanager
 async def put_back(gateway: Client, pool: str | None = None) -> AsyncIterator[str]:
-    """Give the pool (default: decode, or the only one); at the end set its router again, whatever ended the block."""
+    """Yield the pool (None: decode, or the only pool) and restore its router at the end, also after an exception."""
     in_use = await routers_in_use(gateway)
     if pool is None:
         pool = DECODE if DECODE in in_use else next(iter(in_use)) if len(in_use) == 1 else ""
@@ -58,7 +58,7 @@ async def put_back(gateway: Client, pool: str | None = None) -> AsyncIterator[st
     try:
         yield pool
     except BaseException:
-        with suppress(CoterieError):  # why the block ended matters more than that this failed too
+        with suppress(CoterieError):  # the exception of the block matters more than a failure to restore
             await use_router(gateway, pool, in_use[pool])
         raise
     await use_router(gateway, pool, in_use[pool])

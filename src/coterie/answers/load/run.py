@@ -1,8 +1,8 @@
-"""Send a workload: open loop (arrivals that wait for nobody) or closed loop (clients that wait for their answers).
+"""Send a workload: open loop (at planned times) or closed loop (clients that wait for their answers).
 
-In an open loop a request is timed from its planned arrival: a server or a client that falls behind makes later requests
-slow, and none is left out because an earlier one was (coordinated omission). Outcomes are kept as they come, so that an
-interrupted run still has those it measured.
+In an open loop a request is timed from its planned arrival. If the server or the client falls behind, the delay counts
+in the times of later requests, which avoids coordinated omission. Outcomes are stored as they arrive, so that an
+interrupted run keeps them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from coterie.errors import ConfigError, check_at_least, check_positive
 
 Progress = Callable[[str, int, int], None]
 Send = Callable[[LoadRequest, float | None], Awaitable[RequestOutcome]]
-"""Ask a request that was planned for a time, None for now."""
+"""Callback that sends a request; its second argument is the planned time, None for now."""
 
 MOST_OPEN = 1000
-"""Requests in flight of an open loop: below the usual limit of a process's open files. Further ones wait here, late."""
+"""Most requests in flight of an open loop, below the usual limit of open files; further requests are sent late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When requests are sent: at `arrival_s`, or by `concurrency` clients that each wait for an answer."""
+    """Times of sending: at `arrival_s` (open loop), or by `concurrency` clients that wait for answers (closed loop)."""
 
     concurrency: int | None = None
     arrival_s: NDArray[np.float64] | None = None
     """[request] seconds since the start."""
     duration_s: float | None = None
-    """No request is sent later than this."""
+    """Seconds from the start after which no request is sent; None for no limit."""
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.arrival_s is None):
@@ -45,15 +45,15 @@ class Pace:
 
 @dataclass(slots=True)
 class LoadRun:
-    """What has become of the requests sent so far."""
+    """Outcomes of the requests sent so far."""
 
     started: float = 0.0
-    """Start, on the event loop's clock."""
+    """Time of the start, on the event loop's clock."""
     open_loop: bool = False
     outcomes: list[RequestOutcome] = field(default_factory=list)
-    """In order of completion."""
+    """Outcomes in order of completion."""
     in_flight: int = 0
-    """Sent and not answered: above 0 after the end only if the run was interrupted."""
+    """Number of requests sent and not answered; above 0 at the end only if the run was interrupted."""
 
     @staticmethod
     def _now() -> float:
@@ -66,7 +66,7 @@ class LoadRun:
         send: Send,
         done: Callable[[RequestOutcome], None] | None = None,
     ) -> None:
-        """Send all requests and wait for their answers; `done` hears of each."""
+        """Send all requests and wait for their answers; `done` is called with each outcome."""
         self.started, self.open_loop = self._now(), pace.arrival_s is not None
 
         async def one(request: LoadRequest, planned: float | None) -> None:
@@ -112,14 +112,14 @@ class LoadRun:
         duration_s: float | None,
         one: Callable[[LoadRequest, float | None], Awaitable[None]],
     ) -> None:
-        """Each client takes the next conversation and asks its requests one after another."""
+        """Run clients that each take the next conversation and send its requests one after another."""
         conversations: dict[int, list[LoadRequest]] = {}
         for request in requests:
             conversations.setdefault(request.conversation, []).append(request)
         waiting = iter(list(conversations.values()))
 
         async def client() -> None:
-            for conversation in waiting:  # shared by the clients: each conversation is taken once
+            for conversation in waiting:  # one iterator for all clients, so that each conversation is taken once
                 for request in conversation:
                     if duration_s is not None and self._now() - self.started > duration_s:
                         return

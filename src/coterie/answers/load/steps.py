@@ -1,7 +1,8 @@
-"""Distinct experts per decode step, as workers count them: read from the log of steps of reference workers.
+"""Distinct experts per decode step, read from the step logs of reference workers.
 
-A step with few requests touches few experts whoever they are, and routers differ in how evenly they spread requests.
-So experts are also compared at equal rows: step sizes that both runs have, weighted by the first one's tokens.
+A step with few requests uses few experts whatever the requests, and routers differ in how evenly they spread requests.
+Experts are therefore also compared at equal rows: at the step sizes that occur in both runs, weighted by the tokens of
+the first run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from coterie.net.http_client import Client
 
 
 async def read_steps(client: Client, after: int | None = None) -> LoggedSteps:
-    """What a reference worker logged of all steps but its first `after`, or all that it keeps."""
+    """Return the logged steps of a reference worker after its first `after` steps; None returns all that it keeps."""
     status, text = await client.call("GET", "/steps" if after is None else f"/steps?after={after}")
     if status != 200:
         raise UnavailableError(
@@ -30,16 +31,16 @@ async def read_steps(client: Client, after: int | None = None) -> LoggedSteps:
 
 
 class StepTotals(NamedTuple):
-    """Sums over steps of each size, which add up over workers and blocks."""
+    """Sums over the steps of each size; totals of workers and blocks can be added."""
 
     steps: NDArray[np.float64]
-    """[rows] number of decode steps with that many tokens."""
+    """[rows] number of decode steps with that number of rows (tokens)."""
     distinct: NDArray[np.float64]
-    """[rows] sum of their distinct experts."""
+    """[rows] sum of the distinct experts of these steps (mean over layers)."""
 
     @classmethod
     def of(cls, logs: Sequence[NDArray[np.float64]]) -> StepTotals:
-        """From logs of steps, [step, column] each."""
+        """Sum up step logs, [step, column] each."""
         log = np.concatenate([np.empty((0, len(COLUMNS))), *logs])
         rows = log[:, ROWS].astype(np.int64)
         steps = np.bincount(rows, minlength=1).astype(np.float64)
@@ -60,7 +61,7 @@ class StepTotals(NamedTuple):
 
     @property
     def experts_by_token(self) -> float:
-        """The same in the step of a token: steps weighted by their rows."""
+        """Distinct experts of a layer in a token's decode step: mean over steps, weighted by their rows."""
         return float(self._rows @ self.distinct / max(float(self._rows @ self.steps), 1.0))
 
     @property
@@ -69,7 +70,7 @@ class StepTotals(NamedTuple):
 
 
 def experts_ratio(first: StepTotals, other: StepTotals) -> float | None:
-    """Distinct experts of `other` over those of `first` at equal rows; None where no step size is common to both."""
+    """Return the ratio of distinct experts of `other` to `first` at equal rows; None without a common step size."""
     size = max(len(first.steps), len(other.steps))
     steps, distinct = (np.array([_padded(one[at], size) for one in (first, other)]) for at in (0, 1))
     both = np.flatnonzero((steps[0] > 0) & (steps[1] > 0))

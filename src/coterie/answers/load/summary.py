@@ -1,8 +1,8 @@
-"""Percentiles of a run with 95% intervals, throughput, goodput, hit rate, and what failed.
+"""Summary of a run: percentiles with 95% intervals, throughput, goodput, hit rate and failures.
 
 Requests that are in flight together wait for the same steps, so their times are correlated: an interval from single
-requests would be too narrow. The bootstrap therefore draws blocks of requests that follow each other, twice as long as
-there are requests in flight. Where a run has too few requests to bound a percentile from above, that end is None.
+requests would be too narrow. The bootstrap therefore draws blocks of consecutive requests, twice as many as are in
+flight. If a run has too few requests to bound a percentile from above, the upper end of the interval is None.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from coterie.types import Interval
 
 LEVELS = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "gap": "gap_s", "e2e": "e2e_s"}
-"""Metric → attribute of an outcome. A gap is the longest wait between two pieces of a stream."""
+"""Metric → attribute of an outcome. The gap is the longest time between two pieces of a stream."""
 DRAWS = 1000
 MOST_VALUES = 20_000_000
-"""Values drawn per metric: longer runs get fewer draws, at least 200."""
+"""Most values drawn per metric: long runs get fewer draws, at least 200."""
 LEAST_BLOCKS = 8
-"""Blocks must be at most this part of a run: intervals from fewer would mean nothing."""
+"""Fewest blocks in a run, which limits the block length: intervals from fewer blocks would mean nothing."""
 SURE = 0.975
 SLOWER = 0.85
-"""Share of the planned rate: a server that answers less may have fallen behind."""
+"""Share of the planned rate below which the server may have fallen behind."""
 
 
 class Targets(NamedTuple):
-    """A request counts for goodput if its answer is complete and within both."""
+    """Latency targets in seconds. A request counts for goodput if its answer is complete and meets both targets."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -46,7 +46,7 @@ class Targets(NamedTuple):
 
 
 class Percentiles(NamedTuple):
-    """Of one metric, in seconds."""
+    """Mean and percentiles of one metric, in seconds."""
 
     requests: int
     mean: Interval
@@ -57,40 +57,40 @@ class Percentiles(NamedTuple):
 
 class Summary(NamedTuple):
     requests: int
-    """Measured: answered or failed."""
+    """Number of measured requests, answered or failed."""
     answered: int
     failures: dict[str, int]
-    """Kind → requests."""
+    """Kind of failure → number of requests."""
     problems: dict[str, str]
-    """Kind → what was said of one such request."""
+    """Kind of failure → error message of one such request."""
     unfinished: int
-    """In flight when the run was interrupted."""
+    """Number of requests in flight when the run was interrupted."""
     wall_s: float
     metrics: dict[str, Percentiles]
-    """ttft, tpot, gap, e2e; those that were not measured are left out."""
+    """Metric (ttft, tpot, gap, e2e) → percentiles; metrics without values are left out."""
     offered_per_s: float | None
-    """Requests a second that were planned in an open loop; None in a closed one."""
+    """Planned requests per second of an open loop; None in a closed loop."""
     behind: bool
-    """Whether an open loop's server fell behind: it answered slower than was asked, later requests waited longer."""
+    """Whether the server fell behind an open loop: it answered below the planned rate, and answers got slower."""
     requests_per_s: float
     output_tokens_per_s: float
     prompt_tokens: int
     output_tokens: int
     goodput_per_s: float
-    """Requests a second that met the targets; without targets, that were answered."""
+    """Requests per second that met the targets; without targets, that were answered."""
     within: Interval
     """Share of the requests that met the targets."""
     hit_rate: Interval | None
-    """Share of prompt tokens that servers found in a prefix cache; None where none says."""
+    """Share of prompt tokens that servers found in a prefix cache; None if no answer reports it."""
     in_flight: float
-    """Requests in flight, on average."""
+    """Mean number of requests in flight."""
     late_p99_s: float
-    """Delay of sending behind the plan: of the client, not of the server."""
+    """99th percentile of the delay between planned and actual sending, which the client causes."""
     block: int
-    """Requests drawn together for the intervals."""
+    """Requests per block of the bootstrap."""
 
     def to_json(self) -> dict[str, Any]:
-        """Times in milliseconds."""
+        """Return plain values for JSON, with metrics in milliseconds."""
         metrics = {
             f"{name}_ms": {key: _ends(getattr(found, key), 1e3) for key in ("mean", *LEVELS)}
             | {"requests": found.requests}
@@ -111,7 +111,7 @@ def summarise(
     targets: Targets = Targets(),  # noqa: B008
     skip: int = 0,
 ) -> Summary:
-    """What runs of one server measured together; the first `skip` requests of the workload are left out as warm-up."""
+    """Summarise runs of one server together; leave out the first `skip` requests of the workload as warm-up."""
     parts = [sorted((one for one in run.outcomes if one.request >= skip), key=lambda o: o.planned) for run in runs]
     outcomes = [one for part in parts for one in part]
     answered = [one for one in outcomes if one.failure is None]
@@ -159,20 +159,20 @@ def _offered_per_s(parts: Sequence[Sequence[RequestOutcome]]) -> float | None:
 
 
 def _grows(answered: Sequence[RequestOutcome]) -> bool:
-    """Whether the last quarter of the answers took half as long again as the first."""
+    """Return whether the median time of the last quarter of answers is above 1.5 times that of the first quarter."""
     times = [one.end - one.planned for one in answered]
     quarter = len(times) // 4
     return quarter > 1 and float(np.median(times[-quarter:])) > 1.5 * float(np.median(times[:quarter]))
 
 
 def block_length(count: int, in_flight: float) -> int:
-    """Requests that are drawn together: twice those in flight, or the cube root of all, and at most an eighth."""
+    """Return the bootstrap block length: 2 x requests in flight, at least count^(1/3), at most count / 8."""
     wanted = max(2 * in_flight, float(count) ** (1 / 3))
     return max(1, min(int(wanted + 0.5), count // LEAST_BLOCKS))
 
 
 def draws_of(count: int, block: int, rng: Generator) -> NDArray[np.int64]:
-    """[draw, request] indices of a circular block bootstrap: blocks of consecutive requests, from anywhere."""
+    """Draw indices [draw, request] of a circular block bootstrap: blocks of consecutive requests with random starts."""
     draws = max(200, min(DRAWS, MOST_VALUES // max(count, 1)))
     blocks = -(-count // block)
     starts = rng.integers(0, count, (draws, blocks, 1))
@@ -180,7 +180,7 @@ def draws_of(count: int, block: int, rng: Generator) -> NDArray[np.int64]:
 
 
 def percentiles(values: NDArray[np.float64], block: int, rng: Generator) -> Percentiles:
-    """Mean and percentiles of values in order of time, with intervals."""
+    """Compute mean and percentiles of values in order of time, with intervals."""
     count = len(values)
     levels = list(LEVELS.values())
     found = [float(values.mean()), *(float(value) for value in np.percentile(values, levels))]
@@ -188,7 +188,7 @@ def percentiles(values: NDArray[np.float64], block: int, rng: Generator) -> Perc
         return Percentiles(count, *(Interval(value, None, None) for value in found))
     drawn = draws_of(count, min(block, max(1, count // LEAST_BLOCKS)), rng)
     means, sampled = np.empty(len(drawn)), np.empty((len(levels), len(drawn)))
-    for start in range(0, len(drawn), 64):  # in slices: all draws of a long run at once would take gigabytes
+    for start in range(0, len(drawn), 64):  # in slices of 64: all draws of a long run would take gigabytes
         some = values[drawn[start : start + 64]]
         means[start : start + 64] = some.mean(axis=1)
         sampled[:, start : start + 64] = np.percentile(some, levels, axis=1)
@@ -202,7 +202,7 @@ def percentiles(values: NDArray[np.float64], block: int, rng: Generator) -> Perc
 
 
 def share(part: NDArray[np.float64], whole: NDArray[np.float64], block: int, rng: Generator) -> Interval:
-    """Ratio of two sums over requests in order of time, with its interval."""
+    """Compute the ratio of two sums over requests in order of time, with its interval."""
     value = float(part.sum() / whole.sum())
     if len(part) < 2 * LEAST_BLOCKS:
         return Interval(value, None, None)

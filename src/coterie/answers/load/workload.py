@@ -1,8 +1,8 @@
 """Requests to send: mixed domains, conversations with shared prefixes, or the lengths and shared blocks of a trace.
 
-A workload is the same for every server and router: answers in a conversation's history are written ahead, so that what
-is asked never depends on what was answered. Its hit rate is that of one endless cache of characters; workers with
-several caches, blocks of tokens and limited memory reach less.
+A workload is the same for every server and router: the answers in a conversation's history are generated in advance, so
+that requests never depend on the server's answers. The hit rate of a workload is that of one unlimited cache, counted
+in characters; real workers with several caches, blocks of tokens and limited memory reach less.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from coterie.traces.arrivals import PoissonArrivals, ReplayedArrivals
 from coterie.traces.requests import RequestTrace
 
 LONGEST = 1 << 20
-"""Tokens of prompt and answer together, where a server does not say how many it takes."""
+"""Most tokens of prompt and answer together, assumed if a server does not report its limit."""
 ROOM = 0.8
-"""Share of the context that a trace's prompt may fill: the characters of a token differ between texts."""
+"""Share of the context that a trace's prompt may fill: characters per token differ between texts, so leave a margin."""
 TEMPLATE_TOKENS = 32
-"""Tokens that a chat template and a marker add to a prompt, about."""
+"""Approximate number of tokens that a chat template and a marker add to a prompt."""
 
 
 def that_fit(prompts: Sequence[Prompt], tokens: int) -> list[Prompt]:
-    """Prompts that surely have at most so many tokens: no common tokenizer makes more tokens than a text has bytes."""
+    """Return the prompts of at most `tokens` bytes: no common tokenizer makes more tokens than a text has bytes."""
     kept = [prompt for prompt in prompts if len(prompt.prompt.encode()) <= tokens]
     if not kept:
         raise ConfigError(f"no prompt is sure to fit {tokens} tokens, which the model's context leaves for it")
@@ -43,31 +43,31 @@ class Message(NamedTuple):
 
 class LoadRequest(NamedTuple):
     number: int
-    """Index in the workload."""
+    """Index of the request in the workload."""
     conversation: int
-    """Requests of one conversation are asked one after another in a closed loop."""
+    """Number of the conversation; a closed loop sends the requests of one conversation one after another."""
     domain: str
     messages: tuple[Message, ...]
     max_tokens: int
 
     @property
     def text(self) -> str:
-        """All messages as one text: the prompt where no chat template is applied."""
+        """All messages as one text: the prompt of the completions endpoint, without a chat template."""
         return "\n".join(message.content for message in self.messages)
 
 
 class Workload(NamedTuple):
     name: str
-    """What is asked, in a few words."""
+    """Description of the workload, in a few words."""
     requests: list[LoadRequest]
-    """In the order of sending."""
+    """Requests in the order of sending."""
     sizes: NDArray[np.int64]
     """[request] characters of the prompt."""
     shared: NDArray[np.int64]
-    """[request] characters of it that one endless prefix cache would hold when it is asked."""
+    """[request] characters of the prompt that one unlimited prefix cache would already hold."""
 
     def hit_rate(self, skip: int = 0) -> float:
-        """Hit rate of that cache over all requests but the first `skip`."""
+        """Return the hit rate of one unlimited prefix cache over all requests but the first `skip`."""
         return float(self.shared[skip:].sum() / max(int(self.sizes[skip:].sum()), 1))
 
 
@@ -75,7 +75,7 @@ class Workload(NamedTuple):
 
 
 def mixed_prompts(prompts: Sequence[Prompt], count: int, max_tokens: int, rng: Generator) -> Workload:
-    """Prompts in random order; domains are mixed as in the list. Repeated ones get a number, so that no cache helps."""
+    """Draw prompts in random order. A repeated prompt is prefixed with a number, so that no cached prefix matches."""
     check_at_least(1, count=count, max_tokens=max_tokens)
     order = np.concatenate([rng.permutation(len(prompts)) for _ in range(-(-count // len(prompts)))])[:count]
     requests = []
@@ -98,20 +98,20 @@ class SharedPrefixes:
     """
 
     hit_rate: float = 0.75
-    """Share of the prompts' characters that an endless cache holds; sets the length of the system prompts."""
+    """Share of the prompts' characters that an unlimited cache would hold; sets the length of the system prompts."""
     systems: int = 8
-    """Different system prompts, each of one domain; they take turns."""
+    """Number of system prompts, each of one domain; conversations use them in rotation."""
     turns: int = 4
-    """Questions of a conversation."""
+    """Number of questions per conversation."""
     active: int = 16
-    """Conversations that go on at a time; the next request is that of a random one."""
+    """Number of concurrent conversations; the next request is from a random one."""
     question_chars: int = 160
     answer_chars: int = 160
 
     def __post_init__(self) -> None:
         check_share(hit_rate=self.hit_rate)
         check_at_least(1, systems=self.systems, turns=self.turns, active=self.active, answer_chars=self.answer_chars)
-        check_at_least(24, question_chars=self.question_chars)  # it begins with a number of its own
+        check_at_least(24, question_chars=self.question_chars)  # room for the number that begins a question
         least = self._shared(0) / self._total(0)
         if not least <= self.hit_rate <= 0.99:
             raise ConfigError(
@@ -121,7 +121,7 @@ class SharedPrefixes:
 
     @property
     def system_chars(self) -> int:
-        """Length of a system prompt that gives the hit rate."""
+        """Characters of a system prompt that give the hit rate."""
         # shared(S) = shared(0) + turns * S, total(S) = total(0) + turns * S: solve shared = hit_rate * total.
         lacking = self.hit_rate * self._total(0) - self._shared(0)
         return round(lacking / (self.turns * (1 - self.hit_rate)))
@@ -131,7 +131,7 @@ class SharedPrefixes:
         return self.turns * (system + self.question_chars) + past * (self.turns * (self.turns - 1) // 2)
 
     def _shared(self, system: int) -> int:
-        """Characters of a conversation that were sent before, the system prompt of its first turn included."""
+        """Return the characters of a conversation that were sent before, with the system prompt of its first turn."""
         past, later = self.question_chars + self.answer_chars, self.turns - 1
         return self.turns * system + later * self.question_chars + past * (later * (later - 1) // 2)
 
@@ -174,14 +174,14 @@ def shared_prefixes(
 
 @dataclass(frozen=True, slots=True)
 class TraceText:
-    """How tokens of a trace become text."""
+    """Settings for making text of a trace's token counts."""
 
     chars_per_token: Mapping[str, float]
-    """Domain → of its text and the server's tokenizer: :func:`coterie.answers.load.client.chars_per_token`."""
+    """Domain → characters per token of its text, from :func:`coterie.answers.load.client.chars_per_token`."""
     length_scale: float = 1.0
     """Factor on prompt, block and output lengths, for a model with a shorter context."""
     longest: int = LONGEST
-    """Tokens of prompt and answer together that the server takes; longer prompts are cut."""
+    """The server's limit on tokens of prompt and answer together; longer prompts are cut."""
 
     def __post_init__(self) -> None:
         check_positive(length_scale=self.length_scale, **self.chars_per_token)
@@ -189,7 +189,7 @@ class TraceText:
 
 
 def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Generator, settings: TraceText) -> Workload:
-    """The first requests of a trace: text of their lengths, the same text for the same hash of a prompt block."""
+    """Make text with the lengths of a trace's first `count` requests; equal hashes of prompt blocks give equal text."""
     trace = trace.in_order().take(slice(0, count))
     if not len(trace):
         raise ConfigError("the trace has no requests")
@@ -230,7 +230,7 @@ def arrival_times(
     trace: RequestTrace | None = None,
     speed_up: float | None = None,
 ) -> NDArray[np.float64]:
-    """[request] seconds: Poisson at `rate`, or the times of a trace, faster by `speed_up` or at a mean of `rate`."""
+    """Return arrival times [request] in seconds: Poisson at `rate`, or a trace's, scaled by `speed_up` or to `rate`."""
     check_positive(rate=rate, speed_up=speed_up)
     if trace is None:
         if rate is None or speed_up is not None:
@@ -250,7 +250,7 @@ def arrival_times(
 
 
 class _Texts:
-    """Text of a domain, of any length: pieces of its prompts, one after another."""
+    """Generator of text of a domain, of any length, from the domain's prompts."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         if not prompts:
@@ -259,7 +259,7 @@ class _Texts:
         self._pools = {name: [one.prompt for one in prompts if one.domain == name] for name in self.domains}
 
     def of(self, rng: Generator, domain: str, chars: int, start: str = "") -> str:
-        """Exactly `chars` characters, the first of which are `start`."""
+        """Return exactly `chars` characters of text that begins with `start`."""
         pool, found = self._pools[domain], start
         while len(found) < chars:
             found += pool[int(rng.integers(len(pool)))] + "\n"
@@ -269,7 +269,10 @@ class _Texts:
 def _workload(
     name: str, requests: list[LoadRequest], parts: Iterable[Sequence[tuple[Hashable, int]]] | None = None
 ) -> Workload:
-    """With what an endless cache holds. Prompts are sequences of `parts`, a key and a size each; default: messages."""
+    """Build a workload and count the characters that an unlimited prefix cache would hold.
+
+    A prompt is a sequence of `parts`, (key, characters) each; None takes its messages as parts.
+    """
     if parts is None:
         parts = ([(message, len(message.content)) for message in request.messages] for request in requests)
     seen: set[int] = set()
@@ -278,6 +281,6 @@ def _workload(
         state = 0
         for key, size in prompt:
             state = hash((state, key))
-            counts[number] += size, size if state in seen else 0  # a prefix is there only if all shorter ones are
+            counts[number] += size, size if state in seen else 0  # `state` hashes the whole prefix
             seen.add(state)
     return Workload(name, requests, *counts.T)

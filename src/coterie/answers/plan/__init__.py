@@ -1,1 +1,1 @@
-"""Plans and placements of a user's model: what coterie plan and coterie place print."""
+"""Plans and placements of a user's model: the results of ``coterie plan`` and ``coterie place``."""

@@ -1,4 +1,4 @@
-"""A placement as a picture: the replicas of every expert, or where each lives; and what a load makes of the ranks."""
+"""Figure of a placement: the number of slots or the rank of every expert, and the load of every rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coterie.answers.figures import HEIGHT_IN, Theme, write_figure
 from coterie.placement.maps.formats import PlacementMap
 
 EVEN = 0.01
-"""Largest distance from the mean that is said in words: its colours cannot be told apart."""
+"""Relative distance from the mean below which a text replaces the colours, which would look the same."""
 
 
 def draw_map(
     path: Path, map: PlacementMap, rank_load: NDArray[np.float64] | None, load: NDArray[np.float64] | None
 ) -> list[Path]:
-    """Write `path` (.png) and the same as .pdf; older ones are replaced."""
+    """Write the figure to `path` (.png) and as .pdf beside it; replace older files."""
     placement, counts = map.placement, map.placement.replicas
     order = None if load is None else np.argsort(-load, axis=1, kind="stable")
     what = "expert" if load is None else "expert, hottest first"
@@ -32,7 +32,7 @@ def draw_map(
             _replicas(
                 figure, upper, theme, counts if order is None else np.take_along_axis(counts, order, 1), ids, what
             )
-        elif placement.num_ranks > 1:  # every count is 1: a picture of one colour would say nothing
+        elif placement.num_ranks > 1:  # every count is 1: a heat map of the counts would have one colour
             ranks = np.argsort(placement.slot_experts, axis=1, kind="stable") // placement.slots_per_rank
             _homes(figure, upper, theme, ranks, ids, "expert", ("Rank of every expert", "rank"))
         else:
@@ -67,7 +67,7 @@ def _replicas(figure: Any, axes: Any, theme: Theme, counts: NDArray[np.int64], i
 def _homes(
     figure: Any, axes: Any, theme: Theme, values: NDArray[np.integer], ids: list[int], what: str, named: tuple[str, str]
 ) -> None:
-    """[layer, expert] ranks, or [layer, slot] experts; `named` are the title and the bar's label."""
+    """Draw ranks [layer, expert] or experts [layer, slot]; `named` holds the title and the label of the colour bar."""
     title, label = named
     image = axes.imshow(
         values, aspect="auto", interpolation="nearest", cmap=theme.colormap(), vmin=0, extent=_extent(values.shape)
@@ -83,7 +83,7 @@ def _homes(
 def _ranks(figure: Any, axes: Any, theme: Theme, rank_load: NDArray[np.float64], ids: list[int]) -> None:
     mean = rank_load.mean(axis=1, keepdims=True)
     values = np.divide(rank_load, mean, out=np.zeros_like(rank_load), where=mean > 0)
-    # From the mean both ways alike: what is darkest orange makes all others of its layer wait.
+    # The scale is symmetric around the mean. The most loaded rank (series[1]) makes the others of its layer wait.
     apart = float(np.abs(values - 1.0).max())
     far = max(0.1, apart)
     colors = LinearSegmentedColormap.from_list("coterie-ranks", [theme.series[0], theme.grid, theme.series[1]])
@@ -97,7 +97,7 @@ def _ranks(figure: Any, axes: Any, theme: Theme, rank_load: NDArray[np.float64],
         extent=_extent(values.shape),
     )
     axes.set(xlabel="rank", ylabel="layer", title="Load of every rank")
-    if apart < EVEN:  # the colours would show nothing
+    if apart < EVEN:  # differences too small to see as colours
         middle = (values.shape[1] - 1) / 2, (values.shape[0] - 1) / 2
         said = f"even: all within {100 * max(apart, 1e-4):.2f}% of their layer's mean"
         axes.text(*middle, said, ha="center", va="center", color=theme.text)

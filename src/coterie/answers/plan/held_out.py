@@ -1,4 +1,4 @@
-"""Plans made on one part of a load, scored on the other: gain, balancedness, and the trade between domains."""
+"""Score plans on a part of the load that they were not made on: gain, balancedness, and results per domain."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from coterie.placement import Plan
 
 
 class HeldOutReport(NamedTuple):
-    """What plans do on a load that was not planned on."""
+    """Scores of plans on load that they were not made on."""
 
     what: str
     gain_pct: float
     no_spare_gain_pct: float | None
     balancedness_before: float
-    """Of what runs now."""
+    """Balancedness of the current placement."""
     balancedness_mean: float | None
-    """Of a plan for the mean step of the other part; None where the plan is for that too."""
+    """Balancedness of a plan for the mean step; None if the plan itself is for the mean step."""
     balancedness_after: float
-    """Of the plan, made on the other part."""
+    """Balancedness of the plan that was made on the other part."""
 
 
 class DomainRow(NamedTuple):
-    """A placement on domains that it was not planned on."""
+    """Balancedness of a placement on load of each domain that it was not planned on."""
 
     placement: str
-    """Which one, in words."""
+    """Name of the placement, in words."""
     mix: float
-    """Balancedness on the mix of today."""
+    """Balancedness on the recorded mix of domains."""
     worst: float
-    """On the domain that suits it least."""
+    """Lowest balancedness on a single domain, `worst_domain`."""
     worst_domain: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """The two parts of a load, and the way plans are made."""
+    """The two parts of a load, and the function that makes plans."""
 
     parts: Parts
     pricing: Pricing
-    """Of the whole load."""
+    """Pricing of the whole load."""
     batch: int
     now: Placed
-    """What runs now."""
+    """Current placement."""
     plan: Callable[[Pricing, Placed], Plan]
-    """Plan for a load, from a placement."""
+    """Function that plans for a load, starting from a placement."""
 
     def of_part(self, whole: Plan, begin: Placed) -> Placed:
-        """The plan of the part to plan on; `whole` where other windows than those asked for are scored on."""
+        """Plan on the part to plan on; `whole` itself if it is scored on windows outside of its load."""
         if self.parts.planned is None:
             return Placed.of(whole)
         part = replace(self.pricing, tokens=self.parts.planned, steps=self.parts.planned_steps)
         return Placed.of(self.plan(part, begin))
 
     def for_the_mean(self, begin: Placed) -> Placed | None:
-        """The plan for the mean step of that part, where the plan is for single steps."""
+        """Plan for the mean step of the part to plan on; None if plans are not for single steps."""
         if self.parts.planned is None or self.parts.planned_steps is None:
             return None
         return Placed.of(self.plan(replace(self.pricing, tokens=self.parts.planned, steps=None), begin))
@@ -75,7 +75,7 @@ class Scoring:
         )
 
     def domains(self, made: Placed, mean: Placed | None) -> list[DomainRow]:
-        """Empty unless the plan is over domains or mixtures of them."""
+        """Score the placements on the mix and on every domain; empty unless the plan is over domains or mixtures."""
         found = self.parts.domains
         if found is None or mean is None:
             return []

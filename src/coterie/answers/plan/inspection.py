@@ -1,4 +1,4 @@
-"""What a placement is: replicas, duplicates, spread over nodes, and what a load makes of it."""
+"""Statistics of a placement: replicas, duplicates, spread over nodes, and balance under a load."""
 
 from __future__ import annotations
 
@@ -14,72 +14,72 @@ from coterie.placement.objective.steps import worst_mean
 from coterie.types import Placement, balancedness, layer_balance
 
 MOST = 10
-"""Number of experts listed."""
+"""Most experts in the list of replicated experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """An expert with more slots than others."""
+    """Expert with more than one slot."""
 
     layer: int
-    """Index in the model where it is known."""
+    """Layer index in the model if known, else the row."""
     expert: int
     replicas: int
     load: float | None
-    """Share of the layer's tokens, if a load was given."""
+    """Share of the layer's tokens that the expert gets; None without a load."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepsInspection:
-    """What single steps make of a placement."""
+    """Balancedness of a placement over single steps."""
 
     what: str
     scenarios: int
     balancedness: float
-    """Mean over steps and layers."""
+    """Mean rank load ÷ max rank load, mean over steps and layers."""
     worst_tenth: float
-    """Mean of the least even tenth of the steps."""
+    """Mean balancedness of the least even tenth of the steps."""
     worst: str | None
-    """Name of the least even one, where they have names."""
+    """Name of the least even step, if steps have names."""
     least: float
-    """Its balancedness."""
+    """Balancedness of the least even step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapInspection:
-    """One placement, in numbers."""
+    """Statistics of one placement."""
 
     model: str
     layers: int
     layer_ids: list[int]
-    """[layer] index in the model where it is known, else the row."""
+    """[layer] index in the model if known, else the row."""
     experts: int
     slots: int
     ranks: int
     nodes: int
     duplicates: int
-    """Slots whose expert another slot of the same rank holds: memory that buys nothing."""
+    """Number of slots whose expert another slot of the same rank also holds: wasted memory."""
     replicas: list[int]
-    """[n] experts with n + 1 slots, over all layers."""
+    """[n] number of experts with n + 1 slots, over all layers."""
     most: list[Replicated]
-    """The experts with the most slots."""
+    """Experts with the most slots, at most 10."""
     spread: float | None
-    """Mean share of the nodes that an expert with replicas is on; None for one node or no replicas."""
+    """Nodes that hold a replicated expert ÷ min(slots, nodes), mean over experts; None for one node or no replicas."""
     same_layers: int
-    """Layers placed as the first is."""
+    """Number of layers with the same placement as the first layer, which counts."""
     balancedness: float | None
-    """Mean over layers of mean ÷ max rank load, where a load was given."""
+    """Mean over layers of mean ÷ max rank load; None without a load."""
     worst_layer: int | None
-    """Index in the model of the least even layer."""
+    """Layer id of the least even layer; None without a load."""
     rank_load: list[list[float]] | None
-    """[layer, rank] tokens."""
+    """[layer, rank] tokens; None without a load."""
     steps: StepsInspection | None = None
 
 
 def inspect_map(
     map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | None = None, steps: Sample | None = None
 ) -> MapInspection:
-    """`load` [layer, expert] tokens of the same layers, and single steps of it."""
+    """Inspect a placement; `load` [layer, expert] tokens of the same layers, `steps` single steps of that load."""
     placement = map.placement
     if placement.num_ranks % nodes:
         raise ConfigError(f"num_ranks={placement.num_ranks} must be a multiple of nodes={nodes}")
@@ -128,7 +128,7 @@ def _steps(map: PlacementMap, sample: Sample) -> StepsInspection:
 
 
 def worst_layer(rank_load: NDArray[np.float64]) -> int:
-    """Row of the least even layer."""
+    """Return the row of the least even layer of a rank load [layer, rank]."""
     return int(np.argmin(layer_balance(rank_load)))
 
 
@@ -141,7 +141,7 @@ def _rank_load(map: PlacementMap, load: NDArray[np.float64]) -> NDArray[np.float
 
 
 def _most(replicas: NDArray[np.int64], ids: list[int], load: NDArray[np.float64] | None) -> list[Replicated]:
-    """Ties go to the hotter, then to the first."""
+    """Return the experts with the most slots; ties are broken by load, then by layer and expert index."""
     share = np.zeros(replicas.shape) if load is None else load / np.maximum(load.sum(axis=1, keepdims=True), 1e-300)
     order = np.lexsort((-share.ravel(), -replicas.ravel()))[:MOST]
     found = [(int(at) // replicas.shape[1], int(at) % replicas.shape[1]) for at in order]
@@ -159,5 +159,5 @@ def _spread(placement: Placement, replicas: NDArray[np.int64], nodes: int) -> fl
     node = np.arange(placement.num_slots) // (placement.num_slots // nodes)
     on[np.arange(placement.num_layers)[:, None], node[None, :], placement.slot_experts] = True
     several = replicas > 1
-    # An expert with two slots cannot be on more than two nodes.
+    # Divide by the nodes an expert can be on: one with two slots is on two nodes at most.
     return float((on.sum(axis=1)[several] / np.minimum(replicas[several], nodes)).mean())

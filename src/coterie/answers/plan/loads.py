@@ -1,8 +1,8 @@
-"""Loads to plan for: read from a trace in any known format, with a part that a plan can be scored on.
+"""Loads to plan for: read from a trace in any known format, with a held-out part to score a plan on.
 
-A plan looks best on the load it was made for. So a load is divided where it can be: a plan made on one part is scored
-on the other, which it has not seen. The same holds for single steps (:mod:`~coterie.answers.plan.samples`):
-those that a plan is scored on are drawn from requests or windows that it has not seen.
+A plan looks best on the load it was made for. A load is therefore divided if possible: a plan made on one part is
+scored on the other part. The same holds for single steps (:mod:`~coterie.answers.plan.samples`): steps to score on are
+drawn from requests or windows that the plan was not made on.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Array = NDArray[np.float64]
 
 
 FEWEST_REQUESTS = 20
-"""Requests of an activation trace from which on every other one is held out; half of fewer says little."""
+"""Fewest requests of an activation trace to hold out every other one; half of fewer requests shows little."""
 
 
 class Parts(NamedTuple):
-    """Tokens to plan on and others to score that plan on."""
+    """Load to plan on, and held-out load to score the plan on."""
 
     planned: Array | None
-    """[layer, expert]; None: all that was asked for, because windows outside of it are scored on."""
+    """[layer, expert] tokens; None: the whole chosen load, since the plan is scored on windows outside of it."""
     scored: Array
-    """[layer, expert]"""
+    """[layer, expert] tokens."""
     what: str
-    """Which part is which, in words."""
+    """Description of the two parts, in words."""
     planned_steps: Sample | None = None
-    """Steps of the part to plan on, where they were asked for."""
+    """Single steps of the part to plan on; None if the plan is for the mean step."""
     scored_steps: Sample | None = None
     domains: Sample | None = None
-    """Domains of the part to score on, where plans are over domains or mixtures of them."""
+    """Domains of the part to score on; None unless plans are over domains or mixtures of domains."""
 
     def of_layers(self, rows: slice) -> Parts:
         steps = (None if one is None else one.layers(rows) for one in self[3:])
@@ -50,28 +50,28 @@ class Parts(NamedTuple):
 
 
 class WindowLoad(NamedTuple):
-    """A load and its model."""
+    """Load to plan for, and its model."""
 
     spec: ModelSpec
     tokens: Array
-    """[layer, expert]"""
+    """[layer, expert] tokens."""
     layer_ids: tuple[int, ...]
     what: str
-    """Which part of which file, in words."""
+    """Description of the load: which part of which file, in words."""
     labels: tuple[str, ...] = ()
-    """Labels of the windows it is the sum of, if any."""
+    """Labels of the windows that the load is the sum of, if they have labels."""
     parts: Parts | None = None
     whole_because: str = ""
-    """Why it is not divided, in words, where `parts` is None."""
+    """Reason why the load is not divided, in words, if `parts` is None."""
     steps: Sample | None = None
-    """Single steps to plan for; None: the mean step."""
+    """Single steps to plan for; None plans for the mean step."""
 
 
 class _Found(NamedTuple):
-    """What a trace holds, before its layers are known."""
+    """Load of a trace, before its rows are matched with the model's layers."""
 
     tokens: Array
-    """[layer, expert]"""
+    """[layer, expert] tokens."""
     what: str
     labels: tuple[str, ...]
     parts: Parts | None
@@ -85,9 +85,9 @@ MEAN = Sampling()
 def read_load(
     path: Path, format: str | None, model: str | None, window: str | None, sampling: Sampling = MEAN
 ) -> WindowLoad:
-    """The load of a trace in any known format: all of it, or of a load table the windows asked for.
+    """Read the load of a trace in any known format: the whole trace, or the chosen windows of a load table.
 
-    `window` is what :func:`~coterie.traces.load.choose_windows` takes; `sampling` says which steps to plan for.
+    `window` is as in :func:`~coterie.traces.load.choose_windows`; `sampling` chooses the steps to plan for.
     """
     trace = read_trace(path, format, ReadOptions(model=model if model is None or not Path(model).exists() else None))
     said = trace.model if isinstance(trace, LoadTable) else getattr(getattr(trace, "meta", None), "model", "unknown")
@@ -127,7 +127,7 @@ def read_load(
 
 
 def _of_activations(path: Path, trace: ActivationTrace, sampling: Sampling) -> _Found:
-    """All requests, and every other one: requests often lie in the trace by domain, so halves in order would differ."""
+    """Return the load of all, even and odd requests: traces are often sorted by domain, so halves would differ."""
     if sampling.requests is not None:
         return _steps_of(path, trace, sampling)
     load = np.zeros((2, trace.meta.num_layers, trace.meta.num_experts))
@@ -139,7 +139,7 @@ def _of_activations(path: Path, trace: ActivationTrace, sampling: Sampling) -> _
             for part, chosen in zip(load, (~second, second), strict=True):
                 accumulate_load(ids[chosen], part)
         except ConfigError:
-            trace.validate()  # names the file
+            trace.validate()  # raises an error that names the file
             raise
     count = trace.num_requests
     what, whole = f"{count:,} requests of {path.name}", load.sum(axis=0)
@@ -150,7 +150,7 @@ def _of_activations(path: Path, trace: ActivationTrace, sampling: Sampling) -> _
 
 
 def _steps_of(path: Path, trace: ActivationTrace, sampling: Sampling) -> _Found:
-    """Steps of all requests, and of every other one; the load is their mean step."""
+    """Return steps of all requests, and of even and odd ones; the load is their mean step."""
     everyone = np.arange(trace.num_requests)
     steps = of_requests(trace, sampling, everyone, 0)
     what, tokens = f"{steps.what} of the {trace.num_requests:,} requests of {path.name}", steps.load.tokens
@@ -191,7 +191,7 @@ def _of_table(path: Path, table: LoadTable, window: str | None, sampling: Sampli
 
 
 def _over(table: LoadTable, chosen: list[int], what: str, sampling: Sampling) -> _Found:
-    """Windows, domains or mixtures as steps; the load is their mean."""
+    """Return windows, domains or mixtures of domains as steps; the load is their mean."""
     labels = list(table.labels or ())
     merged = [labels[i] for i in chosen if labels and labels[i].startswith(MERGED)]
     if merged:
@@ -210,9 +210,9 @@ def _over(table: LoadTable, chosen: list[int], what: str, sampling: Sampling) ->
 
 
 def _halves(chosen: list[int], labels: list[str]) -> tuple[list[int], list[int]]:
-    """The first half of the windows and the second, in order of time; shards of one label (law/0, law/1 …) by label.
+    """Split the windows into a first and a second half in order of time; shards of a label (law/0, law/1 …) by label.
 
-    A label names a kind of traffic: halves of each are the same mixture.
+    A label names a kind of traffic: splitting each label gives both halves the same mixture.
     """
     groups: dict[str, list[int]] = {}
     for i in chosen:

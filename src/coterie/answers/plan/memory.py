@@ -1,8 +1,8 @@
-"""What a placement needs of a rank's memory, and whether the device has it.
+"""Memory that a placement needs on a rank, and whether it fits the device.
 
-Counted are the experts of all MoE layers in every slot, and staging: where arriving experts lie until their layer
-switches. The rest of the weights is counted in 16 bits, both as a whole copy on every rank (data-parallel attention)
-and split over the ranks. KV cache, activations and workspace are not: they take what is left.
+It counts the slots of all MoE layers, and staging: buffers that hold arriving experts until their layer switches to the
+new placement. The other weights are counted in 16 bits, both as a full copy per rank (data-parallel attention) and
+split over the ranks. KV cache, activations and workspace are not counted: they use the rest.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from coterie.models import total_params
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, WeightDtype
 
 STAGED = 2
-"""Experts of staging that are always enough to move anything; with fewer some layers must stay as they are."""
+"""Staging buffers, in experts, that suffice for any move; with fewer, some layers could not change."""
 
 NARROWER: tuple[WeightDtype, ...] = ("fp8", "mxfp4")
-"""Weight dtypes that a refusal proposes, widest first."""
+"""Weight dtypes proposed in the error if the experts do not fit, widest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     spec: ModelSpec
     dtype: WeightDtype
     slots: int
     ranks: int
     device_bytes: float | None
-    """Memory of a device; None: not known."""
+    """Memory of a device in bytes; None if unknown."""
 
     @property
     def experts_bytes(self) -> float:
-        """One slot of every expert."""
+        """Bytes of this rank's share of the experts, one slot each."""
         return self._slot_bytes * self.spec.num_experts / self.ranks
 
     @property
     def replicas_bytes(self) -> float:
-        """Slots beyond one of every expert."""
+        """Bytes of the slots beyond one per expert."""
         return self.slots_bytes - self.experts_bytes
 
     @property
@@ -47,29 +47,29 @@ class RankMemory:
 
     @property
     def staging_bytes(self) -> float:
-        """The least that moves anything."""
+        """Bytes of the smallest staging that suffices for any move."""
         return STAGED * self.spec.expert_bytes(self.dtype)
 
     @property
     def layer_bytes(self) -> float:
-        """The slots of one layer: staging with which every layer switches at once."""
+        """Bytes of the rank's slots of one layer: staging of this size lets every layer switch in one go."""
         return self.slots / self.ranks * self.spec.expert_bytes(self.dtype)
 
     @property
     def rest_bytes(self) -> float:
-        """All weights but routed experts, in 16 bits."""
+        """Bytes of all weights except routed experts, in 16 bits."""
         spec = self.spec
         routed = spec.num_moe_layers * spec.num_experts * spec.expert_params
         return (total_params(spec) - routed) * BYTES_PER_WEIGHT["bf16"]
 
     @property
     def left_bytes(self) -> float | None:
-        """What slots and staging leave for all else."""
+        """Bytes that slots and staging leave for everything else; None if the device's memory is unknown."""
         return None if self.device_bytes is None else self.device_bytes - self.slots_bytes - self.staging_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether slots, staging and the rest of the weights, split over the ranks, fit; None: not known."""
+        """Whether slots, staging and the other weights, split over the ranks, fit the device; None if unknown."""
         return None if self.left_bytes is None else self.left_bytes >= self.rest_bytes / self.ranks
 
     @property
@@ -77,7 +77,7 @@ class RankMemory:
         return self.spec.num_moe_layers * self.spec.expert_bytes(self.dtype)
 
     def check(self, device: str) -> None:
-        """Raise where the experts alone do not fit, naming what would."""
+        """Raise if the slots alone do not fit the device; the error lists options that fit."""
         has = self.device_bytes
         if has is None or self.slots_bytes <= has:
             return
@@ -89,7 +89,7 @@ class RankMemory:
         )
 
     def _fitting(self, has: float) -> list[str]:
-        """The widest dtype, the fewest ranks and the most slots that fit, as options."""
+        """Return command-line options that fit: the widest dtype, the fewest ranks and the most slots."""
         wide = BYTES_PER_WEIGHT[self.dtype]
         found = []
         for dtype in NARROWER:
@@ -108,12 +108,12 @@ class RankMemory:
 
 
 def gigabytes(nbytes: float) -> str:
-    """In GB, or MB below one."""
+    """Format bytes in GB, or in MB below 1 GB."""
     if nbytes < 1e9:
         return f"{nbytes / 1e6:.3g} MB"
     return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 100e9 else f"{nbytes / 1e9:.3g} GB"
 
 
 def device_size(nbytes: float) -> str:
-    """In both units: vendors' names count GiB and call them GB."""
+    """Format bytes in GB and GiB: vendors often write GB for GiB."""
     return f"{gigabytes(nbytes)} ({nbytes / 2**30:,.3g} GiB)"

@@ -1,8 +1,8 @@
-"""One planning round on the user's own load: what ``coterie plan`` asks.
+"""One planning round on the user's own load, for ``coterie plan``.
 
-Gains are counted from the placement that runs now. Without a file that is experts in order, no spare slots: an engine
-that is started with spare slots fills them with replicas of its first experts, which is slower than what ran before
-and would flatter any plan.
+Gains are relative to the current placement. Without a file, the current placement is experts in order without spare
+slots. An engine started with spare slots fills them with replicas of its first experts; that is slower than no spare
+slots, and as a baseline it would make any plan look better.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from coterie.types import Placement, Topology, WeightDtype
 Array = NDArray[np.float64]
 
 TIME_LIMIT_S = 10.0
-"""Seconds per layer for planners with a time limit: 75 layers then take minutes, not hours."""
+"""Default seconds per layer for planners with a time limit: 75 layers then take minutes, not hours."""
 
 MOST_RANKS = 1024
-"""Largest number of ranks: a few hundred are the most that serve one model, and arrays grow with it."""
+"""Largest number of ranks. Deployments have a few hundred at most, and arrays grow with the number."""
 
 BATCH = 8192
-"""Tokens of a step that a plan is for, unless said otherwise."""
+"""Default number of tokens per step to plan for, over all ranks."""
 
 BATCHES = (16, 64, 256, 1024, 4096, 8192, 16384)
-"""Tokens of a step, over all ranks, at which a plan is priced besides the batch it was made for."""
+"""Tokens per step, over all ranks, at which a plan is also priced, besides the batch it was made for."""
 
 Report = Callable[[str, int, int], None]
-"""report(doing, done, total)"""
+"""Progress callback: description of the current work, units done, units in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PlanOptions:
     dtype: WeightDtype | None = None
     memory_gb: float | None = None
     batch: int = BATCH
-    """Tokens a step; steps of requests have their own."""
+    """Tokens per step over all ranks; ignored if steps are drawn from `requests`, which have their own sizes."""
     requests: int | None = None
     phase: Brought | None = None
     bursts: float = 0.0
@@ -84,18 +84,18 @@ class PlanOptions:
 
 
 class BatchRow(NamedTuple):
-    """The plan at another batch."""
+    """Prices of the plan at one batch size."""
 
     tokens: int
-    """Of a step, over all ranks."""
+    """Tokens per step, over all ranks."""
     now_s: float
     after_s: float
     replanned_gain_pct: float | None
-    """Gain of a plan made for this batch; None: not planned."""
+    """Gain of a plan made for this batch size; None if no such plan was made."""
     kept: bool | None
-    """Whether such a plan keeps what runs now."""
+    """Whether the plan for this batch size keeps its starting placement; None if no such plan was made."""
     no_spare_gain_pct: float | None
-    """Gain of the plan without spare slots; None: there are none."""
+    """Gain of the plan without spare slots; None if there are no spare slots."""
 
     @property
     def gain_pct(self) -> float:
@@ -110,21 +110,21 @@ class Planned:
     load: WindowLoad
     pricing: Pricing
     now: Placed
-    """What runs now."""
+    """Current placement."""
     plan: Plan
     problem: Problem
-    """What was planned: from what runs now, or from the first placement of an engine with spare slots."""
+    """Planning problem; it starts from the given placement, or from an engine's initial one with these slots."""
     no_spare: Plan | None
-    """The plan without spare slots, where there are some."""
+    """Plan without spare slots; None if the plan has no spare slots."""
     memory: RankMemory
     held_out: HeldOutReport | None
     domains: list[DomainRow]
-    """Mix of today against the worst domain; empty unless the plan is over domains or mixtures of them."""
+    """Balancedness on the mix and on the worst domain; empty unless the plan is over domains or mixtures of domains."""
     batches: list[BatchRow]
 
     @property
     def map(self) -> PlacementMap:
-        """The placement to write, with shares if they are not equal."""
+        """Placement to write, with the shares of replicas if they are not equal."""
         placed = Placed.of(self.plan)
         shares = None if placed.shares is None else self.plan.shares
         return PlacementMap(placed.placement, self.load.spec.name, self.load.layer_ids, shares)
@@ -135,20 +135,20 @@ class Planned:
         return self.pricing.model.measured
 
     def busy_s(self) -> tuple[Array, Array]:
-        """[layer, rank] seconds of the mean step, now and after."""
+        """Return seconds [layer, rank] of the mean step, before and after the plan."""
         return self.pricing.busy_s(self.options.batch, self.now), self.pricing.busy_s(self.options.batch, self._after)
 
     def step_s(self) -> tuple[float, float]:
-        """Seconds of the MoE layers of a step, now and after; the mean of steps where there are single ones."""
+        """Return the seconds of a step's MoE layers before and after the plan; with single steps, their mean."""
         return self.pricing.step_s(self.options.batch, self.now), self.pricing.step_s(self.options.batch, self._after)
 
     def balance(self) -> tuple[float, float]:
-        """Balancedness, now and after, on what was planned for."""
+        """Return the balancedness before and after the plan, on the load it was made for."""
         return self.pricing.balance(self.options.batch, self.now), self.pricing.balance(self.options.batch, self._after)
 
     @property
     def _after(self) -> Placed:
-        return Placed.of(self.plan)._replace(resplit=False)  # solved for this load
+        return Placed.of(self.plan)._replace(resplit=False)  # the shares are already solved for this load
 
 
 def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned:
@@ -199,7 +199,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
 
 
 def _in_order(load: WindowLoad, topology: Topology) -> Placed | None:
-    """Experts in order without spare slots; None where ranks cannot share them evenly, or one of them is gone."""
+    """Return experts in order without spare slots; None if ranks cannot share them equally, or a rank has speed 0."""
     layers, experts = load.tokens.shape
     if experts % topology.num_ranks or not topology.rank_speeds.all():
         return None
@@ -208,7 +208,7 @@ def _in_order(load: WindowLoad, topology: Topology) -> Placed | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Round:
-    """Plans from the same settings: of the whole load, of a part, and for other batches."""
+    """Planning with the same settings for the whole load, for a part of it, and for other batch sizes."""
 
     options: PlanOptions
     load: WindowLoad
@@ -224,7 +224,7 @@ class _Round:
         return planner.plan(load, on.topology, begin.placement, begin.shares)
 
     def warm_up(self) -> None:
-        """Plan one empty layer: compiling or loading the machine code is no part of planning's time."""
+        """Plan one empty layer, so that the planning time does not include compiling or loading machine code."""
         placement = self.start.placement
         empty = Placement(placement.slot_experts[:1], placement.num_ranks, placement.num_experts)
         nothing = Load(np.zeros((1, placement.num_experts)))
@@ -233,7 +233,7 @@ class _Round:
     def scored(
         self, plan: Plan, no_spare: Plan | None, in_order: Placed | None
     ) -> tuple[HeldOutReport | None, list[DomainRow]]:
-        """Plans made on a part of the load, on the rest of it."""
+        """Score plans made on one part of the load on the other part; None and empty if the load is not divided."""
         batch = self.options.batch
         if self.load.parts is None:
             return None, []
@@ -243,7 +243,7 @@ class _Round:
         return one.held_out(made, mean, beside), one.domains(made, mean)
 
     def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
-        """The plan at other batches; a plan made for each batch where that takes milliseconds."""
+        """Price the plan at other batch sizes; also plan for each of them if planning takes milliseconds."""
         spare = self.start.placement.num_slots > self.start.placement.num_experts
         quick = not spare and "time_limit_s" not in planners.parameters(self.options.planner)
         price, rows = self.pricing, []
@@ -271,7 +271,7 @@ class _Round:
 
 
 def _check(options: PlanOptions) -> None:
-    """Refuse what can be told before the load is read."""
+    """Raise for errors in the options that show before the load is read."""
     sampling = options.sampling
     if sampling.requests is not None and options.batch != BATCH:
         raise ConfigError(f"--batch={options.batch}: a step of --requests={sampling.requests} has the tokens it has")
@@ -329,7 +329,7 @@ def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
 
 
 def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
-    """The placement in a file, with shares if they are not equal."""
+    """Read the current placement from a file, with the layers of the load and the shares, if the file has any."""
     spec = load.spec
     found = read_map(path, model=spec, num_ranks=options.ranks)
     rows, shares = found.placement.slot_experts, found.shares
@@ -344,7 +344,7 @@ def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
 
 
 def _learns(planner: str) -> bool:
-    """Whether it learns from more than a load, which is all there is here."""
+    """Return whether the planner needs more than a load (items or transitions), which this command does not have."""
     return bool({"items", "transitions"} & {*planners.parameters(planner)})
 
 

@@ -1,4 +1,4 @@
-"""A load on a device: what a step of any placement takes, at any batch."""
+"""Price a load on a device: seconds per step of any placement, at any batch size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Array = NDArray[np.float64]
 
 
 class Placed(NamedTuple):
-    """A placement and how its replicas share tokens."""
+    """Placement, and the shares of tokens of its replicas."""
 
     placement: Placement
     shares: NDArray[np.floating] | None = None
-    """[layer, slot]; None: equal shares."""
+    """[layer, slot] share of the expert's tokens; None for equal shares."""
     resplit: bool = False
-    """Whether shares are solved again for every load (split optimal)."""
+    """Whether shares are computed anew for every load (split "optimal")."""
 
     @classmethod
     def of(cls, plan: Plan) -> Placed:
@@ -33,19 +33,19 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pricing:
-    """A load on a device: seconds of any placement, at any batch."""
+    """Load on a device; prices any placement at any batch size."""
 
     model: StepModel
     topology: Topology
     tokens: Array
-    """[layer, expert]"""
+    """[layer, expert] tokens."""
     settings: dict[str, float]
-    """Of the objective, besides its prices."""
+    """Settings of the objective other than prices: horizon and target_balance, if given."""
     sources: Array | None = None
     movement: Movement = "stops"
-    """How the engine moves weights."""
+    """How the engine moves weights: whether it stops for moves or stages them."""
     steps: Sample | None = None
-    """Single steps, over which times and balancedness are means; None: the mean step."""
+    """Single steps, over which times and balancedness are averaged; None prices the mean step."""
 
     def load(self, batch: int) -> Load:
         if self.steps is not None:
@@ -60,22 +60,22 @@ class Pricing:
         return self.objective(batch).problem(self.load(batch), self.topology, placed.placement, placed.shares)
 
     def busy_s(self, batch: int, placed: Placed) -> Array:
-        """[layer, rank] seconds of the mean step."""
+        """Return seconds [layer, rank] of the mean step."""
         problem = self.problem(batch, placed)
         return problem.rank_s(placed.placement.slot_experts, _shares(problem, placed))
 
     def step_s(self, batch: int, placed: Placed) -> float:
-        """Seconds of the MoE layers of a step: each waits for its slowest rank."""
+        """Return the seconds of a step's MoE layers; each layer takes as long as its slowest rank."""
         problem = self.problem(batch, placed)
         return float(problem.slowest_s(placed.placement.slot_experts, _shares(problem, placed)).sum())
 
     def balance(self, batch: int, placed: Placed) -> float:
-        """Balancedness: mean over layers, and over the steps."""
+        """Return the balancedness, mean over layers and steps."""
         problem = self.problem(batch, placed)
         return problem.balanced(placed.placement.slot_experts, _shares(problem, placed))
 
     def step_balance(self, batch: int, placed: Placed) -> Array:
-        """[scenario] balancedness of each step."""
+        """Return the balancedness [scenario] of each step."""
         problem = self.problem(batch, placed)
         assert problem.steps is not None
         shares = _shares(problem, placed)
@@ -84,13 +84,13 @@ class Pricing:
         return np.asarray(np.divide(busy.mean(axis=2), peak, out=np.ones(peak.shape), where=peak > 0).mean(axis=0))
 
     def gain_pct(self, batch: int, now: Placed, then: Placed) -> float:
-        """Share of the MoE layers' time that `then` saves, in percent."""
+        """Return the share of the MoE layers' time that `then` saves relative to `now`, in percent."""
         before = self.step_s(batch, now)
         return 100 * (1 - self.step_s(batch, then) / before) if before else 0.0
 
 
 def _shares(problem: Problem, placed: Placed) -> Array | None:
-    """The shares in force; where they are solved for every load, those of the mean step."""
+    """Return the shares to price with; if they are computed for every load, those of the mean step."""
     if not placed.resplit:
         return problem.shares
     from coterie.placement.splits.shares import optimal_shares  # its solver takes seconds to compile

@@ -1,4 +1,4 @@
-"""What ``coterie plan`` says of a plan: its numbers, one sentence, and the command to type next."""
+"""Report of ``coterie plan``: numbers, a verdict of one sentence, and the next command to run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from coterie.placement.base import Proof
 from coterie.types import Topology
 
 SMALL_PCT = 1.0
-"""Gain below which a plan hardly pays: the price model is no more exact than that."""
+"""Gain in percent below which a plan hardly pays: the price model is no more exact than this."""
 
 
 def summary(planned: Planned) -> dict[str, Any]:
-    """The object that ``--json`` prints, without the verdict."""
+    """Return the object that ``--json`` prints, without the verdict."""
     plan, problem, spec, options = planned.plan, planned.problem, planned.load.spec, planned.options
     placement, topology, model = plan.placement, problem.topology, planned.pricing.model
     before, after = planned.busy_s()
@@ -88,10 +88,10 @@ def summary(planned: Planned) -> dict[str, Any]:
 
 
 def trade(planned: Planned, saving_s: float) -> dict[str, Any]:
-    """When the plan's moves are paid for, by an engine that stops for every move and by one that stages them.
+    """Return after how many steps the moves pay off, for an engine that stops for moves and for one that stages them.
 
-    Of these moves: a plan made for the other engine would be another one. A staged move takes effect when it has
-    arrived, `in_flight_steps` later; until then nothing is gained and nothing lost but what it takes from the steps.
+    Both numbers are for the moves of this plan; a plan made for the other engine would have other moves. A staged move
+    takes effect when it has arrived, `in_flight_steps` steps later; until then it only slows the steps.
     """
     objective, model = planned.problem.objective, planned.pricing.model
     link_s = planned.plan.movement_s / objective.exposed if objective.exposed else 0.0
@@ -118,7 +118,7 @@ def _percent(before_s: float, after_s: float) -> float:
 
 
 def _memory(planned: Planned) -> dict[str, Any]:
-    """Bytes of a rank."""
+    """Return the memory of a rank, in bytes."""
     memory = planned.memory
     return {
         "experts_bytes": memory.experts_bytes,
@@ -132,7 +132,7 @@ def _memory(planned: Planned) -> dict[str, Any]:
 
 
 def _proof(proof: Proof) -> dict[str, Any]:
-    """Seconds over the horizon, summed over layers; gaps are shares of the objective."""
+    """Return the proof's numbers: seconds over the horizon, summed over layers; gaps as shares of the objective."""
     return {
         "objective_s": float(proof.objective_s.sum()),
         "bound_s": proof.total_bound_s,
@@ -143,7 +143,7 @@ def _proof(proof: Proof) -> dict[str, Any]:
 
 
 def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, dict[str, float]]:
-    """Moves and seconds on each link, summed as if one after the other."""
+    """Return the moves and the seconds on each kind of link; seconds are summed as if moves were sequential."""
     moves, nodes = plan.moves, topology.rank_nodes
     host = moves.source == HOST
     near = ~host & (nodes[moves.source] == nodes[moves.slot // slots_per_rank])
@@ -156,7 +156,7 @@ def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, di
 
 
 def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
-    """Does it pay, at which batch, and how sure is that: one sentence."""
+    """Say in one sentence whether the plan pays, at which batch size, and how certain that is."""
     where = f"{_count(found['ranks'], 'rank')} of {found['preset']} in {found['dtype']}"
     at = f"at {found['batch']:,} tokens a step on {where}"
     sure = _sure(found)
@@ -180,7 +180,7 @@ def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
 
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
-    """The command to type after this one."""
+    """Return the next command to run."""
     options = planned.options
     if _spare_slots_cost(found):
         return f"{command(options, slots=None, split=None, current=None)} --to vllm -o placement.json"
@@ -192,7 +192,7 @@ def next_command(planned: Planned, found: dict[str, Any]) -> str:
     best = max(planned.batches, key=_best_gain)
     if found["gain_pct"] < SMALL_PCT <= _best_gain(best) and best.tokens != options.batch:
         return command(options, batch=best.tokens)
-    if options.window is not None:  # it pays there alone, or nowhere: what the whole load would gain
+    if options.window is not None:  # no gain for this window: try the whole load
         return command(options, window=None)
     return f"coterie inspect {shlex.quote(str(options.load))}"
 
@@ -202,7 +202,7 @@ def _best_gain(row: BatchRow) -> float:
 
 
 def _load_it(planned: Planned, found: dict[str, Any]) -> str:
-    """How the engine that the file is for loads it; else how to look at it."""
+    """Return the command that starts the engine with the file; for other formats, the command that inspects it."""
     file, options = shlex.quote(found["written"]), planned.options
     if found["format"] == "vllm":
         known = found["model"] in models() and found["preset"] in preset_names()
@@ -218,7 +218,7 @@ def _load_it(planned: Planned, found: dict[str, Any]) -> str:
 
 
 def command(options: PlanOptions, **changes: Any) -> str:
-    """The command line that asks for these options, those that are defaults left out."""
+    """Return the command line for these options, without those that have their default."""
     plain = PlanOptions(options.load)
     flags = {"load_format": "--from", "memory_gb": "--memory"}
     words = ["coterie", "plan", str(options.load)]
@@ -231,13 +231,13 @@ def command(options: PlanOptions, **changes: Any) -> str:
 
 
 def _expected(found: dict[str, Any]) -> float:
-    """The gain to expect: the smaller of the planned and the held-out one."""
+    """Return the gain to expect, in percent: the smaller of the planned and the held-out gain."""
     held = found["held_out"]
     return float(found["gain_pct"] if held is None else min(found["gain_pct"], held["gain_pct"]))
 
 
 def _spare_slots_cost(found: dict[str, Any]) -> bool:
-    """Whether the plan without spare slots is at least as good, on the held-out load where there is one."""
+    """Return whether the plan without spare slots is at least as good, on the held-out load if there is one."""
     if found["no_spare"] is None:
         return False
     held = found["held_out"]
@@ -263,7 +263,7 @@ def _both(found: dict[str, Any]) -> str:
 
 
 def _elsewhere(planned: Planned) -> str:
-    """Where the plan saves least, of the batches shown."""
+    """Name the batch size at which the plan saves least; empty if it saves about as much as at the planned one."""
     least = min(planned.batches, key=lambda row: row.gain_pct)
     here = next(row for row in planned.batches if row.tokens == planned.options.batch)
     if here.gain_pct - least.gain_pct < SMALL_PCT:

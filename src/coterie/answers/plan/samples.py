@@ -1,4 +1,4 @@
-"""Single steps of a load, to plan for and to score on: drawn from requests, or windows and domains as they are."""
+"""Single steps of a load, to plan for and to score on: drawn from requests, or made of windows and domains."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from coterie.types import PREFILL
 Array = NDArray[np.float64]
 Over = Literal["windows", "domains", "mixtures"]
 Brought = Literal["prefill", "decode", "mixed", "all"]
-"""What a request brings to a step: as :data:`~coterie.placement.scenarios.Phase`, or all of its recorded tokens, as a
-prompt of that many would."""
+"""Tokens that a request adds to a step: as :data:`~coterie.placement.scenarios.Phase`, or all of its recorded tokens
+as one prompt."""
 
 
 PARTS = 4
-"""Parts of a domain's windows."""
+"""Number of parts that the windows of a domain are divided into."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Which steps to plan for. Of an activation trace `requests` are drawn, of a load table `over` says what."""
+    """Choice of the steps to plan for: `requests` drawn from an activation trace, or `over` parts of a load table."""
 
     requests: int | None = None
-    """Requests in a step."""
+    """Number of requests in a step; None draws no steps from requests."""
     phase: Brought | None = None
-    """None: prefill where the trace has prompts, else decode."""
+    """Tokens that a request adds to a step; None takes prefill if the trace has prompts, else decode."""
     bursts: float = 0.0
     """Share of the steps whose requests are all of one domain."""
     over: Over | None = None
     steps: int = 64
-    """Steps, or mixtures, that are drawn."""
+    """Number of steps or mixtures to draw."""
 
     def __post_init__(self) -> None:
         check_at_least(1, requests=self.requests)
@@ -58,28 +58,28 @@ class Sampling:
 
     @property
     def asked(self) -> bool:
-        """Whether there is anything to plan for but the mean step."""
+        """Whether to plan for single steps instead of the mean step."""
         return self.requests is not None or self.over is not None
 
 
 class Sample(NamedTuple):
-    """Steps, in tokens of a step as drawn; windows and domains in whatever they counted."""
+    """Steps to plan for. Drawn steps are in tokens per step; windows and domains are in the counts of their table."""
 
     load: Load
     what: str
     sized: bool
-    """Whether tokens are those of real steps; else only their shapes count, at any batch."""
+    """Whether steps have real sizes; if not, only their shape counts and they are scaled to the batch."""
     names: tuple[str, ...] = ()
-    """[scenario] of domains."""
+    """[scenario] name of its domain; empty if steps are not domains."""
 
     def layers(self, rows: slice) -> Sample:
-        """Of some layers."""
+        """Return the sample restricted to some layers."""
         assert self.load.scenarios is not None
         kept = Load.of_scenarios(self.load.scenarios[:, rows], self.load.weights, whole_steps=self.load.whole_steps)
         return self._replace(load=kept)
 
     def at(self, tokens: float) -> Load:
-        """Steps of so many activations a layer, or as drawn."""
+        """Return the steps scaled to `tokens` activations per layer; unchanged if they have real sizes."""
         if self.sized:
             return self.load
         assert self.load.scenarios is not None
@@ -91,7 +91,7 @@ class Sample(NamedTuple):
 
 
 def of_requests(trace: ActivationTrace, asked: Sampling, chosen: NDArray[np.int64], seed: int) -> Sample:
-    """Steps of some of a trace's requests."""
+    """Draw steps from the `chosen` requests of a trace."""
     assert asked.requests is not None
     domains = trace.requests.domains if asked.bursts else None
     if asked.bursts and domains is None:
@@ -118,7 +118,7 @@ def _phase(trace: ActivationTrace) -> Phase:
 
 
 def _footprints(trace: ActivationTrace, chosen: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """[request, layer, expert] of all recorded tokens."""
+    """Return the footprints [request, layer, expert] of all recorded tokens."""
     found = np.zeros((len(chosen), trace.meta.num_layers, trace.meta.num_experts), np.uint32)
     for footprint, request in zip(found, chosen, strict=True):
         accumulate_load(trace.request(int(request)).expert_ids, footprint)
@@ -126,7 +126,7 @@ def _footprints(trace: ActivationTrace, chosen: NDArray[np.int64]) -> NDArray[np
 
 
 def of_windows(table: LoadTable, asked: Sampling, chosen: list[int], seed: int) -> Sample:
-    """Windows, domains or mixtures of domains, each weighted by its tokens."""
+    """Return windows or domains as steps, weighted by their tokens, or drawn mixtures of domains."""
     counts = np.asarray(table.counts[chosen], np.float64)
     kept = np.asarray(counts.any(axis=(1, 2)))
     if asked.over == "windows":
@@ -143,7 +143,7 @@ def of_windows(table: LoadTable, asked: Sampling, chosen: list[int], seed: int) 
 
 
 def of_domains(table: LoadTable, asked: Sampling, chosen: list[int]) -> Sample:
-    """Each domain whole."""
+    """Return every domain as one step, weighted by its tokens."""
     counts = np.asarray(table.counts[chosen], np.float64)
     kept = np.asarray(counts.any(axis=(1, 2)))
     names, labels = _domains(table, asked, chosen, kept)
@@ -154,7 +154,7 @@ def of_domains(table: LoadTable, asked: Sampling, chosen: list[int]) -> Sample:
 def _domains(
     table: LoadTable, asked: Sampling, chosen: list[int], kept: NDArray[np.bool_]
 ) -> tuple[tuple[str, ...], NDArray[np.str_]]:
-    """Names of the domains, and [window] that of each window with tokens."""
+    """Return the names of the domains, and the domain [window] of each window that has tokens."""
     if table.labels is None:
         raise ConfigError(f"--over={asked.over} needs windows with labels, whose part before a / names their domain")
     labels = np.array([domain_of(table.labels[number]) for number in chosen])[kept]
@@ -164,9 +164,9 @@ def _domains(
 
 
 def _in_parts(counts: Array, names: tuple[str, ...], labels: NDArray[np.str_]) -> Sample:
-    """Each domain in a few parts, in any order.
+    """Return each domain in up to PARTS parts, in random order.
 
-    A planner holds some scenarios out to see whether its plan holds: other windows of a domain, not the whole domain.
+    A planner holds out some scenarios to validate its plan. With parts, these are some windows of a domain, not all.
     """
     parts = [
         (name, counts[rows].sum(axis=0))
@@ -186,7 +186,7 @@ def _check(count: int, what: str) -> None:
 
 
 def _weighted(counts: Array) -> Load:
-    """Scenarios of one size, whose mean is the sum of the counts where all layers have as many tokens."""
+    """Scale scenarios to one size, weighted by their counts: their mean is the total if layers have equal counts."""
     sizes = counts.sum(axis=(1, 2))
     shapes = counts / counts.sum(axis=2, keepdims=True).clip(1e-300)
     return Load.of_scenarios(shapes * counts.sum(axis=(0, 2)).mean(), sizes)

@@ -1,7 +1,7 @@
-"""Where tokens come from: their counts by source rank, which make planning mind the traffic between ranks.
+"""Token counts by source rank, with which a planner can account for the traffic between ranks.
 
-Two forms are known: an .npy file [source rank, layer, expert], and a folder of TensorRT-LLM's expert statistics, where
-each rank counts its own tokens. They must add up to the load they are given with.
+Two forms are read: an .npy file [source rank, layer, expert], and a folder of TensorRT-LLM's expert statistics, in
+which each rank counts its own tokens. The counts must add up to the load that they come with.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Array = NDArray[np.float64]
 
 
 def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: tuple[str, ...], ranks: int) -> Array:
-    """[source rank, layer, expert] of the same tokens as `tokens` [layer, expert].
+    """Read counts [source rank, layer, expert]; raise unless they add up to `tokens` [layer, expert].
 
-    Of TensorRT-LLM's statistics, `labels` are the iterations and `layer_ids` the layers that `tokens` was read of.
+    For TensorRT-LLM's statistics, `labels` are the iterations and `layer_ids` the layers that `tokens` was read from.
     """
     found = _of_statistics(path, tokens, layer_ids, labels, ranks) if path.is_dir() else _of_array(path)
     expected = (ranks, *tokens.shape)

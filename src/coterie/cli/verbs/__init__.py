@@ -1,7 +1,7 @@
 """One file per verb: parse, call the library, print.
 
-The table below is what ``coterie --help`` lists. It imports no verb: most need NumPy and readers of traces, and help
-would take twice as long.
+``coterie --help`` lists the table VERBS below. The table imports no verb: most verbs import NumPy and trace readers,
+which would make help take twice as long.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import typer
 
 
 class Verb(NamedTuple):
-    """A verb that is imported when it is used: `NAME_command` of the module `NAME`, or the group `NAME_app`."""
+    """Verb that is imported when it is used: function `NAME_command` of module `NAME`, or Typer group `NAME_app`."""
 
     summary: str
     """Line in the list of verbs; the verb's own help is its docstring."""
     compile_s: int | None = None
-    """Seconds that compiling its loops takes, once, on an idle core; None: whether it has any depends on options."""
+    """Seconds to compile the verb's loops on an idle core, once; None if it depends on options whether any compile."""
     command_class: str | None = None
-    """Name of a class in the verb's module that builds the command, where Typer's own does not do."""
+    """Name of a command class in the verb's module, used instead of Typer's; None takes Typer's."""
     folder: str = ""
-    """Sub-folder of the verb's module; empty: this one."""
+    """Sub-folder of the verb's module; empty for this folder."""
 
     def load(self, name: str) -> Any:
-        """The verb as a command."""
+        """Import the verb and return it as a command."""
         module = import_module(".".join(filter(None, (__name__, self.folder, name))))
         group = getattr(module, f"{name}_app", None)
         if group is None:
@@ -53,7 +53,7 @@ def _takes_plugins(
             metavar="MODULE",
             help="Module or .py file with policies of yours, which are then found by name. May be repeated.",
             callback=_load_plugins,
-            is_eager=True,  # before other options, whose values may be names in the plugin
+            is_eager=True,  # parsed before other options, whose values may be names from the plugin
             expose_value=False,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def _takes_plugins(
 
 
 def plugin_option() -> Any:
-    """The option `--plugin`, which every verb has."""
+    """Return the option `--plugin`, which every verb has."""
     app = typer.Typer(add_completion=False)
     app.command()(_takes_plugins)
     return typer.main.get_command(app).params[0]

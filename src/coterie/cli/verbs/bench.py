@@ -1,4 +1,4 @@
-"""``coterie bench``: how fast Coterie is on this machine, and how exact its cost model is."""
+"""``coterie bench``: measure how fast Coterie is on this machine, and how exact its cost model is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bench_command(
 
 
 def _print_rows(name: str, rows: list[dict[str, Any]]) -> None:
-    """Rows of one kind; what is the same in all of them is said once, below."""
+    """Print rows with the same columns; values that are equal in all rows are printed once, below the table."""
     same = {key: value for key, value in rows[0].items() if len(rows) > 1 and all(row[key] == value for row in rows)}
     differ = [key for key in rows[0] if key not in same]
     note = "In all rows: " + "; ".join(f"{key} {value}" for key, value in same.items()) if same else None
@@ -50,7 +50,7 @@ def _print_rows(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _groups() -> list[dict[str, str]]:
-    """Name of every group, and the first line of its docstring."""
+    """Return the name of every group and the first line of its docstring."""
     from coterie.answers.suites import benches
 
     return [{"group": name, "measures": (benches[name].__doc__ or "").partition("\n")[0]} for name in benches.names()]

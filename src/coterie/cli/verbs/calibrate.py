@@ -48,10 +48,10 @@ def calibrate_command(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure the MoE layer, attention, dense projections and copies here, and fit the step-time model.
+    """Measure the MoE layer, attention, dense projections and copies on this machine, and fit the step-time model.
 
-    On a GPU this takes about half a minute a shape. Without one it measures the CPU, which takes minutes up to
-    --max-tokens 128 and far longer past that.
+    On a GPU this takes about half a minute per shape. Without a GPU it measures the CPU, which takes minutes up to
+    --max-tokens 128 and far longer above that.
     """
     import msgspec
 
@@ -62,7 +62,7 @@ def calibrate_command(
     from coterie.types import WeightDtype, check_dtype
 
     check_new_file(output)
-    if output is not None and not output.parent.is_dir():  # before measuring, not after
+    if output is not None and not output.parent.is_dir():  # fail before measuring
         raise ConfigError(f"{output.parent} is not a folder; the preset cannot be written there")
     specs = [get_model(one) for one in model or ([] if config else ["qwen3-30b-a3b"])]
     if config:
@@ -81,7 +81,7 @@ def calibrate_command(
             from coterie.engines.calibration.collectives import measure_collectives
 
             found = measure_collectives(processes, report=report)
-            # Where devices copy to each other directly, that was measured already; messages are another path.
+            # Direct copies between devices, if possible, are already measured; messages of processes take another path.
             direct = any(cell.path == "peer" for cell in measurement.copies)
             measurement = msgspec.structs.replace(
                 measurement,

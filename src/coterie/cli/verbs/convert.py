@@ -29,7 +29,7 @@ def convert_command(
     format = from_ or detect(src)
     trace = read_trace(src, format, ReadOptions(model=model, num_experts=num_experts))
     if isinstance(trace, ActivationTrace):
-        trace.validate()  # a mapped trace was not read yet; a bad id must name its file
+        trace.validate()  # a memory-mapped trace is unread so far; the error for a bad id must name the file
     written = write_trace(trace, dst, to)
     summary: dict[str, Any] = {"path": str(dst), "from": format, "to": to, "kind": kind_of(trace), **_sizes(trace)}
     if json_output:

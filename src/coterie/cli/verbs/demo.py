@@ -1,4 +1,4 @@
-"""``coterie demo``: the whole loop on this machine, in less than a minute."""
+"""``coterie demo``: record, fit and route on this machine, in less than a minute."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def demo_command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Serve a small model with three decode workers and measure what routing by experts changes.
+    """Serve a small model with three decode workers and measure the savings of routing by experts.
 
     Records a workload of three domains, fits a router on it, serves other requests under round robin,
-    join-shortest-queue and latency-aware routing (or any registered router, by name), and ends by itself.
+    join-shortest-queue and latency-aware routing (or any registered router, by name), and then exits.
     """
     from coterie.answers.demo.run import run_demo
     from coterie.gateway.embedded import OURS

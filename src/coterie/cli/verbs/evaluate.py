@@ -28,11 +28,11 @@ from coterie.cli.output import JsonOption, err, out, print_json, print_table, pr
 from coterie.errors import ConfigError
 
 SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
-"""Options that take values up to the next option."""
+"""Options that take several values, up to the next option."""
 
 
 class SeveralValues(TyperCommand):
-    """Command that takes ``--seeds 42 123`` as well as ``--seeds 42 --seeds 123``; help lists suites' options."""
+    """Command that accepts ``--seeds 42 123`` and ``--seeds 42 --seeds 123``; its help lists the suites' options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         expanded: list[str] = []
@@ -41,7 +41,7 @@ class SeveralValues(TyperCommand):
             if arg.startswith("--") or (arg.startswith("-") and not _is_number(arg)):
                 option, taken = (arg if arg in SEVERAL else None), 0
             elif option is not None:
-                if taken:
+                if taken:  # repeat the option before every further value
                     expanded.append(option)
                 taken += 1
             expanded.append(arg)
@@ -63,7 +63,7 @@ def _is_number(text: str) -> bool:
 
 
 def _flags(ctx: Any, options: Iterable[str]) -> list[str]:
-    """Option names as typed on the command line, in the order of help."""
+    """Return option names as typed on the command line, in the order of the help text."""
     return [param.opts[0] for param in ctx.command.params if param.name in options]
 
 
@@ -157,9 +157,9 @@ def evaluate_command(
     )
     made = out_folder is not None and not out_folder.exists()
     if out_folder is not None:
-        out_folder.mkdir(parents=True, exist_ok=True)  # fail before the work if the folder cannot be made
+        out_folder.mkdir(parents=True, exist_ok=True)  # fail before the work if the folder cannot be created
     bar = progress()
-    bar.disable = not err.is_terminal  # off a terminal rich would leave an empty line
+    bar.disable = not err.is_terminal  # without a terminal rich would leave an empty line
     with bar:
         task = bar.add_task(suite, total=None)
 
@@ -204,5 +204,5 @@ def _print(suite: Suite, result: SuiteResult) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """Names come from traces and may hold what rich takes for markup."""
+    """Escape text: names come from traces and may contain brackets that rich reads as markup."""
     return escape(value) if isinstance(value, str) else value

@@ -23,7 +23,7 @@ from coterie.cli.output import (
 from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
-if TYPE_CHECKING:  # importing takes as long as all else of the help
+if TYPE_CHECKING:  # importing NumPy takes as long as the rest of --help
     import numpy as np
 
 
@@ -120,7 +120,7 @@ def fit_command(
 
 
 def _verdict(result: dict[str, Any]) -> str:
-    """Whether routing by this file pays, how sure that is, and which weighting it uses."""
+    """Say in words whether routing by this fit pays, how certain that is, and which weighting it uses."""
     why = f"Weighting {result['weighting']}: {result['weighting_why']}."
     saved = {row["clusters"]: row["saving_pct"] for row in result["distinct"]}
     if not saved:
@@ -143,7 +143,7 @@ def _next(result: dict[str, Any]) -> str:
 
 
 def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Parse '1,1,0.5' into an array [worker]."""
+    """Parse relative speeds such as '1,1,0.5' into an array [worker]."""
     import numpy as np
 
     try:

@@ -1,4 +1,4 @@
-"""``coterie fleet``: what routers would gain on a fleet of decoders, on the routing of a trace."""
+"""``coterie fleet``: simulate the gains of routers on a fleet of decoders, on the requests of a trace."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _said(arrivals: str, rate: float | None) -> str:
 
 
 def _next(trace: Path, reports: list[FleetReport], fitted: Path | None) -> str:
-    """The command to type after this answer."""
+    """Return the next command to run."""
     first = reports[0]
     if first.pays and fitted is None:
         return shell("coterie", "fit", trace, "--workers", first.decoders, "--output", "router.safetensors")

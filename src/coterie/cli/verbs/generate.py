@@ -1,4 +1,4 @@
-"""``coterie generate``: a synthetic activation trace, from a preset or like a recorded one."""
+"""``coterie generate``: make a synthetic activation trace, from a preset or fitted to a recorded trace."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def generate_command(
     nbytes = None if size is None else parse_size(size)
     if requests is None and tokens is None and nbytes is None:
         requests = 1000
-    check_new_folder(out)  # before the recorded trace is read and fitted
+    check_new_folder(out)  # fail before the recorded trace is read and fitted
     rng = np.random.default_rng(seed)
     settings = _settings(preset, like, model, rng)
     if rate is not None:
         settings = replace(settings, arrivals=at_rate(settings.arrivals, rate))
     source = {"seed": seed, "preset": preset, "like": None if like is None else str(like)}
-    generate(settings, np.random.default_rng(0), tokens=1)  # compiles what runs below: no part of wall_s
+    generate(settings, np.random.default_rng(0), tokens=1)  # compile first: wall_s must not include compiling
     started = time.perf_counter()
     with progress() as bar:
         task = bar.add_task("Generating tokens", total=None)
@@ -122,13 +122,13 @@ def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.
     recorded = read_trace(like)
     if not isinstance(recorded, ActivationTrace):
         raise ConfigError(f"--like={like} must be an activation trace; it holds a {type(recorded).__name__}")
-    recorded.validate()  # a mapped trace was not read yet; a bad id must name its file
+    recorded.validate()  # a memory-mapped trace is unread so far; the error for a bad id must name the file
     with err.status("Fitting the recorded trace"):
         return fit_synthetic(recorded, rng, base)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of '10GB' (10 x 1000³), '2GiB' (2 x 1024³) or '4096'."""
+    """Parse a size such as '10GB' (10 x 1000³), '2GiB' (2 x 1024³) or '4096' into bytes."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ConfigError(f"--size={text!r} must be a number above 0 and a unit, such as 500MB, 10GB or 2GiB")

@@ -1,4 +1,4 @@
-"""``coterie inspect``: what a trace says, as tables, JSON, figures and a page."""
+"""``coterie inspect``: statistics of a trace, as tables, JSON, figures and an HTML page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inspect_command(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed for sampling requests.")] = 0,
     json_output: JsonOption = False,
 ) -> None:
-    """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals; and a verdict."""
+    """Show statistics of a trace (skew, hot experts, ranks, domains, drift, distinct experts, arrivals), a verdict."""
     import numpy as np
 
     from coterie.answers.inspect.inspection import inspect_trace
@@ -53,7 +53,7 @@ def inspect_command(
     if out_folder is not None:
         from coterie.answers.page import check_report_folder
 
-        check_report_folder(out_folder)  # before minutes are spent on reading
+        check_report_folder(out_folder)  # fail before reading, which can take minutes
     opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
     with progress() as bar:
         task = bar.add_task("Reading tokens", total=None)
@@ -99,5 +99,5 @@ def _print(found: Inspection) -> None:
 
 
 def _escaped(rows: Any) -> list[list[Any]]:
-    """Names come from the trace and may hold what rich takes for markup."""
+    """Escape cells: names come from the trace and may contain brackets that rich reads as markup."""
     return [[escape(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]

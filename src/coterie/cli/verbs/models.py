@@ -1,4 +1,4 @@
-"""``coterie models``: the shapes Coterie knows, or the one a ``config.json`` describes, and their position stores."""
+"""``coterie models``: shapes of known models, or of a ``config.json``, and the sizes of their position stores."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from coterie.cli.output import (
 )
 from coterie.errors import ConfigError
 
-if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is asked for
+if TYPE_CHECKING:  # matplotlib takes a second to import: done only to draw a figure
     from coterie.answers.plan.inspection import MapInspection
     from coterie.answers.plan.samples import Brought, Over
 
@@ -142,7 +142,7 @@ def apply_command(
     from_: MapFormatOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write a checkpoint whose experts are in the order of a placement; what the model computes is unchanged."""
+    """Write a checkpoint whose experts are in the order of a placement; the model computes the same results."""
     from coterie.engines.transformers.permute.checkpoint import Ties, permute_checkpoint
     from coterie.placement.maps.formats import read_map
 

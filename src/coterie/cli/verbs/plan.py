@@ -34,18 +34,18 @@ from coterie.cli.output import (
 from coterie.errors import ConfigError, check_new_file
 from coterie.units import shown_s
 
-if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
+if TYPE_CHECKING:  # NumPy and numba take a second to import: done only to make a plan
     from coterie.answers.plan.plans import BatchRow, Planned
     from coterie.answers.plan.samples import Brought, Over
     from coterie.costs.movement import Movement
     from coterie.types import WeightDtype
 
 PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
-"""Built-in planners that a load is enough for. Named here for the help: importing them takes a second."""
+"""Built-in planners that need only a load. Listed here for --help: importing the registry takes a second."""
 FROM_PYTHON = ("co_cluster", "moetuner", "sem_moe")
-"""Those that learn from more than a load; what they save needs a schedule of tokens as well, which no load tells."""
+"""Built-in planners that need more than a load, and a token schedule to profit from their placements."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
-"""The values of ``WeightDtype``, for the help: importing it imports NumPy."""
+"""Values of ``WeightDtype``, listed here for --help: importing it would import NumPy."""
 SPLITS = ("equal", "weighted", "optimal")
 
 
@@ -160,14 +160,14 @@ def plan_command(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Plan where experts live: what it saves at which batch, what it moves, and whether it fits and pays."""
+    """Plan the placement of experts: savings per batch size, moves, memory, and whether the plan pays."""
     from coterie.answers.plan.plans import PlanOptions, make_plan
     from coterie.answers.plan.report import next_command, plan_verdict, summary
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
     from coterie.placement.scenarios import save_scenarios as write_scenarios
 
     if out_file is None:
-        map_formats[to]  # fail on a wrong name before the work
+        map_formats[to]  # raise for an unknown name before the work
     else:
         check_map_target(out_file, to)
     check_new_file(save_scenarios)
@@ -261,7 +261,7 @@ def _memory(planned: Planned) -> list[str]:
 
 
 def _print_batches(planned: Planned, found: dict[str, Any]) -> None:
-    """The plan at several batches, beside one made for each of them, or one without spare slots."""
+    """Print the plan at several batch sizes, with a plan made for each of them, or a plan without spare slots."""
     spare = found["no_spare"] is not None
     other = "gain without spare slots" if spare else "gain of a plan for this batch"
     replanned = not spare and any(row.replanned_gain_pct is not None for row in planned.batches[1:])
@@ -334,7 +334,7 @@ def _unseen(held: dict[str, Any] | None) -> list[str]:
 
 
 def _steps(found: dict[str, Any]) -> list[str]:
-    """What planning for single steps gains over planning for their mean, on steps that no plan has seen."""
+    """Compare the plan for single steps with a plan for the mean step, on held-out steps; empty without steps."""
     held, unseen = found["held_out"], found["unseen"]
     if found["steps"] is None:
         return []
@@ -409,7 +409,7 @@ def _print_moves(found: dict[str, Any]) -> None:
 
 
 def _trade(trade: dict[str, Any]) -> list[str]:
-    """Break-even of an engine that stops for every move beside one that stages them."""
+    """Return the break-even of an engine that stops for every move, and of one that stages moves, in words."""
     stops, staged = trade["stops_steps"], trade["staged_steps"]
     if stops is None or staged is None:
         return []

@@ -1,4 +1,4 @@
-"""``coterie record``: record the experts of real tokens, from a model run here or from a running server."""
+"""``coterie record``: record the experts of real tokens, from a model run on this machine or from a running server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 BUNDLED = "bundled"
 PER_DECODER = 64
-"""Requests for each simulated decoder: 16 in flight, as many that follow, and as many again to fit a router on."""
+"""Requests to record per simulated decoder: 16 in flight, 16 that replace them, and 32 more to fit a router on."""
 
 Progress = Callable[[str, int, int], None]
 
 
 class _Asked(NamedTuple):
-    """Values of the command line; every engine reads those it needs."""
+    """Values of the command line; each engine reads some of them."""
 
     model: str
     prompts: str | None
@@ -50,7 +50,7 @@ class _Asked(NamedTuple):
 class _Done(NamedTuple):
     trace: ActivationTrace | LoadTable
     counts: dict[str, int]
-    """Counts by the engine: requests kept from before, failed, messages lost."""
+    """Counts reported by the engine: requests kept from an earlier recording, failed requests, lost messages."""
 
 
 def record_command(
@@ -147,7 +147,7 @@ def record_command(
 
 
 def _verdict(output: Path, trace: ActivationTrace | LoadTable) -> tuple[str, str]:
-    """What was recorded, whether a fleet can be simulated with it, and what next."""
+    """Say what was recorded and whether it suffices to simulate a fleet; return that and the next command to run."""
     from coterie.traces import LoadTable
 
     if isinstance(trace, LoadTable):

@@ -1,4 +1,4 @@
-"""``coterie replay``: the decode batches that routers formed, through real MoE layers on a device."""
+"""``coterie replay``: run the decode batches that routers formed through real MoE layers on a device."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def replay_command(
 ) -> None:
     """Run decode batches through real MoE layers of the model's shape and compare routers, measured and predicted.
 
-    Every MoE layer has weights of its own, so gpt-oss-20b takes 38 GB of a GPU in bf16. Where not all layers fit, as
-    many as do are used in turn.
+    Every MoE layer has its own weights, so gpt-oss-20b takes 38 GB of a GPU in bf16. If not all layers fit, the layers
+    that fit are used in rotation.
     """
     import msgspec
     import numpy as np
@@ -50,7 +50,7 @@ def replay_command(
     from coterie.types import WeightDtype, check_dtype
 
     check_new_file(output)
-    if output is not None and not output.parent.is_dir():  # before measuring, not after
+    if output is not None and not output.parent.is_dir():  # fail before measuring
         raise ConfigError(f"{output.parent} is not a folder; the result cannot be written there")
     if dtype is not None:
         check_dtype(dtype)

@@ -12,7 +12,7 @@ from coterie.cli.output import JsonOption, out, print_json, print_table, print_v
 from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
-if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked for
+if TYPE_CHECKING:  # numba takes a second to import: done only for a run
     from coterie.answers.batches.what_if import Simulated
 
 
@@ -140,7 +140,7 @@ def simulate_command(
         prompts=prompts,
         device=device,
     )
-    # Only now what compiles: names and ranges are checked.
+    # Import compiled code only now that names and ranges are checked: importing takes seconds.
     from coterie.answers.batches.what_if import RESULT_FILES, read_batches_result, simulate, write
 
     if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
@@ -209,7 +209,7 @@ def _print(found: Simulated) -> None:
 
 
 def imbalance_name(settings: dict[str, Any]) -> str | None:
-    """What says how uneven a batch is: CAPS's factor, or busiest ÷ mean rank; None on one rank, always even."""
+    """Return the heading of the imbalance column: CAPS's factor, or busiest ÷ mean rank; None on one rank."""
     if settings["execution"] == "spread":
         return "1 + s x CV"
     return "imbalance" if settings["ranks"] > 1 else None
@@ -225,7 +225,7 @@ def _meaning(uneven: str | None) -> str:
 
 def _gain(row: dict[str, Any], name: str) -> str:
     value = row["throughput_gain_pct" if name == "throughput" else f"{name}_reduction_pct"]
-    return f"{round(value, 1) + 0.0:+.1f}"  # no -0.0
+    return f"{round(value, 1) + 0.0:+.1f}"  # adding 0.0 turns -0.0 into 0.0
 
 
 def _execution(settings: dict[str, Any]) -> str:

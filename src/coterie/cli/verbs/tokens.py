@@ -1,4 +1,4 @@
-"""``coterie tokens``: the token table that vLLM's scheduler takes as `loads`."""
+"""``coterie tokens``: make the token table that vLLM's scheduler takes as `loads`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from coterie.traces import ActivationTrace
 
 HELD_OUT = 0.25
-"""Share of the requests that the table is scored on; the file holds a table of all."""
+"""Share of the requests held out to score a table; the table in the file is fitted on all requests."""
 FEW = 8
-"""Requests with prompt and answer that a score needs."""
+"""Fewest requests with prompt and answer that a score needs."""
 MOST_SCORED = 200
 
 
@@ -47,7 +47,7 @@ def tokens_command(
 ) -> None:
     """Make a token table: the experts each token id activates. vLLM's scheduler takes it as `loads`.
 
-    It predicts a request's load from its prompt, before the request runs, and is scored on requests that are held out.
+    The table predicts a request's load from its prompt, before the request runs. It is scored on held-out requests.
     """
     from coterie.predictors import TokenTable
     from coterie.traces import ActivationTrace
@@ -102,7 +102,7 @@ def tokens_command(
 
 
 def _scores(trace: ActivationTrace, seed: int) -> dict[str, Any] | None:
-    """Cosine of predicted and recorded decode loads on held-out requests; None if there are too few."""
+    """Compute the cosine of predicted and recorded decode loads on held-out requests; None if there are too few."""
     import numpy as np
 
     from coterie.footprints import footprint

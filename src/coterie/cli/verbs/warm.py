@@ -1,4 +1,4 @@
-"""``coterie warm``: compile the loops of all verbs ahead."""
+"""``coterie warm``: compile the loops of all verbs in advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coterie.cli.verbs import VERBS
 MODEL = "gpt-oss-20b"
 NEXT = "coterie serve --embedded --demo"
 ROUTES = "routing"
-"""Work that is not a verb: what the demo and a gateway do with a fitted router."""
+"""Name of a step that is not a verb: routing with a fitted router, as the demo and a gateway do."""
 
 GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
@@ -37,35 +37,35 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("simulate", "--requests", "40"),
     ),
 )
-"""Commands, run on a small trace in a folder of their own; each group in a process of its own, side by side."""
+"""Commands to run on a small trace in a temporary folder; groups run in parallel, each in its own process."""
 
 
 class _Done(NamedTuple):
-    """What one command compiled."""
+    """Result of one command."""
 
     verb: str
     compiled: int
-    """Functions."""
+    """Number of functions that it compiled."""
 
 
 def warm_command(json_output: JsonOption = False) -> None:
-    """Compile the loops of all verbs ahead, on all cores: small real work is run once through each of them.
+    """Compile the loops of all verbs in advance, in parallel processes, by running the verbs on a small trace.
 
-    Without it the first run of a verb compiles what it needs. Compiled loops are kept beside the package, or in the
-    folder NUMBA_CACHE_DIR; a new version of Coterie, Numba or Python, or another processor, compiles them again.
+    Otherwise the first run of a verb compiles its loops. Compiled loops are stored beside the package, or in the folder
+    NUMBA_CACHE_DIR; a new version of Coterie, Numba or Python, or another processor, needs compiling again.
     """
     started = time.perf_counter()
     total = 1 + sum(map(len, GROUPS))
     compiled = 0
     with tempfile.TemporaryDirectory() as folder, _processes() as pools, reporting("Compiling", lines=True) as report:
         first = pools[0].submit(_run, ("generate", "trace", "--model", MODEL, "--requests", "48"), folder)
-        first.result()  # the others read its trace
+        first.result()  # wait, because the other commands read its trace
         steps = [pool.submit(_run, step, folder) for pool, group in zip(pools, GROUPS, strict=True) for step in group]
         for finished, future in enumerate(as_completed([first, *steps]), 1):
             done = future.result()
             compiled += done.compiled
             report(f"Compiled {finished} of {total}: {done.verb}", finished, total)
-    import coterie._numba  # noqa: F401  # note_compiled writes nothing where Numba was not used
+    import coterie._numba  # noqa: F401  # note_compiled writes nothing unless Numba was imported
 
     _compiling.note_compiled(*(name for name, verb in VERBS.items() if verb.compile_s is not None))
     wall_s = time.perf_counter() - started
@@ -81,14 +81,14 @@ def warm_command(json_output: JsonOption = False) -> None:
 
 @contextlib.contextmanager
 def _processes() -> Iterator[list[ProcessPoolExecutor]]:
-    """A process for each group. Spawned: each imports its own Numba, and counts what it compiles."""
+    """Yield one process per group. Processes are spawned, so that each imports Numba and counts what it compiles."""
     with contextlib.ExitStack() as stack:
         spawn = multiprocessing.get_context("spawn")
         yield [stack.enter_context(ProcessPoolExecutor(1, spawn)) for _ in GROUPS]
 
 
 def _run(words: tuple[str, ...], folder: str) -> _Done:
-    """Run a command in `folder`, in a process that prints nothing."""
+    """Run a command in `folder` with its output suppressed."""
     _compiling.count_from_now()
     os.chdir(folder)
     verb, *arguments = words
@@ -101,9 +101,9 @@ def _run(words: tuple[str, ...], folder: str) -> _Done:
 
 
 def _route(path: Path) -> None:
-    """Simulate a small fleet under every router, and ask each once for a live fleet, as the demo and a gateway do.
+    """Simulate a small fleet under every router, and route one request with each, as the demo and a gateway do.
 
-    Leaves a copy of the trace with token ids, for the verb that needs them.
+    Also write a copy of the trace with token ids, for `coterie tokens`.
     """
     import numpy as np
 
@@ -120,7 +120,7 @@ def _route(path: Path) -> None:
     fitted = RouterFit(2, batch=4).fit(trace, np.random.default_rng(0))
     counts = footprint(trace.request(0).expert_ids, trace.meta.num_experts)
     tokens, offsets = trace.arrays()
-    ids = np.arange(len(tokens.expert_ids), dtype=np.int32) % 64  # a generated trace has none
+    ids = np.arange(len(tokens.expert_ids), dtype=np.int32) % 64  # made-up token ids: a generated trace has none
     ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, trace.requests, tokens.phase, ids).save(
         "trace-with-tokens"
     )
@@ -130,7 +130,7 @@ def _route(path: Path) -> None:
         decode_router(name)
     prices, made = DecodeStepPrices.of(coterie.step_model(MODEL), 4), {}
     for name in routers.names():
-        with contextlib.suppress(ConfigError):  # one that needs more than a fit, such as labels
+        with contextlib.suppress(ConfigError):  # skip routers that need more than a fit, such as labels
             made[name] = routers.make(name, {"fitted": fitted, "cost": prices, "seed": 0})
     for router in made.values():
         router.route(coterie.Request("one", 8, counts), fitted.fleet(4))

@@ -1,4 +1,4 @@
-"""``coterie load``: TTFT, TPOT and failures of any OpenAI-compatible server under load, and comparisons."""
+"""``coterie load``: measure TTFT, TPOT and failures of any OpenAI-compatible server under load; compare servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN = {
     "experts": "experts a step",
     "hit_rate": "hit rate, points",
 }
-"""Changes in the table."""
+"""Statistics in the table of changes → heading."""
 
 
 def load_command(
@@ -145,8 +145,8 @@ def load_command(
     """Send a workload to a server and print TTFT, TPOT and E2E with 95% intervals, failures by kind, and hit rate.
 
     Open loop with --rate or --arrivals (times count from the planned arrival), closed loop with --concurrency. With
-    --compare or --router, the same requests are served by each in turn, block by block, and differences are printed.
-    Ctrl-C prints what was measured so far.
+    --compare or --router, each server or router serves the same requests in interleaved blocks, and differences are
+    printed. Ctrl-C prints the results so far.
     """
     import asyncio
 
@@ -206,7 +206,7 @@ def load_command(
     except (KeyboardInterrupt, CoterieError) as error:
         if not measured.contenders:
             raise
-        ended_by = error  # what was measured is printed first
+        ended_by = error  # raised again after printing the results so far
     found = report_of(settings, measured, ended_by is not None)
     result: dict[str, Any] = {"url": settings.urls[0], **found.to_json(), "next": _next(settings, found)}
     if out_folder is not None and any(row.summary.requests for row in found.rows):
@@ -225,7 +225,7 @@ def load_command(
 
 
 def _key(path: Path | None, variable: str) -> str | None:
-    """A key from its file or the environment: never from the command line, which every user of the machine can read."""
+    """Read a key from its file or the environment; never from the command line, which all users can see."""
     if path is None:
         text, where = os.environ.get(variable) or None, variable
     else:
@@ -249,7 +249,7 @@ def _trace(path: Path) -> RequestTrace:
 
 
 def _next(settings: LoadSettings, report: LoadReport) -> str:
-    """The command to type after this answer."""
+    """Return the next command to run."""
     url, rows = settings.urls[0], report.rows
     if not rows or not rows[0].summary.answered:
         return shell("curl", f"{url}/v1/models")
@@ -261,7 +261,7 @@ def _next(settings: LoadSettings, report: LoadReport) -> str:
         if not any(row.told_apart for row in rows):
             return shell(*again, *same, "--requests", 4 * settings.requests)
         return shell(*again, "--workload", "prompts" if same else "shared-prefix")
-    # From a closed loop to an open one it can bear; from an open one, towards what it cannot.
+    # Propose 0.8 of the served rate after a closed loop, overload or failures; after a good open loop, 1.5 times.
     factor = 0.8 if settings.concurrency is not None or summary.behind or summary.failures else 1.5
     return shell("coterie", "load", url, *same, "--rate", f"{max(factor * summary.requests_per_s, 0.01):.2g}")
 
@@ -319,7 +319,7 @@ def _print_counts(row: Row, reachable: float, name: str) -> None:
 
 
 def _print_contenders(report: LoadReport) -> None:
-    """Each contender's own times, then what changed against the first."""
+    """Print each contender's times, then the changes relative to the first contender."""
     from coterie.answers.load.report import WORDS
     from coterie.answers.runs import with_ends
 

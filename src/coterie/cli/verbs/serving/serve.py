@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 FIRST_REQUESTS = 60
-"""Requests of the demo before the comparison, which has the workers to itself: the page then has something to show."""
+"""Requests sent before the demo's comparison, so that the dashboard has data; none are sent during the comparison."""
 
 
 def serve_command(
@@ -64,8 +64,8 @@ def serve_command(
 ) -> None:
     """Route requests by prefix, experts and load in front of a live fleet; OpenAI-compatible.
 
-    Serves until Ctrl-C or SIGTERM, and finishes running requests first. SIGHUP reads the config again; one that cannot
-    be used changes nothing. Secrets come from the environment: COTERIE_FLEET_SECRET and COTERIE_WORKER_KEY.
+    Serves until Ctrl-C or SIGTERM, and finishes running requests first. SIGHUP reads the config again; an invalid
+    config changes nothing. Secrets come from the environment: COTERIE_FLEET_SECRET and COTERIE_WORKER_KEY.
     """
     if new_key is not None:
         _print_key(new_key, admin, json)
@@ -158,10 +158,10 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
 
 @contextlib.contextmanager
 def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[Ready]:
-    """Once the gateway is up: its page, one completion and the comparison, in a thread of their own.
+    """Show the dashboard's URL, one completion and the comparison once the gateway is up, in a separate thread.
 
-    On a terminal requests then keep the fleet busy until Ctrl-C. Without one the gateway ends: nobody could see it, or
-    press Ctrl-C.
+    On a terminal, requests then keep the fleet busy until Ctrl-C. Without a terminal the gateway exits, since nobody
+    could see it or press Ctrl-C.
     """
     from coterie.answers.demo.serving import first_completion, run_on
     from coterie.answers.demo.traffic import keep_busy
@@ -200,7 +200,7 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
                 highlight=False,
                 soft_wrap=True,
             )
-            with contextlib.suppress(CoterieError):  # it ends with the gateway
+            with contextlib.suppress(CoterieError):  # the requests fail when the gateway stops
                 asyncio.run(keep_busy(url))
 
         threading.Thread(target=run, name="coterie-demo", daemon=True).start()

@@ -1,4 +1,4 @@
-"""``coterie worker``: a small OpenAI-compatible server on transformers."""
+"""``coterie worker``: a small OpenAI-compatible server based on transformers."""
 
 from __future__ import annotations
 
