@@ -42,13 +42,13 @@ class StepLine(NamedTuple):
     speeds: tuple[float, ...]
     """[worker] by which its steps are faster than the line says."""
     outside_s: float
-    """Of a request on its decoder, in no step: on its way, its KV loaded, its answer sent."""
+    """Seconds of a request at its decoder outside of any step: transfer, loading of its KV, sending of its answer."""
     steps: int
     """It was drawn through."""
 
 
 class Figures(NamedTuple):
-    """Of one run, real or simulated."""
+    """Results of one run, real or simulated."""
 
     distinct_per_step: float
     rows_per_step: float

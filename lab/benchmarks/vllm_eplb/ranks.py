@@ -66,7 +66,7 @@ class Asked(NamedTuple):
     received: int
     """Experts that came from another rank, over all ranks."""
     wall_s: float
-    """Of vLLM's step that rearranged, policy included, all ranks on this machine."""
+    """Wall time of the vLLM step that rearranged, policy included, with all ranks on this machine."""
     policy_s: float
     """Part of it inside the policy."""
     alone_s: float = 0.0

@@ -152,7 +152,7 @@ class Site:
         return found.decode() if path == "/metrics" else msgspec.json.decode(found)
 
     async def metrics(self) -> dict[str, float]:
-        """Of the gateway: name and labels → value."""
+        """Return the metrics of the gateway: name and labels → value."""
         return parse_metrics(await self.ask("GET", "/metrics"))
 
     async def worker_metrics(self, worker: EmbeddedWorker) -> dict[str, float]:

@@ -36,7 +36,7 @@ class ReceivedRows(NamedTuple):
     slots: Any
     """[row, j] slot index within this rank; -1 if unused."""
     weights: Any
-    """[row, j] weight of that slot's result."""
+    """[row, j] router weight of the expert output computed in `slots` [row, j]."""
     ticket: Any
     """State that `combine` needs to send the results back."""
 

@@ -82,7 +82,7 @@ class Found(NamedTuple):
 
 class Scored(NamedTuple):
     balancedness: float
-    """Of tokens."""
+    """Balancedness of tokens: mean over layers of mean ÷ max rank load."""
     layer_s: float
     """Seconds of the slowest rank, mean over layers."""
 

@@ -31,7 +31,7 @@ class Strips(NamedTuple):
     layer: int
     """Index among the layers that were planned."""
     domains: tuple[str, ...]
-    """Of the steps, an equal number each, in this order."""
+    """Domains of the steps in this order, with an equal number of steps each."""
     loads: dict[str, Array]
     """Planner → [rank, step] load ÷ mean rank load of the step."""
 
