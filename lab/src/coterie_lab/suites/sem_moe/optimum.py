@@ -39,7 +39,7 @@ INSTANCES: Mapping[int, int] = {4: 4, 2: 10}
 THETA: Mapping[str, float] = {"remote": 0.9, "cost": 0.5}
 """Measure → weight of imbalance. At 0.9 an item too many costs 1.8; it saves at most 0.1 x EXPERTS."""
 TIME_LIMIT_S = 30.0
-"""Time limit of the solver per instance: several times its time on an idle core, so that a busy core proves the same."""
+"""Time limit of the solver per instance: several times its time on an idle core, enough for a proof on a busy one."""
 PROOF = 1e-3
 """Share of the cost that its bound may be below where an optimum counts as proven."""
 BAR_PCT = 3.0
