@@ -22,6 +22,7 @@ from coterie.types import (
     narrowest_uint,
     shown_s,
 )
+from coterie.units import shown_s
 
 SHAPE: dict[str, Any] = {
     "name": "tiny",
