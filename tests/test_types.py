@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from coterie.errors import ConfigError
-from coterie.types import (
-    BYTES_PER_WEIGHT,
-    ModelSpec,
-    Placement,
-    Topology,
-    balancedness,
-    check_dtype,
-    narrowest_uint,
-    shown_s,
-)
+from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, balancedness, check_dtype, narrowest_uint
 from coterie.units import shown_s
 
 SHAPE: dict[str, Any] = {
