@@ -83,7 +83,7 @@ def print_result(result: DemoResult, json: bool) -> None:
             for number, row in enumerate(result.rows)
         ],
     )
-    same = "the same tokens" if result.same_tokens else "[bold red]not[/] the same tokens"
+    same = "the same text" if result.same_tokens else "[bold red]not[/] the same text"
     out.print(
         f"\nExperts were counted in the workers. The H200's times are those of {result.shape}, which has as many "
         f"experts per layer.\nEvery request was answered with {same} under all routers ({result.output_tokens:,} "
