@@ -30,7 +30,7 @@ async def fronted(fleet: EmbeddedFleet) -> AsyncIterator[Run]:
     async with gateway(fleet.config(), access=fleet.access) as found:
         parts = found.running.parts
         await until(lambda: found.open("prefill") and found.open("decode"))
-        await until(lambda: all(parts.knowledge.connected(name, id) for name, id in parts._checks))
+        await until(lambda: all(parts.knowledge.streams[name].connected(id) for name, id in parts._checks))
         yield found
 
 
@@ -96,7 +96,7 @@ def test_prefix_hits_are_those_that_the_directory_predicted(fleet: EmbeddedFleet
             assert ids is not None
             blocks = (len(ids) - 1) // 16 * 16
             for pool in ("prefill", "decode"):
-                await until(lambda: parts.knowledge.streams(pool).cached(ids, 1, "prefix test")[0] == blocks)  # noqa: B023
+                await until(lambda: parts.knowledge.streams[pool].cached(ids, 1, "prefix test")[0] == blocks)  # noqa: B023
             assert await ask(PROMPT) == (blocks, blocks, blocks)
             expected = await ask(PROMPT[: len(PROMPT) // 2] + " and something else follows here")
             assert 0 < expected[0] == expected[1] == expected[2] < blocks

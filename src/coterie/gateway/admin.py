@@ -108,7 +108,7 @@ class Admin:
                 "healthy": member.health.healthy,
                 "breaker": member.breaker.state(pool.clock()),
                 "running": pool.keeper.running(id),
-                "kv_events_connected": self.parts.knowledge.connected(pool.name, id),
+                "kv_events_connected": self.parts.knowledge.streams[pool.name].connected(id),
             }
             for pool in self.parts.pools.values()
             for id, member in pool.members.items()

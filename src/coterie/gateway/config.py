@@ -23,12 +23,12 @@ from coterie.control.base import ControlSettings
 from coterie.costs.movement import Movement
 from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
 from coterie.gateway.fleet.health import HealthSettings
-from coterie.gateway.fleet.rows import MOST_PLACES
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import is_loopback
 from coterie.net.http1.upstream import parse_origin
 
 DEFAULTS = ControlSettings()
+MOST_PLACES = 1 << 20
 
 
 class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

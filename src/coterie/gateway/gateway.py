@@ -35,12 +35,12 @@ from coterie.gateway.exchange.call import (
     new_name,
 )
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
+from coterie.gateway.exchange.knowledge import NOTHING
+from coterie.gateway.exchange.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.fleet.waiting import Refused
-from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.page.files import is_page, send_file
 from coterie.gateway.page.live import Live
 from coterie.gateway.parts import MODELS_BYTES, MODELS_S, GatewayParts
-from coterie.gateway.signals.knowledge import NOTHING
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback
 from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits

@@ -14,15 +14,16 @@ from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.control.live import LiveControl, is_wanted
 from coterie.gateway.exchange.flow import Flow, PlainFlow
+from coterie.gateway.exchange.knowledge import Knowledge
+from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.sglang_pair import SglangPairFlow
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
 from coterie.gateway.fleet.keeper import FleetKeeper
+from coterie.gateway.fleet.rows import Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
-from coterie.gateway.observing import Watcher
 from coterie.gateway.saved import SavedState, save_state
-from coterie.gateway.signals.knowledge import Knowledge, Mask
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
@@ -64,7 +65,7 @@ class GatewayParts:
         if config.handshake != "none":
             self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
         self.knowledge = Knowledge(config, list(self.pools), self.access.secret)
-        self.watcher.beliefs = lambda pool: self.knowledge.claims(pool).beliefs
+        self.watcher.beliefs = lambda pool: self.knowledge.claims[pool].beliefs
         self.plain = PlainFlow(self.pools[DECODE], config, self.knowledge, self.watcher)
         self.flow: Flow = self.plain
         if config.handshake != "none":
@@ -280,7 +281,7 @@ class GatewayParts:
         for card in models.data:
             if card.max_model_len is not None and 0 < card.max_model_len < 1 << 31:
                 pool.context_tokens = max(pool.context_tokens, card.max_model_len)
-                self.knowledge.bound_messages(pool.name, pool.context_tokens)
+                self.knowledge.streams[pool.name].context_tokens = pool.context_tokens
         return True
 
     # --------------------------------------------------------------------------------------------------------- gauges
@@ -314,7 +315,7 @@ class GatewayParts:
         return {(outcome,): float(count) for outcome, count in counts.items()}
 
     def _kv_events(self) -> dict[tuple[str, ...], float]:
-        streams = [self.knowledge.streams(name) for name in self.pools]
+        streams = self.knowledge.streams.values()
         return {
             ("applied",): float(sum(stream.counters.messages for stream in streams)),
             ("replayed",): float(sum(stream.directory.counters.replayed for stream in streams)),
@@ -326,7 +327,7 @@ class GatewayParts:
         }
 
     def _belief(self, pool: Pool, member: Member) -> float:
-        return self.knowledge.claims(pool.name).belief(pool.keeper.row_of(member.entry.id))
+        return self.knowledge.claims[pool.name].belief(pool.keeper.row_of(member.entry.id))
 
     def _each(self, value: Any) -> dict[tuple[str, ...], float]:
         return {(id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()}

@@ -70,7 +70,7 @@ async def connected(config: GatewayConfig) -> AsyncIterator[Run]:
     async with gateway(config) as found:
         parts = found.running.parts
         await until(
-            lambda: all(parts.knowledge.connected(p.name, id) for p in parts.pools.values() for id in p.members)
+            lambda: all(parts.knowledge.streams[p.name].connected(id) for p in parts.pools.values() for id in p.members)
         )
         await until(lambda: all(found.open(pool.name) == set(pool.members) for pool in parts.pools.values()))
         yield found
@@ -182,7 +182,7 @@ async def known(found: Run, decisions: dict[str, Any], ids: list[int]) -> None:
     """Wait until the workers' events of a request have come: all whole blocks but those of the last token."""
     held = (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
     for pool, decision in decisions.items():
-        streams = found.running.parts.knowledge.streams(pool)
+        streams = found.running.parts.knowledge.streams[pool]
         row = found.running.parts.pools[pool].keeper.row_of(decision["worker"])
         await until(lambda: streams.cached(np.array(ids), row + 1)[row] == held)  # noqa: B023 (runs before the next)
 

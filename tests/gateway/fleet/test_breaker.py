@@ -8,12 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.gateway.fleet.health import Breaker, BreakerSettings, BreakerState, is_failure
+from coterie.gateway.fleet import health
+from coterie.gateway.fleet.health import JITTER, Breaker, BreakerState, HealthSettings, is_failure
 
-SETTINGS = BreakerSettings(failures=3, window_s=10.0, cool_down_s=4.0, longest_s=16.0, jitter=0.0, probe_s=5.0)
+SETTINGS = HealthSettings(failures=3, window_s=10.0, open_s=4.0)
 
 
-def breaker(settings: BreakerSettings = SETTINGS, seed: int = 0) -> Breaker:
+@pytest.fixture(autouse=True)
+def _without_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "JITTER", 0.0)
+    monkeypatch.setattr(health, "LONGEST_S", 16.0)
+    monkeypatch.setattr(health, "PROBE_S", 5.0)
+
+
+def breaker(settings: HealthSettings = SETTINGS, seed: int = 0) -> Breaker:
     return Breaker(np.random.default_rng(seed), settings)
 
 
@@ -32,7 +40,6 @@ def test_it_opens_by_failures_within_the_window() -> None:
     assert one.changes_at == 15.0
     assert one.state(15.0) is BreakerState.HALF_OPEN
     assert one.may_send(15.0)
-    assert one.opened == 1
 
 
 def test_4xx_never_counts() -> None:
@@ -82,7 +89,6 @@ def test_cool_downs_double_up_to_the_longest() -> None:
         now = one.changes_at
         fail(one, now)
     assert waits == [4.0, 8.0, 16.0, 16.0, 16.0]
-    assert one.opened == 1, "a failed probe does not count as opening"
     assert one.changes_at is not None
     now = one.changes_at
     one.succeeded(one.sent(now), now)
@@ -117,7 +123,7 @@ def test_all_open_a_request_sent_all_the_same_counts_for_the_worker_only() -> No
 
 
 def test_a_busy_worker_may_fail_now_and_then() -> None:
-    one, now = breaker(BreakerSettings(failures=5, window_s=10.0, share=0.1)), 0.0
+    one, now = breaker(HealthSettings(failures=5, window_s=10.0)), 0.0
     for number in range(20_000):
         now += 0.001
         attempt = one.sent(now)
@@ -133,22 +139,23 @@ def test_a_busy_worker_may_fail_now_and_then() -> None:
 
 
 def test_half_of_the_answers_failing_opens_it() -> None:
-    one = breaker(BreakerSettings(failures=5, window_s=10.0, share=0.1))
+    one = breaker(HealthSettings(failures=5, window_s=10.0))
     for number in range(9):
         attempt = one.sent(float(number))
         (one.succeeded if number % 2 else one.failed)(attempt, float(number))
     assert one.state(8.0) is BreakerState.OPEN
 
 
-@given(st.floats(0, 1), st.integers(0, 99))
-def test_jitter_lengthens_by_at_most_its_share(jitter: float, seed: int) -> None:
-    settings = BreakerSettings(failures=1, cool_down_s=4.0, jitter=jitter)
-    one, same = breaker(settings, seed), breaker(settings, seed)
-    for each in (one, same):
-        fail(each, 0.0)
-    assert one.changes_at is not None
-    assert 4.0 <= one.changes_at <= 4.0 * (1 + jitter)
-    assert one.changes_at == same.changes_at
+def test_jitter_lengthens_by_at_most_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "JITTER", JITTER)
+    settings = HealthSettings(failures=1, open_s=4.0)
+    for seed in range(100):
+        one, same = breaker(settings, seed), breaker(settings, seed)
+        for each in (one, same):
+            fail(each, 0.0)
+        assert one.changes_at is not None
+        assert 4.0 <= one.changes_at <= 4.0 * (1 + JITTER)
+        assert one.changes_at == same.changes_at
 
 
 @given(
@@ -178,10 +185,7 @@ def test_it_never_sticks(steps: list[tuple[str, float, int]]) -> None:
     assert one.state(max(now, later)) is BreakerState.CLOSED
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"failures": 0}, {"window_s": 0.0}, {"cool_down_s": -1.0}, {"longest_s": 1.0}, {"jitter": 2.0}, {"share": -0.1}],
-)
+@pytest.mark.parametrize("wrong", [{"failures": 0}, {"window_s": 0.0}, {"open_s": -1.0}])
 def test_wrong_settings(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        BreakerSettings(**wrong)  # type: ignore[arg-type]
+        HealthSettings(**wrong)  # type: ignore[arg-type]

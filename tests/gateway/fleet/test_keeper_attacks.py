@@ -10,7 +10,7 @@ import pytest
 
 from coterie.errors import UnavailableError
 from coterie.gateway.fleet.keeper import FleetKeeper
-from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.fleet.spec import Made, RouterSpec
 from coterie.routing import Decision, Fleet, Request, routers
 from routing_cases import COST, EXPERTS, LAYERS, WORKERS, draw, fitted
 
@@ -79,7 +79,7 @@ BROKEN: Mapping[str, tuple[Callable[[Request, Fleet], Any], str]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_router_falls_back_to_the_shortest_queue(what: str) -> None:
     does, reason = BROKEN[what]
-    keeper = FleetKeeper(lambda rows: (Broken(does), Fleet([1] * rows)))
+    keeper = FleetKeeper(lambda pool: Made("broken", Broken(does), Fleet([1] * pool.rows)))
     for number in range(5):
         keeper.join(f"w{number}", 4)
     keeper.leave("w4")
@@ -89,7 +89,7 @@ def test_a_broken_router_falls_back_to_the_shortest_queue(what: str) -> None:
     choice = keeper.route("bad", Request("bad", 10), exclude=["w2"])
     assert choice.worker_id == "w3", "the only open one left with nothing to do"
     assert choice.fallback in ((None, "router_error") if reason == NOT_CHECKED else (reason,))
-    assert keeper.counters.fallbacks == {reason: 1}
+    assert keeper.fallbacks == {reason: 1}
     assert "text" not in choice.decision.reason
     keeper.check_integrity()
     assert keeper.finish("bad")
@@ -99,7 +99,7 @@ def test_a_broken_router_falls_back_to_the_shortest_queue(what: str) -> None:
 
 
 def test_an_interrupt_is_no_router_s_error() -> None:
-    keeper = FleetKeeper(lambda rows: (Broken(raising(KeyboardInterrupt())), Fleet([1] * rows)))
+    keeper = FleetKeeper(lambda pool: Made("broken", Broken(raising(KeyboardInterrupt())), Fleet([1] * pool.rows)))
     keeper.join("w0", 4)
     with pytest.raises(KeyboardInterrupt):
         keeper.route("bad", Request("bad"))

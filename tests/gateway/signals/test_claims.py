@@ -105,7 +105,7 @@ def test_a_worker_that_claims_what_it_does_not_hold_loses_the_traffic_it_drew(ro
         spec = RouterSpec(router, fit=saved_fit("low", tmp_path))
         config = GatewayConfig(workers=entries, listen="127.0.0.1:0", health=FAST, decode=spec)
         async with gateway(config) as run:
-            streams = run.running.parts.knowledge.streams("decode")
+            streams = run.running.parts.knowledge.streams["decode"]
             await asyncio.to_thread(publisher.wait_for_subscriber)
             claim = BlockStored(block_hashes=list(range(32)), token_ids=PROMPT, block_size=16)
             ids = np.array(PROMPT)

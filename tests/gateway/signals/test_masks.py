@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.gateway.signals.knowledge import mask_of
+from coterie.gateway.exchange.knowledge import mask_of
 from coterie.routing import Fleet, Request, routers
 from coterie.types import Placement
 

@@ -27,19 +27,21 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_at_least
 from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
 from coterie.gateway.exchange.call import Call, Outcome, checked_id, make_call
-from coterie.gateway.exchange.flow import Flow, Informer, Observer, PlainFlow
+from coterie.gateway.exchange.flow import Flow, PlainFlow
+from coterie.gateway.exchange.knowledge import NOTHING, Knowledge, KnownPrompt
+from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
-from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.signals.knowledge import NOTHING, KnownPrompt
+from coterie.gateway.fleet.spec import Made, PoolShape, RouterSpec
 from coterie.gateway.signals.predicted import Footprints
 from coterie.net.http1.messages import HttpError
+from coterie.net.http1.responder import Responder
 from coterie.net.http_client import error_message, server_url
 from coterie.predictors.base import Predictor, PredictRequest
 from coterie.routing import Fleet, Request, Router
-from coterie.wire.footprints import WireFootprint, check_possible
+from coterie.wire.footprints import WireFootprint
 
 KEPT_PROBLEMS = 5
 PATIENT = LimitSettings(connect_s=10.0, prefill_s=3600.0, first_token_s=3600.0)
@@ -48,7 +50,7 @@ DEFAULT_HEALTH = HealthSettings()
 JSON = [(b"content-type", b"application/json")]
 
 
-class Collected:
+class Collected(Responder):
     """A sink that keeps the answer, for callers without a connection."""
 
     def __init__(self) -> None:
@@ -199,9 +201,9 @@ class RoutedFleet:
             raise ConfigError(f"fleet has {len(fleet)} workers; there are {len(decoders)} decode workers")
         held = [None] * len(fleet) if fleet.local is None else list(fleet.local.copy())
 
-        def made(_: int) -> tuple[Router, Fleet]:
+        def made(_: PoolShape) -> Made:
             fleet.alive[:] = True
-            return router, fleet
+            return Made(type(router).__name__, router, fleet)
 
         first, second = _entries(prefill, "prefill"), _entries(decoders, "decode", fleet)
         config = GatewayConfig(
@@ -284,12 +286,12 @@ class RoutedFleet:
         return make_call(path, b"", request_id=name, headers=JSON, domain=domain, body={**body, "stream": False})
 
 
-class _Expected(Informer):
+class _Expected(Knowledge):
     """Source of a request's footprint: its prefill, else `predict`."""
 
     def __init__(self, predict: Predict | None) -> None:
         self._predict = predict
-        self._seen = Footprints()
+        self.footprints = Footprints()  # learns the shape that later footprints must have
 
     def wanted(
         self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
@@ -306,14 +308,8 @@ class _Expected(Informer):
     def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
         del pool, row, known, cached_tokens  # prefixes are not tracked
 
-    def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
-        self._seen.learn(known.ids, footprint)  # sets the shape that later footprints must have
 
-    def check(self, footprint: WireFootprint) -> None:
-        check_possible(footprint, self._seen.shape)
-
-
-class _Counter(Observer):
+class _Counter(Watcher):
     """Observer that counts handoffs, failures, retries and fallbacks."""
 
     def __init__(self, counts: FleetCounts) -> None:
@@ -333,6 +329,9 @@ class _Counter(Observer):
 
     def retried(self, pool: Pool, call: Call, failure: str) -> None:  # noqa: ARG002 (an observer's)
         self._counts.retried += pool.name == DECODE
+
+    def not_handed_over(self) -> None:
+        pass
 
     def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:  # noqa: ARG002
         self._counts.handoffs += 1

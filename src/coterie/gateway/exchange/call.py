@@ -1,4 +1,4 @@
-"""A client's request as workers get it, the sink its answer goes to, and its outcome.
+"""A client's request as workers get it, and its outcome.
 
 Fields that a client may not set are removed from its body here: the source of KV, the rank that serves it, its id.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -47,30 +47,6 @@ PROMPT_BYTES = 1 << 17
 """Leading bytes of a prompt that are compared with other prompts."""
 _PROCESS, _NUMBERS = secrets.token_hex(12), itertools.count()
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-
-
-Pairs = Sequence[tuple[bytes, bytes]]
-
-
-class Sink(Protocol):
-    """Destination of an answer: a client's connection, or a buffer."""
-
-    @property
-    def started(self) -> bool: ...
-
-    def send(
-        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Pairs = ...
-    ) -> None: ...
-
-    def start(self, status: int, headers: Pairs, length: int | None = None) -> None: ...
-
-    def write(self, data: bytes) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def fail(self, error: HttpError) -> None: ...
 
 
 class Call(msgspec.Struct):

@@ -9,22 +9,21 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection
-from typing import Protocol
 
 import msgspec
 
 from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.pool import Member, Pool, Sent
+from coterie.gateway.exchange.call import Call, Outcome
+from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
+from coterie.gateway.exchange.observing import Watcher
+from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pass_whole
 from coterie.gateway.fleet.health import HealthSettings, is_failure
-from coterie.gateway.fleet.keeper import Choice
-from coterie.gateway.signals.knowledge import KnownPrompt
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.http1.messages import Headers, HttpError, is_event_stream
+from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import Answer, UpstreamError
-from coterie.routing.base import Request
 from coterie.wire.footprints import WireFootprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
@@ -109,48 +108,6 @@ REFUSAL_BYTES = 1 << 16
 """Most bytes read from an answer that is not passed on."""
 
 
-class Observer(Protocol):
-    """Callbacks for the events in a request's life: decisions, failures, retries, handoffs."""
-
-    def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None: ...
-
-    def failed(self, member: Member, kind: str) -> None:
-        """Note that a worker failed. `kind`: a kind of UpstreamError, or status_5xx."""
-        ...
-
-    def retried(self, pool: Pool, call: Call, failure: str) -> None:
-        """Note that a request goes to another worker; `failure` is the failed worker's id and the kind of failure."""
-        ...
-
-    def not_handed_over(self) -> None:
-        """Note that no prefill worker answered, so that a decode worker computes the prompt."""
-        return
-
-    def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:
-        """Note that a prefill worker answered; `cached_tokens` of the prompt were in its cache, None if unknown."""
-        ...
-
-
-class Informer(Protocol):
-    """Source of routing signals for requests; in a gateway :class:`~coterie.gateway.signals.knowledge.Knowledge`."""
-
-    def wanted(
-        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
-    ) -> tuple[Request, str]:
-        """Return the request as the router sees it, and the source of its footprint."""
-        ...
-
-    def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
-        """Note that a worker computed this prompt; `cached_tokens` of it were in its cache, None if unknown."""
-        ...
-
-    def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None: ...
-
-    def check(self, footprint: WireFootprint) -> None:
-        """Raise InputError for a worker's footprint that is impossible for the model."""
-        ...
-
-
 class Delivered(msgspec.Struct, frozen=True):
     """An answer that was passed on to the client, whole or in part."""
 
@@ -162,7 +119,7 @@ class Delivered(msgspec.Struct, frozen=True):
 class Flow(ABC):
     """Base of the request flows: one worker, or a prefill/decode pair. Subclasses define `serve`."""
 
-    def __init__(self, config: GatewayConfig, knowledge: Informer, observer: Observer) -> None:
+    def __init__(self, config: GatewayConfig, knowledge: Knowledge, observer: Watcher) -> None:
         self.configure(config)
         self.knowledge, self.observer = knowledge, observer
         self._rng = random.Random()
@@ -172,7 +129,7 @@ class Flow(ABC):
         self.limits, self.health = config.limits, config.health
 
     @abstractmethod
-    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
+    async def serve(self, call: Call, sink: Responder, known: KnownPrompt) -> Outcome:
         """Serve one request. Raises HttpError if nothing has been sent to the client."""
 
     async def close(self) -> None:
@@ -197,7 +154,7 @@ class Flow(ABC):
         pool: Pool,
         call: Call,
         known: KnownPrompt,
-        sink: Sink,
+        sink: Responder,
         body: Callable[[bool], bytes] | None = None,
         footprint: WireFootprint | None = None,
         written: Callable[[], None] | None = None,
@@ -289,7 +246,7 @@ class Flow(ABC):
             if span is not call.span:
                 span.end(problem)
 
-    def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Awaitable[Relayed]:
+    def pass_on(self, answer: Answer, call: Call, sink: Responder) -> Awaitable[Relayed]:
         own = (REQUEST_ID, call.id.encode())
         if is_event_stream(answer.headers):
             return pass_stream(answer, sink, own)
@@ -334,11 +291,11 @@ def outcome(delivered: Delivered, call: Call, known: KnownPrompt, started: float
 
 
 class PlainFlow(Flow):
-    def __init__(self, pool: Pool, config: GatewayConfig, knowledge: Informer, observer: Observer) -> None:
+    def __init__(self, pool: Pool, config: GatewayConfig, knowledge: Knowledge, observer: Watcher) -> None:
         super().__init__(config, knowledge, observer)
         self.pool = pool
 
-    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
+    async def serve(self, call: Call, sink: Responder, known: KnownPrompt) -> Outcome:
         started = time.monotonic()
         delivered = await self.deliver(self.pool, call, known, sink)
         if delivered.status == 200:

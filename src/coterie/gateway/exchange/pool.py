@@ -14,9 +14,9 @@ import msgspec
 from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.fleet.health import Attempt, Breaker, BreakerSettings, Health
+from coterie.gateway.fleet.health import Attempt, Breaker, Health
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
-from coterie.gateway.fleet.rows import HeldExperts
+from coterie.gateway.fleet.rows import Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Headers
 from coterie.net.http1.upstream import Upstream, UpstreamLimits
@@ -46,8 +46,8 @@ class Member:
         self.unreachable = False
         """Whether the worker's last failure was a failed connection."""
         self.upstream = Upstream(entry.url)
-        self.breaker = Breaker(rng)
-        self.health = Health(rng, now, healthy=healthy)
+        self.breaker = Breaker(rng, config.health)
+        self.health = Health(rng, now, config.health, healthy)
         self.configure(config)
         self.headers: Headers = []
         if worker_key is not None:
@@ -57,18 +57,14 @@ class Member:
 
     def configure(self, config: GatewayConfig) -> None:
         """Apply the limits and health thresholds of a config."""
-        health, limits = config.health, config.limits
+        limits = config.limits
         self.upstream.limits = UpstreamLimits(
             connect_s=limits.connect_s,
             head_s=limits.first_token_s,
             idle_s=limits.idle_s,
             body_bytes=limits.answer_bytes,
         )
-        longest_s = max(60.0, health.open_s)
-        self.breaker.settings = BreakerSettings(
-            health.failures, health.window_s, cool_down_s=health.open_s, longest_s=longest_s
-        )
-        self.health.settings = health
+        self.breaker.settings = self.health.settings = config.health
 
     def may_be_well(self, now: float) -> bool:
         """Whether neither health checks nor failed requests rule the worker out."""
@@ -116,7 +112,7 @@ class Pool:
         spec = self.keeper.spec
         return spec if isinstance(spec, RouterSpec) else RouterSpec("custom")
 
-    def add(self, member: Member, held: HeldExperts | None = None) -> None:
+    def add(self, member: Member, held: Mask | None = None) -> None:
         entry = member.entry
         self.keeper.join(entry.id, entry.places, entry.speed, held)
         self.members[entry.id] = member

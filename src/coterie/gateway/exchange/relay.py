@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from coterie.gateway.exchange.call import Sink
 from coterie.net.http1.messages import Headers, HttpError, passed_on
+from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import Answer, UpstreamError
 
 USAGE = b'"usage"'
@@ -66,7 +66,7 @@ class Relayed(msgspec.Struct, frozen=True):
         return (self.last_s - self.first_s) / (self.events - 1) if self.events > 2 else None
 
 
-async def pass_whole(answer: Answer, sink: Sink, own: tuple[bytes, bytes], limit: int) -> Relayed:
+async def pass_whole(answer: Answer, sink: Responder, own: tuple[bytes, bytes], limit: int) -> Relayed:
     """Read the whole answer, then send it with the header `own`. Raises UpstreamError before anything is sent."""
     body = await answer.read(limit)
     now = time.monotonic()
@@ -74,7 +74,7 @@ async def pass_whole(answer: Answer, sink: Sink, own: tuple[bytes, bytes], limit
     return Relayed(now, now, 1, usage_of(body))
 
 
-async def pass_stream(answer: Answer, sink: Sink, own: tuple[bytes, bytes]) -> Relayed:
+async def pass_stream(answer: Answer, sink: Responder, own: tuple[bytes, bytes]) -> Relayed:
     """Send each piece as it arrives. Raises UpstreamError if the stream breaks before the first piece.
 
     A stream that ends without ``[DONE]`` is broken too: a failing worker or proxy may close it properly.

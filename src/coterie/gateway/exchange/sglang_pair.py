@@ -12,23 +12,14 @@ import time
 from urllib.parse import urlsplit
 
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.flow import (
-    REFUSAL_BYTES,
-    REQUEST_ID,
-    Delivered,
-    Flow,
-    Informer,
-    Observer,
-    Tries,
-    failed,
-    may_retry,
-    outcome,
-)
+from coterie.gateway.exchange.call import Call, Outcome
+from coterie.gateway.exchange.flow import REFUSAL_BYTES, REQUEST_ID, Delivered, Flow, Tries, failed, may_retry, outcome
+from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
+from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
-from coterie.gateway.signals.knowledge import KnownPrompt
 from coterie.net.http1.messages import Headers, passed_on
+from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import Answer, UpstreamError
 
 
@@ -50,12 +41,12 @@ class _PrefillFailedError(Exception):
 
 class SglangPairFlow(Flow):
     def __init__(
-        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Informer, observer: Observer
+        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Knowledge, observer: Watcher
     ) -> None:
         super().__init__(config, knowledge, observer)
         self.prefill, self.decode = prefill, decode
 
-    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
+    async def serve(self, call: Call, sink: Responder, known: KnownPrompt) -> Outcome:
         started = time.monotonic()
         prefills, decodes = Tries(self.prefill, self.health), Tries(self.decode, self.health)
         while True:
@@ -99,7 +90,7 @@ class SglangPairFlow(Flow):
             return self.did_its_part(sent, 0, cause)
         return self.did_its_part(sent, cause.status)
 
-    async def _both(self, call: Call, sink: Sink, prefill: Sent, decode: Sent) -> tuple[int, Relayed]:
+    async def _both(self, call: Call, sink: Responder, prefill: Sent, decode: Sent) -> tuple[int, Relayed]:
         entry = prefill.member.entry
         body = call.with_fields(
             bootstrap_host=urlsplit(entry.url).hostname,

@@ -20,24 +20,17 @@ from msgspec.structs import replace
 
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import Call, Outcome, Sink, encode_object
-from coterie.gateway.exchange.flow import (
-    NO_USAGE,
-    REFUSAL_BYTES,
-    REQUEST_ID,
-    Flow,
-    Informer,
-    Observer,
-    may_retry,
-    outcome,
-)
+from coterie.gateway.exchange.call import Call, Outcome, encode_object
+from coterie.gateway.exchange.flow import NO_USAGE, REFUSAL_BYTES, REQUEST_ID, Flow, may_retry, outcome
+from coterie.gateway.exchange.knowledge import NOTHING, Knowledge, KnownPrompt
+from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
-from coterie.gateway.signals.knowledge import NOTHING, KnownPrompt
 from coterie.net.http1.messages import HttpError
+from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import UpstreamError
 from coterie.routing.fleet import shown
-from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
+from coterie.wire.footprints import WireFootprint, check_possible, footprint_of, without_footprint
 from coterie.wire.handoff import GRANT, decode_body, prefill_body
 
 DROP_S = 10.0
@@ -113,14 +106,14 @@ class Handoff(NamedTuple):
 
 class VllmPairFlow(Flow):
     def __init__(
-        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Informer, observer: Observer
+        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Knowledge, observer: Watcher
     ) -> None:
         super().__init__(config, knowledge, observer)
         self.prefill, self.decode = prefill, decode
         prefill.needed = False
         self._drops: set[asyncio.Task[None]] = set()
 
-    async def serve(self, call: Call, sink: Sink, known: KnownPrompt) -> Outcome:
+    async def serve(self, call: Call, sink: Responder, known: KnownPrompt) -> Outcome:
         exact = known.ids is not None and "truncate_prompt_tokens" not in call.body
         check_generation(call.body, self.decode.context_tokens, known.tokens if exact else 1)
         started = time.monotonic()
@@ -137,7 +130,7 @@ class VllmPairFlow(Flow):
         if handoff.tokens:
             known = replace(known, tokens=handoff.tokens)
         if handoff.footprint is not None:
-            self.knowledge.learn(known, handoff.footprint)
+            self.knowledge.footprints.learn(known.ids, handoff.footprint)
         offered = taken = False
 
         def body(seen: bool) -> bytes:
@@ -170,7 +163,7 @@ class VllmPairFlow(Flow):
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
-    async def _prefilled(self, call: Call, sink: Sink, known: KnownPrompt) -> Handoff | Outcome | None:
+    async def _prefilled(self, call: Call, sink: Responder, known: KnownPrompt) -> Handoff | Outcome | None:
         """Prefill the prompt. Return the handoff, the outcome of a refusal passed on, or None if none answered."""
         asked = encode_object(prefill_body(call.body))
         tried: set[str] = set()
@@ -215,7 +208,7 @@ class VllmPairFlow(Flow):
         try:
             footprint = footprint_of(params)
             if footprint is not None:
-                self.knowledge.check(footprint)
+                check_possible(footprint, self.knowledge.footprints.shape, self.knowledge.footprints.top_k)
         except InputError as error:
             footprint, problem = None, str(error)
         usage = answer.usage or NO_USAGE

@@ -11,16 +11,21 @@ No I/O and no clock: the time is passed in, in seconds of any monotonic clock. T
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 from numpy.random import Generator
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive, check_share
+from coterie.errors import check_at_least, check_not_negative, check_positive
 
 JITTER = 0.2
-"""Largest random addition to the time between two checks, as a share, so that checks of workers spread out."""
+"""Largest random addition to the time between two checks and to a cool-down, as a share, to spread them out."""
+SHARE = 0.1
+"""Smallest share of failures among a window's results that opens a breaker, unless they are in a row."""
+LONGEST_S = 60.0
+"""Longest cool-down of a breaker in seconds, before jitter, unless `open_s` is longer."""
+PROBE_S = 30.0
+"""Seconds after which a probe without a result is given up, so that another may be sent."""
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -46,8 +51,8 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Mean wait before the first retry; it doubles with each retry, at most five times, and has random jitter."""
 
     def __post_init__(self) -> None:
-        check_positive(every_s=self.every_s, timeout_s=self.timeout_s, window_s=self.window_s)
-        check_positive(open_s=self.open_s, retry_s=self.retry_s)
+        seconds = {name: getattr(self, name) for name in ("every_s", "timeout_s", "window_s", "open_s", "retry_s")}
+        check_positive(**seconds)
         check_at_least(
             1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after, failures=self.failures
         )
@@ -68,7 +73,6 @@ class Health:
         self.next_check_s = now
         """Time of the next check; the first is due at once."""
         self.checks = 0
-        self.failures = 0
         self._rng = rng
         self._seen = healthy
         """Whether the worker was ever healthy. If not, the first successful check is enough."""
@@ -79,50 +83,22 @@ class Health:
         """Record the result of a check and set the time of the next; return whether `healthy` changed."""
         chosen = self.settings
         self.checks += 1
-        self.failures += not ok
         self.next_check_s = now + chosen.every_s * (1.0 + JITTER * float(self._rng.random()))
         if ok == self.healthy:
             self._in_row = 0
             return False
         self._in_row += 1
         needed = chosen.unhealthy_after if self.healthy else chosen.healthy_after if self._seen else 1
-        if self._in_row < needed:
-            return False
-        self.healthy, self._in_row, self._seen = ok, 0, True
-        return True
+        changed = self._in_row >= needed
+        if changed:
+            self.healthy, self._in_row, self._seen = ok, 0, True
+        return changed
 
 
 class BreakerState(StrEnum):
     CLOSED = "closed"
     HALF_OPEN = "half_open"
     OPEN = "open"
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerSettings:
-    failures: int = 5
-    """Failures within the window that open the breaker."""
-    window_s: float = 30.0
-    share: float = 0.1
-    """Smallest share of failures among the window's results that opens the breaker, unless they are in a row."""
-    cool_down_s: float = 5.0
-    """Time from opening to the first probe."""
-    longest_s: float = 60.0
-    """Longest cool-down in seconds, before jitter."""
-    jitter: float = 0.2
-    """Largest random addition to a cool-down, as a share of it."""
-    probe_s: float = 30.0
-    """Seconds after which a probe without a result is given up, so that another may be sent."""
-
-    def __post_init__(self) -> None:
-        check_at_least(1, failures=self.failures)
-        check_positive(window_s=self.window_s, cool_down_s=self.cool_down_s, probe_s=self.probe_s)
-        check_share(share=self.share, jitter=self.jitter)
-        if not self.cool_down_s <= self.longest_s < float("inf"):
-            raise ConfigError(f"longest_s={self.longest_s} must be at least cool_down_s={self.cool_down_s}, and finite")
-
-
-BREAKER_DEFAULTS = BreakerSettings()
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -148,8 +124,8 @@ class Breaker:
 
     Failures are no connection, a reset, a time-out and HTTP 5xx. A 4xx answer is the request's own fault and shows that
     the worker works. `failures` within `window_s` open the breaker if they are in a row, as when a worker died, or are
-    at least `share` of the results: a busy worker that fails one request in ten thousand stays closed. Half-open lets
-    one request through at a time, the probe. Every failed probe doubles the cool-down, up to `longest_s`; its jitter
+    at least `SHARE` of the results: a busy worker that fails one request in ten thousand stays closed. Half-open lets
+    one request through at a time, the probe. Every failed probe doubles the cool-down, up to `LONGEST_S`; its jitter
     keeps many gateways from probing at the same moment.
 
     A result counts only if the breaker has not opened or closed since the request was sent: older results say nothing
@@ -157,11 +133,9 @@ class Breaker:
     sent while the breaker is open, if all workers' breakers are; its success closes the breaker.
     """
 
-    def __init__(self, rng: Generator, settings: BreakerSettings = BREAKER_DEFAULTS) -> None:
+    def __init__(self, rng: Generator, settings: HealthSettings = DEFAULTS) -> None:
         """`rng` draws the jitter."""
         self.settings = settings
-        self.opened = 0
-        """Number of times the breaker has opened."""
         self._rng = rng
         self._state = BreakerState.CLOSED
         self._failures: deque[float] = deque()
@@ -203,9 +177,9 @@ class Breaker:
         """Register a request that is being sent, allowed or not; pass the returned attempt back with its result."""
         if self._state is BreakerState.CLOSED:
             return self._attempt
-        if self.state(now) is BreakerState.HALF_OPEN and self.may_send(now):
+        if self.may_send(now):
             self._probes += 1
-            self._probe, self._probe_until = self._probes, now + self.settings.probe_s
+            self._probe, self._probe_until = self._probes, now + PROBE_S
             return Attempt(self._epoch, self._probe)
         return self._attempt
 
@@ -234,9 +208,8 @@ class Breaker:
         while recent[0] <= now - chosen.window_s:
             recent.popleft()
         self._in_row += 1
-        often = len(recent) >= chosen.share * (len(recent) + self._successes.count(now))
+        often = len(recent) >= SHARE * (len(recent) + self._successes.count(now))
         if len(recent) >= chosen.failures and (often or self._in_row >= chosen.failures):
-            self.opened += 1
             self._open(now)
 
     def dropped(self, attempt: Attempt) -> None:
@@ -250,8 +223,8 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         chosen = self.settings
-        wait = min(chosen.cool_down_s * 2.0 ** min(self._tries, 60), chosen.longest_s)
-        self._until = now + wait * (1.0 + chosen.jitter * float(self._rng.random()))
+        wait = min(chosen.open_s * 2.0 ** min(self._tries, 60), max(LONGEST_S, chosen.open_s))
+        self._until = now + wait * (1.0 + JITTER * float(self._rng.random()))
         self._state = BreakerState.OPEN
         self._attempt = self._next_epoch()
         self._tries += 1

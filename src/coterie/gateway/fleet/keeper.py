@@ -38,7 +38,7 @@ class Choice(msgspec.Struct, frozen=True):
     decision: Decision
     """The router's decision; its scores are [row]."""
     fallback: str | None = None
-    """Reason why the router did not choose, a key of :attr:`KeeperCounters.fallbacks`; None if it did."""
+    """Reason why the router did not choose, a key of :attr:`FleetRows.fallbacks`; None if it did."""
 
 
 class FleetKeeper(FleetRows):
@@ -72,7 +72,7 @@ class FleetKeeper(FleetRows):
             raise UnavailableError("the pool has no workers")
         fleet, failure = self._made.fleet, ALL_CLOSED
         hidden = self._hide(exclude) if exclude else NO_ROWS
-        if self._open > len(hidden):
+        if self.open_workers > len(hidden):
             try:
                 asked = self._checks.checked(wanted, fleet)
                 decision = self._made.router.route(asked, fleet)
@@ -95,7 +95,6 @@ class FleetKeeper(FleetRows):
         if self._running.pop(request_id, None) is None:
             return False
         self._made.fleet.finish(request_id)
-        self.counters.finished += 1
         return True
 
     @property
@@ -118,9 +117,8 @@ class FleetKeeper(FleetRows):
             (len(self._ids) == len(self._last) == len(fleet), "number of rows"),
             (set(self._left) <= {row for row, there in enumerate(self._ids) if there is None}, "rows that are free"),
             (np.array_equal(alive, fleet.alive), "workers that may be chosen"),
-            (self._open == int(alive.sum()), "number of workers that may be chosen"),
+            (self.open_workers == int(alive.sum()), "number of workers that may be chosen"),
             (np.array_equal(counts, fleet.running), "requests that run"),
-            (len(self._running) == self.counters.admitted - self.counters.finished, "requests that did not finish"),
         ):
             if not right:
                 raise AssertionError(f"the keeper and its fleet disagree on the {what}")
@@ -146,13 +144,12 @@ class FleetKeeper(FleetRows):
             shortest = self._shortest.route(Request(), fleet)
         finally:
             fleet.alive[:] = alive
-        self.counters.fallbacks[why.reason] += 1
+        self.fallbacks[why.reason] += 1
         decision = shortest._replace(told=f"{why.text}; {shortest.reason}")
         return Choice(self._ids[shortest.worker] or "", shortest.worker, decision, why.reason)
 
     def _began(self, request_id: str, choice: Choice) -> Choice:
         self._running[request_id] = choice
-        self.counters.admitted += 1
         return choice
 
     def _undo(self, request_id: str) -> None:

@@ -6,41 +6,25 @@ another worker took the row. A new fleet object is made when another row is need
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, UnknownNameError
-from coterie.gateway.fleet.spec import Made, Maker, PoolShape, RouterSpec, maker, maker_of, try_out
-from coterie.routing import Fleet, Router
+from coterie.gateway.fleet.spec import Made, Maker, PoolShape, RouterSpec, maker, try_out
+from coterie.routing import Fleet
 
-MOST_PLACES = 1 << 20
 MOST_ROWS = 1 << 14
 NO_SPEC = RouterSpec()
 
-HeldExperts = NDArray[np.bool_] | NDArray[np.uint64]
-"""Experts held by a worker: [layer, expert] flags, or [layer, word] bits as in :attr:`Fleet.local`."""
-
-RouterSource = RouterSpec | Callable[[int], tuple[Router, Fleet]]
-"""Spec of a router, or a function that takes a number of rows and makes a router and an empty fleet of that size."""
-
-
-@dataclass(slots=True)
-class KeeperCounters:
-    """Counts since the keeper was made."""
-
-    admitted: int = 0
-    """Requests that were admitted to the fleet."""
-    finished: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    """Reason → number of requests that were placed without the router."""
-    reloads: int = 0
-    reloads_refused: int = 0
+Mask = NDArray[np.uint64]
+"""Experts held by a worker, [layer, word]: bit e of a layer is set if the worker has a slot of expert e. One row of
+``Fleet.local``, which the router `joint` uses to prefer local experts."""
+RouterSource = RouterSpec | Maker
+"""Spec of a router, or a function that makes a router and an empty fleet for a pool."""
 
 
 class WorkerRow(NamedTuple):
@@ -49,7 +33,7 @@ class WorkerRow(NamedTuple):
     row: int
     places: int
     speed: float
-    held: NDArray[np.uint64] | None
+    held: Mask | None
     open: bool
 
 
@@ -57,7 +41,8 @@ class FleetRows:
     """Workers of a pool and their rows; :class:`~coterie.gateway.fleet.keeper.FleetKeeper` adds the requests."""
 
     def __init__(self, spec: RouterSource, context: Mapping[str, Any] | None) -> None:
-        self.counters = KeeperCounters()
+        self.fallbacks: Counter[str] = Counter()
+        """Reason → number of requests that were placed without the router."""
         self.spec = spec
         """Spec or function that the router was made from."""
         self._members: dict[str, WorkerRow] = {}
@@ -67,8 +52,8 @@ class FleetRows:
         """Id of the present or last worker of each row; None if the row was never used."""
         self._left: dict[int, None] = {}
         """Rows whose workers left, in the order of leaving."""
-        self._open = 0
-        """Workers that may be chosen."""
+        self.open_workers = 0
+        """Number of workers that may be chosen."""
         self._make = _maker(spec, context)
         self._made = self._prepared(self._make, 1, {})
         self._write_rows()
@@ -88,11 +73,6 @@ class FleetRows:
         """The fleet that routers see; read-only for callers. A reload or a growing pool replaces the object."""
         return self._made.fleet
 
-    @property
-    def open_workers(self) -> int:
-        """Workers that may be chosen."""
-        return self._open
-
     def row_of(self, worker_id: str) -> int:
         return self._member(worker_id).row
 
@@ -110,38 +90,23 @@ class FleetRows:
         """Return the number of workers in the pool, open or closed."""
         return len(self._members)
 
-    def join(
-        self, worker_id: str, places: int, speed: float = 1.0, held: HeldExperts | None = None, row: int | None = None
-    ) -> int:
+    def join(self, worker_id: str, places: int, speed: float = 1.0, held: Mask | None = None) -> int:
         """Add a worker, or change the one with this id; return its row. A new worker is open.
 
-        `held` are the experts that the worker holds; None for all. `row` requests a particular row, for routers whose
-        rows are the ranks of a placement.
+        The values are those of a :class:`~coterie.gateway.config.WorkerEntry`, which checks them. `held` are the
+        experts that the worker holds; None for all.
         """
-        if not worker_id:
-            raise ConfigError("worker_id='' must not be empty")
-        if not 1 <= places <= MOST_PLACES or not 0 < speed < math.inf:
-            raise ConfigError(f"places={places} must be in 1 … {MOST_PLACES}, speed={speed} a finite number above 0")
-        bits = None if held is None else _bits(held)
-        for other, worker in self._members.items():
-            if bits is not None and other != worker_id and worker.held is not None and worker.held.shape != bits.shape:
-                raise ConfigError(
-                    f"held has shape {bits.shape} in words; that of worker {other!r} is {worker.held.shape}"
-                )
         before = self._members.get(worker_id)
-        at = self._row_for(worker_id, row) if before is None else before.row
-        if row is not None and at != row:
-            raise ConfigError(f"worker {worker_id!r} is on row {at}; it must leave before it joins on row {row}")
-        member = WorkerRow(at, int(places), float(speed), bits, True if before is None else before.open)
+        at = self._row_for(worker_id) if before is None else before.row
+        member = WorkerRow(at, places, speed, held, before is None or before.open)
         members = {**self._members, worker_id: member}
         remade = before is None and (at >= len(self._ids) or self._made.by_worker)
-        if remade or (bits is not None and self.fleet.local is None):
-            made = self._prepared(self._make, max(at + 1, len(self._ids)), members)
-            self._use(made, members, priors=True)
+        if remade or (held is not None and self.fleet.local is None):
+            self._use(self._prepared(self._make, max(at + 1, len(self._ids)), members), members, priors=True)
         else:
-            self._members, fleet = members, self.fleet
-            fleet.places[at], fleet.speeds[at], fleet.alive[at] = member.places, member.speed, member.open
-            fleet.local = _masks(members, len(fleet))
+            self._members = members
+            _set_row(self.fleet, member)
+            self.fleet.local = _masks(members, self.rows)
             self._write_rows()
         return at
 
@@ -150,7 +115,7 @@ class FleetRows:
         gone = self._members.pop(worker_id, None)
         if gone is None:
             return False
-        self._open -= gone.open
+        self.open_workers -= gone.open
         self._ids[gone.row] = None
         self._left[gone.row] = None
         self.fleet.alive[gone.row] = False
@@ -162,7 +127,7 @@ class FleetRows:
         member = self._member(worker_id)
         if member.open != open:
             self._members[worker_id] = member._replace(open=open)
-            self._open += 1 if open else -1
+            self.open_workers += 1 if open else -1
             self.fleet.alive[member.row] = open
 
     def reload(self, spec: RouterSource, context: Mapping[str, Any] | None = None) -> None:
@@ -172,15 +137,10 @@ class FleetRows:
         Loops that are not compiled yet are compiled here: to keep an event loop free, run :func:`check_spec` in a
         thread first.
         """
-        try:
-            make = _maker(spec, context)
-            made = self._prepared(make, self._rows_needed(), self._members)
-        except ConfigError:
-            self.counters.reloads_refused += 1
-            raise
+        make = _maker(spec, context)
+        made = self._prepared(make, self._rows_needed(), self._members)
         self._make, self.spec = make, spec
         self._use(made, self._members)
-        self.counters.reloads += 1
 
     def _member(self, worker_id: str) -> WorkerRow:
         member = self._members.get(worker_id)
@@ -196,12 +156,8 @@ class FleetRows:
             alive[row] = False
         return list(rows)
 
-    def _row_for(self, worker_id: str, wanted: int | None) -> int:
-        """Return a new worker's row: as requested, else its old row, an unused, the longest abandoned, or a new row."""
-        if wanted is not None:
-            if not 0 <= wanted < MOST_ROWS or (wanted < self.rows and self._ids[wanted] is not None):
-                raise ConfigError(f"row={wanted} for worker {worker_id!r} must be free, in 0 … {MOST_ROWS - 1}")
-            return wanted
+    def _row_for(self, worker_id: str) -> int:
+        """Return a new worker's row: its old row, an unused, the longest abandoned, or a new row."""
         free = [row for row, there in enumerate(self._ids) if there is None and row not in self._left]
         mine = [row for row in self._left if self._last[row] == worker_id]
         left = [row for row in self._left if self._made.fixed or not self.fleet.running[row]]
@@ -227,11 +183,7 @@ class FleetRows:
         try_out(made)
         fleet.alive[:] = False
         for worker in members.values():
-            fleet.places[worker.row], fleet.speeds[worker.row], fleet.alive[worker.row] = (
-                worker.places,
-                worker.speed,
-                worker.open,
-            )
+            _set_row(fleet, worker)
         return made
 
     def _use(self, made: Made, members: Mapping[str, WorkerRow], priors: bool = False) -> None:
@@ -248,7 +200,7 @@ class FleetRows:
         for worker_id, worker in self._members.items():
             self._ids[worker.row] = self._last[worker.row] = worker_id
         self._left = {row: None for row in self._left if row < rows and self._ids[row] is None}
-        self._open = sum(worker.open for worker in self._members.values())
+        self.open_workers = sum(worker.open for worker in self._members.values())
 
 
 def check_spec(spec: RouterSpec, context: Mapping[str, Any] | None = None, workers: int = 1) -> None:
@@ -257,10 +209,15 @@ def check_spec(spec: RouterSpec, context: Mapping[str, Any] | None = None, worke
 
 
 def _maker(spec: RouterSource, context: Mapping[str, Any] | None) -> Maker:
-    return maker(spec, context) if isinstance(spec, RouterSpec) else maker_of(spec)
+    return maker(spec, context) if isinstance(spec, RouterSpec) else spec
 
 
-def _masks(members: Mapping[str, WorkerRow], rows: int) -> NDArray[np.uint64] | None:
+def _set_row(fleet: Fleet, worker: WorkerRow) -> None:
+    row = worker.row
+    fleet.places[row], fleet.speeds[row], fleet.alive[row] = worker.places, worker.speed, worker.open
+
+
+def _masks(members: Mapping[str, WorkerRow], rows: int) -> Mask | None:
     """Return the experts held by each worker as bits, [row, layer, word]; None if every worker holds all.
 
     A worker without a mask gets all bits set.
@@ -273,14 +230,3 @@ def _masks(members: Mapping[str, WorkerRow], rows: int) -> NDArray[np.uint64] | 
     for row, bits in masks.items():
         local[row] = bits
     return local
-
-
-def _bits(held: HeldExperts) -> NDArray[np.uint64]:
-    """Convert held experts to [layer, word] bits; raise ConfigError for another shape or dtype."""
-    if held.ndim != 2 or held.dtype not in (np.bool_, np.uint64) or 0 in held.shape:
-        raise ConfigError(f"held is {held.dtype} {held.shape}; expected [layer, expert] flags or [layer, word] uint64")
-    if held.dtype == np.uint64:
-        return np.array(held, np.uint64)
-    wide = np.zeros((len(held), -(-held.shape[1] // 64) * 64), np.bool_)
-    wide[:, : held.shape[1]] = held
-    return np.packbits(wide, axis=1, bitorder="little").view("<u8").astype(np.uint64)

@@ -106,16 +106,6 @@ def maker(spec: RouterSpec, context: Mapping[str, Any] | None = None) -> Maker:
     return make
 
 
-def maker_of(make: Callable[[int], tuple[Router, Fleet]]) -> Maker:
-    """Return a maker that calls a function of the number of rows."""
-
-    def made(pool: PoolShape) -> Made:
-        router, fleet = make(pool.rows)
-        return Made(type(router).__name__, router, fleet)
-
-    return made
-
-
 def try_out(made: Made) -> None:
     """Route sample requests, with and without signals, on the empty fleet, to compile loops and find wrong settings.
 

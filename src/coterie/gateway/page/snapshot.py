@@ -104,7 +104,7 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
                     "checked": member.health.checks > 0,
                     "breaker": str(member.breaker.state(now)),
                     "experts": _rounded(float(pool.keeper.fleet.distinct[row])),
-                    "kv_events": parts.knowledge.connected(pool.name, id),
+                    "kv_events": parts.knowledge.streams[pool.name].connected(id),
                 }
             )
     return rows

@@ -27,7 +27,7 @@ MOST_WAITING = 512
 
 
 class Watcher:
-    """Observer of every decision and every end of a request: :class:`~coterie.gateway.exchange.flow.Observer`.
+    """Observer of the events in a request's life: decisions, failures, retries, handoffs, its end.
 
     Events are buffered, and counted in batches by :meth:`catch_up`: that keeps counting off the requests' path, and
     takes a third of the time of counting each event at once.
@@ -112,16 +112,20 @@ class Watcher:
         )
 
     def failed(self, member: Member, kind: str) -> None:
+        """Count a worker's failure. `kind`: a kind of UpstreamError, or status_5xx."""
         self.metrics.worker_failures.inc(member.entry.id, kind)
 
     def retried(self, pool: Pool, call: Call, failure: str) -> None:
+        """Count a request that goes to another worker; `failure` is the failed worker's id and the kind of failure."""
         self.metrics.retries.inc(pool.name)
         self._failures.setdefault(call.key, []).append(failure)
 
     def not_handed_over(self) -> None:
+        """Count a request whose prompt a decode worker computes, because no prefill worker answered."""
         self.metrics.handoffs.inc("prefill_failed")
 
     def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:
+        """Count a prefill worker's answer; `cached_tokens` of the prompt were in its cache, None if unknown."""
         self.metrics.handoffs.inc("ok")
         if cached_tokens:
             self.metrics.cached_tokens.inc(PREFILL, "reported", by=cached_tokens)

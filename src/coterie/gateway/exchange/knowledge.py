@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.exchange.call import Call
+from coterie.gateway.exchange.pool import Pool
+from coterie.gateway.fleet.rows import Mask
 from coterie.gateway.signals import kv_streams, predicted
 from coterie.gateway.signals.claims import Claims
 from coterie.gateway.signals.kv_streams import KvStreams
@@ -31,11 +34,7 @@ from coterie.routing.base import Request
 from coterie.routing.fitted import RouterFit
 from coterie.types import Placement
 from coterie.wire.event_security import secure_subscriber
-from coterie.wire.footprints import WireFootprint, check_possible
-
-Mask = NDArray[np.uint64]
-"""[layer, word] bits of the experts that a worker holds: bit e of a layer is set if the worker has a slot of expert e.
-One row of ``Fleet.local``, which the router `joint` uses to prefer local experts."""
+from coterie.wire.footprints import WireFootprint
 
 
 class KnownPrompt(msgspec.Struct, frozen=True):
@@ -54,52 +53,24 @@ class KnownPrompt(msgspec.Struct, frozen=True):
 NOTHING = KnownPrompt()
 
 
-class PromptSource(Protocol):
-    """The part of a request that is read here."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def body(self) -> dict[str, object]: ...
-    @property
-    def prompt(self) -> bytes: ...
-    @property
-    def prompt_bytes(self) -> int: ...
-    @property
-    def salt(self) -> str | None: ...
-    @property
-    def listed(self) -> bool: ...
-    @property
-    def domain(self) -> str | None: ...
-
-
-class PoolRows(Protocol):
-    """The part of a pool that is read here."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ids(self) -> list[str | None]: ...
-
-
 class Knowledge:
     """Routing signals of one gateway. Not thread-safe: belongs to the gateway's event loop."""
 
     def __init__(self, config: GatewayConfig, pools: list[str], secret: str | None = None) -> None:
-        reason, tokenizer = "no tokenizer is configured: prefixes are compared as text", None
-        if config.tokenizer is not None:
-            try:
-                tokenizer = load_tokenizer(config.tokenizer)
-            except CoterieError as error:
-                reason = f"{error}: prefixes are compared as text"
+        reason, tokenizer = "no tokenizer is configured", None
+        try:
+            tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+        except CoterieError as error:
+            reason = str(error)
+        reason += ": prefixes are compared as text"
         self.says = "" if tokenizer is not None else reason
         """Warning for the operator that no tokenizer is available; empty if there is one."""
         self.tokens = TokenService(tokenizer, reason, deadline_s=config.limits.tokenise_s)
         self.footprints = _footprints(config)
         self._placement = None if config.placement is None else read_map(config.placement).placement
         self._secret = secret
-        self._streams = {name: KvStreams(block_size=config.block_size) for name in pools}
-        self._claims = {name: Claims() for name in pools}
+        self.streams = {name: KvStreams(block_size=config.block_size) for name in pools}
+        self.claims = {name: Claims() for name in pools}
         self._routed = {name: RoutedPrefixes() for name in pools}
         self._guessed: dict[str, set[int]] = {name: set() for name in pools}
         """Pool → rows of workers that send no KV events, whose cached prefixes are guessed."""
@@ -122,36 +93,23 @@ class Knowledge:
             self._guessed[pool].add(row)
             return
         secure = partial(secure_subscriber, secret=self._secret) if entry.secure_events and self._secret else None
-        self._streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure, entry.kv_blocks)
+        self.streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure, entry.kv_blocks)
 
     def leave(self, pool: str, row: int, worker_id: str) -> None:
-        self._streams[pool].leave(worker_id)
+        self.streams[pool].leave(worker_id)
         self._forget(pool, row)
         self._guessed[pool].discard(row)
-        self._claims[pool].forget(row)
+        self.claims[pool].forget(row)
 
     def restarted(self, pool: str, row: int, worker_id: str) -> None:
         """Forget the cached prefixes of a worker that may have lost them."""
-        self._streams[pool].restarted(worker_id)
+        self.streams[pool].restarted(worker_id)
         self._forget(pool, row)
-
-    def connected(self, pool: str, worker_id: str) -> bool:
-        return self._streams[pool].connected(worker_id)
-
-    def streams(self, pool: str) -> KvStreams:
-        return self._streams[pool]
-
-    def claims(self, pool: str) -> Claims:
-        return self._claims[pool]
-
-    def bound_messages(self, pool: str, context_tokens: int) -> None:
-        """Set the longest context of a pool's workers, in tokens: it limits the length of their KV event messages."""
-        self._streams[pool].context_tokens = context_tokens
 
     def last_errors(self) -> dict[str, str]:
         """Return the last error of each source that has one."""
-        errors = {f"kv_events of {name}": streams.counters.last_error for name, streams in self._streams.items()}
-        errors |= {f"kv_directory of {name}": one.directory.counters.last_error for name, one in self._streams.items()}
+        errors = {f"kv_events of {name}": streams.counters.last_error for name, streams in self.streams.items()}
+        errors |= {f"kv_directory of {name}": one.directory.counters.last_error for name, one in self.streams.items()}
         errors["predictor"] = self.footprints.counters.last_error
         return {source: error for source, error in errors.items() if error}
 
@@ -161,7 +119,7 @@ class Knowledge:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    async def describe(self, call: PromptSource) -> KnownPrompt:
+    async def describe(self, call: Call) -> KnownPrompt:
         """Return the signals in a request's body; token ids only if given, or if the tokenizer makes them in time."""
         salt, ids = call.salt, None
         if self.tokens.tokenizer is not None or call.listed:
@@ -173,7 +131,7 @@ class Knowledge:
         return KnownPrompt(ids, len(ids), salt, by_ids)
 
     def wanted(
-        self, pool: PoolRows, call: PromptSource, known: KnownPrompt, footprint: WireFootprint | None
+        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
     ) -> tuple[Request, str]:
         """Return the request as the router sees it, and the source of its footprint."""
         counts: NDArray[Any] | None = None
@@ -184,51 +142,42 @@ class Knowledge:
             counts, source = self.footprints.footprint(known.ids, known.tokens, call.domain)
         return Request("", known.tokens, counts, call.domain, self._cached(pool, known)), source
 
-    def routed(self, pool: PoolRows, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
+    def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
         """Note that a worker computed this prompt and found `cached_tokens` of it in its cache; None if not reported.
 
         The report is compared with the worker's claims. If its cache is guessed, assume that it now holds the prefix.
         """
         claims = known.claims.get(pool.name)
         if cached_tokens is not None and claims is not None and row < len(claims):
-            self._claims[pool.name].answered(row, claims.item(row), cached_tokens)
+            self.claims[pool.name].answered(row, claims.item(row), cached_tokens)
         if known.text is not None and (known.ids is None or row in self._guessed[pool.name]):
             self._routed[pool.name].routed(known.text, row, time.monotonic())
 
-    def learn(self, known: KnownPrompt, footprint: WireFootprint) -> None:
-        self.footprints.learn(known.ids, footprint)
-
-    def check(self, footprint: WireFootprint) -> None:
-        """Raise InputError for a worker's footprint that is impossible for this model."""
-        check_possible(footprint, self.footprints.shape, self.footprints.top_k)
-
-    def _cached(self, pool: PoolRows, known: KnownPrompt) -> NDArray[np.int64] | None:
+    def _cached(self, pool: Pool, known: KnownPrompt) -> NDArray[np.int64] | None:
         """Return the leading tokens that each worker of the pool is believed to hold, [row]; None if unknown."""
-        rows, guessed, streams = len(pool.ids), self._guessed[pool.name], self._streams[pool.name]
-        told = None
+        rows, guessed, streams = len(pool.ids), self._guessed[pool.name], self.streams[pool.name]
+        believed = None
         if known.ids is not None and streams.workers:
             known.claims[pool.name] = streams.cached(known.ids, rows, known.salt)
-            told = self._claims[pool.name].discounted(known.claims[pool.name])
+            believed = self.claims[pool.name].discounted(known.claims[pool.name])
             if not guessed:
-                return told
+                return believed
         if known.text is None:
-            return told
-        found = self._routed[pool.name].cached(known.text, rows, time.monotonic())
-        if told is not None:
-            for row in range(rows):
-                if row not in guessed:
-                    found[row] = told[row]
-        return found
+            return believed
+        by_routing = self._routed[pool.name].cached(known.text, rows, time.monotonic())
+        return (
+            by_routing if believed is None else np.where(np.isin(np.arange(rows), list(guessed)), by_routing, believed)
+        )
 
     def warm_up(self) -> None:
         """Compile the loops that the first requests and events would wait for: seconds, once per machine."""
         predicted.warm_up()
-        if any(streams.workers for streams in self._streams.values()):
+        if any(streams.workers for streams in self.streams.values()):
             kv_streams.compile_directory()
 
     async def close(self) -> None:
         self.tokens.close()
-        for streams in self._streams.values():
+        for streams in self.streams.values():
             await streams.close()
 
 
