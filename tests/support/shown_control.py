@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from coterie.gateway.control.driver import as_map
 from coterie.gateway.control.live import LiveControl
-from coterie.gateway.control.views import ControlView, as_map
+from coterie.gateway.control.messages import ControlView
 
 
 class ShownControl(LiveControl):

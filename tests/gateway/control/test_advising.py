@@ -12,9 +12,8 @@ import pytest
 from control_cases import EXPERTS, LAYERS, load_event, saved_fit
 from coterie.gateway.config import AdviseSection, ControlSection
 from coterie.gateway.control.driver import Driver
-from coterie.gateway.control.messages import FromLoop, SetUp, Told
+from coterie.gateway.control.messages import ControlView, FromLoop, SetUp, Told
 from coterie.gateway.control.streams import ExpertStreams
-from coterie.gateway.control.views import ControlView
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.placement.maps.formats import read_map
 

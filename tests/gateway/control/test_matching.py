@@ -114,13 +114,13 @@ def test_halves_meet_in_any_order(rng: Generator, prefill_first: bool, suffixes:
     pair = [*zip(("prefill-0", "decode-1"), halves("cmpl-x", rng, suffixes), strict=True)]
     first, second = pair if prefill_first else pair[::-1]
     assert matcher.take(*first, 1.0) is None
-    assert matcher.waiting == 1
+    assert len(matcher.halves) == 1
     seen = matcher.take(*second, 2.0)
     assert isinstance(seen, RequestSeen)
     assert seen.worker == "decode-1"
     assert seen.prefill.sum() == PROMPT * LAYERS * 2
     assert seen.decode.sum() == (OUTPUT - 1) * LAYERS * 2
-    assert matcher.waiting == 0
+    assert len(matcher.halves) == 0
     assert not any(matcher.counters.values())
 
 
@@ -128,9 +128,9 @@ def test_halves_of_different_requests_do_not_meet(rng: Generator) -> None:
     matcher = Matcher(SHAPE)
     assert matcher.take("prefill-0", halves("a", rng)[0], 0.0) is None
     assert matcher.take("decode-0", halves("b", rng)[1], 0.0) is None
-    assert matcher.waiting == 2
+    assert len(matcher.halves) == 2
     matcher.expire(PATIENCE_S + 1)
-    assert matcher.waiting == 0
+    assert len(matcher.halves) == 0
     assert (matcher.counters["no_decode"], matcher.counters["unmatched"]) == (1, 1)
 
 
@@ -148,7 +148,7 @@ def test_halves_that_wait_are_bounded(rng: Generator, monkeypatch: pytest.Monkey
     matcher = Matcher(SHAPE)
     for number in range(8):
         matcher.take("decode-0", halves(str(number), rng)[1], 0.0)
-    assert matcher.waiting == 5
+    assert len(matcher.halves) == 5
     assert matcher.counters["unmatched"] == 3
 
 
@@ -237,7 +237,7 @@ def test_whatever_a_request_holds_nothing_is_raised(
     )
     matcher = Matcher(SHAPE)
     seen = matcher.take("decode-0", event, 0.0)
-    assert (seen is not None) + matcher.waiting + sum(matcher.counters.values()) == 1
+    assert (seen is not None) + len(matcher.halves) + sum(matcher.counters.values()) == 1
 
 
 @given(seconds=st.floats(), steps=st.integers(-9, 2**40), tokens=st.integers(-9, 2**40), counts=st.binary(max_size=128))

@@ -11,7 +11,8 @@ import pytest
 
 from canned_workers import canned_workers
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.control.views import MOST_CELLS, ControlView, HeatMap, as_map
+from coterie.gateway.control.driver import MOST_CELLS, as_map
+from coterie.gateway.control.messages import ControlView, HeatMap
 from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_DECISIONS, PageQuery, heat, snapshot, verdict
 from coterie.gateway.parts import GatewayParts
 from coterie.routing import Decision

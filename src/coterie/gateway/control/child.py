@@ -14,7 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from coterie.gateway.control.messages import HEAD_BYTES, FromLoop, ToLoop, check_length, from_loop, pack_message
+from coterie.gateway.control.messages import (
+    HEAD_BYTES,
+    FromLoop,
+    ToLoop,
+    check_length,
+    from_loop,
+    pack_message,
+    unpack_message,
+)
 from coterie.net.access import FleetAccess
 from coterie.net.processes import leave_to_cleaner, take_from_cleaner
 
@@ -83,9 +91,10 @@ class Child:
         """Return the next message; None when the process has ended. Raises InputError for an invalid message."""
         try:
             head = await self._reader.readexactly(HEAD_BYTES)
-            return from_loop(await self._reader.readexactly(check_length(int.from_bytes(head, "big"))))
+            data = await self._reader.readexactly(check_length(int.from_bytes(head, "big")))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+        return unpack_message(from_loop, data)
 
     def hang_up(self) -> None:
         """Close the socket, which makes the process end and `receive` return None."""

@@ -11,14 +11,15 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape
 from coterie.control.advice import PlacementAdvisor
@@ -26,10 +27,9 @@ from coterie.control.replay import InputLog
 from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.control.advising import Applier, advisor_of
 from coterie.gateway.control.matching import Matcher, SentRequests
-from coterie.gateway.control.messages import FleetChanged, FromLoop, SetUp, SwapFailed, Swapped, Told, UseFit
+from coterie.gateway.control.messages import ControlView, FromLoop, HeatMap, SetUp, Swapped, Told, UseFit
 from coterie.gateway.control.streams import ExpertStreams, message_bytes
-from coterie.gateway.control.views import ControlView, RecentLoads
-from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
+from coterie.gateway.fleet.spec import PoolShape, maker, prices_of
 from coterie.routing import Router, RouterFit
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
 
@@ -41,6 +41,14 @@ MOST_LOGS = 1000
 """Most log files of inputs that are kept; after that no new one is started."""
 VIEW_S = 1.0
 """Shortest time between two views sent to the gateway, in seconds."""
+PIECES = 30
+"""Number of last reports of a worker that are summed: half a minute at one report per second."""
+MOST_WORKERS = 256
+"""Most workers whose loads are kept; those of further workers are dropped."""
+MOST_CELLS = 1 << 15
+"""Most values in a heat map: enough for 61 layers of 512 experts."""
+MOST_TOKENS = 1 << 53
+"""Largest count that is sent: JavaScript's integers are exact up to 2^53."""
 
 
 class Driver:
@@ -96,16 +104,15 @@ class Driver:
         if isinstance(seen, LoadSeen):
             self.loads.add(seen)
 
-    def answer(self, message: Swapped | SwapFailed, now_s: float) -> None:
+    def answer(self, message: Swapped, now_s: float) -> None:
         """Handle the gateway's reply to a :class:`UseFit`; replies to earlier ones are ignored."""
-        if message.fit != self._fits:
-            return
-        if isinstance(message, Swapped):
-            self.loop.swapped(now_s)
-        else:
-            self.loop.swap_failed(now_s, message.problem)
+        if message.fit == self._fits:
+            if message.problem is None:
+                self.loop.swapped(now_s)
+            else:
+                self.loop.swap_failed(now_s, message.problem)
 
-    def resize(self, fleet: FleetChanged) -> None:
+    def resize(self, fleet: SetUp) -> None:
         """Adapt the loop to workers that joined or left."""
         self.loads.keep({entry.worker for entry in fleet.streams})
         if fleet.rows != self._rows:
@@ -115,12 +122,12 @@ class Driver:
     def tick(self, now_s: float, streams: ExpertStreams) -> None:
         """Run one tick of the loop and send the gateway its decisions, with the counters of the streams."""
         with contextlib.suppress(Empty):
-            found = self._fitted.get_nowait()
-            if isinstance(found, str):
-                self.loop.fit_failed(found)
+            result = self._fitted.get_nowait()
+            if isinstance(result, str):
+                self.loop.fit_failed(result)
             else:
-                self.loop.candidate(*found)
-                self._fit_s = found[1]
+                self.loop.candidate(*result)
+                self._fit_s = result[1]
         self.matcher.expire(now_s)
         tick = self.loop.tick(now_s)
         self._events += [*tick.events, *self._applier.carry_out(self.loop, now_s)]
@@ -132,22 +139,20 @@ class Driver:
 
     def _advisor(self, shape: LoopShape) -> PlacementAdvisor | None:
         """Make the placement advisor; return None and store the reason if that fails: fits do not need it."""
-        if self._section.advise is None:
-            return None
-        try:
-            advisor = advisor_of(self._section.advise, shape, self._spec)
-            advisor.warm_up()
-            return advisor
-        except CoterieError as error:
-            self._no_advice = str(error)
-            return None
+        if self._section.advise is not None:
+            try:
+                advisor = advisor_of(self._section.advise, shape, self._spec)
+                advisor.warm_up()
+                return advisor
+            except CoterieError as error:
+                self._no_advice = str(error)
+        return None
 
     # ----------------------------------------------------------------------------------------------------------- fits
 
     def _router(self, fit: RouterFit) -> Router:
         """Make the pool's router from a given fit."""
-        spec: RouterSpec = msgspec.structs.replace(self._spec, fit=None)
-        return maker(spec, {"fitted": fit})(PoolShape(self._rows, {})).router
+        return maker(msgspec.structs.replace(self._spec, fit=None), {"fitted": fit})(PoolShape(self._rows, {})).router
 
     def _fit(self, job: FitJob) -> None:
         """Run a fit job, in a thread of the lowest priority, and queue its result or error."""
@@ -178,16 +183,18 @@ class Driver:
     # -------------------------------------------------------------------------------------------------------- telling
 
     def _tell(self, now_s: float, streams: ExpertStreams) -> None:
-        counted = Counter({f"streams.{kind}": count for kind, count in streams.counters.items()})
-        counted.update({f"ignored.{reason}": count for reason, count in self.matcher.counters.items()})
         inside = sum(count for name, count in self.loop.counters.items() if name.startswith("ignored_"))
-        counted["ignored.loop"] = inside
+        counted = Counter(
+            {f"streams.{kind}": count for kind, count in streams.counters.items()}
+            | {f"ignored.{reason}": count for reason, count in self.matcher.counters.items()}
+            | {"ignored.loop": inside}
+        )
         news, self._counted = counted - self._counted, counted
         view = b""
         if now_s >= self._next_view_s:
             self._next_view_s = now_s + VIEW_S
             view = msgspec.msgpack.encode(self._view(streams), enc_hook=_plain)
-        events, self._events = [self._event(one) for one in self._events], []
+        events, self._events = [self._event(event) for event in self._events], []
         self._send(Told(generation=self.generation, events=events, counters=dict(news), fit_s=self._fit_s, view=view))
 
     def _view(self, streams: ExpertStreams) -> ControlView:
@@ -204,6 +211,42 @@ class Driver:
     def _event(self, event: ControlEvent) -> dict[str, Any]:
         values = {name: _plain(value) for name, value in event.values.items()}
         return {"at_s": event.at_s + self._epoch_s, "kind": event.kind, "reason": event.reason, "values": values}
+
+
+class RecentLoads:
+    """Sums of each worker's loads over a sliding window of reports."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, deque[NDArray[np.float64]]] = {}
+        self._sums: dict[str, NDArray[np.float64]] = {}
+
+    def add(self, seen: LoadSeen) -> None:
+        if seen.worker not in self._pieces:
+            if len(self._pieces) >= MOST_WORKERS:
+                return
+            self._pieces[seen.worker], self._sums[seen.worker] = deque(), np.zeros_like(seen.tokens)
+        pieces, total = self._pieces[seen.worker], self._sums[seen.worker]
+        pieces.append(seen.tokens)
+        total += seen.tokens
+        if len(pieces) > PIECES:  # counts are integers below 2^53, so the running sum is exact
+            total -= pieces.popleft()
+
+    def keep(self, workers: Collection[str]) -> None:
+        """Forget all workers except these."""
+        for worker in [known for known in self._pieces if known not in workers]:
+            del self._pieces[worker], self._sums[worker]
+
+    def as_maps(self) -> dict[str, HeatMap]:
+        """Return the heat map of each worker."""
+        return {worker: as_map(total) for worker, total in self._sums.items()}
+
+
+def as_map(tokens: NDArray[np.float64]) -> HeatMap:
+    """Make a heat map from `tokens` [layer, expert], cut to the size that a page can show."""
+    experts = min(tokens.shape[1], MOST_CELLS)
+    layers = min(len(tokens), MOST_CELLS // max(1, experts))
+    whole = np.minimum(tokens[:layers, :experts], MOST_TOKENS).astype(np.int64)
+    return HeatMap(layers, experts, msgspec.json.encode(whole.ravel().tolist()), len(tokens) - layers)
 
 
 def _new_log(path: str | None) -> InputLog | None:

@@ -23,18 +23,16 @@ from coterie.errors import CoterieError, InputError
 from coterie.gateway.config import ControlSection, WorkerEntry
 from coterie.gateway.control.child import Child
 from coterie.gateway.control.messages import (
-    FleetChanged,
+    ControlView,
     FromLoop,
     SentNames,
     SetUp,
     StreamEntry,
-    SwapFailed,
     Swapped,
     Told,
     Unable,
     UseFit,
 )
-from coterie.gateway.control.views import ControlView
 from coterie.gateway.exchange.pool import Pool
 from coterie.gateway.fleet.rows import check_spec
 from coterie.gateway.fleet.spec import RouterSpec
@@ -148,16 +146,12 @@ class LiveControl:
             return  # no fit to swap; the loop continues for the previous router
         if self.as_configured(spec) is spec:
             self._configured = spec.fit
-        before, setup = self._setup, self._wanted(spec)
-        if before is not None and _same_loop(before, setup):
-            if (before.rows, before.streams) != (setup.rows, setup.streams):
-                self._setup = setup
-                self._send(FleetChanged(generation=setup.generation, rows=setup.rows, streams=setup.streams))
-            return
-        self._generation += 1
-        setup.generation = self._generation
-        self._setup = setup
-        self._send(setup)
+        before = self._setup
+        if before is None or (before.spec, before.section) != (spec, section):
+            self._generation += 1
+        self._setup = self._wanted(spec)
+        if self._setup != before:
+            self._send(self._setup)
 
     def sent(self, name: str, worker: str) -> None:
         """Note that a request is about to be sent to a worker: the loop counts events of such requests only."""
@@ -171,23 +165,20 @@ class LiveControl:
             self._child.send(SentNames(requests))
 
     def _wanted(self, spec: RouterSpec) -> SetUp:
-        ids = self._pool.keeper.ids
-        rows = max((row + 1 for row, worker in enumerate(ids) if worker is not None), default=1)
-        streams = [
-            StreamEntry(worker.id, worker.expert_events, worker.secure_events)
-            for worker in self._workers()
-            if worker.expert_events is not None
-        ]
         return SetUp(
             generation=self._generation,
             spec=spec,
-            rows=rows,
+            rows=max((row + 1 for row, worker in enumerate(self._pool.ids) if worker is not None), default=1),
             section=self.section,
             folder=str(self.folder),
-            streams=streams,
+            streams=[
+                StreamEntry(worker.id, worker.expert_events, worker.secure_events)
+                for worker in self._workers()
+                if worker.expert_events is not None
+            ],
         )
 
-    def _send(self, message: SetUp | FleetChanged | Swapped | SwapFailed) -> None:
+    def _send(self, message: SetUp | Swapped) -> None:
         if self._child is not None:
             self._child.send(message)
 
@@ -276,7 +267,7 @@ class LiveControl:
                 raise InputError(f"another router was set meanwhile: {self._pool.spec.router!r}")
             self._pool.keeper.reload(spec, {"fitted": fitted})
         except CoterieError as error:
-            self._send(SwapFailed(asked.generation, asked.fit, str(error)))
+            self._send(Swapped(asked.generation, asked.fit, str(error)))
             return
         self._own.add(asked.path)
         self._metrics.control_swaps.inc()
@@ -291,8 +282,3 @@ def _tried(spec: RouterSpec, workers: int) -> RouterFit:
     fitted = RouterFit.load(spec.fit)
     check_spec(spec, {"fitted": fitted}, workers)
     return fitted
-
-
-def _same_loop(one: SetUp, other: SetUp) -> bool:
-    """Whether two set-ups have the same router and settings, so that only the workers may differ."""
-    return (one.spec, one.section) == (other.spec, other.section)

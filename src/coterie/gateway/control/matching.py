@@ -42,10 +42,7 @@ _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:chat)?cmpl-(.+)")
 
 
 class _LeftOut(Exception):
-    """Raised for an event that is dropped; `reason` is one of REASONS."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    """Raised with one of REASONS for an event that is dropped."""
 
 
 class _Half(NamedTuple):
@@ -93,13 +90,9 @@ class Matcher:
         self.counters: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self._shape = (shape.num_layers, shape.num_experts)
         self._top_k = shape.top_k
-        self._halves: dict[str, _Half] = {}
+        self.halves: dict[str, _Half] = {}
+        """Name of a request → the half of it that waits for the other half."""
         self._known: dict[tuple[str, str, int], None] = {}
-
-    @property
-    def waiting(self) -> int:
-        """Number of halves of requests that wait for their other half."""
-        return len(self._halves)
 
     def take(self, worker: str, event: RequestExperts | ExpertLoad, at_s: float) -> RequestSeen | LoadSeen | None:
         """Return the input that an event makes or completes; None if it must wait or is dropped."""
@@ -109,33 +102,30 @@ class Matcher:
         try:
             return self._load(worker, event, at_s) if isinstance(event, ExpertLoad) else self._part(worker, event, at_s)
         except _LeftOut as left:
-            self.counters[left.reason] += 1
+            self.counters[left.args[0]] += 1
         except InputError:
             self.counters["malformed"] += 1
         return None
 
     def expire(self, now_s: float) -> None:
         """Drop the halves that waited longer than `PATIENCE_S`."""
-        for name in [name for name, half in self._halves.items() if now_s - half.at_s > PATIENCE_S]:
+        for name in [name for name, half in self.halves.items() if now_s - half.at_s > PATIENCE_S]:
             self._drop(name)
 
     def _load(self, worker: str, event: ExpertLoad, at_s: float) -> LoadSeen:
         load = event.load().astype(np.float64)
-        if event.steps < 1 or not 0 < event.seconds < MOST_LOAD_S:
-            raise _LeftOut("nonsense")
         # An expert's load is at most the tokens. Twice that is allowed: engines may read the totals at different times.
-        if event.tokens < 1 or load.max(initial=0.0) > 2.0 * event.tokens:
+        possible = event.tokens >= 1 and load.max(initial=0.0) <= 2.0 * event.tokens
+        if event.steps < 1 or not 0 < event.seconds < MOST_LOAD_S or not possible:
             raise _LeftOut("nonsense")
         return LoadSeen(at_s, worker, load, event.steps, event.seconds)
 
     def _part(self, worker: str, event: RequestExperts, at_s: float) -> RequestSeen | None:
-        if self._sent is None:
-            return self._half(worker, event, at_s)
-        name = self._sent.name_of(event.request_id, worker)
+        name = "" if self._sent is None else self._sent.name_of(event.request_id, worker)
         if name is None:
             raise _LeftOut("not_sent")
         seen = self._half(worker, event, at_s)
-        if seen is not None:
+        if seen is not None and self._sent is not None:
             self._sent.count(name)
         return seen
 
@@ -153,29 +143,29 @@ class Matcher:
         after = footprint(ids[decode], event.num_experts) if decode.any() else None
         half = _Half(at_s, worker, footprint(ids[prompt], event.num_experts), int(prompt.sum()), after)
         if after is not None and half.prompt_rows >= max(1, event.prompt_tokens // 2):
-            other = self._halves.pop(name, None)
+            other = self.halves.pop(name, None)
             return _whole(name, half, half if other is None else max(half, other, key=lambda one: one.prompt_rows))
         return self._matched(name, half, event.output_tokens)
 
     def _matched(self, name: str, half: _Half, output_tokens: int) -> RequestSeen | None:
         """Join a half with its other half, or keep it until that arrives."""
-        other = self._halves.get(name)
+        other = self.halves.get(name)
         if other is not None and (other.decode is None) != (half.decode is None):
-            del self._halves[name]
+            del self.halves[name]
             before, after = (half, other) if half.decode is None else (other, half)
             if not before.prompt_rows:
                 raise _LeftOut("unmatched")
             return _whole(name, after, before)
         if half.decode is None and not half.prompt_rows:
             raise _LeftOut("no_decode" if output_tokens <= 1 else "unmatched")
-        self._halves[name] = half
-        while len(self._halves) > MOST_WAITING:
-            self._drop(next(iter(self._halves)))
+        self.halves[name] = half
+        while len(self.halves) > MOST_WAITING:
+            self._drop(next(iter(self.halves)))
         return None
 
     def _drop(self, name: str) -> None:
         """Drop a half: count a prompt half as `no_decode` (harmless), a decode half as `unmatched` (lost data)."""
-        half = self._halves.pop(name)
+        half = self.halves.pop(name)
         self.counters["no_decode" if half.decode is None else "unmatched"] += 1
 
     def _is_new(self, name: str, worker: str, event: RequestExperts) -> bool:
@@ -191,8 +181,7 @@ class Matcher:
 
 def request_name(request_id: str) -> str:
     """Return the part of an id that all workers of a request share: vLLM appends eight random digits to its ids."""
-    found = _SUFFIX.match(request_id)
-    return request_id if found is None else found[1]
+    return _SUFFIX.sub(r"\1", request_id)
 
 
 def _whole(name: str, after: _Half, before: _Half) -> RequestSeen:
@@ -202,7 +191,5 @@ def _whole(name: str, after: _Half, before: _Half) -> RequestSeen:
 
 def _repeats(ids: NDArray[np.unsignedinteger]) -> bool:
     """Whether a token chose an expert of a layer twice."""
-    if ids.shape[-1] < 2 or not len(ids):
-        return False
     ordered = np.sort(ids, axis=-1)
     return bool((ordered[..., 1:] == ordered[..., :-1]).any())

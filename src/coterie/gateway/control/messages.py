@@ -19,6 +19,29 @@ MOST_BYTES = 64 << 20
 """Most bytes of a message: the loads of 64 workers with 64 layers of 256 experts take 9 MB."""
 
 
+class HeatMap(msgspec.Struct, frozen=True):
+    """Tokens in a worker's last window, by layer and expert."""
+
+    layers: int
+    experts: int
+    values: bytes
+    """JSON list of layers x experts integers, layer by layer; the gateway passes it on unparsed."""
+    layers_left_out: int = 0
+
+
+class ControlView(msgspec.Struct):
+    """Snapshot of the loop, as endpoints and the dashboard show it; sent at most once a second."""
+
+    status: dict[str, Any]
+    """State of the loop: the values of `ControlLoop.status()`, and the counters of the event streams in `streams`."""
+    events: list[dict[str, Any]] = []
+    """Decisions of the loop, newest last: at_s (seconds since the epoch), kind, reason, values."""
+    advice: dict[str, Any] | None = None
+    """The last placement advice; its `reason` says why to apply it or not. None before the first."""
+    loads: dict[str, HeatMap] = {}
+    """Worker id → heat map of its load."""
+
+
 class StreamEntry(msgspec.Struct, frozen=True):
     """A worker's stream of expert events."""
 
@@ -29,7 +52,10 @@ class StreamEntry(msgspec.Struct, frozen=True):
 
 
 class SetUp(msgspec.Struct, tag=True, kw_only=True):
-    """Start the loop, or restart it, with this router and these settings."""
+    """Start the loop, or restart it, with this router and these settings.
+
+    With the generation of the loop that runs, only the workers have changed, and it continues.
+    """
 
     generation: int
     spec: RouterSpec
@@ -42,25 +68,12 @@ class SetUp(msgspec.Struct, tag=True, kw_only=True):
     streams: list[StreamEntry]
 
 
-class FleetChanged(msgspec.Struct, tag=True, kw_only=True):
-    """Notice that workers joined or left."""
-
-    generation: int
-    rows: int
-    streams: list[StreamEntry]
-
-
 class Swapped(msgspec.Struct, tag=True):
-    """Notice that the fit with this number is in force."""
+    """Notice that the fit with this number is in force, or of the problem that keeps it from being used."""
 
     generation: int
     fit: int
-
-
-class SwapFailed(msgspec.Struct, tag=True):
-    generation: int
-    fit: int
-    problem: str
+    problem: str | None = None
 
 
 class SentNames(msgspec.Struct, tag=True):
@@ -81,7 +94,7 @@ class Told(msgspec.Struct, tag=True, kw_only=True):
     fit_s: float | None = None
     """Duration of the last fit in seconds; None before the first."""
     view: bytes = b""
-    """Encoded :class:`~coterie.gateway.control.views.ControlView`, decoded only when read; empty if there is none."""
+    """Encoded :class:`ControlView`, decoded only when read; empty if there is none."""
 
 
 class UseFit(msgspec.Struct, tag=True):
@@ -100,12 +113,12 @@ class Unable(msgspec.Struct, tag=True):
 
 
 T = TypeVar("T")
-ToLoop = SetUp | FleetChanged | Swapped | SwapFailed | SentNames
+ToLoop = SetUp | Swapped | SentNames
 FromLoop = Told | UseFit | Unable
 
 _encoder = msgspec.msgpack.Encoder()
-_to_loop: msgspec.msgpack.Decoder[ToLoop] = msgspec.msgpack.Decoder(ToLoop)
-_from_loop: msgspec.msgpack.Decoder[FromLoop] = msgspec.msgpack.Decoder(FromLoop)
+to_loop: msgspec.msgpack.Decoder[ToLoop] = msgspec.msgpack.Decoder(ToLoop)
+from_loop: msgspec.msgpack.Decoder[FromLoop] = msgspec.msgpack.Decoder(FromLoop)
 
 
 def pack_message(message: ToLoop | FromLoop) -> bytes:
@@ -120,17 +133,8 @@ def check_length(length: int) -> int:
     return length
 
 
-def for_loop(data: bytes) -> ToLoop:
-    """Decode a message to the loop. Raises InputError for invalid bytes."""
-    return _decoded(_to_loop, data)
-
-
-def from_loop(data: bytes) -> FromLoop:
-    """Decode a message from the loop. Raises InputError for invalid bytes."""
-    return _decoded(_from_loop, data)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+def unpack_message(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    """Decode a message, by :data:`to_loop` or :data:`from_loop`. Raises InputError for invalid bytes."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -19,15 +19,15 @@ from coterie.gateway.control.driver import Driver
 from coterie.gateway.control.matching import SentRequests
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
-    FleetChanged,
     FromLoop,
     SentNames,
-    SetUp,
+    Swapped,
     ToLoop,
     Unable,
     check_length,
-    for_loop,
     pack_message,
+    to_loop,
+    unpack_message,
 )
 from coterie.gateway.control.streams import ExpertStreams
 from coterie.net.access import SECRET_VARIABLE, read_secret
@@ -75,7 +75,13 @@ class Process:
         if isinstance(message, SentNames):
             for name, worker in message.requests:
                 self._sent.add(name, worker)
-        elif isinstance(message, SetUp):
+        elif isinstance(message, Swapped):
+            if self._driver is not None and message.generation == self._driver.generation:
+                self._driver.answer(message, now_s)
+        elif self._driver is not None and message.generation == self._driver.generation:
+            self._streams.follow(message.streams, self._driver.most_bytes)
+            self._driver.resize(message)
+        else:
             self._tick_s = message.section.tick_s
             if self._driver is not None:
                 self._driver.close()
@@ -86,24 +92,15 @@ class Process:
             except CoterieError as error:
                 self._driver = None
                 self.send(Unable(message.generation, str(error)))
-        elif self._driver is None or message.generation != self._driver.generation:
-            return
-        elif isinstance(message, FleetChanged):
-            self._streams.follow(message.streams, self._driver.most_bytes)
-            self._driver.resize(message)
-        else:
-            self._driver.answer(message, now_s)
 
     def _receive(self) -> ToLoop:
-        return for_loop(self._exactly(check_length(int.from_bytes(self._exactly(HEAD_BYTES), "big"))))
+        length = check_length(int.from_bytes(self._exactly(HEAD_BYTES), "big"))
+        return unpack_message(to_loop, self._exactly(length))
 
     def _exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            piece = self._gateway.recv(count - len(data))
-            if not piece:
-                raise ConnectionResetError("the gateway has hung up")
-            data += piece
+        data = self._gateway.recv(count, socket.MSG_WAITALL)
+        if len(data) < count:
+            raise ConnectionResetError("the gateway has hung up")
         return data
 
 
