@@ -77,7 +77,7 @@ class Run(NamedTuple):
     def open(self, pool: str) -> set[str]:
         """Workers that may be chosen."""
         found = self.running.parts.pools[pool]
-        return {name for name in found.members if found.keeper.is_open(name)}
+        return {name for name in found.members if found.keeper.members[name].open}
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -107,7 +107,7 @@ def idle(found: Run) -> None:
     parts = found.running.parts
     for pool in parts.pools.values():
         pool.keeper.check_integrity()
-        assert pool.keeper.in_flight == 0
+        assert not pool.keeper.requests
         assert pool.keeper.fleet.running.sum() == 0
         assert pool.keeper.fleet.context_tokens.sum() == 0
     assert parts.line.in_use == parts.line.waiting == 0
@@ -117,7 +117,7 @@ def idle(found: Run) -> None:
 async def settled(found: Run) -> None:
     """Wait until nothing is left of any request; the test's own end is the limit."""
     parts = found.running.parts
-    while parts.line.in_use or parts.line.waiting or any(pool.keeper.in_flight for pool in parts.pools.values()):
+    while parts.line.in_use or parts.line.waiting or any(pool.keeper.requests for pool in parts.pools.values()):
         await asyncio.sleep(0.001)
     idle(found)
 

@@ -12,8 +12,7 @@ import msgspec
 from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.control.live import LiveControl
-from coterie.gateway.fleet.rows import check_spec
-from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.fleet.spec import RouterSpec, check_spec
 from coterie.gateway.page.live import Live
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
@@ -104,7 +103,7 @@ class Admin:
             {
                 **msgspec.to_builtins(member.entry),
                 "pool": pool.name,
-                "open": pool.keeper.is_open(id),
+                "open": pool.keeper.members[id].open,
                 "healthy": member.health.healthy,
                 "breaker": member.breaker.state(pool.clock()),
                 "running": pool.keeper.running(id),

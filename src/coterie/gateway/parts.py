@@ -19,8 +19,7 @@ from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.sglang_pair import SglangPairFlow
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
-from coterie.gateway.fleet.keeper import FleetKeeper
-from coterie.gateway.fleet.rows import Mask
+from coterie.gateway.fleet.keeper import FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.saved import SavedState, save_state
@@ -134,7 +133,7 @@ class GatewayParts:
         for pool in self.pools_of(entry):
             member = Member(entry, self.config, self.access.key, pool.rng, pool.clock())
             pool.add(member, held)
-            self.knowledge.join(pool.name, pool.keeper.row_of(entry.id), entry)
+            self.knowledge.join(pool.name, pool.keeper.members[entry.id].row, entry)
             check = self._watch_health(pool, member)
             self._checks[pool.name, entry.id] = asyncio.create_task(check, name=f"health of {entry.id}")
             self.log.worker(entry.id, pool.name, "joined")
@@ -145,7 +144,7 @@ class GatewayParts:
         self.find(worker_id)
         for pool in self.pools.values():
             if worker_id in pool.members:
-                self.knowledge.leave(pool.name, pool.keeper.row_of(worker_id), worker_id)
+                self.knowledge.leave(pool.name, pool.keeper.members[worker_id].row, worker_id)
                 pool.remove(worker_id)
                 check = self._checks.pop((pool.name, worker_id), None)
                 if check is not None:
@@ -169,7 +168,7 @@ class GatewayParts:
     def first_open(self) -> Iterator[Member]:
         """Yield the decode workers, open ones first, for a question that any worker can answer."""
         pool = self.pools[DECODE]
-        yield from sorted(pool.members.values(), key=lambda member: not pool.keeper.is_open(member.entry.id))
+        yield from sorted(pool.members.values(), key=lambda member: not pool.keeper.members[member.entry.id].open)
 
     def set_router(self, pool: str, spec: RouterSpec) -> None:
         """Swap a pool's router. Raises ConfigError and keeps the old router if the new one cannot be made."""
@@ -256,7 +255,7 @@ class GatewayParts:
                 state = "healthy" if member.health.healthy else "unhealthy"
                 self.log.worker(member.entry.id, pool.name, state)
                 if state == "unhealthy":
-                    self.knowledge.restarted(pool.name, pool.keeper.row_of(member.entry.id), member.entry.id)
+                    self.knowledge.restarted(pool.name, pool.keeper.members[member.entry.id].row, member.entry.id)
             if well and not context_known:
                 context_known = await self._learn_context(pool, member)
             await asyncio.sleep(member.health.next_check_s - pool.clock())
@@ -327,7 +326,7 @@ class GatewayParts:
         }
 
     def _belief(self, pool: Pool, member: Member) -> float:
-        return self.knowledge.claims[pool.name].belief(pool.keeper.row_of(member.entry.id))
+        return self.knowledge.claims[pool.name].belief(pool.keeper.members[member.entry.id].row)
 
     def _each(self, value: Any) -> dict[tuple[str, ...], float]:
         return {(id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()}
@@ -350,4 +349,4 @@ def _breaker(pool: Pool, member: Member) -> float:
 
 
 def _distinct(pool: Pool, member: Member) -> float:
-    return float(pool.keeper.fleet.distinct[pool.keeper.row_of(member.entry.id)])
+    return float(pool.keeper.fleet.distinct[pool.keeper.members[member.entry.id].row])

@@ -63,8 +63,10 @@ class KeeperMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def leave(self, worker: str) -> None:
-        assert self.keeper.leave(worker) == (worker in self.open)
-        self.open.pop(worker, None)
+        assert (worker in self.keeper.members) == (worker in self.open)
+        if worker in self.open:
+            self.keeper.leave(worker)
+            del self.open[worker]
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), open=st.booleans())
@@ -101,7 +103,7 @@ class KeeperMachine(RuleBasedStateMachine):
 
     def told(self, request: str, exclude: set[str]) -> bool:
         """Whether the worker that the keeper was told of is excluded; its row may have another since."""
-        known = self.keeper._running[request].worker_id
+        known = self.keeper.requests[request].worker_id
         return known in exclude
 
     @rule(request=requests)
@@ -125,7 +127,7 @@ class KeeperMachine(RuleBasedStateMachine):
     def counts_are_the_model_s(self) -> None:
         keeper = self.keeper
         keeper.check_integrity()
-        assert keeper.in_flight == len(self.running)
+        assert len(keeper.requests) == len(self.running)
         counts = Counter(row for row, _ in self.running.values())
         assert keeper.fleet.running.tolist() == [counts[row] for row in range(keeper.rows)]
         tokens: Counter[int] = Counter()
@@ -133,7 +135,7 @@ class KeeperMachine(RuleBasedStateMachine):
             tokens[row] += each
         assert keeper.fleet.context_tokens.tolist() == [tokens[row] for row in range(keeper.rows)]
         assert {one for one in keeper.ids if one is not None} == set(self.open)
-        assert all(keeper.is_open(one) == open for one, open in self.open.items())
+        assert all(keeper.members[one].open == open for one, open in self.open.items())
 
     def teardown(self) -> None:
         for request in list(self.running):

@@ -269,7 +269,7 @@ class RoutedFleet:
         return Served(
             name=str(name),
             body=answer,
-            decoder=None if found.worker is None else self.decode.keeper.row_of(found.worker),
+            decoder=None if found.worker is None else self.decode.keeper.members[found.worker].row,
             footprint=found.footprint,
             reason=found.reason,
             started_s=started,

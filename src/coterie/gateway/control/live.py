@@ -34,8 +34,7 @@ from coterie.gateway.control.messages import (
     UseFit,
 )
 from coterie.gateway.exchange.pool import Pool
-from coterie.gateway.fleet.rows import check_spec
-from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.fleet.spec import RouterSpec, check_spec
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Metrics
 from coterie.net.access import FleetAccess

@@ -20,7 +20,7 @@ from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.exchange.call import Call
 from coterie.gateway.exchange.pool import Pool
-from coterie.gateway.fleet.rows import Mask
+from coterie.gateway.fleet.keeper import Mask
 from coterie.gateway.signals import kv_streams, predicted
 from coterie.gateway.signals.claims import Claims
 from coterie.gateway.signals.kv_streams import KvStreams

@@ -15,8 +15,7 @@ from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.health import Attempt, Breaker, Health
-from coterie.gateway.fleet.keeper import Choice, FleetKeeper
-from coterie.gateway.fleet.rows import Mask
+from coterie.gateway.fleet.keeper import Choice, FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Headers
 from coterie.net.http1.upstream import Upstream, UpstreamLimits

@@ -50,10 +50,9 @@ def fallback_of(error: Exception) -> Fallback:
 def tokens_of(wanted: Request) -> int:
     """Return the number of prompt tokens; 0 if the value is not valid."""
     try:
-        tokens = index(wanted.prompt_tokens)
-    except TypeError:
+        return _checked_tokens(wanted.prompt_tokens)
+    except BadRequestError:
         return 0
-    return tokens if 0 <= tokens <= MOST_CONTEXT else 0
 
 
 class Checks:

@@ -111,9 +111,8 @@ def try_out(made: Made) -> None:
 
     Raises ConfigError if the router raises or returns an invalid decision.
     """
-    fleet = made.fleet
+    fleet, shape = made.fleet, made.shape
     requests = [Request("first"), Request("second", 100, cached_tokens=np.zeros(len(fleet), np.int64))]
-    shape = made.shape
     if shape is None and fleet.local is not None:
         shape = (fleet.local.shape[1], 64 * fleet.local.shape[2])
     if shape is not None:
@@ -125,6 +124,11 @@ def try_out(made: Made) -> None:
     except Exception as error:
         raise ConfigError(f"router {made.name!r} cannot be used: {fallback_of(error).text}") from error
     _compile_counting(fleet.tracks_experts)
+
+
+def check_spec(spec: RouterSpec, context: Mapping[str, Any] | None = None, workers: int = 1) -> None:
+    """Raise ConfigError if no router can be made from a spec. Compiles its loops, so that a later reload is fast."""
+    try_out(maker(spec, context)(PoolShape(workers, {})))
 
 
 def _compile_counting(experts: bool) -> None:

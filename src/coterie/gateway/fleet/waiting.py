@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from coterie.errors import ConfigError, CoterieError, check_at_least
@@ -39,30 +39,12 @@ class Refused(CoterieError):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(slots=True)
-class LineCounters:
-    admitted: int = 0
-    """Requests that got a place."""
-    waited: int = 0
-    """Admitted requests that had to wait."""
-    full: int = 0
-    """Requests refused because the line was full."""
-    late: int = 0
-    """Requests refused because their deadline passed."""
-    closed: int = 0
-    """Requests refused because the line was closed."""
-    cancelled: int = 0
-    """Requests whose task was cancelled while they waited."""
-
-
+@dataclass(slots=True, eq=False)
 class _Waiter:
-    __slots__ = ("future", "queued", "weight")
-
-    def __init__(self, future: asyncio.Future[str | None], weight: int) -> None:
-        self.future = future
-        """Future whose result is None if the request got a place, else the reason of its refusal."""
-        self.weight = weight
-        self.queued = True
+    future: asyncio.Future[str | None]
+    """Future whose result is None if the request got a place, else the reason of its refusal."""
+    weight: int
+    queued: bool = True
 
 
 class WaitingLine:
@@ -70,24 +52,18 @@ class WaitingLine:
 
     def __init__(self, places: int, waiting: int) -> None:
         """`places` is the number of running requests, `waiting` the most that may wait."""
-        self.counters = LineCounters()
+        self.counters: Counter[str] = Counter()
+        """Requests by what happened to them: admitted (they got a place), cancelled while they waited, or refused:
+        full, late, closed."""
         self.closed = False
         self._line: deque[_Waiter] = deque()
         """Waiters in order of arrival; abandoned ones stay until they reach the front or the queue is rebuilt."""
-        self._waiting = 0
-        self._used = 0
+        self.waiting = 0
+        """Number of requests that wait."""
+        self.in_use = 0
+        """Number of places taken."""
         self._freed: deque[float] = deque(maxlen=OBSERVED)
         self.set_limits(places, waiting)
-
-    @property
-    def in_use(self) -> int:
-        """Number of places taken."""
-        return self._used
-
-    @property
-    def waiting(self) -> int:
-        """Number of requests that wait."""
-        return self._waiting
 
     def set_limits(self, places: int, waiting: int) -> None:
         """Change both bounds; running and waiting requests stay."""
@@ -105,10 +81,10 @@ class WaitingLine:
 
     def take_at_once(self) -> bool:
         """Take a place if one is free and nobody waits; return whether it was taken. Give it back once."""
-        if self.closed or self._waiting or self._used >= self.places:
+        if self.closed or self.waiting or self.in_use >= self.places:
             return False
-        self._used += 1
-        self.counters.admitted += 1
+        self.in_use += 1
+        self.counters["admitted"] += 1
         return True
 
     async def take(self, deadline_s: float, weight: int = 1) -> float:
@@ -120,33 +96,32 @@ class WaitingLine:
             raise ConfigError(f"weight={weight} must be at least 1, deadline_s={deadline_s} finite and not negative")
         if self.closed:
             raise self._refused("closed")
-        if not self._waiting and self._fits(weight):
-            self._used += weight
-            self.counters.admitted += 1
+        if not self.waiting and self._fits(weight):
+            self.in_use += weight
+            self.counters["admitted"] += 1
             return 0.0
-        if self._waiting >= self.most_waiting:
+        if self.waiting >= self.most_waiting:
             raise self._refused("full")
         loop = asyncio.get_running_loop()
         started, waiter = loop.time(), _Waiter(loop.create_future(), weight)
         self._line.append(waiter)
-        self._waiting += 1
+        self.waiting += 1
         timer = loop.call_later(deadline_s, self._expire, waiter)
         try:
             problem = await waiter.future
         except BaseException:  # cancelled, or the event loop was closed
-            self.counters.cancelled += 1
+            self.counters["cancelled"] += 1
             if waiter.queued:
                 self._drop(waiter, "cancelled")
                 self._wake()  # the next waiter may need fewer places
             elif waiter.future.done() and not waiter.future.cancelled() and waiter.future.result() is None:
-                self.counters.admitted -= 1
+                self.counters["admitted"] -= 1
                 self._free(weight)  # it got a place in this same loop iteration
             raise
         finally:
             timer.cancel()
         if problem is not None:
             raise self._refused(problem)
-        self.counters.waited += 1
         return loop.time() - started
 
     def give_back(self, weight: int = 1) -> None:
@@ -159,24 +134,24 @@ class WaitingLine:
         if len(self._freed) < 2:
             return 1
         passed = asyncio.get_running_loop().time() - self._freed[0]
-        return max(1, min(math.ceil((self._waiting + 1) * passed / len(self._freed)), LONGEST_RETRY_S))
+        return max(1, min(math.ceil((self.waiting + 1) * passed / len(self._freed)), LONGEST_RETRY_S))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a waiter is miscounted, or waits although its place is free."""
         queued = [waiter for waiter in self._line if waiter.queued]
-        if len(queued) != self._waiting or self._used < 0:
-            raise AssertionError(f"{len(queued)} requests wait, {self._waiting} counted; {self._used} places in use")
+        if len(queued) != self.waiting or self.in_use < 0:
+            raise AssertionError(f"{len(queued)} requests wait, {self.waiting} counted; {self.in_use} places in use")
         if queued and self._fits(queued[0].weight) and not queued[0].future.done():
             raise AssertionError("the first request waits though its place is free")
 
     def _fits(self, weight: int) -> bool:
-        return self._used + weight <= self.places or self._used == 0
+        return self.in_use + weight <= self.places or self.in_use == 0
 
     def _free(self, weight: int) -> None:
-        self._used -= weight
+        self.in_use -= weight
         if self._line:
             self._wake()
-        if self._used == 0:
+        if self.in_use == 0:
             self._freed.clear()  # the rate of an idle service says nothing about a busy one
 
     def _wake(self) -> None:
@@ -186,33 +161,31 @@ class WaitingLine:
             if not first.future.done():
                 if not self._fits(first.weight):
                     return
-                self._used += first.weight
-                self.counters.admitted += 1
+                self.in_use += first.weight
+                self.counters["admitted"] += 1
             self._line.popleft()
             self._drop(first, None)  # no effect on a waiter that was refused or cancelled
 
     def _expire(self, waiter: _Waiter) -> None:
-        if waiter.queued:
-            self._drop(waiter, "late")
-            self._wake()
+        self._drop(waiter, "late")
+        self._wake()
 
     def _drop(self, waiter: _Waiter, result: str | None) -> None:
         """Resolve a waiter and stop counting it; its entry stays in the queue until it reaches the front."""
         if waiter.queued:
             waiter.queued = False
-            self._waiting -= 1
+            self.waiting -= 1
         if not waiter.future.done():
             waiter.future.set_result(result)
-        if len(self._line) > 2 * self._waiting + SPARE:  # clients that leave while waiting must not fill the memory
+        if len(self._line) > 2 * self.waiting + SPARE:  # clients that leave while waiting must not fill the memory
             self._line = deque(waiter for waiter in self._line if waiter.queued)
 
     def _refused(self, reason: str) -> Refused:
+        self.counters[reason] += 1
         retry = self.retry_after_s()
-        if reason == "full":
-            self.counters.full += 1
-            return Refused(429, reason, f"{self._waiting} requests wait already; try again in {retry} s", retry)
-        if reason == "late":
-            self.counters.late += 1
-            return Refused(503, reason, f"no place became free in time; try again in {retry} s", retry)
-        self.counters.closed += 1
-        return Refused(503, reason, "the service is shutting down", retry)
+        message = {
+            "full": f"{self.waiting} requests wait already; try again in {retry} s",
+            "late": f"no place became free in time; try again in {retry} s",
+            "closed": "the service is shutting down",
+        }[reason]
+        return Refused(429 if reason == "full" else 503, reason, message, retry)

@@ -91,7 +91,7 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
     for pool in parts.pools.values():
         now = pool.clock()
         for id, member in pool.members.items():
-            row = pool.keeper.row_of(id)
+            row = pool.keeper.members[id].row
             rows.append(
                 {
                     "id": cut(id, 128),
@@ -99,7 +99,7 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
                     "role": member.entry.role,
                     "running": int(pool.keeper.fleet.running[row]),
                     "places": member.entry.places,
-                    "open": pool.keeper.is_open(id),
+                    "open": pool.keeper.members[id].open,
                     "healthy": member.health.healthy,
                     "checked": member.health.checks > 0,
                     "breaker": str(member.breaker.state(now)),
