@@ -84,7 +84,7 @@ def test_administrators_have_keys_of_their_own(tmp_path: Path) -> None:
                 assert got.status == (404 if path.startswith("/v1/") else 403), path
             for method, path in (("DELETE", "/workers/a"), ("POST", "/reload"), ("PUT", "/routers/decode")):
                 assert (await ask(method, path, key=keys["team"])).status == 403
-            assert found.run.running.parts.find("a").url == found.worker.url
+            assert found.run.running.parts.pools["decode"].members["a"].entry.url == found.worker.url
             for path in ADMIN_PATHS:
                 assert (await ask("GET", path, key=keys["admin"])).status == 200
             origin = [(b"origin", b"https://console.example")]

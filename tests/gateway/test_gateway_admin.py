@@ -48,7 +48,7 @@ def test_the_same_worker_again_changes_it_in_place() -> None:
             await ask("POST", "/workers", {"id": "a", "url": a.url})
             assert parts.pools["decode"].members["a"] is member, "nothing changed"
             await ask("POST", "/workers", {"id": "a", "url": b.url})
-            assert parts.find("a").url == b.url
+            assert parts.pools["decode"].members["a"].entry.url == b.url
             assert (await found.client.complete()).json["choices"][0]["text"] == "from b"
             idle(found)
 
@@ -125,7 +125,8 @@ def test_a_worker_that_the_router_has_no_place_for_stays_out() -> None:
             keeper.join = refuses  # type: ignore[method-assign,assignment]
             got = await found.client.ask("POST", "/workers", {"id": "d", "url": x.url, "role": "both"})
             assert (got.status, got.json["error"]["message"]) == (400, "no place")
-            assert (parts.find("d").url, parts.find("d").role) == (d.url, "decode")
+            entry = parts.pools["decode"].members["d"].entry
+            assert (entry.url, entry.role) == (d.url, "decode")
             assert (await found.client.complete()).status == 200
             idle(found)
 

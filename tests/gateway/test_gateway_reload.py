@@ -51,7 +51,7 @@ def test_workers_are_added_removed_and_changed(tmp_path: Path) -> None:
                 assert {(await one).status for one in running} == {200}
                 write(path, msgspec.structs.replace(config, workers=[WorkerEntry(id="b", url=c.url)]))
                 await found.running.try_reload()
-                assert parts.find("b").url == c.url
+                assert parts.pools["decode"].members["b"].entry.url == c.url
                 assert (await found.client.complete()).json["choices"][0]["text"] == "from c"
                 assert (found.metrics[OK], found.metrics[REJECTED]) == (2, 0)
                 idle(found)

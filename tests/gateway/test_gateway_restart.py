@@ -46,17 +46,17 @@ def test_workers_and_routers_come_back(tmp_path: Path) -> None:
                 await ask(found, "PUT", "/routers/decode", {"router": "round_robin"})
             async with gateway(config) as found:
                 assert ids(found) == {"a", "c"}
-                assert (found.running.parts.find("c").places, found.running.parts.find("c").kv_events) == (
-                    3,
-                    "tcp://127.0.0.1:1",
-                )
+                assert (
+                    found.running.parts.pools["decode"].members["c"].entry.places,
+                    found.running.parts.pools["decode"].members["c"].entry.kv_events,
+                ) == (3, "tcp://127.0.0.1:1")
                 assert found.running.parts.pools["decode"].spec.router == "round_robin"
                 assert (await found.client.complete()).status == 200
                 await ask(found, "POST", "/workers", entry(b))
                 await ask(found, "POST", "/workers", entry(a, places=2))
             async with gateway(config_of([b], state=state)) as found:  # the file lists less now
                 assert ids(found) == {"a", "b", "c"}
-                assert found.running.parts.find("a").places == 2
+                assert found.running.parts.pools["decode"].members["a"].entry.places == 2
                 await ask(found, "DELETE", "/workers/c")
                 await ask(found, "DELETE", "/workers/a")
             async with gateway(config_of([b], state=state)) as found:

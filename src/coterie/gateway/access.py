@@ -53,15 +53,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"- {fields}"
 
 
-class Caller(NamedTuple):
-    """The entry that a presented key belongs to."""
-
-    name: str
-    admin: bool = False
-    rate: float | None = None
-    burst: float | None = None
-
-
 class NewKey(NamedTuple):
     key: str
     """The key in clear text. Show it once: only its hash is stored."""
@@ -85,7 +76,6 @@ class Keys:
         self.warnings = tuple(warnings)
         """Warnings about the file's permissions, one line each."""
         self._digests = [bytes.fromhex(entry.sha256) for entry in entries]
-        self._callers = [Caller(entry.name, entry.admin, entry.rate, entry.burst) for entry in entries]
 
     @classmethod
     def load(cls, source: str | Path | Sequence[Any]) -> Keys:
@@ -104,14 +94,14 @@ class Keys:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def check(self, header: bytes | None) -> Caller | None:
-        """Return the caller whose key an `Authorization` header presents; None if no stored key matches."""
+    def check(self, header: bytes | None) -> Entry | None:
+        """Return the entry whose key an `Authorization` header presents; None if no stored key matches."""
         if header is None or len(header) > MAX_KEY_BYTES or header[:7].lower() != b"bearer ":
             return None
         digest, compare = _digest(header[7:].strip()), hmac.compare_digest
         # All entries are compared, so the time does not depend on which matches; find() is one fast memchr.
         position = bytes([compare(stored, digest) for stored in self._digests]).find(1)
-        return self._callers[position] if position >= 0 else None
+        return self.entries[position] if position >= 0 else None
 
 
 def _digest(key: bytes) -> bytes:
@@ -139,11 +129,9 @@ def _read(path: Path) -> Any:
 
 def _mode_warnings(path: Path) -> list[str]:
     mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o022:
-        return [f"{path}: others may write it (mode {mode:o}) and so let themselves in; chmod 600 {path}"]
-    if mode & 0o044:
-        return [f"{path}: others may read it (mode {mode:o}); chmod 600 {path}"]
-    return []
+    may = "write it" if mode & 0o022 else "read it" if mode & 0o044 else None
+    harm = " and so let themselves in" if mode & 0o022 else ""
+    return [] if may is None else [f"{path}: others may {may} (mode {mode:o}){harm}; chmod 600 {path}"]
 
 
 def _entry(where: str, number: int, item: Any) -> Entry:
@@ -169,13 +157,13 @@ def _entry(where: str, number: int, item: Any) -> Entry:
 
 
 def _check_distinct(where: str, entries: Sequence[Entry]) -> None:
-    seen: dict[str, str] = {}
+    seen: dict[tuple[str, str], str] = {}
     for number, entry in enumerate(entries):
+        label = f"entry {number + 1} ({entry.name!r})"
         for field, value in (("name", entry.name), ("sha256", entry.sha256.lower())):
-            if f"{field} {value}" in seen:
-                earlier = seen[f"{field} {value}"]
-                raise ConfigError(f"{where}: entry {number + 1} ({entry.name!r}): {field} is that of {earlier}")
-            seen[f"{field} {value}"] = f"entry {number + 1} ({entry.name!r})"
+            earlier = seen.setdefault((field, value), label)
+            if earlier is not label:
+                raise ConfigError(f"{where}: {label}: {field} is that of {earlier}")
 
 
 class Rates:
@@ -189,7 +177,7 @@ class Rates:
         self._buckets: dict[str, tuple[float, float]] = {}
         """Caller → tokens in its bucket, and the time of that count."""
 
-    def take(self, caller: Caller, *, now: float) -> float:
+    def take(self, caller: Entry, *, now: float) -> float:
         """Take a token and return 0; or take nothing and return the seconds until a token is available."""
         rate = caller.rate
         if rate is None:

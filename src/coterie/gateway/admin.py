@@ -140,7 +140,7 @@ class Admin:
         except msgspec.ValidationError as error:
             raise HttpError(400, f"the body cannot be read: {error}") from None
         # In a thread first: reading a fit and compiling may take seconds, which would block the event loop.
-        await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name])))
+        await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name].members)))
         self.parts.set_router(name, spec)
         self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
         _send(responder, {"pool": name, "router": spec.router})

@@ -18,9 +18,10 @@ import hashlib
 import re
 import time
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 from coterie.errors import ConfigError
-from coterie.gateway.access import Caller, Keys, Rates
+from coterie.gateway.access import Entry, Keys, Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import (
@@ -40,7 +41,7 @@ from coterie.gateway.exchange.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.page.files import is_page, send_file
 from coterie.gateway.page.live import Live
-from coterie.gateway.parts import MODELS_BYTES, MODELS_S, GatewayParts
+from coterie.gateway.parts import MODELS_S, GatewayParts
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback
 from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits
@@ -61,9 +62,10 @@ ADMIN_BODY = 1 << 16
 REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"}
 """Reason of a refusal by the waiting line → its label in the metrics."""
 LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
+DRAINING = "the gateway is shutting down"
 SERVED = frozenset((COMPLETIONS, CHAT, EMBEDDINGS))
 FAILED = Outcome(500)
-OPEN = Caller("", admin=True)
+OPEN = Entry(name="", sha256="", admin=True)
 """Caller of every request to a gateway without keys, which listens on a loopback address."""
 
 
@@ -81,17 +83,13 @@ class Gateway:
         self.live = Live(parts)
         self._admin = Admin(parts, reload, self.live)
         self._in_flight: set[str] = set()
-        self._local_hosts: set[bytes] = set()
-        """Host headers known to name a loopback address: a cache of at most 64."""
         self._deadlines: dict[asyncio.Task[None], float] = {}
         self._late: set[asyncio.Task[None]] = set()
-        self._salts: dict[str, str] = {}
         self.configure(parts.config, keys)
 
     def configure(self, config: GatewayConfig, keys: Keys | None) -> None:
         """Apply the limits of a config, and its keys as :func:`check_access` returns them."""
         self.config, self.keys = config, keys
-        self._salts.clear()
         limits = config.limits
         self.http_limits = Limits(
             body_bytes=self.body_limit,
@@ -133,20 +131,15 @@ class Gateway:
             message = f"caller {caller.name!r} is over its rate; try again in {wait_s:.1f} s"
             raise self._rejected("rate", HttpError(429, message, "rate_limit_exceeded", headers=after))
         if self.draining:
-            error = HttpError(503, "the gateway is shutting down", "draining", headers=RETRY_AFTER)
-            raise self._rejected("draining", error)
+            raise self._rejected("draining", HttpError(503, DRAINING, "draining", headers=RETRY_AFTER))
         return self.body_limit
 
-    def _caller(self, request: HttpRequest) -> Caller:
+    def _caller(self, request: HttpRequest) -> Entry:
         if self.keys is not None:
             caller = self.keys.check(request.header(b"authorization"))
             if caller is None:
-                error = HttpError(
-                    401,
-                    "a known API key is needed: Authorization: Bearer KEY",
-                    headers=[(b"www-authenticate", b"Bearer")],
-                )
-                raise self._rejected("key", error)
+                message = "a known API key is needed: Authorization: Bearer KEY"
+                raise self._rejected("key", HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")]))
             return caller
         self._check_host(request)
         if not request.path.startswith("/v1/") and _is_foreign(request):
@@ -155,17 +148,8 @@ class Gateway:
 
     def _check_host(self, request: HttpRequest) -> None:
         """Refuse a Host header that is not a loopback name, as in DNS rebinding by a web page."""
-        host = request.header(b"host") or b""
-        if host not in self._local_hosts and not self._is_local(host):
+        if not _is_local(request.header(b"host") or b""):
             raise self._rejected("key", HttpError(403, "without keys only requests for this machine are served"))
-
-    def _is_local(self, host: bytes) -> bool:
-        """Whether a Host header names this machine by a loopback address."""
-        name = LOOPBACK_HOST.fullmatch(host)
-        local = name is not None and is_loopback(name[1].decode())
-        if local and len(self._local_hosts) < 64:
-            self._local_hosts.add(host)
-        return local
 
     def _rejected(self, reason: str, error: HttpError) -> HttpError:
         self.watcher.metrics.rejected.inc(reason)
@@ -186,7 +170,7 @@ class Gateway:
         path, method = request.path, request.method
         if path == "/health":
             if self.draining:
-                raise HttpError(503, "the gateway is shutting down", "draining")
+                raise HttpError(503, DRAINING, "draining")
             responder.send(200)
         elif is_page(path):
             send_file(request, responder)
@@ -245,7 +229,7 @@ class Gateway:
 
     def _call(self, request: HttpRequest) -> Call:
         """Check a request and give it a name that no other request in flight has."""
-        caller: Caller = request.context
+        caller: Entry = request.context
         request_id = domain = None
         passed: Headers = []
         try:
@@ -267,7 +251,7 @@ class Gateway:
                 caller=caller.name,
                 domain=domain,
                 span=spans.request(f"POST {request.path}", request.headers) if spans.recording else NO_SPAN,
-                salt=self._salt(caller) if caller.name else None,
+                salt=_salt_of(caller.sha256) if caller.name and self.config.separate_caches else None,
             )
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
@@ -275,40 +259,34 @@ class Gateway:
         self._in_flight.add(call.name)
         return call
 
-    def _salt(self, caller: Caller) -> str | None:
-        """Return the salt of the caller's cached prefixes; None if caches are shared.
-
-        It is derived from the hash of the caller's key, so others cannot guess it and it survives a restart.
-        """
-        if not caller.name or not self.config.separate_caches:
-            return None
-        salt = self._salts.get(caller.name)
-        if salt is None:
-            stored = (
-                next((entry.sha256 for entry in self.keys.entries if entry.name == caller.name), "")
-                if self.keys
-                else ""
-            )
-            salt = self._salts[caller.name] = hashlib.sha256(f"cache {stored}".encode()).hexdigest()[:32]
-        return salt
-
     async def _models(self, responder: Responder) -> None:
         """Pass on one worker's list of models: all workers serve the same models."""
-        problem: HttpError = HttpError(503, "the fleet has no workers", "no_worker", headers=RETRY_AFTER)
+        problem = HttpError(503, "the fleet has no workers", "no_worker", headers=RETRY_AFTER)
         for member in self.parts.first_open():
             try:
-                async with asyncio.timeout(MODELS_S):
-                    answer = await member.upstream.send("GET", "/v1/models", member.headers)
-                    body = await answer.read(MODELS_BYTES)
+                answer = await member.ask("GET", "/v1/models", MODELS_S)
             except UpstreamError as error:
                 problem = failed(error)
-                continue
-            except TimeoutError:
-                problem = failed(UpstreamError("timeout", "no list of models in time"))
-                continue
-            responder.send(answer.status, body)
-            return
+            else:
+                responder.send(answer.status, answer.body)
+                return
         raise problem
+
+
+@lru_cache(64)
+def _is_local(host: bytes) -> bool:
+    """Whether a Host header names this machine by a loopback address."""
+    name = LOOPBACK_HOST.fullmatch(host)
+    return name is not None and is_loopback(name[1].decode())
+
+
+@lru_cache(1024)
+def _salt_of(sha256: str) -> str:
+    """Return the salt of a caller's cached prefixes.
+
+    It is derived from the hash of the caller's key, so others cannot guess it and it survives a restart.
+    """
+    return hashlib.sha256(f"cache {sha256}".encode()).hexdigest()[:32]
 
 
 def _is_foreign(request: HttpRequest) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any
 
 import msgspec
 
@@ -31,8 +30,8 @@ from coterie.gateway.watching.spans import Spans
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import UpstreamError
 
-MODELS_BYTES, MODELS_S = 1 << 20, 10.0
-"""Most bytes of a worker's list of models, and the seconds it has to send them."""
+MODELS_S = 10.0
+"""Seconds that a worker has to send its list of models."""
 
 
 class GatewayParts:
@@ -108,8 +107,7 @@ class GatewayParts:
 
     def pools_of(self, entry: WorkerEntry) -> list[Pool]:
         """Return the pools that a worker belongs to: with two pools, a worker of role `both` is in both."""
-        names = [name for name in self.pools if entry.role in (name, "both")]
-        return [self.pools[name] for name in names]
+        return [pool for name, pool in self.pools.items() if entry.role in (name, "both")]
 
     def add_worker(self, entry: WorkerEntry) -> None:
         """Add a worker, or replace the one with its id. Raises ConfigError and changes nothing if it cannot join."""
@@ -133,7 +131,7 @@ class GatewayParts:
         for pool in self.pools_of(entry):
             member = Member(entry, self.config, self.access.key, pool.rng, pool.clock())
             pool.add(member, held)
-            self.knowledge.join(pool.name, pool.keeper.members[entry.id].row, entry)
+            self.knowledge.join(pool.name, pool.row_of(member), entry)
             check = self._watch_health(pool, member)
             self._checks[pool.name, entry.id] = asyncio.create_task(check, name=f"health of {entry.id}")
             self.log.worker(entry.id, pool.name, "joined")
@@ -141,15 +139,16 @@ class GatewayParts:
 
     def remove_worker(self, worker_id: str) -> None:
         """Remove a worker. Its running requests continue; new ones go to others. Raises UnknownNameError."""
-        self.find(worker_id)
-        for pool in self.pools.values():
-            if worker_id in pool.members:
-                self.knowledge.leave(pool.name, pool.keeper.members[worker_id].row, worker_id)
-                pool.remove(worker_id)
-                check = self._checks.pop((pool.name, worker_id), None)
-                if check is not None:
-                    check.cancel()
-                self.log.worker(worker_id, pool.name, "left")
+        pools = [pool for pool in self.pools.values() if worker_id in pool.members]
+        if not pools:
+            raise UnknownNameError("worker", worker_id, [entry.id for entry in self.entries()])
+        for pool in pools:
+            self.knowledge.leave(pool.name, pool.keeper.members[worker_id].row, worker_id)
+            pool.remove(worker_id)
+            check = self._checks.pop((pool.name, worker_id), None)
+            if check is not None:
+                check.cancel()
+            self.log.worker(worker_id, pool.name, "left")
         self._refresh_control()
         self.watcher.catch_up()  # buffered events would create the worker's series again
         self.metrics.forget_worker(worker_id)
@@ -159,12 +158,6 @@ class GatewayParts:
         """Longest context that a worker has reported, in tokens; 0 if none has."""
         return max(pool.context_tokens for pool in self.pools.values())
 
-    def find(self, worker_id: str) -> WorkerEntry:
-        for pool in self.pools.values():
-            if worker_id in pool.members:
-                return pool.members[worker_id].entry
-        raise UnknownNameError("worker", worker_id, [entry.id for entry in self.entries()])
-
     def first_open(self) -> Iterator[Member]:
         """Yield the decode workers, open ones first, for a question that any worker can answer."""
         pool = self.pools[DECODE]
@@ -172,10 +165,6 @@ class GatewayParts:
 
     def set_router(self, pool: str, spec: RouterSpec) -> None:
         """Swap a pool's router. Raises ConfigError and keeps the old router if the new one cannot be made."""
-        if pool not in self.pools:
-            raise UnknownNameError("pool", pool, list(self.pools))
-        if not isinstance(spec, RouterSpec):
-            raise ConfigError("a router is given as {router: NAME:key=value}")
         self.pools[pool].keeper.reload(spec)
         self._refresh_control()
 
@@ -255,27 +244,23 @@ class GatewayParts:
                 state = "healthy" if member.health.healthy else "unhealthy"
                 self.log.worker(member.entry.id, pool.name, state)
                 if state == "unhealthy":
-                    self.knowledge.restarted(pool.name, pool.keeper.members[member.entry.id].row, member.entry.id)
+                    self.knowledge.restarted(pool.name, pool.row_of(member), member.entry.id)
             if well and not context_known:
                 context_known = await self._learn_context(pool, member)
             await asyncio.sleep(member.health.next_check_s - pool.clock())
 
     async def _is_well(self, member: Member, timeout_s: float) -> bool:
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await member.upstream.send("GET", "/health", [])
-                await answer.read(MODELS_BYTES)
-        except (UpstreamError, TimeoutError):
+            return (await member.ask("GET", "/health", timeout_s)).status == 200
+        except UpstreamError:
             return False
-        return answer.status == 200
 
     async def _learn_context(self, pool: Pool, member: Member) -> bool:
         """Ask a worker for its context length, which bounds request bodies; return whether it answered."""
         try:
-            async with asyncio.timeout(MODELS_S):
-                answer = await member.upstream.send("GET", "/v1/models", member.headers)
-                models = msgspec.json.decode(await answer.read(MODELS_BYTES), type=_Models)
-        except (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError, ValueError):
+            answer = await member.ask("GET", "/v1/models", MODELS_S)
+            models = msgspec.json.decode(answer.body, type=_Models)
+        except (UpstreamError, msgspec.DecodeError, RecursionError, ValueError):
             return False
         for card in models.data:
             if card.max_model_len is not None and 0 < card.max_model_len < 1 << 31:
@@ -290,15 +275,23 @@ class GatewayParts:
         metrics = self.metrics
         metrics.in_flight.read = lambda: {(): float(self.line.in_use)}
         metrics.queue_length.read = lambda: {(): float(self.line.waiting)}
-        metrics.worker_running.read = functools.partial(self._each, _running)
-        metrics.worker_places.read = functools.partial(self._each, lambda _, member: float(member.entry.places))
-        metrics.worker_healthy.read = functools.partial(self._each, lambda _, member: float(member.health.healthy))
-        metrics.breaker_state.read = functools.partial(self._each, _breaker)
+        metrics.worker_running.read = functools.partial(
+            self._each, lambda pool, member: pool.keeper.running(member.entry.id)
+        )
+        metrics.worker_places.read = functools.partial(self._each, lambda _, member: member.entry.places)
+        metrics.worker_healthy.read = functools.partial(self._each, lambda _, member: member.health.healthy)
+        metrics.breaker_state.read = functools.partial(
+            self._each, lambda pool, member: BREAKER_STATES[member.breaker.state(pool.clock())]
+        )
         metrics.tokenised.read = self._tokenised
         metrics.kv_events.read = self._kv_events
-        metrics.kv_claims_believed.read = functools.partial(self._each, self._belief)
+        metrics.kv_claims_believed.read = functools.partial(
+            self._each, lambda pool, member: self.knowledge.claims[pool.name].belief(pool.row_of(member))
+        )
         self.knowledge.tokens.observe = metrics.tokenise_seconds.observe
-        metrics.distinct_experts.read = functools.partial(self._each, _distinct)
+        metrics.distinct_experts.read = functools.partial(
+            self._each, lambda pool, member: pool.keeper.fleet.distinct[pool.row_of(member)]
+        )
 
     def _tokenised(self) -> dict[tuple[str, ...], float]:
         counters = self.knowledge.tokens.counters
@@ -325,11 +318,10 @@ class GatewayParts:
             ("refused",): float(sum(stream.directory.counters.refused for stream in streams)),
         }
 
-    def _belief(self, pool: Pool, member: Member) -> float:
-        return self.knowledge.claims[pool.name].belief(pool.keeper.members[member.entry.id].row)
-
-    def _each(self, value: Any) -> dict[tuple[str, ...], float]:
-        return {(id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()}
+    def _each(self, value: Callable[[Pool, Member], float]) -> dict[tuple[str, ...], float]:
+        return {
+            (id,): float(value(pool, member)) for pool in self.pools.values() for id, member in pool.members.items()
+        }
 
 
 class _Card(msgspec.Struct):
@@ -338,15 +330,3 @@ class _Card(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Card] = []
-
-
-def _running(pool: Pool, member: Member) -> float:
-    return float(pool.keeper.running(member.entry.id))
-
-
-def _breaker(pool: Pool, member: Member) -> float:
-    return BREAKER_STATES[member.breaker.state(pool.clock())]
-
-
-def _distinct(pool: Pool, member: Member) -> float:
-    return float(pool.keeper.fleet.distinct[pool.keeper.members[member.entry.id].row])

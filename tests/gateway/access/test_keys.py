@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, TraceError
-from coterie.gateway.access import Caller, Keys, new_key
+from coterie.gateway.access import Keys, new_key
 
 FIELDS = ("name", "sha256", "admin", "rate", "burst", "key")
 HASH = hashlib.sha256(b"the key").hexdigest()
@@ -23,8 +23,8 @@ HASH = hashlib.sha256(b"the key").hexdigest()
 def test_a_new_key_opens_what_its_entry_says() -> None:
     key, entry = new_key("search", rate=5, burst=10)
     keys = Keys.load([new_key("other").entry, entry, new_key("on-call", admin=True).entry])
-    assert keys.check(f"Bearer {key}".encode()) == Caller("search", False, 5, 10)
-    assert keys.check(f"bearer  {key} ".encode()) == Caller("search", False, 5, 10)
+    assert keys.check(f"Bearer {key}".encode()) == entry
+    assert keys.check(f"bearer  {key} ".encode()) == entry
     assert len(keys) == 3
     assert new_key("search").key != key
     assert key not in entry.as_yaml()
@@ -93,7 +93,7 @@ def test_files_are_yaml_or_json_and_an_entry_goes_round(tmp_path: Path) -> None:
         path.chmod(0o600)
         keys = Keys.load(path)
         assert keys.warnings == ()
-        assert keys.check(f"Bearer {key}".encode()) == Caller("a: tricky # name", True, 0.5, 3)
+        assert keys.check(f"Bearer {key}".encode()) == entry
 
 
 @pytest.mark.parametrize(

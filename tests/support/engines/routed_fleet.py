@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_at_least
 from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
-from coterie.gateway.exchange.call import Call, Outcome, checked_id, make_call
+from coterie.gateway.exchange.call import Call, Outcome, checked_id, encode_object, make_call
 from coterie.gateway.exchange.flow import Flow, PlainFlow
 from coterie.gateway.exchange.knowledge import NOTHING, Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
@@ -271,7 +271,7 @@ class RoutedFleet:
             body=answer,
             decoder=None if found.worker is None else self.decode.keeper.members[found.worker].row,
             footprint=found.footprint,
-            reason=found.reason,
+            reason="" if found.decision is None else found.decision.reason,
             started_s=started,
             prefill_s=found.prefill_s,
             total_s=time.monotonic() - started,
@@ -279,11 +279,12 @@ class RoutedFleet:
         )
 
     def _call(self, path: str, body: Mapping[str, Any], name: Any, domain: str | None) -> Call:
+        data = encode_object({**body, "stream": False})
         if name is not None:
             name = checked_id(str(name).encode("utf-8", "surrogatepass"))
             if name in self._in_flight:
                 raise HttpError(400, f"another request named {name!r} is in flight")
-        return make_call(path, b"", request_id=name, headers=JSON, domain=domain, body={**body, "stream": False})
+        return make_call(path, data, request_id=name, headers=JSON, domain=domain)
 
 
 class _Expected(Knowledge):

@@ -261,7 +261,7 @@ class LiveControl:
         try:
             if not uses_fit(spec):
                 raise InputError(f"router {spec.router!r} uses no fit")
-            fitted = await asyncio.to_thread(_tried, spec, max(1, len(self._pool)))
+            fitted = await asyncio.to_thread(_tried, spec, max(1, len(self._pool.members)))
             if self._pool.spec != before:
                 raise InputError(f"another router was set meanwhile: {self._pool.spec.router!r}")
             self._pool.keeper.reload(spec, {"fitted": fitted})

@@ -86,10 +86,6 @@ class Call(msgspec.Struct):
             self.parsed = parse_object(self.raw)
         return self.parsed
 
-    def with_fields(self, **fields: Any) -> bytes:
-        """Return the encoded body with further fields."""
-        return encode_object({**self.body, **fields})
-
 
 class Outcome(msgspec.Struct):
     """Result of a request."""
@@ -115,11 +111,6 @@ class Outcome(msgspec.Struct):
     """Reason of the failure; None if the request succeeded."""
     cut: bool = False
     """Whether the answer broke off after its first byte."""
-
-    @property
-    def reason(self) -> str:
-        """Reason of the last routing decision."""
-        return "" if self.decision is None else self.decision.reason
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -217,15 +208,12 @@ def make_call(
     domain: str | None = None,
     span: Span = NO_SPAN,
     salt: str | None = None,
-    body: Mapping[str, Any] | None = None,
 ) -> Call:
     """Check a body and remove the fields that only the gateway may set.
 
     `request_id` is the client's id; `name`, if given, is sent to workers instead. `headers` are sent to the worker.
-    `salt` keeps this caller's cached prefixes apart. `body`, if given, replaces `data`.
+    `salt` keeps this caller's cached prefixes apart.
     """
-    if body is not None:
-        data = encode_object(body)
     fields = read_fields(data)
     if _owned_of(fields) != _NONE_OWNED or fields.vllm_xargs is not UNSET:
         data = encode_object(without_owned(parse_object(data)))
@@ -243,7 +231,19 @@ def make_call(
         added = fields.cache_salt is UNSET and (fields.messages or fields.prompt)
         data = with_last(data, own) if added else encode_object({**parse_object(data), "cache_salt": own})
     key = new_name()
-    known, id = name or request_id or key, request_id or key
-    prompt, length = prompt_of(fields), len(fields.tools) + len(fields.messages or fields.prompt)
-    listed = bool(fields.prompt) and memoryview(fields.prompt)[0] == ord("[")
-    return Call(key, known, id, path, data, prompt, length, own, listed, stream, headers, caller, domain, span)
+    return Call(
+        key=key,
+        name=name or request_id or key,
+        id=request_id or key,
+        path=path,
+        raw=data,
+        prompt=prompt_of(fields),
+        prompt_bytes=len(fields.tools) + len(fields.messages or fields.prompt),
+        salt=own,
+        listed=bool(fields.prompt) and memoryview(fields.prompt)[0] == ord("["),
+        stream=stream,
+        headers=headers,
+        caller=caller,
+        domain=domain,
+        span=span,
+    )

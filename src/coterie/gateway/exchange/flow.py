@@ -177,21 +177,20 @@ class Flow(ABC):
             sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint)
             ok: bool | None = None
             try:
-                if body is None:
-                    answer = await self.ask(sent, call, call.raw, self.limits.first_token_s, written)
-                else:
-                    answer = await self.ask(sent, call, body(seen), self.limits.first_token_s, wrote)
+                data = call.raw if body is None else body(seen)
+                answer = await self.ask(sent, call, data, self.limits.first_token_s, wrote if body else written)
                 if may_retry(answer.status):
                     tries = tries or Tries(pool, self.health)
                 if tries is None or not tries.refused(sent.member.entry.id, answer.status):
                     relayed = await self.pass_on(answer, call, sink)
-                    ok = self.did_its_part(sent, answer.status, relayed.problem)
+                    ok = self.did_its_part(sent, relayed.problem or answer.status)
                     return Delivered(sent, answer.status, relayed)
                 ok = self.did_its_part(sent, answer.status)
                 failure = str(answer.status)
-                await skip(answer)
+                with contextlib.suppress(UpstreamError):  # read the answer, so that its connection can be reused
+                    await answer.read(REFUSAL_BYTES)
             except UpstreamError as error:
-                ok = self.did_its_part(sent, 0, error)
+                ok = self.did_its_part(sent, error)
                 tries = tries or Tries(pool, self.health)
                 if not tries.broke(sent.member.entry.id, error):
                     raise failed(error) from None
@@ -201,12 +200,13 @@ class Flow(ABC):
             self.observer.retried(pool, call, f"{sent.member.entry.id} {failure}")
             await self.back_off(tries.failures)
 
-    def did_its_part(self, sent: Sent, status: int, error: UpstreamError | None = None) -> bool | None:
-        """Return whether the worker did its part. It failed if it broke off or answered 5xx; a 4xx is no failure.
+    def did_its_part(self, sent: Sent, result: UpstreamError | int) -> bool | None:
+        """Return whether the worker did its part, by its error or the status of its answer.
 
-        None if the request was taken back because health checks failed: that failure is already counted.
+        It failed if it broke off or answered 5xx; a 4xx is no failure. None if the request was taken back because
+        health checks failed: that failure is already counted.
         """
-        kind = error.kind if error is not None else "status_5xx" if is_failure(status) else None
+        kind = result.kind if isinstance(result, UpstreamError) else "status_5xx" if is_failure(result) else None
         if kind is None:
             return True
         self.observer.failed(sent.member, kind)
@@ -257,12 +257,6 @@ class Flow(ABC):
         if failures and self.health.backoff_s:
             mean_s = self.health.backoff_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS)
             await asyncio.sleep(self._rng.uniform(0.5, 1.5) * mean_s)
-
-
-async def skip(answer: Answer) -> None:
-    """Read and discard an answer that is not passed on, so that its connection can be reused."""
-    with contextlib.suppress(UpstreamError):
-        await answer.read(REFUSAL_BYTES)
 
 
 def failed(error: UpstreamError) -> HttpError:

@@ -20,6 +20,8 @@ from coterie.wire.footprints import WireFootprint
 
 CLIENT_GONE = 499
 """Status in logs and metrics of a request whose client disconnected."""
+ENDS = {CLIENT_GONE: "cancelled", **dict.fromkeys((401, 403, 429, 503), "refused")}
+"""Error status → label of the request's end; others are invalid (4xx) or failed (5xx)."""
 Cached = NDArray[np.int64] | None
 Beliefs = NDArray[np.float64] | None
 MOST_WAITING = 512
@@ -140,7 +142,21 @@ class Watcher:
         self._ends.append((call.path, result, seconds, waited_s))
         failures = self._failures.pop(call.key, []) if self._failures else []
         if self.log.requests:
-            self._log(call, result, seconds, failures)
+            self.log.request(
+                call.id,
+                call.path,
+                outcome_of(result.status, result.cut),
+                result.status,
+                caller=call.caller or None,
+                worker=result.worker,
+                prefill_worker=result.prefill,
+                failures=failures,
+                ttft_s=result.ttft_s,
+                total_s=seconds,
+                prompt_tokens=result.tokens or None,
+                output_tokens=result.output_tokens or None,
+                cached_tokens=result.cached_tokens,
+            )
         if call.span.recording:
             outcome = outcome_of(result.status, result.cut)
             call.span.note(status=result.status, outcome=outcome, worker=result.worker, retries=len(failures))
@@ -165,31 +181,9 @@ class Watcher:
         if result.cached_tokens:
             metrics.cached_tokens.inc(DECODE, "reported", by=result.cached_tokens)
 
-    def _log(self, call: Call, result: Outcome, seconds: float, failures: list[str]) -> None:
-        self.log.request(
-            call.id,
-            call.path,
-            outcome_of(result.status, result.cut),
-            result.status,
-            caller=call.caller or None,
-            worker=result.worker,
-            prefill_worker=result.prefill,
-            failures=failures,
-            ttft_s=result.ttft_s,
-            total_s=seconds,
-            prompt_tokens=result.tokens or None,
-            output_tokens=result.output_tokens or None,
-            cached_tokens=result.cached_tokens,
-        )
-
 
 def outcome_of(status: int, cut: bool = False) -> str:
-    if cut:
-        return "broken"
-    if status < 400:
-        return "ok"
-    if status == CLIENT_GONE:
-        return "cancelled"
-    if status in (401, 403, 429, 503):
-        return "refused"
-    return "invalid" if status < 500 else "failed"
+    """Return the label of a request's end in metrics and logs; `cut`: whether its answer broke off."""
+    if cut or status < 400:
+        return "broken" if cut else "ok"
+    return ENDS.get(status, "invalid" if status < 500 else "failed")

@@ -6,9 +6,11 @@ requests anyway: health checks may be wrong, and refusing everything is worse.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import msgspec
 from numpy.random import Generator, default_rng
@@ -18,12 +20,19 @@ from coterie.gateway.fleet.health import Attempt, Breaker, Health
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Headers
-from coterie.net.http1.upstream import Upstream, UpstreamLimits
+from coterie.net.http1.upstream import Upstream, UpstreamError, UpstreamLimits
 from coterie.routing.base import Request
 from coterie.wire.handoff import DP_RANK_HEADER
 
+MOST_BYTES = 1 << 20
+"""Most bytes of a worker's answer to :meth:`Member.ask`, such as a list of models."""
 PREFILL, DECODE = "prefill", "decode"
 """Names of the pools."""
+
+
+class WholeAnswer(NamedTuple):
+    status: int
+    body: bytes
 
 
 class Member:
@@ -65,9 +74,14 @@ class Member:
         )
         self.breaker.settings = self.health.settings = config.health
 
-    def may_be_well(self, now: float) -> bool:
-        """Whether neither health checks nor failed requests rule the worker out."""
-        return self.breaker.may_send(now) and not self.is_unhealthy
+    async def ask(self, method: str, path: str, timeout_s: float) -> WholeAnswer:
+        """Send a request without a body, which is no client's. Raises UpstreamError, also if the answer is late."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self.upstream.send(method, path, self.headers)
+                return WholeAnswer(answer.status, await answer.read(MOST_BYTES))
+        except TimeoutError:
+            raise UpstreamError("timeout", f"{path}: no answer within {timeout_s:g} s") from None
 
     @property
     def is_unhealthy(self) -> bool:
@@ -102,9 +116,6 @@ class Pool:
         self._due = math.inf
         """Time when a circuit breaker next lets a request through; infinite if none is open."""
 
-    def __len__(self) -> int:
-        return len(self.members)
-
     @property
     def spec(self) -> RouterSpec:
         """Spec of the router in use."""
@@ -124,6 +135,9 @@ class Pool:
         member = self.members.pop(worker_id)
         member.upstream.retire()
         return member
+
+    def row_of(self, member: Member) -> int:
+        return self.keeper.members[member.entry.id].row
 
     async def close(self) -> None:
         for member in self.members.values():
@@ -162,7 +176,7 @@ class Pool:
     def failing(self) -> bool:
         """Whether every worker is unhealthy or has an open breaker. Workers never checked do not count as unhealthy."""
         now = self.clock()
-        return not any(member.may_be_well(now) for member in self.members.values())
+        return not any(member.breaker.may_send(now) and not member.is_unhealthy for member in self.members.values())
 
     def checked(self, member: Member, ok: bool) -> bool:
         """Count a health check; return whether it changed the worker's state."""

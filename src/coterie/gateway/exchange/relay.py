@@ -119,17 +119,13 @@ def usage_of(body: bytes) -> Usage | None:
 
 def usage_in(piece: bytes) -> Usage | None:
     """Return the token counts in the last event of a piece that has any; None if no event has."""
-    for event in reversed(piece.split(b"\n\n")):
-        if USAGE in event and event.startswith(b"data: "):
-            return usage_of(event[6:])
-    return None
+    events = (event for event in reversed(piece.split(b"\n\n")) if USAGE in event and event.startswith(b"data: "))
+    return next((usage_of(event[6:]) for event in events), None)
 
 
 def head_of(answer: Answer, own: tuple[bytes, bytes]) -> Headers:
     """Return the headers to pass on: the worker's, with the header `own` replaced by the gateway's."""
-    head = passed_on(answer.headers, own[0])
-    head.append(own)
-    return head
+    return [*passed_on(answer.headers, own[0]), own]
 
 
 WHY = {

@@ -12,7 +12,7 @@ import time
 from urllib.parse import urlsplit
 
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import Call, Outcome
+from coterie.gateway.exchange.call import Call, Outcome, encode_object
 from coterie.gateway.exchange.flow import REFUSAL_BYTES, REQUEST_ID, Delivered, Flow, Tries, failed, may_retry, outcome
 from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
@@ -32,11 +32,7 @@ class _RefusedError(Exception):
 
 
 class _PrefillFailedError(Exception):
-    """The prefill worker failed, or refused, before the decode worker answered."""
-
-    def __init__(self, cause: UpstreamError | _RefusedError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
+    """The prefill worker failed, or refused, before the decode worker answered; raised with the cause."""
 
 
 class SglangPairFlow(Flow):
@@ -57,19 +53,18 @@ class SglangPairFlow(Flow):
             try:
                 decode = self.choose(self.decode, call, known, decodes.tried)
                 status, relayed = await self._both(call, sink, prefill, decode)
-                prefilled, decoded = True, self.did_its_part(decode, status, relayed.problem)
+                prefilled, decoded = True, self.did_its_part(decode, relayed.problem or status)
                 self.knowledge.routed(self.prefill, prefill.choice.row, known)
-                delivered = Delivered(decode, status, relayed)
-                result = outcome(delivered, call, known, started)
+                result = outcome(Delivered(decode, status, relayed), call, known, started)
                 result.prefill = prefill.member.entry.id
                 return result
             except _PrefillFailedError as error:
-                pool, tries, sent, cause = self.prefill, prefills, prefill, error.cause
-                prefilled = self._did_its_part(prefill, cause)
+                pool, tries, sent, cause = self.prefill, prefills, prefill, error.args[0]
+                prefilled = self.did_its_part(prefill, cause if isinstance(cause, UpstreamError) else cause.status)
             except (UpstreamError, _RefusedError) as error:
                 assert decode is not None
                 pool, tries, sent, cause = self.decode, decodes, decode, error
-                decoded = self._did_its_part(decode, cause)
+                decoded = self.did_its_part(decode, cause if isinstance(cause, UpstreamError) else cause.status)
             finally:
                 self.prefill.ended(prefill, prefilled)
                 if decode is not None:
@@ -85,17 +80,15 @@ class SglangPairFlow(Flow):
             self.observer.retried(pool, call, f"{sent.member.entry.id} {failure}")
             await self.back_off(tries.failures)
 
-    def _did_its_part(self, sent: Sent, cause: UpstreamError | _RefusedError) -> bool | None:
-        if isinstance(cause, UpstreamError):
-            return self.did_its_part(sent, 0, cause)
-        return self.did_its_part(sent, cause.status)
-
     async def _both(self, call: Call, sink: Responder, prefill: Sent, decode: Sent) -> tuple[int, Relayed]:
         entry = prefill.member.entry
-        body = call.with_fields(
-            bootstrap_host=urlsplit(entry.url).hostname,
-            bootstrap_port=entry.bootstrap_port,
-            bootstrap_room=secrets.randbits(63),
+        body = encode_object(
+            {
+                **call.body,
+                "bootstrap_host": urlsplit(entry.url).hostname,
+                "bootstrap_port": entry.bootstrap_port,
+                "bootstrap_room": secrets.randbits(63),
+            }
         )
 
         async def prefilled() -> None:

@@ -9,6 +9,7 @@ reused them for another request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, encode_object
-from coterie.gateway.exchange.flow import NO_USAGE, REFUSAL_BYTES, REQUEST_ID, Flow, may_retry, outcome
+from coterie.gateway.exchange.flow import NO_USAGE, REQUEST_ID, Flow, may_retry, outcome
 from coterie.gateway.exchange.knowledge import NOTHING, Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Member, Pool
@@ -187,7 +188,7 @@ class VllmPairFlow(Flow):
                     return handoff
                 ok, failure = self.did_its_part(sent, status), str(status)
             except UpstreamError as error:
-                ok, failure = self.did_its_part(sent, 0, error), error.kind
+                ok, failure = self.did_its_part(sent, error), error.kind
             finally:
                 self.prefill.ended(sent, ok)
             tried.add(sent.member.entry.id)
@@ -238,12 +239,8 @@ class VllmPairFlow(Flow):
         task.add_done_callback(self._drops.discard)
 
     async def _delete(self, member: Member, key: str) -> None:
-        try:
-            async with asyncio.timeout(DROP_S):
-                answer = await member.upstream.send("DELETE", f"/kv/{quote(key, safe='')}", member.headers)
-                await answer.read(REFUSAL_BYTES)
-        except (UpstreamError, TimeoutError):
-            return
+        with contextlib.suppress(UpstreamError):
+            await member.ask("DELETE", f"/kv/{quote(key, safe='')}", DROP_S)
 
     async def _take(self, handoff: Handoff, call: Call) -> None:
         try:
@@ -258,7 +255,7 @@ class VllmPairFlow(Flow):
                 await answer.read()
             ok = True
         except UpstreamError as error:
-            ok = self.did_its_part(sent, 0, error)
+            ok = self.did_its_part(sent, error)
         except TimeoutError:
             return
         finally:
