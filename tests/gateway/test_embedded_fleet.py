@@ -120,7 +120,7 @@ def test_no_kv_stays_staged_when_clients_leave(fleet: EmbeddedFleet) -> None:
                 asyncio.create_task(found.client.upstream.send("POST", "/v1/completions", [], body)) for _ in range(12)
             ]
             decode = found.running.parts.pools["decode"].keeper
-            await until(lambda: decode.in_flight >= 3)  # some have a handoff behind them, some are being prefilled
+            await until(lambda: len(decode.requests) >= 3)  # some have a handoff behind them, some are being prefilled
             for number, one in enumerate(asking):
                 if number % 3 == 0:
                     (await one).close()  # after its first byte

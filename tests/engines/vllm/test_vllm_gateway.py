@@ -183,7 +183,7 @@ async def known(found: Run, decisions: dict[str, Any], ids: list[int]) -> None:
     held = (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
     for pool, decision in decisions.items():
         streams = found.running.parts.knowledge.streams[pool]
-        row = found.running.parts.pools[pool].keeper.row_of(decision["worker"])
+        row = found.running.parts.pools[pool].keeper.members[decision["worker"]].row
         await until(lambda: streams.cached(np.array(ids), row + 1)[row] == held)  # noqa: B023 (runs before the next)
 
 
