@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import stdtrit
 
 from coterie.types import Interval
 
@@ -48,7 +48,7 @@ def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:
     mean = float(values.mean())
     if len(values) < 2:
         return Interval(mean, None, None)
-    half = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    half = float(stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / np.sqrt(len(values)))
     return Interval(mean, mean - half, mean + half)
 
 

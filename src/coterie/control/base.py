@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive, check_positive_share
 from coterie.footprints.signatures import Weighting
@@ -44,6 +43,8 @@ class FitJob:
 
 def _reorder(fit: RouterFit, like: NDArray[np.float32]) -> None:
     """Assign clusters to workers so that the summed squared distance to the old profiles is least."""
+    from scipy.optimize import linear_sum_assignment  # slow to import
+
     learned = fit.learned
     distance = ((like**2).sum(axis=1)[:, None] + (learned.profiles**2).sum(axis=1)) - 2 * like @ learned.profiles.T
     rows = linear_sum_assignment(distance)[1]

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from coterie.control.traffic import Kept
 from coterie.costs.lines import DecodeStepPrices, decode_us
@@ -89,6 +88,8 @@ class Scorer:
         sure: float,
     ) -> FitComparison:
         """Compare two fits on the same requests. `sure` is the one-sided confidence of the bound."""
+        from scipy.special import stdtrit  # slow to import
+
         logs = [_logs(one) for one in requests]
         old = self.token_us(in_force, requests, workers, logs)
         new = self.token_us(candidate, requests, workers, logs)
@@ -97,7 +98,7 @@ class Scorer:
             [piece.mean() for piece in np.array_split(new, pieces)],
         )
         savings = 1.0 - np.array(cut[1]) / np.array(cut[0])
-        half = float(stats.t.ppf(sure, pieces - 1) * savings.std(ddof=1) / np.sqrt(pieces))
+        half = float(stdtrit(pieces - 1, sure) * savings.std(ddof=1) / np.sqrt(pieces))
         mean = float(savings.mean())
         return FitComparison(mean, mean - half, float(old.mean()), float(new.mean()), len(requests), pieces)
 

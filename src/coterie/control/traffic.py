@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from coterie.control.base import ControlSettings, LoopShape, RequestSeen
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator
@@ -63,7 +62,9 @@ class TrafficSample(NamedTuple):
     @property
     def chance(self) -> float:
         """Drift ratio that windows of the same traffic exceed with probability `RARE`."""
-        return float(stats.chi2.ppf(1.0 - RARE, self.directions) / self.directions)
+        from scipy.special import gammaincinv  # slow to import
+
+        return float(2 * gammaincinv(self.directions / 2, 1.0 - RARE) / self.directions)
 
 
 def reference_of(fit: RouterFit) -> TrafficSample:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from coterie._numba import njit
 from coterie.costs.cells import MoeCell, expert_tokens
@@ -184,6 +183,8 @@ def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
 
     `cache` is the initial guess of the cache size, as a share of its upper limit.
     """
+    from scipy.optimize import least_squares  # slow to import
+
     low, high, first = list(_LOW), list(_HIGH), list(_START)
     # Initial guess of the right order on any device: the largest cell is compute-bound, the median cell is
     # streaming-bound.

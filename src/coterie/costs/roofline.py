@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import least_squares
 
 from coterie._numba import helper
 from coterie.errors import ConfigError
@@ -135,6 +134,8 @@ def _linear(logs: Column, nbytes: Column) -> Column:
 def _fit(
     law: Callable[..., Column], start: list[float], high: list[float], us: Column, *inputs: Column
 ) -> tuple[list[float], Quality]:
+    from scipy.optimize import least_squares  # slow to import
+
     if len(us) < 3:
         raise ConfigError(f"{len(us)} cells are too few to fit; at least 3 are needed")
     if not (np.isfinite(us).all() and (us > 0).all()):

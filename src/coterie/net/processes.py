@@ -28,7 +28,6 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from coterie.errors import ConfigError, UnavailableError
-from coterie.net.http_client import healthy
 
 POLL_S = 0.05
 START_S = 120.0
@@ -201,6 +200,8 @@ class ServerProcess:
         return self
 
     def wait_ready(self, timeout_s: float = START_S) -> Self:
+        from coterie.net.http_client import healthy  # slow to import
+
         deadline = time.monotonic() + timeout_s
         try:
             while not healthy(self.url):

@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from coterie.errors import ConfigError, TraceError, check_at_least, check_share
 from coterie.footprints.counting import accumulate_load
@@ -136,6 +135,8 @@ def mixtures(
 
 def mixes_of(windows: NDArray[np.floating] | NDArray[np.integer], domains: NDArray[np.floating]) -> NDArray[np.float64]:
     """Fit windows [window, layer, expert] by domains [domain, layer, expert]; return shares [window, domain]."""
+    from scipy.optimize import nnls  # slow to import
+
     known = _shapes(domains)[0].reshape(len(domains), -1).T
     shares = np.array([nnls(known, window.ravel())[0] for window in _shapes(windows)[0]])
     total = shares.sum(axis=1, keepdims=True)

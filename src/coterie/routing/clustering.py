@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
@@ -114,6 +113,8 @@ def centroids_of(signatures: NDArray[np.float32], labels: Labels, workers: int) 
 
 def match(old: NDArray[np.floating], new: NDArray[np.floating]) -> NDArray[np.int64]:
     """Return [worker] the row of `new` matched to each row of `old` such that the sum of similarities is greatest."""
+    from scipy.optimize import linear_sum_assignment  # slow to import
+
     if old.shape != new.shape:
         raise ConfigError(f"centroids {old.shape} and {new.shape} must have equal shapes")
     return np.asarray(linear_sum_assignment(old @ new.T, maximize=True)[1], np.int64)

@@ -17,7 +17,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.step import StepModel
@@ -323,6 +322,8 @@ def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.fl
 
     A cluster stays with workers of its speed.
     """
+    from scipy.optimize import linear_sum_assignment  # slow to import
+
     shared = np.zeros((workers, workers))
     np.add.at(shared, (labels, leading), 1.0)
     if speeds is not None:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from coterie.errors import check_at_least, check_not_negative
 from coterie.placement.base import Load, Plan, planners
@@ -141,6 +140,8 @@ def _check(items: Items, problem: Problem) -> int:
 
 def _numbered(items: Items, problem: Problem, found: Clustered) -> Clustered:
     """Number clusters by the ranks that hold most of their experts now; unchanged if ranks differ in speed."""
+    from scipy.optimize import linear_sum_assignment  # slow to import
+
     speeds = problem.topology.rank_speeds[problem.alive]
     if np.ptp(speeds) > 0:
         return found

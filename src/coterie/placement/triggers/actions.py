@@ -29,7 +29,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from coterie._numba import njit
 from coterie.costs.exchange import row_trips_s
@@ -332,6 +331,8 @@ class _Work:
     # ------------------------------------------------------------------------------------------------------ rebalance
 
     def rebalance(self, unit: int, at_s: float) -> ActionEvent:
+        from scipy.optimize import linear_sum_assignment  # slow to import
+
         demand, held, layers = self.demand[unit], self.held[unit].copy(), self.units[unit]
         ranks, experts = demand.shape
         room = -(-experts // ranks)

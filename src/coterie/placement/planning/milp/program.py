@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import highspy
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
 
 from coterie.placement.objective._arrays import parts_taken
 from coterie.placement.objective.steps import over_scenarios
@@ -396,6 +395,8 @@ class ConstraintRows:
         self.count += rows
 
     def into(self, lp: Any, columns: int) -> None:
+        from scipy.sparse import coo_array  # slow to import
+
         row, column, value = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         matrix = coo_array((value, (row, column)), (self.count, columns)).tocsc()
         lp.num_row_, lp.num_col_ = self.count, columns
