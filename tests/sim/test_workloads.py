@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from coterie.errors import ConfigError
-from coterie.sim.workloads import SemanticLoads, draw_workload
+from coterie.sim.workloads import SemanticLoads
 from coterie.traces.arrivals import BurstyArrivals, PoissonArrivals
 
 
@@ -97,14 +97,18 @@ def test_a_domain_that_does_not_exist_is_refused(domain: int, rng: np.random.Gen
 
 @pytest.mark.parametrize("arrivals", [PoissonArrivals(100.0), BurstyArrivals(100.0, burst_rate=1000.0)])
 def test_a_workload_is_the_same_for_the_same_seed(arrivals: PoissonArrivals | BurstyArrivals) -> None:
-    one, two, other = (draw_workload(arrivals, SemanticLoads(), 500, np.random.default_rng(seed)) for seed in (1, 1, 2))
-    assert [array.tobytes() for array in one] == [array.tobytes() for array in two]
-    assert not np.array_equal(one.loads, other.loads)
-    assert len(one.arrival_s) == len(one.domain) == len(one.loads) == 500
-    assert (np.diff(one.arrival_s) >= 0).all()
+    settings, drawn = SemanticLoads(), []
+    for seed in (1, 1, 2):
+        rng = np.random.default_rng(seed)
+        arrived = arrivals.draw(500, settings.mix, rng)
+        drawn.append((*arrived, settings.draw(arrived.domain, rng)))
+    assert [array.tobytes() for array in drawn[0]] == [array.tobytes() for array in drawn[1]]
+    arrival_s, domain, loads = drawn[0]
+    assert not np.array_equal(loads, drawn[2][2])
+    assert len(arrival_s) == len(domain) == len(loads) == 500
+    assert (np.diff(arrival_s) >= 0).all()
     # Each request's experts are those of its own domain.
-    hottest = one.loads[:, 0].argmax(axis=1)
-    assert np.mean((hottest - 3 * one.domain) % 60 < 4) > 0.95
+    assert np.mean((loads[:, 0].argmax(axis=1) - 3 * domain) % 60 < 4) > 0.95
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

@@ -20,7 +20,7 @@ from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.routing.fleet import Fleet
 from coterie.routing.joint import Joint
-from coterie.sim.group import GroupOutcome, LockstepGroup, summarise_group
+from coterie.sim.group import LockstepGroup
 from coterie.types import INFINIBAND_400G, ModelSpec, Placement, Topology
 from coterie_lab.suites.eldr.synthetic import SyntheticSize
 from coterie_lab.suites.joint import cells as joint_cells
@@ -44,6 +44,7 @@ from coterie_lab.suites.joint.cells import (
     serve_cell,
     slots_that_fit,
 )
+from coterie_lab.suites.joint.loop import GroupOutcome, summarise_group
 from coterie_lab.suites.joint.notes import TABLES, notes_of, verdict
 
 FIELDS = {

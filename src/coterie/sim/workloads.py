@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from coterie.batching.base import Loads
 from coterie.errors import ConfigError, check_at_least, check_positive, check_share
-from coterie.traces.arrivals import ArrivalProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +74,3 @@ class SemanticLoads:
         own = rng.standard_gamma(self.profiles()[domain] * self.likeness) + 1e-12
         own /= own.sum(axis=1, keepdims=True)
         return rng.multinomial(activations, own).astype(np.float64)[:, None, :]
-
-
-class SemanticWorkload(NamedTuple):
-    """Drawn requests in order of arrival."""
-
-    arrival_s: NDArray[np.float64]
-    domain: NDArray[np.int64]
-    loads: Loads
-    """[request, 1, expert] tokens."""
-
-
-def draw_workload(arrivals: ArrivalProcess, loads: SemanticLoads, requests: int, rng: Generator) -> SemanticWorkload:
-    arrived = arrivals.draw(requests, loads.mix, rng)
-    return SemanticWorkload(arrived.arrival_s, arrived.domain, loads.draw(arrived.domain, rng))

@@ -27,7 +27,6 @@ from coterie.batching import Strategy, strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import RunSummary, SpreadExecution, run_batches, summarise_run
-from coterie.sim.workloads import draw_workload
 from coterie.traces.store import write_json
 from coterie_lab.suites.caps.published import GREEDY, RATES, REQUESTS, SEEDS, TOP_SIX, published
 
@@ -55,13 +54,14 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, setting: DrawnWo
     """Every strategy on the same arrivals and loads."""
     pattern_seed = PATTERNS.index(cell.pattern)
     rng = np.random.default_rng([cell.seed, pattern_seed])
-    drawn = draw_workload(setting.arrivals(cell.pattern, cell.rate), setting.loads, requests, rng)
-    execution = SpreadExecution(drawn.loads, setting.base_s, setting.sensitivity)
+    arrived = setting.arrivals(cell.pattern, cell.rate).draw(requests, setting.loads.mix, rng)
+    loads = setting.loads.draw(arrived.domain, rng)
+    execution = SpreadExecution(loads, setting.base_s, setting.sensitivity)
     found = {}
     for name in names:
         config = SchedulerConfig(strategy=name, max_skips=None)
         rng = np.random.default_rng([cell.seed, pattern_seed, 1])
-        run = run_batches(drawn.arrival_s, drawn.loads, execution, config, make_strategy(name, setting), rng)
+        run = run_batches(arrived.arrival_s, loads, execution, config, make_strategy(name, setting), rng)
         found[name] = summarise_run(run)
     return found
 

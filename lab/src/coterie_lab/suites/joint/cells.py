@@ -35,10 +35,11 @@ from coterie.placement.planning.eplb import rebalance
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.routing import Router, RouterFit, routers
 from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordings, split_recordings
-from coterie.sim.group import GroupLoop, GroupOutcome, LockstepGroup, summarise_group
+from coterie.sim.group import LockstepGroup
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
 from coterie_lab.suites.eldr.fleets import TRACES, recorded_source
 from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_source
+from coterie_lab.suites.joint.loop import GroupLoop, GroupOutcome, summarise_group
 
 RANKS = 8
 EXTRA_SLOTS = 8

@@ -21,7 +21,6 @@ import numpy as np
 
 from coterie.answers.runs import in_parallel, interval
 from coterie.answers.suites import Report, SuiteOptions, SuiteResult
-from coterie.sim.group import GroupOutcome
 from coterie_lab.suites.eldr.fleets import TRACES
 from coterie_lab.suites.eldr.synthetic import MOONCAKE
 from coterie_lab.suites.joint.cells import (
@@ -36,6 +35,7 @@ from coterie_lab.suites.joint.cells import (
     Served,
     serve_cell,
 )
+from coterie_lab.suites.joint.loop import GroupOutcome
 from coterie_lab.suites.joint.notes import TABLES as GROUP_TABLES
 from coterie_lab.suites.joint.notes import notes_of
 from coterie_lab.suites.joint.prefix_report import PREFIX_TABLES, prefix_notes, prefix_rows

@@ -15,7 +15,7 @@ from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand
 from coterie.routing import Decision, Fleet, Request, Router, RouterFit, admit_together
 from coterie.sim.fleet.requests import FleetRequests
-from coterie.sim.group.step import GroupStep, LockstepGroup
+from coterie.sim.group import GroupStep, LockstepGroup
 from coterie.types import Placement
 
 
