@@ -182,7 +182,7 @@ class _Crash(BaseException):
     """Not an Exception: nothing on the way may handle it."""
 
 
-CRASH_POINTS = ["pyarrow.parquet.write_table", "os.pwrite", "os.ftruncate", "os.fsync", "json.dump"]
+CRASH_POINTS = ["pyarrow.parquet.write_table", "os.pwrite", "os.ftruncate", "os.fsync", "json.dumps"]
 CRASH_POINTS += ["pathlib.Path.replace", "pathlib.Path.unlink"]
 
 

@@ -42,7 +42,7 @@ def test_the_library_reads_ours_and_we_read_its(tmp_path_factory: pytest.TempPat
     write_arrays(folder / "ours", some)
     save_file(some, folder / "theirs")
     mine, theirs = ArrayFile(folder / "theirs"), load_file(folder / "ours")
-    assert sorted(mine.names()) == sorted(theirs) == sorted(some)
+    assert sorted(mine) == sorted(theirs) == sorted(some)
     for name, array in some.items():
         for found in (mine[name], theirs[name], ArrayFile(folder / "ours")[name]):
             assert found.dtype == array.dtype
@@ -53,7 +53,7 @@ def test_the_library_reads_ours_and_we_read_its(tmp_path_factory: pytest.TempPat
 def test_every_array_starts_on_a_multiple_of_its_item_size(tmp_path: Path) -> None:
     write_arrays(tmp_path / "f", sample())
     file = ArrayFile(tmp_path / "f")
-    assert all(file[name].flags.aligned for name in file.names())
+    assert all(file[name].flags.aligned for name in file)
 
 
 def test_reading_maps_and_cannot_write(tmp_path: Path) -> None:
@@ -82,18 +82,19 @@ def test_rows_may_come_in_parts(tmp_path: Path) -> None:
     "rows", [np.zeros((3, 3), np.int32), np.zeros((1, 2), np.int32), np.zeros((2, 3, 1), np.int32)]
 )
 def test_rows_that_do_not_fit(tmp_path: Path, rows: np.ndarray) -> None:
-    out = ArrayFileWriter(tmp_path / "f", {"a": ArraySpec(np.dtype(np.int32), (2, 3))})
-    with pytest.raises(TraceError, match=r"f: a: rows of shape .* at row 0 do not fit \(2, 3\)"):
+    specs = {"a": ArraySpec(np.dtype(np.int32), (2, 3))}
+    with (
+        pytest.raises(TraceError, match=r"f: a: rows of shape .* at row 0 do not fit \(2, 3\)"),
+        ArrayFileWriter(tmp_path / "f", specs) as out,
+    ):
         out.append("a", rows)
-    out.abort()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_rows_leave_no_file(tmp_path: Path) -> None:
-    out = ArrayFileWriter(tmp_path / "f", {"a": ArraySpec(np.dtype(np.int32), (2,))})
-    out.append("a", np.zeros(1, np.int32))
-    with pytest.raises(TraceError, match="a: has 1 of 2 rows"):
-        out.close()
+    specs = {"a": ArraySpec(np.dtype(np.int32), (2,))}
+    with pytest.raises(TraceError, match="a: has 1 of 2 rows"), ArrayFileWriter(tmp_path / "f", specs) as out:
+        out.append("a", np.zeros(1, np.int32))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,7 +140,7 @@ def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory: pytest.TempPa
     if problem:
         assert problem.startswith(f"{path}: ")
         return
-    for name in set(file.names()) & set(sample()):
+    for name in set(file) & set(sample()):
         assert file[name].nbytes == sample()[name].nbytes
 
 

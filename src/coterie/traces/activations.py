@@ -30,6 +30,7 @@ from coterie.traces.segments import (
     SegmentedTrace,
     TraceMeta,
     check_ids,
+    check_rows,
     check_shapes,
     concat_requests,
     phase_lengths,
@@ -128,19 +129,14 @@ class ActivationWriter:
         if not np.issubdtype(tokens.expert_ids.dtype, np.integer):
             raise ConfigError(f"expert_ids is {tokens.expert_ids.dtype}; expected whole numbers")
         check_ids(tokens.expert_ids, self.meta, "expert_ids")
-        narrow = Activations(
-            tokens.expert_ids.astype(narrowest_uint(self.meta.num_experts - 1)),
-            tokens.phase.copy(),
-            None if tokens.token_ids is None else tokens.token_ids.copy(),
-            None if tokens.gate_weights is None else tokens.gate_weights.copy(),
-        )
+        ids = tokens.expert_ids.astype(narrowest_uint(self.meta.num_experts - 1))
+        narrow = Activations._make((ids, *(None if array is None else array.copy() for array in tokens[1:])))
         columns = _columns(tokens, requests)
         if self._columns is not None and columns != self._columns:
             differing = ", ".join(sorted(columns ^ self._columns))
             raise ConfigError(f"{differing}: given for some requests and not for others; give it for all or for none")
         check_shapes("the appended requests", self.meta, narrow, offsets)
-        if len(requests) != len(offsets) - 1:
-            raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
+        check_rows(requests, offsets)
         self._columns = columns
         self._parts.append((narrow, np.array(offsets), requests))
         self._pending_tokens += len(tokens.phase)

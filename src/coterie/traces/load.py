@@ -13,9 +13,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_at_least, check_share
+from coterie.errors import ConfigError, check_at_least, check_share
 from coterie.traces.requests import FORMAT, VERSION, new_trace_folder, read_meta
-from coterie.traces.store import ArrayFile, write_arrays, write_json
+from coterie.traces.store import ArrayFile, value_errors, write_arrays, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,8 @@ class LoadTable:
 
     def save(self, path: str | Path) -> None:
         folder = new_trace_folder(path)
-        arrays: dict[str, NDArray[Any]] = {"counts": self.counts}
-        if self.tokens is not None:
-            arrays["tokens"] = self.tokens
-        if self.layer_ids is not None:
-            arrays["layer_ids"] = self.layer_ids
-        write_arrays(folder / "load.safetensors", arrays)
+        arrays = {"counts": self.counts, "tokens": self.tokens, "layer_ids": self.layer_ids}
+        write_arrays(folder / "load.safetensors", {n: array for n, array in arrays.items() if array is not None})
         write_json(
             folder / "meta.json",
             {
@@ -79,11 +75,9 @@ class LoadTable:
     @classmethod
     def open(cls, path: str | Path) -> LoadTable:
         folder = Path(path)
-        meta = read_meta(folder)
-        if meta["kind"] != "load":
-            raise TraceError(folder / "meta.json", "kind", f"found {meta['kind']!r}, expected 'load'")
+        meta = read_meta(folder, "load")
         file = ArrayFile(folder / "load.safetensors")
-        try:
+        with value_errors(folder, "load"):
             return cls(
                 counts=file["counts"].astype(np.uint64),
                 model=str(meta.get("model", "unknown")),
@@ -92,8 +86,6 @@ class LoadTable:
                 layer_ids=file.get("layer_ids"),
                 source=meta.get("source") or {},
             )
-        except (ConfigError, TypeError) as error:
-            raise TraceError(folder, "load", str(error)) from None
 
 
 # A load before and after a drift: the workload on which placement planners are compared.

@@ -6,9 +6,8 @@ In memory a request trace is columns of NumPy arrays; on disk, a folder with ``m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_input_file
-from coterie.traces.store import read_json, write_json
+from coterie.errors import ConfigError, TraceError
+from coterie.traces.store import file_errors, read_json, replaced, value_errors, write_json
 
 FORMAT = "coterie-trace"
 VERSION = 1
@@ -26,6 +25,10 @@ MAX_TOKENS = 1 << 40
 
 MOST_REQUESTS = 20_000_000
 """Most requests that may be drawn at once: they take 2 GB of memory."""
+
+
+COLUMNS = ("prompt_tokens", "output_tokens", "arrival_s", "ids", "domains", "prefix_blocks")
+"""Columns of a request trace with one value per request; `extra` has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,7 @@ class RequestTrace:
 
     def __post_init__(self) -> None:
         count = len(self.prompt_tokens)
-        columns: dict[str, Sequence[Any] | NDArray[Any] | None] = {
-            "output_tokens": self.output_tokens,
-            "arrival_s": self.arrival_s,
-            "ids": self.ids,
-            "domains": self.domains,
-            "prefix_blocks": self.prefix_blocks,
-            **self.extra,
-        }
-        for name, column in columns.items():
+        for name, column in {**{name: getattr(self, name) for name in COLUMNS}, **self.extra}.items():
             if column is not None and len(column) != count:
                 raise ConfigError(f"{name} has {len(column)} rows; prompt_tokens has {count}")
         for name in ("prompt_tokens", "output_tokens"):
@@ -94,17 +89,8 @@ class RequestTrace:
                 return None if column is None else column[rows]
             return [column[int(row)] for row in rows]
 
-        return RequestTrace(
-            prompt_tokens=self.prompt_tokens[rows],
-            output_tokens=self.output_tokens[rows],
-            arrival_s=cut(self.arrival_s),
-            ids=cut(self.ids),
-            domains=cut(self.domains),
-            prefix_blocks=cut(self.prefix_blocks),
-            block_tokens=self.block_tokens,
-            extra={name: cut(column) for name, column in self.extra.items()},
-            source=self.source,
-        )
+        columns = {name: cut(getattr(self, name)) for name in COLUMNS}
+        return replace(self, **columns, extra={name: cut(column) for name, column in self.extra.items()})
 
     def in_order(self) -> RequestTrace:
         """Return the same requests in order of arrival; ties keep their order."""
@@ -114,10 +100,7 @@ class RequestTrace:
         """Write the trace to a folder, which must be new or empty."""
         folder = new_trace_folder(path)
         write_requests(folder / "requests.parquet", self)
-        write_json(folder / "meta.json", self._meta())
-
-    def _meta(self) -> dict[str, Any]:
-        return {
+        meta = {
             "format": FORMAT,
             "version": VERSION,
             "kind": "requests",
@@ -125,6 +108,7 @@ class RequestTrace:
             "block_tokens": self.block_tokens,
             "source": dict(self.source),
         }
+        write_json(folder / "meta.json", meta)
 
     @classmethod
     def open(cls, path: str | Path) -> RequestTrace:
@@ -165,19 +149,17 @@ def new_trace_folder(path: str | Path) -> Path:
     return folder
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path, *kinds: str) -> dict[str, Any]:
+    """Read the meta.json of a trace of one of the `kinds`; of any kind by default."""
     if not folder.is_dir():
         problem = "is a file; a trace is a folder (coterie convert makes one)" if folder.exists() else "does not exist"
         raise TraceError(folder, "trace", problem)
     meta = read_json(folder / "meta.json")
-    if meta.get("format") != FORMAT:
-        raise TraceError(folder / "meta.json", "format", f"found {meta.get('format')!r}, expected {FORMAT!r}")
-    if meta.get("version") != VERSION:
-        raise TraceError(folder / "meta.json", "version", f"found {meta.get('version')!r}, expected {VERSION}")
-    if meta.get("kind") not in ("activations", "requests", "load"):
-        raise TraceError(
-            folder / "meta.json", "kind", f"found {meta.get('kind')!r}, expected activations, requests or load"
-        )
+    known = {"format": (FORMAT,), "version": (VERSION,), "kind": kinds or ("activations", "requests", "load")}
+    for name, values in known.items():
+        if meta.get(name) not in values:
+            expected = " or ".join(repr(value) for value in values)
+            raise TraceError(folder / "meta.json", name, f"found {meta.get(name)!r}, expected {expected}")
     return meta
 
 
@@ -186,16 +168,14 @@ def write_requests(path: Path, trace: RequestTrace) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns: dict[str, Any] = {
-        "prompt_tokens": pa.array(trace.prompt_tokens, pa.int64()),
-        "output_tokens": pa.array(trace.output_tokens, pa.int64()),
+    optional: dict[str, tuple[Any, Any]] = {
+        "prompt_tokens": (trace.prompt_tokens, pa.int64()),
+        "output_tokens": (trace.output_tokens, pa.int64()),
+        "arrival_s": (trace.arrival_s, pa.float64()),
+        "id": (trace.ids, pa.string()),
+        "domain": (trace.domains, pa.string()),
     }
-    if trace.arrival_s is not None:
-        columns["arrival_s"] = pa.array(trace.arrival_s, pa.float64())
-    if trace.ids is not None:
-        columns["id"] = pa.array(list(trace.ids), pa.string())
-    if trace.domains is not None:
-        columns["domain"] = pa.array(list(trace.domains), pa.string())
+    columns = {name: pa.array(values, kind) for name, (values, kind) in optional.items() if values is not None}
     if trace.prefix_blocks is not None:
         offsets = np.concatenate([[0], np.cumsum([len(blocks) for blocks in trace.prefix_blocks])])
         values = np.concatenate(list(trace.prefix_blocks)) if len(trace) else np.empty(0, np.int64)
@@ -205,30 +185,25 @@ def write_requests(path: Path, trace: RequestTrace) -> None:
             columns[f"extra.{name}"] = pa.array(list(column))
         except (pa.ArrowException, OverflowError, UnicodeEncodeError, ValueError, TypeError):
             raise ConfigError(f"column {name!r} mixes kinds of values that one table column cannot hold") from None
-    tmp = path.with_name(path.name + ".tmp")
-    with tmp.open("wb") as stream:
+    with replaced(path) as stream:  # it must be on disk before meta.json names it
         pq.write_table(pa.table(columns), stream, compression="zstd")
-        stream.flush()
-        os.fsync(stream.fileno())  # the segment must be on disk before meta.json names it
-    tmp.replace(path)
 
 
 def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any]) -> RequestTrace:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    check_input_file(path)
-    try:
-        with path.open("rb") as stream:  # a stream, because Arrow interprets a path such as s3:x as a URI
+    with file_errors(path), path.open("rb") as stream:  # a stream: Arrow interprets a path such as s3:x as a URI
+        try:
             table = pq.read_table(stream)
-        names = table.column_names
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise TraceError(path, "parquet", f"cannot be read: {str(error).partition(chr(10))[0]}") from None
+            names = table.column_names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise TraceError(path, "parquet", f"cannot be read: {str(error).partition(chr(10))[0]}") from None
     for name in names:
         if names.count(name) > 1:
             raise TraceError(path, name, f"names {names.count(name)} columns")
+
+    kinds = pa.types
 
     def column_of(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
         if name not in names:
@@ -238,36 +213,32 @@ def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any
             raise TraceError(path, name, f"holds {column.type}, expected {expected} without gaps")
         return column
 
-    def numbers(name: str, dtype: type) -> NDArray[Any]:
-        fits = pa.types.is_integer if dtype is np.int64 else pa.types.is_floating
-        kind = "whole numbers" if dtype is np.int64 else "floating point numbers"
-        return np.asarray(column_of(name, fits, kind).to_numpy(zero_copy_only=False), dtype=dtype)
+    def counts(name: str) -> NDArray[np.int64]:
+        return np.asarray(column_of(name, kinds.is_integer, "whole numbers").to_numpy(zero_copy_only=False), np.int64)
 
-    def texts(name: str) -> list[str] | None:
-        if name not in names:
-            return None
-        return list(column_of(name, lambda t: pa.types.is_string(t) or pa.types.is_large_string(t), "text").to_pylist())
+    def texts(name: str) -> list[str]:
+        return list(column_of(name, lambda t: kinds.is_string(t) or kinds.is_large_string(t), "text").to_pylist())
 
     def lists_of_hashes(kind: Any) -> bool:
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        return bool(is_list and pa.types.is_integer(kind.value_type))
+        return bool((kinds.is_list(kind) or kinds.is_large_list(kind)) and kinds.is_integer(kind.value_type))
 
-    blocks = None
+    arrival_s = blocks = None
+    if "arrival_s" in names:
+        column = column_of("arrival_s", kinds.is_floating, "floating point numbers")
+        arrival_s = np.asarray(column.to_numpy(zero_copy_only=False), np.float64)
     if "prefix_blocks" in names and block_tokens:
         column = column_of("prefix_blocks", lists_of_hashes, "lists of whole numbers")
         offsets, values = column.offsets.to_numpy(), column.values.to_numpy().astype(np.int64)
         blocks = [values[a:b] for a, b in pairwise(offsets)]
-    try:
+    with value_errors(path, "table"):
         return RequestTrace(
-            prompt_tokens=numbers("prompt_tokens", np.int64),
-            output_tokens=numbers("output_tokens", np.int64),
-            arrival_s=numbers("arrival_s", np.float64) if "arrival_s" in names else None,
-            ids=texts("id"),
-            domains=texts("domain"),
+            prompt_tokens=counts("prompt_tokens"),
+            output_tokens=counts("output_tokens"),
+            arrival_s=arrival_s,
+            ids=texts("id") if "id" in names else None,
+            domains=texts("domain") if "domain" in names else None,
             prefix_blocks=blocks,
             block_tokens=block_tokens if blocks is not None else None,
             extra={n.removeprefix("extra."): table[n].to_pylist() for n in names if n.startswith("extra.")},
             source=source,
         )
-    except ConfigError as error:
-        raise TraceError(path, "table", str(error)) from None

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError
-from coterie.traces.requests import FORMAT, TABLES, VERSION, RequestTrace, read_meta, read_requests
-from coterie.traces.store import ArrayFile, ArraySpec
+from coterie.traces.requests import COLUMNS, FORMAT, TABLES, VERSION, RequestTrace, read_meta, read_requests
+from coterie.traces.store import ArrayFile, ArraySpec, value_errors
 from coterie.types import DECODE, PREFILL, narrowest_uint
 
 FINAL = ("activations.safetensors", "requests.parquet")
@@ -66,12 +66,11 @@ class TraceMeta:
             )
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
-        if self.layer_ids is not None and not all(isinstance(n, int) and abs(n) < 1 << 31 for n in self.layer_ids):
-            raise ConfigError(f"layer_ids={self.layer_ids} must be whole numbers of 32 bits")
         if not isinstance(self.source, Mapping):
             raise ConfigError(f"source={self.source!r} must be an object")
-        if self.layer_ids is not None and len(self.layer_ids) != self.num_layers:
-            raise ConfigError(f"layer_ids has {len(self.layer_ids)} entries; num_layers={self.num_layers}")
+        indices = range(self.num_layers) if self.layer_ids is None else self.layer_ids
+        if len(indices) != self.num_layers or not all(isinstance(n, int) and abs(n) < 1 << 31 for n in indices):
+            raise ConfigError(f"layer_ids={self.layer_ids} must be num_layers={self.num_layers} numbers of 32 bits")
 
     def specs(self, num_tokens: int, num_requests: int, optional: Sequence[str] = ()) -> dict[str, ArraySpec]:
         """Return the dtypes and shapes of a segment's arrays."""
@@ -142,14 +141,7 @@ class Segment(NamedTuple):
         return len(self.offsets) - 1
 
     def between(self, start: int, stop: int) -> Activations:
-        tokens = self.tokens
-        ids, gates = tokens.token_ids, tokens.gate_weights
-        return Activations(
-            tokens.expert_ids[start:stop],
-            tokens.phase[start:stop],
-            None if ids is None else ids[start:stop],
-            None if gates is None else gates[start:stop],
-        )
+        return Activations._make(None if array is None else array[start:stop] for array in self.tokens)
 
 
 class SegmentedTrace:
@@ -167,17 +159,14 @@ class SegmentedTrace:
     def open(cls, path: str | Path) -> Self:
         """Map a trace. This checks the sizes of the arrays; :meth:`validate` checks the ids."""
         folder = Path(path)
-        raw = read_meta(folder)
-        if raw["kind"] != "activations":
-            raise TraceError(folder / "meta.json", "kind", f"found {raw['kind']!r}, expected 'activations'")
-        try:
-            layer_ids = raw.get("layer_ids")
+        raw = read_meta(folder, "activations")
+        with value_errors(folder / "meta.json", "shape"):
             meta = TraceMeta(
                 model=str(raw["model"]),
                 num_experts=raw["num_experts"],
                 num_layers=raw["num_layers"],
                 top_k=raw["top_k"],
-                layer_ids=tuple(layer_ids) if layer_ids else None,
+                layer_ids=tuple(raw.get("layer_ids") or ()) or None,
                 source=raw.get("source") or {},
                 block_tokens=raw.get("block_tokens"),
             )
@@ -188,16 +177,10 @@ class SegmentedTrace:
             for name in (name for entry in entries for name in entry[:2]):
                 if name not in FINAL and not PART.fullmatch(name):
                     raise TraceError(folder / "meta.json", "segments", f"{name!r} is not the name of a segment's file")
-        except KeyError as error:
-            raise TraceError(folder / "meta.json", str(error.args[0]), "is missing") from None
-        except TraceError:
-            raise
-        except (ConfigError, TypeError, ValueError, OverflowError) as error:
-            raise TraceError(folder / "meta.json", "shape", str(error)) from None
         # No segments: the recording has begun, but nothing was flushed yet.
-        found = cls(meta, [_open_segment(folder, meta, *entry) for entry in entries]) if entries else cls.empty(meta)
-        found.unfinished = [entry[:2] for entry in entries] != [FINAL]
-        return found
+        trace = cls(meta, [_open_segment(folder, meta, *entry) for entry in entries]) if entries else cls.empty(meta)
+        trace.unfinished = [entry[:2] for entry in entries] != [FINAL]
+        return trace
 
     @classmethod
     def from_arrays(
@@ -211,18 +194,14 @@ class SegmentedTrace:
         gate_weights: NDArray[np.float16] | None = None,
     ) -> Self:
         """Make a trace in memory. Without `phase` every token counts as decode. Expert ids are checked."""
-        count = len(expert_ids)
         if phase is None:
-            phase = np.full(count, DECODE, np.uint8)
+            phase = np.full(len(expert_ids), DECODE, np.uint8)
         offsets = np.asarray(offsets, np.int64)
         tokens = Activations(expert_ids.astype(narrowest_uint(meta.num_experts - 1)), phase, token_ids, gate_weights)
         check_ids(expert_ids, meta, "expert_ids")
         check_shapes("from_arrays", meta, tokens, offsets)
-        if requests is None:
-            lengths = phase_lengths(phase, offsets)
-            requests = RequestTrace(prompt_tokens=lengths[0], output_tokens=lengths[1])
-        if len(requests) != len(offsets) - 1:
-            raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
+        requests = requests or RequestTrace(*phase_lengths(phase, offsets))
+        check_rows(requests, offsets)
         return cls(meta, [Segment(offsets, tokens, None, None)], requests)
 
     @classmethod
@@ -291,36 +270,21 @@ class SegmentedTrace:
         """Return all tokens and the offsets [request + 1] as single arrays: copies if there are several segments."""
         if len(self.segments) == 1:
             return self.segments[0].tokens, self.segments[0].offsets
-        parts = [s.tokens for s in self.segments]
-        offsets = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
-        ids = [p.token_ids for p in parts if p.token_ids is not None]
-        gates = [p.gate_weights for p in parts if p.gate_weights is not None]
-        return (
-            Activations(
-                np.concatenate([p.expert_ids for p in parts]),
-                np.concatenate([p.phase for p in parts]),
-                np.concatenate(ids) if len(ids) == len(parts) and ids else None,
-                np.concatenate(gates) if len(gates) == len(parts) and gates else None,
-            ),
-            offsets,
-        )
+        columns = zip(*(segment.tokens for segment in self.segments), strict=True)
+        tokens = (None if any(part is None for part in parts) else np.concatenate(parts) for parts in columns)
+        return Activations._make(tokens), np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
 
     def validate(self) -> None:
         """Read all ids and offsets, in bounded memory; raises if an id is out of range or an offset decreases."""
         for segment in self.segments:
             name = segment.file.path if segment.file else "trace"
-            try:
+            with value_errors(name, "offsets"):
                 check_shapes(str(name), self.meta, segment.tokens, segment.offsets)
-            except ConfigError as error:
-                raise TraceError(name, "offsets", str(error)) from None
-            ids = segment.tokens.expert_ids
-            for start in range(0, len(ids), 1 << 18):
-                try:
-                    check_ids(ids[start : start + (1 << 18)], self.meta, "expert_ids", start)
-                except ConfigError as error:
-                    raise TraceError(name, "expert_ids", str(error)) from None
-                gates = segment.tokens.gate_weights
-                if gates is not None and not np.isfinite(gates[start : start + (1 << 18)]).all():
+            for start in range(0, len(segment.tokens.phase), 1 << 18):
+                part = segment.between(start, start + (1 << 18))
+                with value_errors(name, "expert_ids"):
+                    check_ids(part.expert_ids, self.meta, "expert_ids", start)
+                if part.gate_weights is not None and not np.isfinite(part.gate_weights).all():
                     raise TraceError(name, "gate_weights", f"holds NaN or infinity after token {start}")
                 if segment.file is not None:
                     segment.file.release()
@@ -335,10 +299,8 @@ def _open_segment(folder: Path, meta: TraceMeta, name: str, table: str, num_toke
     tokens = Activations(file["expert_ids"], file["phase"], file.get("token_ids"), file.get("gate_weights"))
     if len(tokens.phase) != num_tokens:
         raise TraceError(file.path, "phase", f"has {len(tokens.phase)} tokens, meta.json says {num_tokens}")
-    try:
+    with value_errors(file.path, "shape"):
         check_shapes(str(file.path), meta, tokens, offsets, deep=False)
-    except ConfigError as error:
-        raise TraceError(file.path, "shape", str(error)) from None
     return Segment(offsets, tokens, file, folder / table)
 
 
@@ -349,15 +311,18 @@ def check_ids(ids: NDArray[np.integer], meta: TraceMeta, name: str, start: int =
         raise ConfigError(f"{name}{list(where)}={int(ids[tuple(bad)])} must be in 0 … {meta.num_experts - 1}")
 
 
+def check_rows(requests: RequestTrace, offsets: NDArray[np.int64]) -> None:
+    if len(requests) != len(offsets) - 1:
+        raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
+
+
 def check_shapes(
     name: str, meta: TraceMeta, tokens: Activations, offsets: NDArray[np.int64], deep: bool = True
 ) -> None:
     specs = meta.specs(len(tokens.phase), len(offsets) - 1, OPTIONAL)
     for field_name, spec in specs.items():
         array = offsets if field_name == "offsets" else getattr(tokens, field_name)
-        if array is None:
-            continue
-        if array.shape != spec.shape or array.dtype != spec.dtype:
+        if array is not None and (array.shape, array.dtype) != (spec.shape, spec.dtype):
             raise ConfigError(f"{field_name} is {array.dtype} {array.shape}; expected {spec.dtype} {spec.shape}")
     if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens.phase):
         raise ConfigError(f"offsets of {name} must run from 0 to the {len(tokens.phase)} tokens")
@@ -368,8 +333,7 @@ def check_shapes(
 
 
 def phase_lengths(phase: NDArray[np.uint8], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    decode = np.concatenate([[0], np.cumsum(phase == DECODE)])[offsets]
-    output = np.diff(decode).astype(np.int64)
+    output = np.diff(np.concatenate([[0], np.cumsum(phase == DECODE)])[offsets]).astype(np.int64)
     return np.diff(offsets) - output, output
 
 
@@ -383,15 +347,10 @@ def concat_requests(tables: Sequence[RequestTrace]) -> RequestTrace:
         return np.concatenate(columns) if isinstance(columns[0], np.ndarray) else [v for c in columns for v in c]
 
     shared = set(tables[0].extra).intersection(*(t.extra for t in tables))
-    blocks = join("prefix_blocks")
+    columns = {name: join(name) for name in COLUMNS}
     return RequestTrace(
-        prompt_tokens=join("prompt_tokens"),
-        output_tokens=join("output_tokens"),
-        arrival_s=join("arrival_s"),
-        ids=join("ids"),
-        domains=join("domains"),
-        prefix_blocks=blocks,
-        block_tokens=tables[0].block_tokens if blocks is not None else None,
+        **columns,
+        block_tokens=None if columns["prefix_blocks"] is None else tables[0].block_tokens,
         extra={name: [v for t in tables for v in t.extra[name]] for name in sorted(shared)},
         source=tables[0].source,
     )

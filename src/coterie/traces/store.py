@@ -7,19 +7,21 @@ the tests read and write them with the library too.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError, check_input_file
+from coterie.errors import ConfigError, TraceError, check_input_file
 
 _DTYPES = {
     "BOOL": "|b1",
@@ -50,30 +52,74 @@ class ArraySpec(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-class ArrayFile:
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of opening, reading and unpacking a file into TraceErrors with one line that names the file."""
+    check_input_file(path)
+    try:
+        yield
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except IsADirectoryError:
+        raise TraceError(path, "file", "is a folder, expected a file") from None
+    except EOFError:
+        raise TraceError(path, "gzip", "the stream ends early: the file is cut short") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(path, "gzip", f"cannot be unpacked: {error}") from None
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(path, "text", f"is not UTF-8: {error.reason} at byte {error.start} of a block") from None
+
+
+@contextmanager
+def value_errors(path: str | Path, field: str, keys_of: str = "") -> Iterator[None]:
+    """Turn errors of a file's values into TraceErrors that name the file and the field.
+
+    A missing key is the field itself, after the words `keys_of`.
+    """
+    try:
+        yield
+    except TraceError:
+        raise
+    except KeyError as error:
+        raise TraceError(path, f"{keys_of} {error.args[0]}".lstrip(), "is missing") from None
+    except (ConfigError, TypeError, ValueError, OverflowError) as error:
+        raise TraceError(path, field, str(error)) from None
+
+
+@contextmanager
+def replaced(path: Path, part: str | None = None) -> Iterator[BinaryIO]:
+    """Open a file beside `path` that replaces it once it is written and on disk; an error leaves `path` as it was.
+
+    `part` is the name of the file meanwhile, ``NAME.tmp`` by default.
+    """
+    tmp = path.with_name(part or f"{path.name}.tmp")
+    try:
+        with tmp.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+class ArrayFile(dict[str, NDArray[Any]]):
     """A safetensors file mapped read-only: ``file["offsets"]`` is a view, not a copy."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
-        self._arrays: dict[str, NDArray[Any]] = {}
-        self._metadata: Any = None
-        check_input_file(path)
-        try:
-            with path.open("rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
-                header, start = read_header(path, stream, size)
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise TraceError(path, "file", "does not exist") from None
-        except OSError as error:
-            raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
+        with file_errors(path), path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            header, start = read_header(path, stream, size)
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._metadata = header.pop("__metadata__", None)
         end = start
-        self._metadata = header.get("__metadata__")
         for name, entry in header.items():
-            if name != "__metadata__":
-                array, stop = self._view(name, entry, start, size)
-                self._arrays[name] = array
-                end = max(end, stop)
+            self[name], stop = self._view(name, entry, start, size)
+            end = max(end, stop)
         if size != end:
             raise TraceError(path, "file", f"has {size} bytes; its header describes {end}")
 
@@ -81,11 +127,11 @@ class ArrayFile:
         """Return Coterie's metadata of the file; raises TraceError for another format or version."""
         try:
             about = json.loads(self._metadata["coterie"])
-            found = (about["format"], about["version"])
+            stated = (about["format"], about["version"])
         except (KeyError, TypeError, ValueError, RecursionError):
             raise TraceError(self.path, "metadata", f"is not that of a {kind} file") from None
-        if found != (kind, version):
-            problem = f"found {found[0]!r} version {found[1]!r}, expected {kind!r} version {version}"
+        if stated != (kind, version):
+            problem = f"found {stated[0]!r} version {stated[1]!r}, expected {kind!r} version {version}"
             raise TraceError(self.path, "metadata format", problem)
         return dict(about)
 
@@ -106,18 +152,8 @@ class ArrayFile:
             raise TraceError(self.path, name, f"has a shape that no array has: {error}") from None
         return array, start + last
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        try:
-            return self._arrays[name]
-        except KeyError:
-            raise TraceError(self.path, name, f"is missing; the file has {', '.join(sorted(self._arrays))}") from None
-
-    def get(self, name: str) -> NDArray[Any] | None:
-        return self._arrays.get(name)
-
-    def names(self) -> list[str]:
-        """Return the names of the file's arrays, in the order of its header."""
-        return list(self._arrays)
+    def __missing__(self, name: str) -> NDArray[Any]:
+        raise TraceError(self.path, name, f"is missing; the file has {', '.join(sorted(self))}")
 
     def release(self) -> None:
         """Release the pages read so far: they stay in the page cache but no longer count as this process's memory."""
@@ -142,28 +178,26 @@ def read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any]
     return header, 8 + length
 
 
-class ArrayFileWriter:
+class ArrayFileWriter(AbstractContextManager["ArrayFileWriter"]):
     """Write a safetensors file row by row; the arrays' shapes must be known in advance.
 
-    The file is ``NAME.tmp`` until it is closed without error: a crash leaves no file under the final name.
+    The file is ``NAME.tmp`` until the block ends without error: a crash leaves no file under the final name.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, ArraySpec]) -> None:
         self.path = path
-        self.specs = dict(specs)
         # Widest first, as the library does, so that every array starts on a multiple of its item size.
-        order = sorted(self.specs, key=lambda name: (-self.specs[name].dtype.itemsize, name))
+        self.specs = dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         header: dict[str, Any] = {}
         at = 0
-        for name in order:
-            spec = self.specs[name]
+        for name, spec in self.specs.items():
             code = _NAMES[spec.dtype.newbyteorder("<")]
             header[name] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
             at += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._start = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in order}
-        self._rows = dict.fromkeys(order, 0)
+        self._start = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in header}
+        self._rows = dict.fromkeys(header, 0)
         self._tmp = path.with_name(path.name + ".tmp")
         self._file = os.open(self._tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.pwrite(self._file, len(text).to_bytes(8, "little") + text, 0)
@@ -182,27 +216,16 @@ class ArrayFileWriter:
             at += os.pwrite(self._file, view[at : at + (1 << 30)].data, start + at)
         self._rows[name] = done + len(data)
 
-    def close(self) -> None:
-        for name, spec in self.specs.items():
-            if self._rows[name] != spec.shape[0]:
-                self.abort()
-                raise TraceError(self.path, name, f"has {self._rows[name]} of {spec.shape[0]} rows")
-        os.fsync(self._file)
-        os.close(self._file)
-        self._tmp.replace(self.path)
-
-    def abort(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        missing = [name for name, spec in self.specs.items() if self._rows[name] != spec.shape[0]]
+        if kind is None and not missing:
+            os.fsync(self._file)
+            self._tmp.replace(self.path)
         os.close(self._file)
         self._tmp.unlink(missing_ok=True)
-
-    def __enter__(self) -> ArrayFileWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+        if kind is None and missing:
+            rows = f"{self._rows[missing[0]]} of {self.specs[missing[0]].shape[0]}"
+            raise TraceError(self.path, missing[0], f"has {rows} rows")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -222,38 +245,22 @@ def write_described(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mappi
 
     # A single metadata entry: the library writes several entries in an order that differs from run to run.
     data = save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {"coterie": json.dumps(about)})
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with part.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replaced(path, f".{path.name}.{os.getpid()}.tmp") as stream:
+        stream.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically."""
-    tmp = path.with_name(path.name + ".tmp")
-    with tmp.open("w") as stream:
-        json.dump(value, stream, indent=1)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    tmp.replace(path)
+    with replaced(path) as stream:
+        stream.write(json.dumps(value, indent=1).encode() + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    check_input_file(path)
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
+    with file_errors(path):
+        try:
+            value = json.loads(path.read_text())
+        except (ValueError, RecursionError) as error:
+            raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
     if not isinstance(value, dict):
         raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
     return value

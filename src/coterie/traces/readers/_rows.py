@@ -15,16 +15,17 @@ import math
 import zlib
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_input_file
+from coterie.errors import ConfigError, TraceError
 from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
+from coterie.traces.store import file_errors
 
 MOST_RATIO = 200
 """Largest accepted ratio of unpacked to packed bytes. Real traces unpack to at most 20 times their size."""
@@ -130,26 +131,6 @@ class RequestColumns:
         except ConfigError as error:
             raise TraceError(path, "requests", str(error)) from None
         return trace.in_order()
-
-
-@contextmanager
-def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors of opening and unpacking a file into TraceErrors with one line that names the file."""
-    check_input_file(path)
-    try:
-        yield
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except IsADirectoryError:
-        raise TraceError(path, "file", "is a folder, expected a file") from None
-    except EOFError:
-        raise TraceError(path, "gzip", "the stream ends early: the file is cut short") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(path, "gzip", f"cannot be unpacked: {error}") from None
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise TraceError(path, "text", f"is not UTF-8: {error.reason} at byte {error.start} of a block") from None
 
 
 def is_gzip(path: Path) -> bool:

@@ -130,8 +130,8 @@ def _positive(path: Path, meta: Mapping[str, Any], name: str) -> int:
 
 
 def _add(loads: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_experts: int) -> None:
-    for key in file.names():
-        match, counts = _KEY.fullmatch(key), file[key]
+    for key, counts in file.items():
+        match = _KEY.fullmatch(key)
         if match is None:
             raise TraceError(file.path, key, "is not a key of the form {iteration}_{layer}")
         if counts.shape != (num_experts,) or counts.dtype.kind not in "ui":
