@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import TraceError
 from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
-from coterie.traces.store import file_errors
+from coterie.traces.store import file_errors, value_errors
 
 MOST_RATIO = 200
 """Largest accepted ratio of unpacked to packed bytes. Real traces unpack to at most 20 times their size."""
@@ -96,40 +96,37 @@ def _shown(value: Any) -> str:
 class RequestColumns:
     """Columns of a request trace, filled while its rows are read; numbers take eight bytes each."""
 
-    def __init__(self, used: Collection[str]) -> None:
+    def __init__(self, used: Collection[str], units_per_s: float = 1.0, typecode: str = "d") -> None:
+        """`typecode` is that of the arrival times: "d" for floats, "q" for integers too large for them."""
         self.used = frozenset(used)
-        self.prompt_tokens = array("q")
-        self.output_tokens = array("q")
+        self.units_per_s = units_per_s
+        self.arrivals = array(typecode)
+        self.prompt_tokens, self.output_tokens = array("q"), array("q")
         self.extra: dict[str, list[Any]] = {}
 
-    def add(self, row: Row, prompt_tokens: int, output_tokens: int) -> None:
+    def add(self, row: Row, arrival: float, prompt_tokens: int, output_tokens: int) -> None:
         """Add one request. Values in columns not in `used` are kept as extra, None for a line that lacks the value."""
-        count = len(self.prompt_tokens)
+        for name in row.values.keys() - self.used - self.extra.keys():
+            self.extra[name] = [None] * len(self.arrivals)
+        self.arrivals.append(arrival)
         self.prompt_tokens.append(prompt_tokens)
         self.output_tokens.append(output_tokens)
-        for name in row.values.keys() - self.used - self.extra.keys():
-            self.extra[name] = [None] * count
         for name, column in self.extra.items():
             column.append(row.values.get(name))
 
-    def trace(
-        self, path: Path, format: str, options: ReadOptions, arrival_s: NDArray[np.float64], **columns: Any
-    ) -> RequestTrace:
+    def trace(self, path: Path, format: str, options: ReadOptions, **columns: Any) -> RequestTrace:
         """Return the trace in order of arrival, with the first arrival at 0 s."""
-        source: dict[str, Any] = {"format": format, "file": path.name}
-        if options.model is not None:
-            source["model"] = options.model
-        try:
+        since_first = np.array(self.arrivals) - min(self.arrivals)  # before the division: integers lose no digit
+        model = {} if options.model is None else {"model": options.model}
+        with value_errors(path, "requests"):
             trace = RequestTrace(
                 prompt_tokens=np.array(self.prompt_tokens, np.int64),
                 output_tokens=np.array(self.output_tokens, np.int64),
-                arrival_s=arrival_s - arrival_s.min(),
+                arrival_s=since_first / self.units_per_s,
                 extra={name: self.extra[name] for name in sorted(self.extra)},
-                source=source,
+                source={"format": format, "file": path.name} | model,
                 **columns,
             )
-        except ConfigError as error:
-            raise TraceError(path, "requests", str(error)) from None
         return trace.in_order()
 
 

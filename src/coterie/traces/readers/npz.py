@@ -27,23 +27,22 @@ The GLM tables overlap: the merged tables are sums of the shards, so adding up a
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, InputError, TraceError, check_input_file
+from coterie.errors import InputError, TraceError, check_input_file
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.load import LoadTable
-from coterie.traces.readers._rows import check_unpacked, read_unpacked
+from coterie.traces.readers._rows import Row, check_unpacked, json_rows
 from coterie.traces.readers.base import Reader, ReadOptions, Trace, readers
 from coterie.traces.readers.routed_experts import experts_of
 from coterie.traces.requests import RequestTrace
+from coterie.traces.store import value_errors
 from coterie.types import DECODE, PREFILL
 from coterie.wire.routed_experts import decode_npy
 
@@ -76,11 +75,11 @@ def _layout(names: Sequence[str]) -> str | None:
 
 def _find(folder: Path) -> Path:
     files = sorted(folder.glob("*.npz"))
-    found = [file for file in files if sniff_npz(file)]
-    if len(found) != 1:
-        which = ", ".join(file.name for file in found or files) or "no .npz file"
+    known = [file for file in files if sniff_npz(file)]
+    if len(known) != 1:
+        which = ", ".join(file.name for file in known or files) or "no .npz file"
         raise TraceError(folder, "folder", f"holds {which}; expected one .npz of a known layout, or give the file")
-    return found[0]
+    return known[0]
 
 
 def _names(path: Path) -> list[str]:
@@ -103,118 +102,104 @@ def _load(path: Path, names: Sequence[str]) -> Arrays:
     arrays: dict[str, NDArray[Any]] = {}
     with zipfile.ZipFile(path) as archive:
         check_unpacked(path, sum(part.file_size for part in archive.infolist()))
-    for name in names:
-        try:
-            with zipfile.ZipFile(path) as archive:
-                data = archive.read(name + ".npy")  # checks the CRC before anything is parsed
-            arrays[name] = decode_npy(data)
-        except InputError as error:
-            raise TraceError(path, name, str(error)) from None
-        except Exception as error:
-            raise TraceError(path, name, f"cannot be unpacked: {error!r}") from None
+        for name in names:
+            try:
+                arrays[name] = decode_npy(archive.read(name + ".npy"))  # checks the CRC before anything is parsed
+            except Exception as error:
+                problem = str(error) if isinstance(error, InputError) else f"cannot be unpacked: {error!r}"
+                raise TraceError(path, name, problem) from None
     return arrays
 
 
-@dataclass(frozen=True, slots=True)
-class _Sidecar:
-    """The JSONL file beside an archive. Values that it repeats from the arrays must agree with them."""
+def _sidecar(file: Path, *names: str) -> list[Row]:
+    """Return the rows of the JSON Lines file beside an archive, which has one of these names."""
+    path = next((file.with_name(name) for name in names if file.with_name(name).exists()), None)
+    if path is None:
+        raise TraceError(file.with_name(names[0]), "file", f"does not exist; {file.name} needs it")
+    return list(json_rows(path, ()))
 
-    path: Path
-    rows: Sequence[Mapping[str, Any]]
 
-    @classmethod
-    def beside(cls, file: Path, *names: str) -> _Sidecar:
-        path = next((file.with_name(name) for name in names if file.with_name(name).exists()), None)
-        if path is None:
-            raise TraceError(file.with_name(names[0]), "file", f"does not exist; {file.name} needs it")
-        try:
-            lines = read_unpacked(path).decode().splitlines()
-        except UnicodeDecodeError as error:
-            raise TraceError(path, "file", f"cannot be read: {error!r}") from None
-        rows = []
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                raise TraceError(path, f"line {number}", "is not JSON") from None
-            if not isinstance(row, dict):
-                raise TraceError(path, f"line {number}", "must be a JSON object")
-            rows.append(row)
-        return cls(path, rows)
+def _whole(rows: Sequence[Row], name: str) -> NDArray[np.int64]:
+    """Return [row] whole numbers; a number like 12.0 is one."""
+    for row in rows:
+        value = row.values.get(name)
+        if type(value) not in (int, float) or not 0 <= value < 2**63 or value != int(value):  # type: ignore[operator, arg-type]
+            raise row.error(name, f"is {value!r}, expected a whole number, not negative")
+    return np.array([row.values[name] for row in rows], np.int64)
 
-    def texts(self, name: str) -> list[str]:
-        values = [row.get(name) for row in self.rows]
-        for number, value in enumerate(values, 1):
-            if not isinstance(value, str):
-                raise TraceError(self.path, f"line {number}: {name}", f"is {value!r}, expected a text")
-        return [str(value) for value in values]
 
-    def counts(self, name: str) -> NDArray[np.int64]:
-        values = [row.get(name) for row in self.rows]
-        for number, value in enumerate(values, 1):
-            if type(value) not in (int, float) or not 0 <= value < 2**63 or value != int(value):  # type: ignore[operator, arg-type]
-                problem = f"is {value!r}, expected a whole number, not negative"
-                raise TraceError(self.path, f"line {number}: {name}", problem)
-        return np.array(values, np.int64)
+def _match(rows: Sequence[Row], name: str, expected: NDArray[np.integer], what: str) -> None:
+    """Raise TraceError unless the rows repeat the numbers that the arrays say."""
+    stated = _whole(rows, name)
+    if len(stated) != len(expected):
+        raise TraceError(rows[0].path, "rows", f"found {len(stated)}, the arrays hold {len(expected)}")
+    for at in np.flatnonzero(stated != expected)[:1]:
+        raise rows[at].error(name, f"is {stated[at]}, {what} say {expected[at]}")
 
-    def match(self, name: str, expected: NDArray[np.integer], what: str) -> None:
-        found = self.counts(name)
-        if len(found) != len(expected):
-            raise TraceError(self.path, "rows", f"found {len(found)}, the arrays hold {len(expected)}")
-        for at in np.flatnonzero(found != expected)[:1]:
-            problem = f"is {found[at]}, {what} say {expected[at]}"
-            raise TraceError(self.path, f"line {at + 1}: {name}", problem)
+
+def _requests(file: Path, offsets: NDArray[np.int64], length: str, *names: str) -> list[Row]:
+    """Return the rows of the requests' sidecar; the number of tokens, called `length`, and the offset must match."""
+    rows = _sidecar(file, *names)
+    _match(rows, length, np.diff(offsets), "offsets")
+    _match(rows, "offset", offsets[:-1], "offsets")
+    return rows
 
 
 def _read_gpt_oss(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
-    name = options.model or file.absolute().parent.name
     offsets = _offsets(file, arrays)
-    sidecar = _Sidecar.beside(file, "requests.jsonl.gz", "requests.jsonl")
-    sidecar.match("n_routed_tokens", np.diff(offsets), "offsets")
-    sidecar.match("offset", offsets[:-1], "offsets")
+    rows = _requests(file, offsets, "n_routed_tokens", "requests.jsonl.gz", "requests.jsonl")
     requests = RequestTrace(
-        prompt_tokens=sidecar.counts("n_prompt_tokens"),
+        prompt_tokens=_whole(rows, "n_prompt_tokens"),
         output_tokens=np.diff(offsets) + 1,
-        domains=sidecar.texts("category"),
-        extra={"dataset": sidecar.texts("dataset")},
+        domains=[row.text("category") for row in rows],
+        extra={"dataset": [row.text("dataset") for row in rows]},
     )
-    gates = _array(file, arrays, "gate_probs_f16", 3, "f").astype(np.float16)
-    return _trace(file, arrays, options, name, requests, DECODE, gates, range(arrays["expert_ids"].shape[1]))
+    gates = _array(file, arrays, "gate_probs_f16", 3, "f")
+    name = options.model or file.absolute().parent.name
+    return _trace(file, arrays, options, name, requests, DECODE, gates, range(gates.shape[1]))
 
 
 def _read_esft(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
-    name = options.model or file.absolute().parent.name
     offsets = _offsets(file, arrays)
-    sidecar = _Sidecar.beside(file, "requests.jsonl", "requests.jsonl.gz")
-    sidecar.match("n_tokens", np.diff(offsets), "offsets")
-    sidecar.match("offset", offsets[:-1], "offsets")
+    rows = _requests(file, offsets, "n_tokens", "requests.jsonl", "requests.jsonl.gz")
     requests = RequestTrace(
         prompt_tokens=np.diff(offsets),
         output_tokens=np.zeros(len(offsets) - 1, np.int64),
-        domains=sidecar.texts("domain"),
+        domains=[row.text("domain") for row in rows],
     )
-    scaled = _array(file, arrays, "gate_weight_x1e4", 3, "ui")
+    gates = _array(file, arrays, "gate_weight_x1e4", 3, "ui") / 1e4
+    name = options.model or file.absolute().parent.name
     # Layer 0 of the model is dense; ESFT numbers the MoE layers 1 … 26.
-    layer_ids = range(1, 1 + scaled.shape[1])
-    return _trace(file, arrays, options, name, requests, PREFILL, (scaled / 1e4).astype(np.float16), layer_ids)
+    return _trace(file, arrays, options, name, requests, PREFILL, gates, range(1, 1 + gates.shape[1]))
 
 
 def _read_own(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
-    gates = token_ids = stated = None
-    if "gate_weights" in arrays:
-        gates = _array(file, arrays, "gate_weights", 3, "f").astype(np.float16)
-    if "token_ids" in arrays:
-        token_ids = _array(file, arrays, "token_ids", 1, "ui")
-        _check_range(file, "token_ids", token_ids, 2**31)
-    if "num_experts" in arrays:
-        stated = int(_array(file, arrays, "num_experts", 0, "ui"))
-    phase: Any = DECODE
-    if "phase" in arrays:
-        phase = _array(file, arrays, "phase", 1, "ui")
-        _check_range(file, "phase", phase, 2)
-    layer_ids = _array(file, arrays, "layer_ids", 1, "ui").tolist() if "layer_ids" in arrays else None
-    name = options.model or file.stem
-    return _trace(file, arrays, options, name, None, phase, gates, layer_ids, token_ids, stated)
+    def optional(name: str, ndim: int, kinds: str, limit: int | None = None) -> NDArray[Any] | None:
+        if name not in arrays:
+            return None
+        values = _array(file, arrays, name, ndim, kinds)
+        bad = np.empty(0) if limit is None else np.flatnonzero((values < 0) | (values >= limit))
+        if bad.size and limit is not None:
+            raise TraceError(file, f"{name}[{int(bad[0])}]", f"is {int(values[bad[0]])}, expected 0 … {limit - 1}")
+        return values
+
+    phase, layer_ids, stated = (
+        optional("phase", 1, "ui", 2),
+        optional("layer_ids", 1, "ui"),
+        optional("num_experts", 0, "ui"),
+    )
+    return _trace(
+        file,
+        arrays,
+        options,
+        options.model or file.stem,
+        None,
+        DECODE if phase is None else phase,
+        optional("gate_weights", 3, "f"),
+        None if layer_ids is None else layer_ids.tolist(),
+        optional("token_ids", 1, "ui", 2**31),
+        None if stated is None else int(stated),
+    )
 
 
 def _trace(
@@ -224,31 +209,29 @@ def _trace(
     name: str,
     requests: RequestTrace | None,
     phase: int | NDArray[np.integer],
-    gates: NDArray[np.float16] | None,
+    gates: NDArray[np.floating] | None,
     layer_ids: Sequence[int] | None,
     token_ids: NDArray[np.integer] | None = None,
     stated: int | None = None,
 ) -> ActivationTrace:
     offsets, ids = _offsets(file, arrays), _array(file, arrays, "expert_ids", 3, "ui")
-    if gates is not None and not np.isfinite(gates).all():
-        where = [int(n) for n in np.argwhere(~np.isfinite(gates))[0]]
-        raise TraceError(file, f"gate weights{where}", f"is {gates[tuple(where)]}, expected a finite number")
+    weights = None if gates is None else gates.astype(np.float16)
+    if weights is not None and not np.isfinite(weights).all():
+        where = [int(n) for n in np.argwhere(~np.isfinite(weights))[0]]
+        raise TraceError(file, f"gate weights{where}", f"is {weights[tuple(where)]}, expected a finite number")
     phases = np.full(len(ids), phase, np.uint8) if isinstance(phase, int) else phase.astype(np.uint8)
-    experts = experts_of(file, options, name, stated=stated)
-    try:
+    with value_errors(file, "arrays"):
         meta = TraceMeta(
             model=name,
-            num_experts=experts,
+            num_experts=experts_of(file, options, name, stated=stated),
             num_layers=ids.shape[1],
             top_k=ids.shape[2],
             layer_ids=None if layer_ids is None else tuple(layer_ids),
             source={"format": "npz", "file": file.name},
         )
         return ActivationTrace.from_arrays(
-            meta, ids, offsets, requests, phases, None if token_ids is None else token_ids.astype(np.int32), gates
+            meta, ids, offsets, requests, phases, None if token_ids is None else token_ids.astype(np.int32), weights
         )
-    except ConfigError as error:
-        raise TraceError(file, "arrays", str(error)) from None
 
 
 def _array(file: Path, arrays: Arrays, name: str, ndim: int, kinds: str) -> NDArray[Any]:
@@ -275,12 +258,6 @@ def _offsets(file: Path, arrays: Arrays) -> NDArray[np.int64]:
     return offsets.astype(np.int64)
 
 
-def _check_range(file: Path, name: str, values: NDArray[np.integer], limit: int) -> None:
-    bad = np.flatnonzero((values < 0) | (values >= limit))
-    if bad.size:
-        raise TraceError(file, f"{name}[{int(bad[0])}]", f"is {int(values[bad[0]])}, expected 0 … {limit - 1}")
-
-
 def _read_counts(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
     counts = _array(file, arrays, "counts", 3, "ui")
     if 0 in counts.shape or int(counts.min()) < 0:
@@ -289,14 +266,14 @@ def _read_counts(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
         name: _array(file, arrays, name, 1, "ui").astype(np.int64) for name in ("layer_ids", "tokens") if name in arrays
     }
     if file.with_name("index.jsonl").exists():
-        sidecar = _Sidecar.beside(file, "index.jsonl")
-        sidecar.match("i", np.arange(len(counts)), "the arrays")
-        sidecar.match("cnt_sum_layer0", counts[:, 0].sum(axis=1, dtype=np.int64), "counts")
-        columns["tokens"] = sidecar.counts("tokens")
-        chunks = [row.get("chunk") for row in sidecar.rows]  # None in a merged table
+        rows = _sidecar(file, "index.jsonl")
+        _match(rows, "i", np.arange(len(counts)), "the arrays")
+        _match(rows, "cnt_sum_layer0", counts[:, 0].sum(axis=1, dtype=np.int64), "counts")
+        columns["tokens"] = _whole(rows, "tokens")
+        chunks = (row.values.get("chunk") for row in rows)  # None in a merged table
         columns["labels"] = [
-            domain if chunk is None else f"{domain}/{chunk}"
-            for domain, chunk in zip(sidecar.texts("domain"), chunks, strict=True)
+            row.text("domain") if chunk is None else f"{row.text('domain')}/{chunk}"
+            for row, chunk in zip(rows, chunks, strict=True)
         ]
     return _load_table(file, options, counts, options.model or file.absolute().parent.name, **columns)
 
@@ -328,18 +305,15 @@ def _load_table(file: Path, options: ReadOptions, counts: NDArray[Any], model: s
     if options.num_experts is not None and options.num_experts != counts.shape[2]:
         problem = f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}"
         raise TraceError(file, "counts", problem)
-    try:
+    with value_errors(file, "counts"):
         source = {"format": "npz", "file": file.name}
         return LoadTable(counts.astype(np.uint64), model=model, source=source, **columns)
-    except ConfigError as error:
-        raise TraceError(file, "counts", str(error)) from None
 
 
 def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:
     """Read placements by name, [rank, layer, expert]: 1 if the rank holds the expert, else 0. Every expert is held."""
     path = Path(path)
-    found = {}
-    arrays = _load(path, _names(path))
+    placements, arrays = {}, read_arrays(path)
     for name in arrays:
         held = _array(path, arrays, name, 3, "ui")
         if 0 in held.shape or int(held.min()) < 0 or int(held.max()) > 1:
@@ -347,10 +321,10 @@ def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:
         nowhere = np.argwhere(held.sum(axis=0) == 0)
         if nowhere.size:
             raise TraceError(path, name, f"has no rank for expert {nowhere[0][1]} of layer {nowhere[0][0]}")
-        found[name] = held.astype(np.uint8)
-    if not found:
+        placements[name] = held.astype(np.uint8)
+    if not placements:
         raise TraceError(path, "arrays", "holds no placement")
-    return found
+    return placements
 
 
 def sniff_npz(path: Path) -> bool:

@@ -9,7 +9,6 @@ types, so its extra columns are text; JSON Lines keeps numbers, text, lists and 
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from itertools import chain
@@ -35,13 +34,10 @@ def read_azure(path: Path, options: ReadOptions) -> RequestTrace:
     Timestamps are absolute, with up to seven fractional digits (ticks of 100 ns) and, in 2024, a time zone. They are
     subtracted as integer nanoseconds before the conversion to seconds, so that no precision is lost.
     """
-    columns = RequestColumns(AZURE_COLUMNS)
-    arrival_ns = array("q")
+    columns = RequestColumns(AZURE_COLUMNS, 1e9, "q")
     for row in csv_rows(path, AZURE_COLUMNS):
-        arrival_ns.append(_nanoseconds(row))
-        columns.add(row, row.whole("ContextTokens"), row.whole("GeneratedTokens"))
-    since_first = np.array(arrival_ns) - min(arrival_ns)
-    return columns.trace(path, "azure", options, since_first / 1e9)
+        columns.add(row, _nanoseconds(row), row.whole("ContextTokens"), row.whole("GeneratedTokens"))
+    return columns.trace(path, "azure", options)
 
 
 def _nanoseconds(row: Row) -> int:
@@ -87,11 +83,9 @@ def read_burstgpt(path: Path, options: ReadOptions) -> RequestTrace:
     Columns other than the time and the two token counts are kept as extra, as text.
     """
     columns = RequestColumns(BURSTGPT_USED)
-    arrival_s = array("d")
     for row in csv_rows(path, BURSTGPT_COLUMNS):
-        arrival_s.append(row.time("Timestamp"))
-        columns.add(row, row.whole("Request tokens"), row.whole("Response tokens"))
-    return columns.trace(path, "burstgpt", options, np.array(arrival_s))
+        columns.add(row, row.time("Timestamp"), row.whole("Request tokens"), row.whole("Response tokens"))
+    return columns.trace(path, "burstgpt", options)
 
 
 readers.add(
@@ -116,18 +110,15 @@ def read_mooncake(path: Path, options: ReadOptions) -> RequestTrace:
     ``timestamp`` is in milliseconds. A prompt must have one hash per 512 tokens, rounded up, as on all 12,031 lines of
     the published conversation trace: a shorter list would look like a smaller shared prefix.
     """
-    columns = RequestColumns(MOONCAKE_KEYS)
-    arrival_ms, blocks = array("d"), []
+    columns, blocks = RequestColumns(MOONCAKE_KEYS, 1e3), []
     for row in json_rows(path, MOONCAKE_KEYS):
         length, hashes = row.whole("input_length"), row.blocks("hash_ids")
         if len(hashes) != -(-length // MOONCAKE_BLOCK_TOKENS):
             needed = f"{-(-length // MOONCAKE_BLOCK_TOKENS)} for {length} tokens in blocks of {MOONCAKE_BLOCK_TOKENS}"
             raise row.error("hash_ids", f"found {len(hashes)} hashes, expected {needed}")
-        arrival_ms.append(row.time("timestamp"))
         blocks.append(hashes)
-        columns.add(row, length, row.whole("output_length"))
-    arrival_s = (np.array(arrival_ms) - min(arrival_ms)) / 1e3
-    return columns.trace(path, "mooncake", options, arrival_s, prefix_blocks=blocks, block_tokens=MOONCAKE_BLOCK_TOKENS)
+        columns.add(row, row.time("timestamp"), length, row.whole("output_length"))
+    return columns.trace(path, "mooncake", options, prefix_blocks=blocks, block_tokens=MOONCAKE_BLOCK_TOKENS)
 
 
 readers.add(
@@ -167,30 +158,24 @@ def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, kn
     if block_tokens == 0:
         raise first.error("block_tokens", "found 0, expected at least 1")
     columns = RequestColumns((clock, *TOKENS, *known))
-    arrival_s = array("d")
-    ids: list[str] = []
-    domains: list[str] = []
+    texts: dict[str, list[str]] = {name: [] for name in OPTIONAL if name in present}
     blocks: list[NDArray[np.int64]] = []
     for row in chain((first,), rows):
         if not row.is_text:  # in CSV the header applies to every row
             _check_keys(row, clock, known, present)
-        arrival_s.append(row.time(clock))
-        if "id" in present:
-            ids.append(row.text("id"))
-        if "domain" in present:
-            domains.append(row.text("domain"))
+        for name, column in texts.items():
+            column.append(row.text(name))
         if "prefix_blocks" in present:
             blocks.append(row.blocks("prefix_blocks"))
             if row.whole("block_tokens") != block_tokens:
                 raise row.error("block_tokens", f"found {row.whole('block_tokens')}, line {first.line} {block_tokens}")
-        columns.add(row, row.whole("prompt_tokens"), row.whole("output_tokens"))
+        columns.add(row, row.time(clock), row.whole("prompt_tokens"), row.whole("output_tokens"))
     return columns.trace(
         path,
         format,
         options,
-        np.array(arrival_s),
-        ids=ids if "id" in present else None,
-        domains=domains if "domain" in present else None,
+        ids=texts.get("id"),
+        domains=texts.get("domain"),
         prefix_blocks=blocks if "prefix_blocks" in present else None,
         block_tokens=block_tokens,
     )
