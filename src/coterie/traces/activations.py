@@ -10,9 +10,9 @@ import json
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import narrowest_uint
 
 
-class ActivationWriter:
+class ActivationWriter(AbstractContextManager["ActivationWriter"]):
     """Record a trace: append requests, flush now and then, close.
 
     >>> import tempfile
@@ -51,9 +51,27 @@ class ActivationWriter:
     (2, 1, 2)
     """
 
-    def __init__(self, path: str | Path, meta: TraceMeta, flush_tokens: int = 1 << 19) -> None:
-        self._start(new_trace_folder(path), meta, flush_tokens)
-        self._commit()
+    def __init__(self, path: str | Path, meta: TraceMeta, flush_tokens: int = 1 << 19, *, resume: bool = False) -> None:
+        """With `resume` the folder must hold an interrupted recording, see :meth:`resume`."""
+        if resume:
+            read_meta(Path(path))  # raises a specific error for a missing folder, a file or another format
+        self.folder = Path(path) if resume else new_trace_folder(path)
+        self.meta = meta
+        self.flush_tokens = flush_tokens
+        self._entries: list[dict[str, Any]] = []
+        self._parts: list[tuple[Activations, NDArray[np.int64], RequestTrace]] = []
+        self._pending_tokens = 0
+        self._columns: frozenset[str] | None = None
+        self._closed = False
+        self._unlock = _lock(self, self.folder)
+        if not resume:
+            self._commit()
+            return
+        try:
+            self._take_over(SegmentedTrace.open(self.folder))
+        except BaseException:
+            self._unlock()
+            raise
 
     @classmethod
     def resume(cls, path: str | Path, meta: TraceMeta, flush_tokens: int = 1 << 19) -> ActivationWriter:
@@ -62,35 +80,14 @@ class ActivationWriter:
         Raises ConfigError if the trace was closed, if its metadata differs from `meta`, or if another writer has it
         open.
         """
-        folder = Path(path)
-        read_meta(folder)  # raises a specific error for a missing folder, a file or another format
-        out = cls.__new__(cls)
-        out._start(folder, meta, flush_tokens)
-        try:
-            out._take_over(SegmentedTrace.open(folder))
-        except BaseException:
-            out._unlock()
-            raise
-        return out
+        return cls(path, meta, flush_tokens, resume=True)
 
-    def _start(self, folder: Path, meta: TraceMeta, flush_tokens: int) -> None:
-        self.meta = meta
-        self.flush_tokens = flush_tokens
-        self.folder = folder
-        self._entries: list[dict[str, Any]] = []
-        self._parts: list[tuple[Activations, NDArray[np.int64], RequestTrace]] = []
-        self._pending_tokens = 0
-        self._columns: frozenset[str] | None = None
-        self._closed = False
-        self._unlock = _lock(self, folder)
-
-    def _take_over(self, found: SegmentedTrace) -> None:
-        entries = check_unfinished(self.folder)
-        check_same_meta(self.folder, found.meta, self.meta)
-        if entries:
-            self._columns = _columns(found.segments[0].tokens, found.requests)
-        self._entries = entries
-        named = {entry[kind] for entry in entries for kind in ("activations", "requests")}
+    def _take_over(self, flushed: SegmentedTrace) -> None:
+        self._entries = check_unfinished(self.folder)
+        _check_same_meta(self.folder, flushed.meta, self.meta)
+        if self._entries:
+            self._columns = _columns(flushed.segments[0].tokens, flushed.requests)
+        named = {entry[kind] for entry in self._entries for kind in ("activations", "requests")}
         for file in self.folder.iterdir():  # delete files of an uncommitted flush, which are not part of the trace
             if PART.fullmatch(file.name.removesuffix(".tmp")) and file.name not in named:
                 file.unlink()
@@ -110,10 +107,8 @@ class ActivationWriter:
         """Append one complete request. Call it in order of arrival."""
         phases = np.asarray(phase, np.uint8)
         offsets = np.array([0, len(phases)], np.int64)
-        prompt, output = phase_lengths(phases, offsets)
         row = RequestTrace(
-            prompt_tokens=prompt,
-            output_tokens=output,
+            *phase_lengths(phases, offsets),
             arrival_s=None if arrival_s is None else np.array([arrival_s]),
             ids=None if id is None else [id],
             domains=None if domain is None else [domain],
@@ -154,12 +149,12 @@ class ActivationWriter:
             [Segment(offsets, tokens, None, None) for tokens, offsets, _ in self._parts],
             concat_requests([table for _, _, table in self._parts]),
         )
-        self._write_segment(trace, *names)
-        self._entries.append(_entry(*names, trace))
+        self._entries.append(self._write_segment(trace, *names))
         self._commit()
         self._parts, self._pending_tokens = [], 0
 
-    def _write_segment(self, trace: SegmentedTrace, activations: str, requests: str) -> None:
+    def _write_segment(self, trace: SegmentedTrace, activations: str, requests: str) -> dict[str, Any]:
+        """Write the two files of a segment; return its entry in meta.json."""
         optional = [n for n in OPTIONAL if all(getattr(s.tokens, n) is not None for s in trace.segments)]
         write_requests(self.folder / requests, trace.requests)
         specs = self.meta.specs(trace.num_tokens, trace.num_requests, optional)
@@ -168,6 +163,7 @@ class ActivationWriter:
             for chunk in trace.chunks():
                 for name in ("expert_ids", "phase", *optional):
                     out.append(name, getattr(chunk.tokens, name))
+        return {"activations": activations, "requests": requests, "num_tokens": trace.num_tokens}
 
     def _commit(self) -> None:
         write_json(self.folder / "meta.json", self.meta.json(self._entries))
@@ -179,13 +175,11 @@ class ActivationWriter:
         self.flush()
         self._closed = True
         trace = SegmentedTrace.open(self.folder) if self._entries else SegmentedTrace.empty(self.meta)
-        parts = self._entries
-        self._write_segment(trace, *FINAL)
-        self._entries = [_entry(*FINAL, trace)]
+        parts = [part[kind] for part in self._entries for kind in ("activations", "requests")]
+        self._entries = [self._write_segment(trace, *FINAL)]
         self._commit()
-        for part in parts:
-            (self.folder / part["activations"]).unlink()
-            (self.folder / part["requests"]).unlink()
+        for name in parts:
+            (self.folder / name).unlink()
         self._unlock()
 
     def suspend(self) -> None:
@@ -198,10 +192,7 @@ class ActivationWriter:
             self._closed = True
             self._unlock()
 
-    def __enter__(self) -> ActivationWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -216,11 +207,11 @@ def check_unfinished(folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def check_same_meta(folder: Path, found: TraceMeta, wanted: TraceMeta) -> None:
+def _check_same_meta(folder: Path, recorded: TraceMeta, wanted: TraceMeta) -> None:
     """Raise ConfigError if the recording has other settings than `wanted`; the message names each difference."""
     differing = []
     for field in fields(TraceMeta):
-        old, new = getattr(found, field.name), getattr(wanted, field.name)
+        old, new = getattr(recorded, field.name), getattr(wanted, field.name)
         if field.name == "source":
             new = json.loads(json.dumps(dict(new)))  # as read back from disk, where a tuple becomes a list
             keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
@@ -255,10 +246,6 @@ def _columns(tokens: Activations, requests: RequestTrace) -> frozenset[str]:
     return frozenset(given | {f"extra.{name}" for name in requests.extra})
 
 
-def _entry(activations: str, requests: str, trace: SegmentedTrace) -> dict[str, Any]:
-    return {"activations": activations, "requests": requests, "num_tokens": trace.num_tokens}
-
-
 __all__ = ["ActivationTrace", "Activations", "Chunk", "TraceMeta", "concat_requests"]
 
 
@@ -268,7 +255,6 @@ class ActivationTrace(SegmentedTrace):
     def save(self, path: str | Path) -> None:
         """Write a copy of the trace, with its segments joined."""
         with ActivationWriter(path, self.meta) as out:
-            table = self.requests
             for chunk in self.chunks():
                 rows = slice(chunk.first_request, chunk.first_request + len(chunk.offsets) - 1)
-                out.append_many(chunk.tokens, chunk.offsets, table.take(rows))
+                out.append_many(chunk.tokens, chunk.offsets, self.requests.take(rows))

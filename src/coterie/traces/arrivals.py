@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError, check_at_least, check_positive, check_share
 from coterie.traces.requests import MOST_REQUESTS, RequestTrace
 
 
@@ -47,12 +47,6 @@ class LengthModel(Protocol):
         ...
 
 
-def _positive(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{owner}: {name}={value} must be a finite number above 0")
-
-
 @dataclass(frozen=True, slots=True)
 class PoissonArrivals:
     """Independent requests at a constant mean rate."""
@@ -61,7 +55,7 @@ class PoissonArrivals:
     """Requests per second."""
 
     def __post_init__(self) -> None:
-        _positive("Poisson arrivals", rate=self.rate)
+        check_positive(rate=self.rate)
 
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
         arrival_s = np.cumsum(rng.exponential(1.0 / self.rate, count))
@@ -84,9 +78,8 @@ class BurstyArrivals:
     """Whether bursts are of one domain but not faster: the order stays, the times are those of a Poisson process."""
 
     def __post_init__(self) -> None:
-        _positive("bursty arrivals", rate=self.rate, burst_size=self.burst_size, burst_rate=self.burst_rate)
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"bursty arrivals: share={self.share} must be in 0 … 1")
+        check_positive(rate=self.rate, burst_size=self.burst_size, burst_rate=self.burst_rate)
+        check_share(share=self.share)
         if self.burst_rate <= self.rate:
             raise ConfigError(f"bursty arrivals: burst_rate={self.burst_rate} must be above rate={self.rate}")
 
@@ -131,16 +124,15 @@ class ReplayedArrivals:
     """Names of the domains, to use each request's recorded domain; None draws domains from the mix."""
 
     def __post_init__(self) -> None:
-        _positive("replayed arrivals", time_scale=self.time_scale)
+        check_positive(time_scale=self.time_scale)
         if self.trace.arrival_s is None or not len(self.trace):
             raise ConfigError("replayed arrivals: the trace has no arrival times")
         if self.domains is not None:
             if self.trace.domains is None:
                 raise ConfigError("replayed arrivals: domains are asked for, but the trace has none")
-            unknown = sorted(set(self.trace.domains) - set(self.domains))
-            if unknown:
+            for name in sorted(set(self.trace.domains) - set(self.domains)):
                 known = ", ".join(self.domains)
-                raise ConfigError(f"replayed arrivals: the trace has domain {unknown[0]!r}; expected one of {known}")
+                raise ConfigError(f"replayed arrivals: the trace has domain {name!r}; expected one of {known}")
 
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
         assert self.trace.arrival_s is not None
@@ -171,7 +163,7 @@ class LognormalLengths:
     """Largest length in tokens; longer draws are cut to it."""
 
     def __post_init__(self) -> None:
-        _positive("lengths", prompt_mean=self.prompt_mean, output_mean=self.output_mean, longest=self.longest)
+        check_positive(prompt_mean=self.prompt_mean, output_mean=self.output_mean, longest=self.longest)
         for name in ("prompt_sigma", "output_sigma"):
             if not 0 <= getattr(self, name) < 10:
                 raise ConfigError(f"lengths: {name}={getattr(self, name)} must be in 0 … 10")

@@ -45,7 +45,7 @@ def fit_synthetic(
     arrivals = (base or SyntheticSettings()).arrivals
     if base is None and trace.requests.duration_s > 0:
         arrivals = PoissonArrivals((trace.num_requests - 1) / trace.requests.duration_s)
-    fit = _fit(counts, trace.meta.top_k, rng, samples)
+    preferences, concentration = _fit(counts, trace.meta.top_k, rng, samples)
     return replace(
         base or SyntheticSettings(),
         model=trace.meta.model,
@@ -55,8 +55,8 @@ def fit_synthetic(
         layer_ids=trace.meta.layer_ids,
         domains=counts.names,
         mix=tuple(np.bincount(counts.domain, minlength=len(counts.names)) / len(counts.domain)),
-        concentration=tuple(fit.concentration.tolist()),
-        preferences=fit.preferences,
+        concentration=tuple(concentration.tolist()),
+        preferences=preferences,
         arrivals=arrivals,
         lengths=RecordedLengths(counts.prompt_tokens, counts.output_tokens, counts.domain),
     )
@@ -135,12 +135,8 @@ def _count(trace: ActivationTrace) -> _Counts:
     )
 
 
-class _Fit(NamedTuple):
-    preferences: NDArray[np.float64]  # [domain, layer, expert]
-    concentration: NDArray[np.float64]  # [layer]
-
-
-def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> _Fit:
+def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return preferences [domain, layer, expert] and concentration [layer]."""
     domains, layers, experts = counts.load.shape
     tokens = np.maximum(counts.tokens, 1.0)[:, None, None]
     # An unseen expert counts as a tenth of an activation, so that it is drawn rarely but not never.
@@ -167,7 +163,7 @@ def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> _Fit:
         if np.isfinite(concentration).all():
             ratio = _pool(variance.reshape(domains, layers), counts) / np.maximum(counts.scatter, 1e-9)
             concentration = np.clip((concentration + 1) * np.clip(ratio, 0.25, 4.0) ** step - 1, 0.5, 1e6)
-    return _Fit(q, concentration)
+    return q, concentration
 
 
 def _pool(per_domain: NDArray[np.float64], counts: _Counts) -> NDArray[np.float64]:

@@ -256,15 +256,11 @@ class SegmentedTrace:
     def chunks(self, max_tokens: int = 1 << 20) -> Iterator[Chunk]:
         """Yield chunks of complete requests of about `max_tokens` tokens; mapped memory is released after each."""
         for segment, first in zip(self.segments, self._first, strict=False):
-            start = 0
-            while start < segment.num_requests:
-                limit = segment.offsets[start] + max_tokens
-                stop = max(start + 1, int(np.searchsorted(segment.offsets, limit, side="right")) - 1)
+            for start, stop in request_ranges(segment.offsets, max_tokens):
                 base, end = int(segment.offsets[start]), int(segment.offsets[stop])
                 yield Chunk(int(first) + start, segment.offsets[start : stop + 1] - base, segment.between(base, end))
                 if segment.file is not None:
                     segment.file.release()
-                start = stop
 
     def arrays(self) -> tuple[Activations, NDArray[np.int64]]:
         """Return all tokens and the offsets [request + 1] as single arrays: copies if there are several segments."""
@@ -302,6 +298,15 @@ def _open_segment(folder: Path, meta: TraceMeta, name: str, table: str, num_toke
     with value_errors(file.path, "shape"):
         check_shapes(str(file.path), meta, tokens, offsets, deep=False)
     return Segment(offsets, tokens, file, folder / table)
+
+
+def request_ranges(offsets: NDArray[np.int64], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of complete requests with about `max_tokens` tokens; a longer request is alone."""
+    start = 0
+    while start < len(offsets) - 1:
+        stop = int(np.searchsorted(offsets, offsets[start] + max_tokens, side="right")) - 1
+        yield start, max(start + 1, stop)
+        start = max(start + 1, stop)
 
 
 def check_ids(ids: NDArray[np.integer], meta: TraceMeta, name: str, start: int = 0) -> None:

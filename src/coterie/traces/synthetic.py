@@ -42,6 +42,7 @@ from coterie.traces.arrivals import (
     draw_arrivals,
 )
 from coterie.traces.requests import RequestTrace, check_new_folder, write_requests
+from coterie.traces.segments import request_ranges
 from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import DECODE, PREFILL, ModelSpec
 
@@ -148,9 +149,7 @@ presets.add("drifting", SyntheticSettings(zipf_exponent=1.0, specialisation=0.6,
 
 
 def _num_epochs(drift: SlowDrift | AbruptDrift | None) -> int:
-    if isinstance(drift, AbruptDrift):
-        return 1 + len(drift.at_s)
-    return 1 if drift is None else 2
+    return 2 if isinstance(drift, SlowDrift) else 1 + len(drift.at_s if drift else ())
 
 
 class _Blend(NamedTuple):
@@ -177,13 +176,12 @@ class Preferences:
             )
 
     def blend(self, time_s: NDArray[np.float64]) -> _Blend:
-        still = np.zeros(len(time_s), np.int64)
         if isinstance(self.drift, SlowDrift):
-            return _Blend(still, still + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s))
-        if isinstance(self.drift, AbruptDrift):
-            epoch = np.searchsorted(np.array(self.drift.at_s), time_s, side="right").astype(np.int64)
-            return _Blend(epoch, epoch, np.zeros(len(time_s)))
-        return _Blend(still, still, np.zeros(len(time_s)))
+            first = np.zeros(len(time_s), np.int64)
+            return _Blend(first, first + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s))
+        changes = np.array(self.drift.at_s if self.drift else (), np.float64)
+        epoch = np.searchsorted(changes, time_s, side="right").astype(np.int64)
+        return _Blend(epoch, epoch, np.zeros(len(time_s)))
 
     def at(self, time_s: float) -> NDArray[np.float64]:
         """Return the preferences [domain, layer, expert] for a request that arrives at `time_s`."""
@@ -315,10 +313,7 @@ class _Workload:
         domains = self.preferences.epochs.shape[1]
         origin, target = blend.origin * domains + self.domain, blend.target * domains + self.domain
         memory = np.empty(0, self.meta.specs(0, 0)["expert_ids"].dtype)
-        start = 0
-        while start < len(prompts):
-            limit = self.offsets[start] + max_tokens
-            stop = max(start + 1, int(np.searchsorted(self.offsets, limit, side="right")) - 1)
+        for start, stop in request_ranges(self.offsets, max_tokens):
             rows, local = slice(start, stop), self.offsets[start : stop + 1] - self.offsets[start]
             spec = self.meta.specs(int(local[-1]), 0)["expert_ids"]
             if memory.nbytes < spec.nbytes:
@@ -342,7 +337,6 @@ class _Workload:
             position = np.arange(local[-1]) - np.repeat(local[:-1], np.diff(local))
             decode = position >= np.repeat(prompts[rows], np.diff(local))
             yield Activations(ids, np.where(decode, DECODE, PREFILL).astype(np.uint8))
-            start = stop
 
 
 def _draw_workload(
@@ -374,7 +368,11 @@ def _draw_workload(
         settings.num_layers,
         settings.top_k,
         settings.layer_ids,
-        source={"generator": "coterie", "settings": _describe(settings), **(source or {})},
+        source={
+            "generator": "coterie",
+            "settings": {f.name: _describe(getattr(settings, f.name)) for f in fields(settings)},
+            **(source or {}),
+        },
     )
     offsets = np.concatenate([[0], np.cumsum(drawn.prompt_tokens + drawn.output_tokens)]).astype(np.int64)
     return _Workload(
@@ -382,17 +380,12 @@ def _draw_workload(
     )
 
 
-def _describe(settings: Any) -> dict[str, Any]:
-    """Return the settings as JSON values, for meta.json; an array or recorded trace becomes the word "recorded"."""
-    out: dict[str, Any] = {}
-    for name in (f.name for f in fields(settings)):
-        value = getattr(settings, name)
-        if isinstance(value, RequestTrace | np.ndarray):
-            out[name] = "recorded"
-        elif is_dataclass(value):
-            out[name] = {"kind": type(value).__name__, **_describe(value)}
-        elif value is None or isinstance(value, str | int | float):
-            out[name] = str(value) if isinstance(value, float) and math.isinf(value) else value
-        else:
-            out[name] = [str(v) if isinstance(v, float) and math.isinf(v) else v for v in value]
-    return out
+def _describe(value: Any) -> Any:
+    """Return a setting as JSON values, for meta.json; an array or recorded trace becomes the word "recorded"."""
+    if isinstance(value, RequestTrace | np.ndarray):
+        return "recorded"
+    if is_dataclass(value):
+        return {"kind": type(value).__name__} | {f.name: _describe(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple | list):
+        return [_describe(item) for item in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value

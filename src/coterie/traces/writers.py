@@ -10,7 +10,7 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,19 +105,24 @@ def _write_coterie(trace: Trace, path: Path) -> None:
     trace.save(path)
 
 
-def _write_csv(trace: RequestTrace, path: Path) -> None:
-    arrival_s = _arrivals(trace, "csv")
-    columns: dict[str, Any] = {
-        "arrival_s": arrival_s.tolist(),  # repr of a float reads back as the same float
+def _table(trace: RequestTrace, format: str, **more: Sequence[Any] | None) -> dict[str, Sequence[Any]]:
+    """Return the columns of a plain table, without those that the trace lacks; raises if an extra one is ambiguous."""
+    columns: dict[str, Sequence[Any] | None] = {
+        "arrival_s": _arrivals(trace, format).tolist(),  # repr of a float reads back as the same float
         "prompt_tokens": trace.prompt_tokens.tolist(),
         "output_tokens": trace.output_tokens.tolist(),
+        "id": trace.ids,
+        "domain": trace.domains,
+        **more,
     }
-    if trace.ids is not None:
-        columns["id"] = trace.ids
-    if trace.domains is not None:
-        columns["domain"] = trace.domains
-    _check_extra(trace, (*columns, "id", "domain"))
-    columns |= trace.extra
+    for name in trace.extra:
+        if name in columns:
+            raise ConfigError(f"extra column {name!r} has the name of a column of the format; coterie can hold it")
+    return {name: column for name, column in {**columns, **trace.extra}.items() if column is not None}
+
+
+def _write_csv(trace: RequestTrace, path: Path) -> None:
+    columns = _table(trace, "csv")
     with path.open("w", newline="", encoding="utf-8") as stream:
         # Quote all text: a lone carriage return in unquoted text would be read as the end of a line.
         out = csv.writer(stream, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
@@ -126,28 +131,10 @@ def _write_csv(trace: RequestTrace, path: Path) -> None:
 
 
 def _write_jsonl(trace: RequestTrace, path: Path) -> None:
-    arrival_s = _arrivals(trace, "jsonl")
-    reserved = ("arrival_s", "prompt_tokens", "output_tokens", "id", "domain", "prefix_blocks", "block_tokens")
-    _check_extra(trace, reserved)
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for i in range(len(trace)):
-            row = {
-                "arrival_s": float(arrival_s[i]),
-                "prompt_tokens": int(trace.prompt_tokens[i]),
-                "output_tokens": int(trace.output_tokens[i]),
-            }
-            optional: dict[str, Any] = {}
-            if trace.ids is not None:
-                optional["id"] = trace.ids[i]
-            if trace.domains is not None:
-                optional["domain"] = trace.domains[i]
-            if trace.prefix_blocks is not None:
-                optional["prefix_blocks"] = trace.prefix_blocks[i].tolist()
-                optional["block_tokens"] = trace.block_tokens
-            yield row | optional | {name: column[i] for name, column in trace.extra.items()}
-
-    _dump_lines(rows(), path)
+    sizes = None if trace.prefix_blocks is None else [trace.block_tokens] * len(trace)
+    columns = _table(trace, "jsonl", prefix_blocks=trace.prefix_blocks, block_tokens=sizes)
+    rows = zip(*columns.values(), strict=True)
+    _dump_lines((dict(zip(columns, row, strict=True)) for row in rows), path)
 
 
 def _write_mooncake(trace: RequestTrace, path: Path) -> None:
@@ -214,12 +201,6 @@ def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
     if trace.arrival_s is None:
         raise ConfigError(f"the trace has no arrival_s, which format {format!r} needs; coterie can hold it")
     return trace.arrival_s
-
-
-def _check_extra(trace: RequestTrace, reserved: tuple[str, ...]) -> None:
-    for name in trace.extra:
-        if name in reserved:
-            raise ConfigError(f"extra column {name!r} has the name of a column of the format; coterie can hold it")
 
 
 def _dump_lines(rows: Iterator[dict[str, Any]], path: Path) -> None:

@@ -164,7 +164,7 @@ class _Unpacking(io.RawIOBase):
 
 def check_unpacked(path: Path, unpacked: int) -> None:
     """Raise TraceError if a file unpacks to far more than its size, before the bytes fill memory."""
-    if unpacked > _most_unpacked(path):
+    if unpacked > max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size):
         problem = f"unpacks to at least {unpacked:,} bytes, over {MOST_RATIO} times its size: not a file of real data"
         raise TraceError(path, "file", problem)
 
@@ -173,10 +173,6 @@ def read_unpacked(path: Path) -> bytes:
     """Return all bytes of a file, unpacked if it is gzip."""
     with file_errors(path), open_binary(path) as stream:
         return stream.read()
-
-
-def _most_unpacked(path: Path) -> int:
-    return max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size)
 
 
 def csv_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError, check_input_file
+from coterie.errors import InputError, TraceError, UnknownNameError
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
+from coterie.traces.store import file_errors, value_errors
 from coterie.types import DECODE, PREFILL, ModelSpec
 from coterie.wire.routed_experts import decode_sglang, decode_vllm, routed_layers
 
@@ -34,12 +36,9 @@ def find_model(*names: str | None) -> ModelSpec | None:
     """Return the shape of the first known model among these names; None if no name is known."""
     from coterie.models import get_model
 
-    for name in names:
-        try:
-            if name:
-                return get_model(name)
-        except UnknownNameError:
-            continue
+    for name in filter(None, names):
+        with suppress(UnknownNameError):
+            return get_model(name)
     return None
 
 
@@ -134,9 +133,8 @@ class _Line:
             raise self.error("routed_experts", "is missing; the engine returns it only when started and asked to")
         if self.spec is None:
             raise self.error("routed_experts", "has no shape in SGLang's form; give a known --model")
-        sizes = (self.spec.num_layers, self.spec.num_moe_layers)
         problem = ""
-        for layers in sizes:
+        for layers in (self.spec.num_layers, self.spec.num_moe_layers):
             try:
                 ids = decode_sglang(payload, layers, self.spec.top_k, None if dtype is None else str(dtype))
             except InputError as error:
@@ -172,7 +170,6 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
     shapes = sorted({answer.expert_ids.shape[1:] for answer in answers})
     if len(shapes) > 1:
         raise TraceError(path, "routed_experts", f"has [layer, k] of {shapes[0]} and {shapes[1]}: not one model")
-    experts = experts_of(path, options, name)
     ids = np.concatenate([answer.expert_ids for answer in answers])
     layers = _layers(path, ids, spec)
     ids = np.ascontiguousarray(ids[:, layers])
@@ -181,12 +178,12 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
     prompts = np.array([answer.prompt_tokens for answer in answers], np.int64)
     places = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)  # [token] position in its sequence
     tokens = [answer.token_ids for answer in answers if answer.token_ids is not None]
-    try:
+    with value_errors(path, "routed_experts"):
         names = [answer.id for answer in answers if answer.id is not None]
         requests = RequestTrace(prompts, lengths + 1 - prompts, ids=names if len(names) == len(answers) else None)
         meta = TraceMeta(
             name,
-            experts,
+            experts_of(path, options, name),
             ids.shape[1],
             ids.shape[2],
             layer_ids=tuple(int(n) for n in layers),
@@ -200,26 +197,17 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
             np.where(places < np.repeat(prompts, lengths), PREFILL, DECODE).astype(np.uint8),
             np.concatenate(tokens).astype(np.int32) if len(tokens) == len(answers) else None,
         )
-    except ConfigError as error:
-        raise TraceError(path, "routed_experts", str(error)) from None
 
 
 def _bodies(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the line number and each answer; a batch of SGLang's /generate is a list of answers on one line."""
-    check_input_file(path)
-    try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    body = json.loads(line)
-                    for one in body if isinstance(body, list) else [body]:
-                        yield number, one
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise TraceError(path, f"line {number}", "is not JSON") from None
+    with file_errors(path), path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                body = json.loads(line) if line.strip() else []
+            except (ValueError, RecursionError):
+                raise TraceError(path, f"line {number}", "is not JSON") from None
+            yield from ((number, answer) for answer in (body if isinstance(body, list) else [body]))
 
 
 def _layers(path: Path, ids: NDArray[np.integer], spec: ModelSpec | None) -> NDArray[np.int64]:

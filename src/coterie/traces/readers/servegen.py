@@ -22,8 +22,9 @@ import math
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,16 +100,14 @@ def read_servegen_clients(path: str | Path) -> list[TrafficClient]:
         raise TraceError(path, "clients", "found no chunk-*-trace.csv and chunk-*-dataset.json")
     clients: list[TrafficClient] = []
     for id in ids:
-        parts = []
         for kind in ("trace.csv", "dataset.json"):
             if (id, kind) not in files:
                 raise TraceError(path, f"chunk-{id}-{kind}", "is missing: every client has both files")
-            parts.append(files[id, kind])
-        windows = _windows(path, f"chunk-{id}-trace.csv", parts[0])
+        windows = _windows(path, f"chunk-{id}-trace.csv", files[id, "trace.csv"])
         if clients and [w.start_s for w in windows] != [w.start_s for w in clients[0].windows]:
             problem = f"{len(windows)} windows up to {windows[-1].start_s:g} s do not match client {clients[0].id}'s"
             raise TraceError(path, f"chunk-{id}-trace.csv", f"{problem} {len(clients[0].windows)}: cut short?")
-        lengths = _lengths(path, f"chunk-{id}-dataset.json", parts[1])
+        lengths = _lengths(path, f"chunk-{id}-dataset.json", files[id, "dataset.json"])
         if not lengths and any(window.rate for window in windows):
             raise TraceError(path, f"chunk-{id}-dataset.json", "has no lengths, but the client sends requests")
         clients.append(TrafficClient(id, windows, lengths))
@@ -285,17 +284,9 @@ def _sniff(path: Path) -> bool:
         return any(_FILE.fullmatch(file.name) for file in path.iterdir())
     try:
         with tarfile.open(path, "r:gz" if is_gzip(path) else "r:") as tar:
-            return any(_FILE.fullmatch(Path(member.name).name) for member in _first(tar, 8))
+            return any(_FILE.fullmatch(Path(member.name).name) for member in islice(tar, 8))
     except (tarfile.TarError, OSError, EOFError, zlib.error):
         return False
-
-
-def _first(tar: tarfile.TarFile, count: int) -> Iterator[tarfile.TarInfo]:
-    for _ in range(count):
-        member = tar.next()
-        if member is None:
-            return
-        yield member
 
 
 readers.add(
