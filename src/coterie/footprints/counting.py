@@ -39,9 +39,10 @@ def accumulate_load(expert_ids: Ids, out: NDArray[Any]) -> None:
     """Add the tokens' activations to `out` [layer, expert], of any integer or float dtype, in place."""
     if _layers(expert_ids) != out.shape[0]:
         raise ConfigError(f"expert_ids has {expert_ids.shape[1]} layers; the load has {out.shape[0]}")
-    bad = _accumulate(expert_ids, out)
-    if bad >= 0:
-        raise _bad_id(expert_ids, bad, out.shape[1])
+    token, experts = _accumulate(expert_ids, out), out.shape[1]
+    if token >= 0:
+        bad = next(int(expert) for expert in expert_ids[token].flat if not 0 <= expert < experts)
+        raise ConfigError(f"token {token} activates expert {bad}; it must be in 0 … {experts - 1}")
 
 
 def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
@@ -53,12 +54,6 @@ def _layers(expert_ids: Ids) -> int:
     if expert_ids.ndim != 3:
         raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, layer, k]")
     return int(expert_ids.shape[1])
-
-
-def _bad_id(expert_ids: Ids, token: int, num_experts: int) -> ConfigError:
-    row = expert_ids[token]
-    value = int(row[(row < 0) | (row >= num_experts)][0])
-    return ConfigError(f"token {token} activates expert {value}; it must be in 0 … {num_experts - 1}")
 
 
 @njit()

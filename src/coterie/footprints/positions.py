@@ -25,6 +25,7 @@ process keeps its id until its parent waits for it, and ids are used again.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -63,28 +64,22 @@ class PositionShape(NamedTuple):
         return narrowest_uint(self.num_experts - 1)
 
     @property
-    def layers_at(self) -> int:
-        return HEADER_WORDS * 8
-
-    @property
-    def load_at(self) -> int:
-        return self.layers_at + self.num_layers * 8
-
-    @property
-    def log_at(self) -> int:
-        return self.load_at + self.num_layers * self.num_experts * 8
-
-    @property
-    def epochs_at(self) -> int:
-        return self.log_at + KEPT * len(COLUMNS) * 8
-
-    @property
-    def ids_at(self) -> int:
-        return self.epochs_at + (self.num_positions * 2 + 7) // 8 * 8
+    def sections(self) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]:
+        """Dtype and shape of the file's arrays, in order; each but the last is padded to whole words of 8 bytes."""
+        word, layers = np.dtype(np.uint64), self.num_layers
+        return (
+            (word, (HEADER_WORDS,)),
+            (word, (layers,)),
+            (word, (layers, self.num_experts)),
+            (np.dtype(np.float64), (KEPT, len(COLUMNS))),
+            (np.dtype(np.uint16), (self.num_positions,)),
+            (self.dtype, (self.num_positions, layers, self.top_k)),
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.ids_at + self.num_positions * self.num_layers * self.top_k * self.dtype.itemsize
+        *padded, last = (dtype.itemsize * math.prod(shape) for dtype, shape in self.sections)
+        return sum(-(-size // 8) * 8 for size in padded) + last
 
 
 class PositionRows(NamedTuple):
@@ -105,18 +100,13 @@ class PositionStore:
         self._buffer = buffer
         self._release: Callable[[], object] = lambda: None
         """Function that releases the creator's lock."""
-        self._header = np.frombuffer(buffer, np.uint64, HEADER_WORDS)
-        self._layer_ids = np.frombuffer(buffer, np.uint64, shape.num_layers, shape.layers_at)
-        self.load = np.frombuffer(buffer, np.uint64, shape.num_layers * shape.num_experts, shape.load_at).reshape(
-            shape.num_layers, shape.num_experts
-        )
-        """[layer, expert] number of tokens that activated the expert since the start."""
-        ring = np.frombuffer(buffer, np.float64, KEPT * len(COLUMNS), shape.log_at).reshape(KEPT, len(COLUMNS))
+        at, arrays = 0, []
+        for dtype, size in shape.sections:
+            arrays.append(np.frombuffer(buffer, dtype, math.prod(size), at).reshape(size))
+            at += -(-arrays[-1].nbytes // 8) * 8
+        self._header, self._layer_ids, self.load, ring, self._epochs, self._ids = arrays
+        """`load` is [layer, expert] number of tokens that activated the expert since the start."""
         self.log = StepLog(ring, self._header[_STEPS : _STEPS + 1])
-        self._epochs = np.frombuffer(buffer, np.uint16, shape.num_positions, shape.epochs_at)
-        self._ids = np.frombuffer(
-            buffer, shape.dtype, shape.num_positions * shape.num_layers * shape.top_k, shape.ids_at
-        ).reshape(shape.num_positions, shape.num_layers, shape.top_k)
 
     @classmethod
     def create(

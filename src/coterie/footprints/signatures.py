@@ -66,9 +66,9 @@ class Signature:
             raise ConfigError(f"weights {weights.shape} must be [layer, expert], finite and not negative")
         if not len(layers) or layers[0] < 0 or layers[-1] >= len(weights) or (np.diff(layers) < 1).any():
             raise ConfigError(f"layers={layers.tolist()} must rise within 0 … {len(weights) - 1}")
-        made = cls(weighting, mask=len(layers) < len(weights))
-        made.kept_ = KeptLayers(weights, layers)
-        return made
+        signature = cls(weighting, mask=len(layers) < len(weights))
+        signature.kept_ = KeptLayers(weights, layers)
+        return signature
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -127,17 +127,9 @@ class Signature:
 
     def transform_all(self, counts: Counts) -> NDArray[np.float32]:
         """Return the signatures [request, index in kept layers] of counts [request, layer, expert]."""
-        if counts.shape[1:] != self.weights.shape:
-            raise ConfigError(f"footprints {counts.shape[1:]} do not fit the signature's {self.weights.shape}")
         out = np.empty((len(counts), self.size), np.float32)
         for request in range(len(counts)):
-            _transform(
-                np.asarray(counts[request], np.float32),
-                self.weights,
-                self.layers,
-                self.weighting == "binary",
-                out[request],
-            )
+            out[request] = self.transform(counts[request])
         return out
 
 
@@ -254,9 +246,9 @@ def _greedy_layers(
             for pair in range(count):
                 dot = dots[pair] + products[layer, pair]
                 cosines[pair] = dot * inverse[pairs[pair, 0]] * inverse[pairs[pair, 1]]
-            found = _bucket_rho(cosines, truth, sizes, sums)
-            if found > best_rho:
-                best, best_rho = layer, found
+            reached = _bucket_rho(cosines, truth, sizes, sums)
+            if reached > best_rho:
+                best, best_rho = layer, reached
         taken[best] = True
         order[turn], rhos[turn] = best, best_rho
         for pair in range(count):

@@ -90,8 +90,8 @@ class StartKind(StrEnum):
 
 def needs_start(predictor: Predictor) -> StartKind | None:
     """Return the information on a request's beginning that the predictor needs; None if it needs none."""
-    found = getattr(predictor, "needs_start", None)
-    return None if found is None else StartKind(found)
+    kind = getattr(predictor, "needs_start", None)
+    return None if kind is None else StartKind(kind)
 
 
 def fit_phase(predictor: Predictor, phase: int | None) -> int | None:
@@ -165,9 +165,14 @@ def chosen_requests(
     trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
 ) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
     """Yield the index and the expert ids [token, layer, k] of each chosen request, of one phase or both (None)."""
-    for index in check_request_rows(trace, requests):
-        tokens = trace.request(int(index))
-        yield int(index), tokens.expert_ids if phase is None else tokens.only(phase)
+    for index in check_request_rows(trace, requests).tolist():
+        yield index, phase_ids(trace, index, phase)
+
+
+def phase_ids(trace: ActivationTrace, request: int, phase: int | None) -> NDArray[np.unsignedinteger]:
+    """Return the expert ids [token, layer, k] of a request's tokens, of one phase or both (None)."""
+    tokens = trace.request(request)
+    return tokens.expert_ids if phase is None else tokens.only(phase)
 
 
 def check_request_rows(trace: ActivationTrace, requests: NDArray[np.integer] | None) -> NDArray[np.int64]:
@@ -181,16 +186,14 @@ def check_request_rows(trace: ActivationTrace, requests: NDArray[np.integer] | N
     return chosen
 
 
-@dataclass(slots=True, eq=False)
-class Calibrated:
-    """Base class of predictors that fall back to popularity."""
+class FallsBack:
+    """Base class of predictors that fall back to popularity; alone it predicts nothing else."""
 
-    name: ClassVar[str]
-    popularity_: ActivationRates | None = field(default=None, init=False, repr=False)
+    __slots__ = ()
 
     @property
     def popularity(self) -> ActivationRates:
-        return require_fitted(self.popularity_, f"predictor {self.name!r}")
+        raise NotImplementedError
 
     @property
     def num_layers(self) -> int:
@@ -199,6 +202,22 @@ class Calibrated:
     @property
     def num_experts(self) -> int:
         return self.popularity.num_experts
+
+    def predict(self, request: PredictRequest) -> Load:
+        self.popularity.check(request)
+        return self.popularity.scaled(request)
+
+
+@dataclass(slots=True, eq=False)
+class Calibrated(FallsBack):
+    """Base class of predictors whose popularity is that of the calibration requests."""
+
+    name: ClassVar[str]
+    popularity_: ActivationRates | None = field(default=None, init=False, repr=False)
+
+    @property
+    def popularity(self) -> ActivationRates:
+        return require_fitted(self.popularity_, f"predictor {self.name!r}")
 
 
 def per_step(load: NDArray[np.floating] | NDArray[np.integer], tokens: float) -> Load:

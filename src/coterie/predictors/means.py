@@ -36,10 +36,6 @@ class PopularityPredictor(Calibrated):
         self.popularity_ = mean_rates(trace, requests, phase)
         return self
 
-    def predict(self, request: PredictRequest) -> Load:
-        self.popularity.check(request)
-        return self.popularity.scaled(request)
-
 
 @predictors.register("domain")
 @dataclass(slots=True, eq=False)
@@ -60,18 +56,17 @@ class DomainPredictor(Calibrated):
         if labels is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no domains")
         chosen = check_request_rows(trace, requests)
-        present = [index for index, ids in chosen_requests(trace, chosen, phase) if len(ids)]
         self.popularity_ = mean_rates(trace, chosen, phase)
         groups: dict[str, list[int]] = {}
-        for index in present:
-            groups.setdefault(labels[index], []).append(index)
+        for index, ids in chosen_requests(trace, chosen, phase):
+            if len(ids):
+                groups.setdefault(labels[index], []).append(index)
         self.domains_ = {name: mean_rates(trace, np.array(rows), phase) for name, rows in groups.items()}
         return self
 
     def predict(self, request: PredictRequest) -> Load:
         self.popularity.check(request)
-        known = self.domains_.get(request.domain) if request.domain is not None else None
-        return (known or self.popularity).scaled(request)
+        return self.domains_.get(request.domain or "", self.popularity).scaled(request)
 
 
 @predictors.register("recorded")
@@ -93,14 +88,14 @@ class RecordedLoads(Calibrated):
         """Store the footprints of these requests."""
         popularity = mean_rates(trace, requests, phase)
         names = trace.requests.ids
-        found: dict[str, NDArray[np.uint32]] = {}
+        footprints: dict[str, NDArray[np.uint32]] = {}
         for index, ids in chosen_requests(trace, requests, phase):
             name = str(index) if names is None else names[index]
-            if name in found:
+            if name in footprints:
                 raise ConfigError(f"request id {name!r} is in the trace twice: its footprint is ambiguous")
             if len(ids):
-                found[name] = footprint(ids, trace.meta.num_experts)
-        self.popularity_, self.footprints_ = popularity, found
+                footprints[name] = footprint(ids, trace.meta.num_experts)
+        self.popularity_, self.footprints_ = popularity, footprints
         return self
 
     def predict(self, request: PredictRequest) -> Load:

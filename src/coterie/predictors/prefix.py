@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from coterie.errors import check_not_negative, require_fitted
 from coterie.predictors.base import (
     ActivationRates,
+    Calibrated,
     Load,
     PredictRequest,
     StartKind,
@@ -34,31 +35,18 @@ from coterie.types import DECODE, PREFILL
 
 @predictors.register("prefix")
 @dataclass(slots=True, eq=False)
-class Prefix:
+class Prefix(Calibrated):
     """Prediction from the footprint of a request's prefill; popularity if the request has no footprint."""
 
+    name: ClassVar[str] = "prefix"
     needs_start: ClassVar[StartKind] = StartKind.FOOTPRINT
     smoothing: float = 32.0
     """Number of tokens at which a prefix has the same weight as popularity; 0 fully trusts a single token."""
     before_: ActivationRates | None = field(default=None, init=False, repr=False)
-    """Popularity of prefixes."""
-    after_: ActivationRates | None = field(default=None, init=False, repr=False)
-    """Popularity of the tokens to predict, those after a prefix."""
+    """Popularity of prefixes; `popularity_` is that of the tokens to predict, those after a prefix."""
 
     def __post_init__(self) -> None:
         check_not_negative(smoothing=self.smoothing)
-
-    @property
-    def after(self) -> ActivationRates:
-        return require_fitted(self.after_, "predictor 'prefix'")
-
-    @property
-    def num_layers(self) -> int:
-        return self.after.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.after.num_experts
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
@@ -69,16 +57,16 @@ class Prefix:
         """
         held = {int(p) for r in check_request_rows(trace, requests) for p in np.unique(trace.request(int(r)).phase)}
         if len(held) < 2:
-            self.before_ = self.after_ = mean_rates(trace, requests, phase)
+            self.before_ = self.popularity_ = mean_rates(trace, requests, phase)
             return self
         wanted = DECODE if phase is None else phase
-        self.after_ = mean_rates(trace, requests, wanted)
+        self.popularity_ = mean_rates(trace, requests, wanted)
         self.before_ = mean_rates(trace, requests, PREFILL if wanted == DECODE else DECODE)
         return self
 
     def predict(self, request: PredictRequest) -> Load:
         """Predict the load, scaled to `num_tokens`; by default to the number of tokens in the prefix."""
-        after, before = self.after, require_fitted(self.before_, "predictor 'prefix'")
+        after, before = self.popularity, require_fitted(self.before_, "predictor 'prefix'")
         after.check(request)
         if request.footprint is None or not request.footprint.any():
             return after.scaled(request)

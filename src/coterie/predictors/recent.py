@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_positive, check_positive_share
 from coterie.footprints import footprint
-from coterie.predictors.base import ActivationRates, Calibrated, Load, PredictRequest, check_request_rows, predictors
+from coterie.predictors.base import (
+    ActivationRates,
+    Calibrated,
+    FallsBack,
+    Load,
+    check_request_rows,
+    phase_ids,
+    predictors,
+)
 from coterie.traces.activations import ActivationTrace
 
 Counts = NDArray[np.integer] | NDArray[np.floating]
@@ -54,10 +62,10 @@ class RecentPopularity(Calibrated):
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> RecentPopularity:
         """Reset, then observe these requests in order of arrival, without a worker."""
-        found = RecentPopularity(self.decay)
+        fitted = RecentPopularity(self.decay)
         for _, counts, tokens in arrived(trace, requests, phase):
-            found.observe(counts, tokens)
-        self.popularity_, self.overall_, self.workers_ = found.popularity_, found.overall_, found.workers_
+            fitted.observe(counts, tokens)
+        self.popularity_, self.overall_, self.workers_ = fitted.popularity_, fitted.overall_, fitted.workers_
         return self
 
     def observe(self, footprint: Counts, tokens: float, worker: Hashable | None = None) -> None:
@@ -88,10 +96,6 @@ class RecentPopularity(Calibrated):
             )
         return top_k
 
-    def predict(self, request: PredictRequest) -> Load:
-        self.popularity.check(request)
-        return self.popularity.scaled(request)
-
     def of_worker(self, worker: Hashable) -> WorkerPopularity:
         """Return a predictor for requests on this worker; later observations update it too."""
         return WorkerPopularity(self, worker)
@@ -102,51 +106,35 @@ class RecentPopularity(Calibrated):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WorkerPopularity:
+class WorkerPopularity(FallsBack):
     """Recent popularity of one worker; the overall popularity until the worker has records."""
 
     recent: RecentPopularity
     worker: Hashable
 
     @property
-    def num_layers(self) -> int:
-        return self.recent.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.recent.num_experts
-
-    def predict(self, request: PredictRequest) -> Load:
-        popularity = self.recent.popularity
-        popularity.check(request)
-        own = self.recent.workers_.get(self.worker)
-        return (popularity if own is None else ActivationRates(own.per_token, popularity.top_k)).scaled(request)
-
-
-class ArrivedRequest(NamedTuple):
-    """A request with tokens of the chosen phase."""
-
-    request: int
-    footprint: NDArray[np.uint32]
-    """[layer, expert] tokens."""
-    tokens: int
+    def popularity(self) -> ActivationRates:
+        overall, own = self.recent.popularity, self.recent.workers_.get(self.worker)
+        return overall if own is None else ActivationRates(own.per_token, overall.top_k)
 
 
 def arrived(
     trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
-) -> Iterator[ArrivedRequest]:
-    """Yield requests that have tokens, in order of arrival if known, else of the trace; raises if there are none."""
+) -> Iterator[tuple[int, NDArray[np.uint32], int]]:
+    """Yield (index, footprint [layer, expert], tokens) of requests that have tokens; raises if there are none.
+
+    The order is that of arrival if known, else that of the trace.
+    """
     chosen = check_request_rows(trace, requests)
     if trace.requests.arrival_s is not None:
         chosen = chosen[np.argsort(trace.requests.arrival_s[chosen], kind="stable")]
-    found = False
-    for index in chosen:
-        tokens = trace.request(int(index))
-        ids = tokens.expert_ids if phase is None else tokens.only(phase)
+    empty = True
+    for index in chosen.tolist():
+        ids = phase_ids(trace, index, phase)
         if len(ids):
-            found = True
-            yield ArrivedRequest(int(index), footprint(ids, trace.meta.num_experts), len(ids))
-    if not found:
+            empty = False
+            yield index, footprint(ids, trace.meta.num_experts), len(ids)
+    if empty:
         raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_at_least, check_positive_share, require_fitted
-from coterie.predictors.base import Load, PredictRequest, predictors
+from coterie.predictors.base import ActivationRates, FallsBack, Load, PredictRequest, predictors
 from coterie.predictors.recent import Counts, RecentPopularity, arrived
 from coterie.traces.activations import ActivationTrace
 from coterie.types import PREFILL, narrowest_uint
@@ -171,7 +171,7 @@ class Similar(NamedTuple):
 
 @predictors.register("similar_prefix")
 @dataclass(slots=True, eq=False)
-class SimilarPrefix:
+class SimilarPrefix(FallsBack):
     """The load of an earlier request that shares at least `similarity` of the prompt; else recent popularity."""
 
     similarity: float = 0.8
@@ -182,7 +182,7 @@ class SimilarPrefix:
     """Bytes of stored profiles and token ids; above this the oldest requests are forgotten. At 48 layers of 128 experts
     and 1,000 tokens per request, about 16,000 to 27,000 requests fit; the tree takes another 500 bytes per request."""
     recent_: RecentPopularity | None = field(default=None, init=False, repr=False)
-    index_: PrefixIndex | None = field(default=None, init=False, repr=False)
+    index_: PrefixIndex = field(default_factory=PrefixIndex, init=False, repr=False)
     profiles_: dict[int, Profile] = field(default_factory=dict, init=False, repr=False)
     """Number in the index → profile."""
     nbytes_: int = field(default=0, init=False, repr=False)
@@ -193,16 +193,8 @@ class SimilarPrefix:
         RecentPopularity(self.decay)  # validates the decay
 
     @property
-    def recent(self) -> RecentPopularity:
-        return require_fitted(self.recent_, "predictor 'similar_prefix'")
-
-    @property
-    def num_layers(self) -> int:
-        return self.recent.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.recent.num_experts
+    def popularity(self) -> ActivationRates:
+        return require_fitted(self.recent_, "predictor 'similar_prefix'").popularity
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
@@ -225,11 +217,11 @@ class SimilarPrefix:
         """Like :meth:`fit`; `prompts` holds, per request of the trace, the token ids known before it ran, or None."""
         if trace.arrays()[0].token_ids is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: prefixes are compared by them")
-        found = SimilarPrefix(self.similarity, self.decay, self.max_bytes)
+        fitted = SimilarPrefix(self.similarity, self.decay, self.max_bytes)
         for index, counts, tokens in arrived(trace, requests, phase):
-            found.observe(prompts[index], counts, tokens)
-        self.recent_, self.index_, self.profiles_ = found.recent_, found.index_, found.profiles_
-        self.nbytes_ = found.nbytes_
+            fitted.observe(prompts[index], counts, tokens)
+        self.recent_, self.index_, self.profiles_ = fitted.recent_, fitted.index_, fitted.profiles_
+        self.nbytes_ = fitted.nbytes_
         return self
 
     def observe(self, token_ids: NDArray[np.integer] | None, footprint: Counts, tokens: float) -> None:
@@ -239,7 +231,7 @@ class SimilarPrefix:
         without token ids, counts for popularity only.
         """
         packed = b"" if token_ids is None else _packed(token_ids)
-        recent = RecentPopularity(self.decay) if self.recent_ is None else self.recent_
+        recent = self.recent_ or RecentPopularity(self.decay)
         recent.observe(footprint, tokens)
         self.recent_ = recent
         whole = np.issubdtype(footprint.dtype, np.integer)
@@ -247,8 +239,6 @@ class SimilarPrefix:
         size = len(packed) + counts.nbytes
         if not packed or size > self.max_bytes:
             return
-        if self.index_ is None:
-            self.index_ = PrefixIndex()
         while self.nbytes_ + size > self.max_bytes:
             self.nbytes_ -= self.profiles_.pop(self.index_.forget_oldest()).nbytes
         self.profiles_[self.index_._insert(packed)] = Profile(counts, tokens, size)
@@ -256,18 +246,15 @@ class SimilarPrefix:
 
     def similar(self, token_ids: NDArray[np.integer] | None) -> Similar | None:
         """Return the earlier request that predicts a prompt; None if the prediction is recent popularity."""
-        if token_ids is None or not len(token_ids) or self.index_ is None:
+        match = None if token_ids is None else self.index_.longest(token_ids)
+        if token_ids is None or match is None or match.tokens / len(token_ids) < self.similarity:
             return None
-        found = self.index_.longest(token_ids)
-        if found is None or found.tokens / len(token_ids) < self.similarity:
-            return None
-        return Similar(self.profiles_[found.number], found.tokens / len(token_ids))
+        return Similar(self.profiles_[match.number], match.tokens / len(token_ids))
 
     def predict(self, request: PredictRequest) -> Load:
-        popularity = self.recent.popularity
-        popularity.check(request)
-        found = self.similar(request.token_ids)
-        if found is None:
-            return popularity.scaled(request)
-        counts, tokens, _ = found.profile
-        return np.asarray(counts, np.float64) * (popularity.tokens_of(request) / tokens)
+        self.popularity.check(request)
+        earlier = self.similar(request.token_ids)
+        if earlier is None:
+            return self.popularity.scaled(request)
+        counts, tokens, _ = earlier.profile
+        return np.asarray(counts, np.float64) * (self.popularity.tokens_of(request) / tokens)

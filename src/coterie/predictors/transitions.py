@@ -101,12 +101,13 @@ class RankTransitions:
             raise ConfigError(f"local must be in 0 … top_k={top_k}")
         starts = key_starts(num_ranks, self.order)
         parts = [self._layer(ranks, layer, starts, num_ranks, local, top_k) for layer in range(ranks.shape[1])]
+        keys, tokens, shares = zip(*parts, strict=True)
         self.rows_ = TransitionRows(
-            offsets=np.cumsum([0, *(len(part.keys) for part in parts)]),
-            keys=np.concatenate([part.keys for part in parts]),
-            tokens=np.concatenate([part.tokens for part in parts]),
-            shares=np.concatenate([part.shares for part in parts]).astype(np.float32),
-            ranks=np.concatenate([part.shares.argmax(axis=1) for part in parts]).astype(np.int64),
+            offsets=np.cumsum([0, *map(len, keys)]),
+            keys=np.concatenate(keys),
+            tokens=np.concatenate(tokens),
+            shares=np.concatenate(shares).astype(np.float32),
+            ranks=np.concatenate([share.argmax(axis=1) for share in shares]).astype(np.int64),
         )
         return self
 
@@ -118,26 +119,26 @@ class RankTransitions:
         num_ranks: int,
         local: NDArray[np.integer] | None,
         top_k: int,
-    ) -> _Layer:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Return the keys, tokens and shares of a layer's contexts."""
         depth = min(self.order, layer)
         longest = context_keys(ranks[:, :layer], num_ranks, depth)
         order = np.argsort(longest, kind="stable")
         # The latest rank is the leading digit, so tokens with the same shorter context are adjacent too: one sort
         # serves contexts of all lengths.
         by_order = [(longest[order] - starts[depth]) // num_ranks ** (depth - m) + starts[m] for m in range(depth + 1)]
-        keys, tokens = [], []
-        for column in by_order:
-            found, counts = _runs(column)
-            keep = counts >= self.min_tokens if column is not by_order[0] else np.ones(1, np.bool_)
-            keys.append(found[keep])
-            tokens.append(counts[keep])
-        table = _Layer(np.concatenate(keys), np.concatenate(tokens), np.zeros((sum(map(len, keys)), num_ranks)))
+        column = np.concatenate(by_order)  # sorted, since the keys of a shorter order are lower
+        first = np.flatnonzero(np.diff(column, prepend=-1))
+        keys, tokens = column[first], np.diff(first, append=len(column))
+        kept = (tokens >= self.min_tokens) | (keys == 0)
+        keys, tokens = keys[kept], tokens[kept]
+        shares = np.zeros((len(keys), num_ranks))
         own = np.ascontiguousarray(ranks[:, layer], np.int64)
         counted = np.zeros((1, 1), np.uint16) if local is None else np.ascontiguousarray(local[:, layer], np.uint16)
-        _count(table.keys, np.stack(by_order), order, own, counted, local is not None, table.shares)
-        parents = find_contexts(table.keys, shorter_contexts(table.keys, num_ranks, starts), num_ranks, self.order)
-        _smooth(table.shares, table.tokens, parents, float(top_k), self.smoothing)
-        return table
+        _count(keys, np.stack(by_order), order, own, counted, local is not None, shares)
+        parents = find_contexts(keys, shorter_contexts(keys, num_ranks, starts), num_ranks, self.order)
+        _smooth(shares, tokens, parents, float(top_k), self.smoothing)
+        return keys, tokens, shares
 
     def shares(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.float32]:
         """Predict shares [token, rank] in a layer from the ranks in earlier layers, `previous` [token, layer].
@@ -154,20 +155,6 @@ class RankTransitions:
         wanted = context_keys(previous, rows.num_ranks, self.order)
         start, stop = int(rows.offsets[layer]), int(rows.offsets[layer + 1])
         return find_contexts(rows.keys[start:stop], wanted, rows.num_ranks, self.order) + start
-
-
-class _Layer(NamedTuple):
-    """Contexts of one layer; shares are counts until they are smoothed."""
-
-    keys: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    shares: NDArray[np.float64]
-
-
-def _runs(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the distinct values of a sorted array and the number of occurrences of each."""
-    first = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
-    return values[first], np.diff(first, append=len(values))
 
 
 @njit()

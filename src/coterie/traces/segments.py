@@ -200,7 +200,8 @@ class SegmentedTrace:
         tokens = Activations(expert_ids.astype(narrowest_uint(meta.num_experts - 1)), phase, token_ids, gate_weights)
         check_ids(expert_ids, meta, "expert_ids")
         check_shapes("from_arrays", meta, tokens, offsets)
-        requests = requests or RequestTrace(*phase_lengths(phase, offsets))
+        if requests is None:
+            requests = RequestTrace(*phase_lengths(phase, offsets))
         check_rows(requests, offsets)
         return cls(meta, [Segment(offsets, tokens, None, None)], requests)
 

@@ -19,17 +19,18 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import (
-    ConfigError,
-    TraceError,
-    check_at_least,
-    check_new_file,
-    check_not_negative,
-    check_share,
-    require_fitted,
+from coterie.errors import ConfigError, check_at_least, check_new_file, check_not_negative, check_share, require_fitted
+from coterie.predictors.base import (
+    ActivationRates,
+    FallsBack,
+    Load,
+    PredictRequest,
+    StartKind,
+    check_request_rows,
+    mean_rates,
+    predictors,
 )
-from coterie.predictors.base import Load, PredictRequest, StartKind, check_request_rows, mean_rates, predictors
-from coterie.predictors.token_table.nearest import NearestTokens
+from coterie.predictors.token_table.nearest import Nearest, NearestTokens
 from coterie.predictors.token_table.rows import (
     ONE,
     TokenRows,
@@ -41,6 +42,7 @@ from coterie.predictors.token_table.rows import (
     write_rows,
 )
 from coterie.traces.activations import ActivationTrace
+from coterie.traces.store import value_errors
 from coterie.types import narrowest_uint
 
 Embeddings = NDArray[np.floating]
@@ -58,18 +60,9 @@ class Expected(NamedTuple):
     """[token, layer] expected share of the token's activations that fall on these experts, in 0 … 1."""
 
 
-class _Found(NamedTuple):
-    """Rows of the table that predict given tokens."""
-
-    rows: NDArray[np.int64]
-    """[token] row of the token itself or of the nearest seen token; -1 if there is no such row."""
-    similarity: NDArray[np.float64]
-    """[token] 1 for the token's own row, else the cosine of the two embeddings; 0 without a row."""
-
-
 @predictors.register("token_table")
 @dataclass(slots=True, eq=False)
-class TokenTable:
+class TokenTable(FallsBack):
     """Mean activations of each token id, summed over a request's tokens."""
 
     needs_start: ClassVar[StartKind] = StartKind.TOKENS
@@ -96,12 +89,8 @@ class TokenTable:
         return require_fitted(self.rows_, "predictor 'token_table'")
 
     @property
-    def num_layers(self) -> int:
-        return self.rows.popularity.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.rows.popularity.num_experts
+    def popularity(self) -> ActivationRates:
+        return self.rows.popularity
 
     def fit(
         self,
@@ -167,12 +156,12 @@ class TokenTable:
         if request.token_ids is None or not len(request.token_ids):
             return rows.popularity.scaled(request)
         wanted, times = np.unique(np.asarray(request.token_ids, np.int64), return_counts=True)
-        found = self._found(wanted)
-        known = found.rows >= 0
-        seen = rows.counts[found.rows[known]]
-        trust = times[known] * (seen / (seen + self.smoothing)) * found.similarity[known]
+        nearest = self._nearest_rows(wanted)
+        known = nearest.rows >= 0
+        seen = rows.counts[nearest.rows[known]]
+        trust = times[known] * (seen / (seen + self.smoothing)) * nearest.similarity[known]
         out = np.zeros((self.num_layers, self.num_experts))
-        placed = add_rows(rows.experts, rows.weights, found.rows[known], trust, out)  # [layer] activations
+        placed = add_rows(rows.experts, rows.weights, nearest.rows[known], trust, out)  # [layer] activations
         rest = len(request.token_ids) * rows.popularity.top_k - placed
         out += rest[:, None] / rows.popularity.top_k * rows.popularity.per_token
         scale = 1.0 if request.num_tokens is None else request.num_tokens / len(request.token_ids)
@@ -189,12 +178,13 @@ class TokenTable:
         size = popularity.top_k if k is None else k
         if not 1 <= size <= self.num_experts:
             raise ConfigError(f"k={size} must be in 1 … num_experts={self.num_experts}")
-        found = self._found(np.asarray(token_ids, np.int64))
-        shape = (len(found.rows), self.num_layers)
+        nearest = self._nearest_rows(np.asarray(token_ids, np.int64))
+        shape = (len(nearest.rows), self.num_layers)
         experts, share, prior = np.zeros((*shape, size), np.int64), np.zeros(shape), np.zeros(shape)
         popular = np.argsort(-popularity.per_token, axis=1, kind="stable")
-        top_experts(rows.experts, rows.weights, found.rows, popular, popularity.per_token, experts, share, prior)
-        trust = self._trust(found)[:, None]
+        top_experts(rows.experts, rows.weights, nearest.rows, popular, popularity.per_token, experts, share, prior)
+        counts = np.where(nearest.rows >= 0, rows.counts[nearest.rows], 0)  # a token without a row has no trust
+        trust = (nearest.similarity * counts / np.maximum(counts + self.confidence_smoothing, 1e-300))[:, None]
         # `share` and `prior` are sums ÷ k; the share of a token's activations is the sum ÷ top_k.
         scale = size / popularity.top_k
         return Expected(experts, np.minimum(1.0, scale * (trust * share + (1 - trust) * prior)))
@@ -205,13 +195,12 @@ class TokenTable:
         `held` [rank, layer, expert] describes a placement. Shares are smoothed by `confidence_smoothing`.
         """
         rows, popularity = self.rows, self.rows.popularity
-        ranks = len(held)
         if held.shape[1:] != popularity.per_token.shape:
             raise ConfigError(
                 f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {popularity.per_token.shape})"
             )
         everyone = np.einsum("le,rle->lr", popularity.per_token, held) / popularity.top_k  # [layer, rank]
-        out = np.zeros((len(rows.token_ids), self.num_layers, ranks), np.float32)
+        out = np.zeros((len(rows.token_ids), self.num_layers, len(held)), np.float32)
         trust = rows.counts / (rows.counts + self.confidence_smoothing)
         for layer in range(self.num_layers):
             holds = held[:, layer].T.astype(np.float64)  # [expert, rank]
@@ -219,8 +208,7 @@ class TokenTable:
             own = sum(
                 weights[:, j, None] * holds[rows.experts[:, layer, j]] for j in range(weights.shape[1])
             )  # [seen, rank]
-            rest = 1 - weights.sum(axis=1)
-            own = own + rest[:, None] * everyone[layer]
+            own = own + (1 - weights.sum(axis=1))[:, None] * everyone[layer]
             out[:, layer] = trust[:, None] * own + (1 - trust[:, None]) * everyone[layer]
         return out
 
@@ -234,19 +222,14 @@ class TokenTable:
             raise ConfigError(f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {load.shape})")
         return np.asarray(np.einsum("le,rle->r", load, held) / max(float(load.sum()), np.finfo(float).tiny))
 
-    def _found(self, token_ids: NDArray[np.int64]) -> _Found:
+    def _nearest_rows(self, token_ids: NDArray[np.int64]) -> Nearest:
+        """Return the rows that predict these tokens: their own, of similarity 1, or that of the nearest token seen."""
         at = self.rows.find(token_ids)
         similarity = np.where(at >= 0, 1.0, 0.0)
         unseen = np.flatnonzero(at < 0)
         if self.nearest_ is not None and len(unseen):
-            near = self.nearest_.of(token_ids[unseen])
-            at[unseen], similarity[unseen] = near
-        return _Found(at, similarity)
-
-    def _trust(self, found: _Found) -> NDArray[np.float64]:
-        """Return the weight of each token's row relative to popularity, [token] in 0 … 1; 0 without a row."""
-        counts = np.where(found.rows >= 0, self.rows.counts[found.rows], 0)
-        return np.asarray(found.similarity * counts / np.maximum(counts + self.confidence_smoothing, 1e-300))
+            at[unseen], similarity[unseen] = self.nearest_.of(token_ids[unseen])
+        return Nearest(at, similarity)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file; the same table gives the same bytes. Refuses to overwrite a file.
@@ -268,17 +251,13 @@ class TokenTable:
         """Map a saved table into memory, which processes on one machine share. All values are checked."""
         file = Path(path)
         about, rows = read_rows(file)
-        try:
+        with value_errors(file, "metadata", "metadata"):
             kept = about["experts_kept"]
-            table = cls(float(about["smoothing"]), None if kept is None else int(kept), int(about["max_bytes"]))
             # Files written before confidences existed lack this setting.
-            table = replace(
-                table, confidence_smoothing=float(about.get("confidence_smoothing", cls().confidence_smoothing))
+            smoothing = float(about.get("confidence_smoothing", cls().confidence_smoothing))
+            table = cls(
+                float(about["smoothing"]), None if kept is None else int(kept), int(about["max_bytes"]), smoothing
             )
-        except KeyError as error:
-            raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
-        except (ConfigError, TypeError, ValueError, OverflowError) as error:
-            raise TraceError(file, "metadata", str(error)) from None
         table.rows_ = rows
         table.nearest_ = None if embeddings is None else NearestTokens(embeddings, rows.token_ids)
         return table
