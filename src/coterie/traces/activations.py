@@ -30,8 +30,8 @@ from coterie.traces.segments import (
     SegmentedTrace,
     TraceMeta,
     check_ids,
-    check_rows,
     check_shapes,
+    check_table,
     concat_requests,
     phase_lengths,
 )
@@ -131,7 +131,7 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
             differing = ", ".join(sorted(columns ^ self._columns))
             raise ConfigError(f"{differing}: given for some requests and not for others; give it for all or for none")
         check_shapes("the appended requests", self.meta, narrow, offsets)
-        check_rows(requests, offsets)
+        check_table(requests, offsets)
         self._columns = columns
         self._parts.append((narrow, np.array(offsets), requests))
         self._pending_tokens += len(tokens.phase)

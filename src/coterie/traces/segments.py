@@ -202,7 +202,7 @@ class SegmentedTrace:
         check_shapes("from_arrays", meta, tokens, offsets)
         if requests is None:
             requests = RequestTrace(*phase_lengths(phase, offsets))
-        check_rows(requests, offsets)
+        check_table(requests, offsets)
         return cls(meta, [Segment(offsets, tokens, None, None)], requests)
 
     @classmethod
@@ -317,7 +317,7 @@ def check_ids(ids: NDArray[np.integer], meta: TraceMeta, name: str, start: int =
         raise ConfigError(f"{name}{list(where)}={int(ids[tuple(bad)])} must be in 0 … {meta.num_experts - 1}")
 
 
-def check_rows(requests: RequestTrace, offsets: NDArray[np.int64]) -> None:
+def check_table(requests: RequestTrace, offsets: NDArray[np.int64]) -> None:
     if len(requests) != len(offsets) - 1:
         raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
 

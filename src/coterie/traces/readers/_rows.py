@@ -100,7 +100,7 @@ class RequestColumns:
         """`typecode` is that of the arrival times: "d" for floats, "q" for integers too large for them."""
         self.used = frozenset(used)
         self.units_per_s = units_per_s
-        self.arrivals = array(typecode)
+        self.arrivals: array[Any] = array(typecode)
         self.prompt_tokens, self.output_tokens = array("q"), array("q")
         self.extra: dict[str, list[Any]] = {}
 
