@@ -5,6 +5,7 @@ A value validates itself when constructed, so functions that take one need not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_at_least, check_one_of
 
 WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "mxfp4"]
+Report = Callable[[str, int, int], None]
+"""Progress callback, called as ``report(what, done, total)``."""
 
 MAX_SLOTS = 1 << 20
 """Largest number of slots in a layer: far above any fleet, but a wrong number below it cannot exhaust memory."""

@@ -18,13 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from coterie.engines.optional import dist, torch
 from coterie.errors import ConfigError, UnavailableError
-
-try:
-    import torch
-    import torch.distributed as dist
-except ImportError:
-    torch = dist = None
 
 GRACE_S = 2.0
 """Default seconds to wait for the other ranks after the first failure: their errors may show the cause."""

@@ -11,6 +11,7 @@ The measured costs do not hold for other kernels: an engine with a faster groupe
 from __future__ import annotations
 
 import datetime
+import operator
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from coterie.costs.attention import attention_work
@@ -35,17 +37,20 @@ from coterie.costs.cells import (
 from coterie.costs.shapes import dense_shapes
 from coterie.engines.calibration.experts import Experts
 from coterie.engines.calibration.timing import (
+    DTYPES,
     CalibrationSettings,
     Timer,
-    activation_dtype,
+    allowed_dtype,
     copies_to_flush,
     describe_hardware,
     describe_software,
+    event_us,
     find_device,
+    random,
 )
-from coterie.errors import ConfigError
+from coterie.engines.optional import torch
 from coterie.models import models
-from coterie.types import ModelSpec, WeightDtype
+from coterie.types import ModelSpec, Report, WeightDtype
 
 LAUNCHES = 8
 """Calls of a small kernel in one CUDA graph, so that the launch of the graph adds little to the time of a call."""
@@ -58,8 +63,7 @@ def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings)
 
     Engines fuse most of these kernels, so that routing takes a smaller share of their steps.
     """
-    timer, dtype = Timer(device, settings), activation_dtype(device)
-    gate = torch.randn(spec.hidden_size, spec.num_experts, device=device).to(dtype)
+    timer, gate = Timer(device, settings), random(device, spec.hidden_size, spec.num_experts)
 
     def route(x: Any) -> Any:
         weights, experts = (x @ gate).topk(spec.top_k, dim=-1)
@@ -70,11 +74,10 @@ def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings)
         weights = torch.softmax(weights, dim=-1)[:, None, :]
         return torch.bmm(weights, back.view(len(x), spec.top_k, -1))
 
-    cells = []
-    for tokens in settings.tokens:
-        x = torch.randn(tokens, spec.hidden_size, device=device).to(dtype)
-        cells.append(RoutingCell(tokens, timer.median_us([partial(route, x)] * _launches(device))))
-    return tuple(cells)
+    def calls(tokens: int) -> list[Callable[[], Any]]:
+        return [partial(route, random(device, tokens, spec.hidden_size))] * _launches(device)
+
+    return tuple(RoutingCell(tokens, timer.median_us(calls(tokens))) for tokens in settings.tokens)
 
 
 def gemm_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
@@ -83,14 +86,12 @@ def gemm_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def measure_gemm(spec: ModelSpec, device: Any, settings: CalibrationSettings) -> tuple[GemmCell, ...]:
-    timer, dtype = Timer(device, settings), activation_dtype(device)
-    cells = []
+    timer, cells = Timer(device, settings), []
     for n, k in gemm_shapes(spec):
-        weights = [torch.randn(n, k, device=device).to(dtype).t() for _ in range(copies_to_flush(device, 2 * n * k))]
+        weights = [random(device, n, k).t() for _ in range(copies_to_flush(device, 2 * n * k))]
         for tokens in settings.tokens[:: 3 if len(settings.tokens) > 9 else 1]:
-            x = torch.randn(tokens, k, device=device).to(dtype)
-            calls = [lambda x=x, w=w: x @ w for w in weights]
-            cells.append(GemmCell(tokens, n, k, timer.median_us(calls)))
+            x = random(device, tokens, k)
+            cells.append(GemmCell(tokens, n, k, timer.median_us([partial(operator.matmul, x, w) for w in weights])))
     return tuple(cells)
 
 
@@ -124,33 +125,26 @@ def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSetting
     form, every head over one shared latent, as two batched products around a softmax (slower than a fused kernel),
     and prefills with its heads expanded, as engines do.
     """
-    timer = Timer(device, settings)
-    cells = []
-    limit = 8e9 if device.type == "cuda" else 5e8
-    for one in attention_grid(settings):
-        nbytes = one.batch * (one.context + one.query) * spec.kv_bytes_per_token / spec.num_layers
-        flops = attention_work(spec, one.batch, one.query, one.batch * (one.context + one.query)).flops
-        if nbytes > limit or (device.type != "cuda" and flops > CPU_FLOPS):
+    timer, launches, cells = Timer(device, settings), _launches(device), []
+    for shape in attention_grid(settings):
+        tokens = shape.batch * (shape.context + shape.query)
+        nbytes = tokens * spec.kv_bytes_per_token / spec.num_layers
+        flops = attention_work(spec, shape.batch, shape.query, tokens).flops
+        if nbytes > 8e9 if device.type == "cuda" else nbytes > 5e8 or flops > CPU_FLOPS:
             continue
-        causal = not (one.query > 1 and one.context)  # torch aligns a causal mask with the first cached token
-        launches = _launches(device)
+        causal = not (shape.query > 1 and shape.context)  # torch aligns a causal mask with the first cached token
         turns = min(launches, copies_to_flush(device, nbytes))
-        calls = [_attention_call(spec, device, one, causal and one.query > 1) for _ in range(turns)]
-        repeated = calls * max(1, launches // turns)
-        cells.append(AttentionCell(*one, timer.median_us(repeated), causal))
-        del calls, repeated
+        calls = [_attention_call(spec, device, shape, causal and shape.query > 1) for _ in range(turns)]
+        cells.append(AttentionCell(*shape, timer.median_us(calls * max(1, launches // turns)), causal))
+        del calls  # the next shape's tensors need the memory
     return tuple(cells)
 
 
-def _attention_call(spec: ModelSpec, device: Any, one: _Attention, causal: bool) -> Callable[[], Any]:
-    dtype, length = activation_dtype(device), one.context + one.query
-
-    def random(*shape: int) -> Any:
-        return torch.randn(*shape, device=device, dtype=torch.float32).to(dtype)
-
-    if spec.kv_lora_rank and one.query == 1:
+def _attention_call(spec: ModelSpec, device: Any, shape: _Attention, causal: bool) -> Callable[[], Any]:
+    batch, query, length = shape.batch, shape.query, shape.context + shape.query
+    if spec.kv_lora_rank and query == 1:
         width = spec.kv_lora_rank + spec.rope_head_dim
-        q, latent = random(one.batch, spec.num_heads, width), random(one.batch, length, width)
+        q, latent = random(device, batch, spec.num_heads, width), random(device, batch, length, width)
 
         def absorbed() -> Any:
             scores = torch.softmax(q @ latent.transpose(1, 2), dim=-1)
@@ -159,8 +153,8 @@ def _attention_call(spec: ModelSpec, device: Any, one: _Attention, causal: bool)
         return absorbed
     kv_heads = spec.num_heads if spec.kv_lora_rank else spec.num_kv_heads
     width = spec.head_dim + spec.rope_head_dim
-    q = random(one.batch, spec.num_heads, one.query, width)
-    k, v = (random(one.batch, kv_heads, length, width) for _ in range(2))
+    q = random(device, batch, spec.num_heads, query, width)
+    k, v = (random(device, batch, kv_heads, length, width) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
     return lambda: attend(q, k, v, is_causal=causal, enable_gqa=spec.num_heads != kv_heads)
 
@@ -169,16 +163,14 @@ def measure_copies(device: Any, settings: CalibrationSettings) -> tuple[CopyCell
     """Time copies inside the device, from and to pinned host memory, and to a peer device if there is one."""
     cells = []
     for nbytes in (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28):
-        here = _filled(nbytes, device)
-        there = torch.empty_like(here)
-        cells.append(CopyCell("device", nbytes, _copy_us(device, there, here, settings)))
+        data = _filled(nbytes, device)
+        paths: dict[Any, Any] = {"device": (torch.empty_like(data), data)}  # path → target and source
         if device.type == "cuda":
             host = torch.randint(0, 255, (nbytes,), dtype=torch.uint8).pin_memory()
-            cells.append(CopyCell("host-to-device", nbytes, _copy_us(device, here, host, settings)))
-            cells.append(CopyCell("device-to-host", nbytes, _copy_us(device, host, here, settings)))
+            paths |= {"host-to-device": (data, host), "device-to-host": (host, data)}
             if torch.cuda.device_count() > 1:
-                peer = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
-                cells.append(CopyCell("peer", nbytes, _copy_us(device, peer, here, settings)))
+                paths["peer"] = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1"), data
+        cells += [CopyCell(path, nbytes, _copy_us(device, *pair, settings)) for path, pair in paths.items()]
     return tuple(cells)
 
 
@@ -192,52 +184,28 @@ def _filled(nbytes: int, device: Any) -> Any:
 def _copy_us(device: Any, to: Any, source: Any, settings: CalibrationSettings) -> float:
     if device.type != "cuda":
         return round(Timer(device, settings).us([lambda: to.copy_(source)]), 3)
-    samples: list[float] = []
-    for repeat in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        to.copy_(source, non_blocking=True)
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= 2:
-            samples.append(float(start.elapsed_time(end)) * 1e3)
-    return round(statistics.median(samples), 3)
-
-
-try:
-    import torch
-except ImportError:
-    torch = None
-
-Report = Callable[[str, int, int], None]
-"""Progress callback, called as ``report(what, done, total)``."""
+    samples = [event_us(lambda: to.copy_(source, non_blocking=True)) for _ in range(12)]
+    return round(statistics.median(samples[2:]), 3)
 
 
 def active_levels(spec: ModelSpec) -> list[int]:
     """Return the numbers of active experts to measure: top_k doubled up to all experts, and 3/8 and 6/8 of all."""
-    levels = {spec.num_experts, *(max(spec.top_k, spec.num_experts * part // 8) for part in (3, 6))}
-    level = spec.top_k
-    while level < spec.num_experts:
-        levels.add(level)
-        level *= 2
-    return sorted(levels)
+    parts = (max(spec.top_k, spec.num_experts * part // 8) for part in (3, 6))
+    doubled = (spec.top_k << power for power in range(spec.num_experts.bit_length()))
+    return sorted({spec.num_experts, *parts, *(level for level in doubled if level < spec.num_experts)})
 
 
 def moe_grid(spec: ModelSpec, settings: CalibrationSettings) -> Iterator[MoeCell]:
     """Yield the cells to measure; their times are still 0."""
-    for tokens in settings.tokens:
-        for active in active_levels(spec):
-            if spec.top_k <= active <= tokens * spec.top_k:
-                yield MoeCell(tokens, active, 0.0)
-    for tokens in (64, 512, 4096):
-        if tokens <= max(settings.tokens) and tokens * spec.top_k >= spec.num_experts:
-            for skew in settings.skews:
-                yield MoeCell(tokens, spec.num_experts, 0.0, zipf=skew)
-    for tokens in (16, 64):
-        if tokens <= max(settings.tokens):
-            for active in active_levels(spec)[:3]:
-                if active <= tokens * spec.top_k:
-                    yield MoeCell(tokens, active, 0.0, warm=True)
+    largest, levels = max(settings.tokens), active_levels(spec)
+    even = [MoeCell(tokens, active, 0.0) for tokens in settings.tokens for active in levels]
+    skewed = [
+        MoeCell(tokens, spec.num_experts, 0.0, zipf=skew) for tokens in (64, 512, 4096) for skew in settings.skews
+    ]
+    warm = [MoeCell(tokens, active, 0.0, warm=True) for tokens in (16, 64) for active in levels[:3]]
+    for cell in (*even, *skewed, *warm):
+        if cell.tokens <= largest and cell.active <= cell.tokens * spec.top_k:
+            yield cell
 
 
 def measure_moe(
@@ -258,17 +226,14 @@ def measure_moe(
             chosen = rng.permutation(spec.num_experts)[: cell.active]
             counts[chosen] = expert_tokens(cell.tokens, spec.top_k, cell.active, cell.zipf)
             x = torch.randn(int(counts.sum()), spec.hidden_size, device=device, dtype=torch.float32).to(activations)
+            ends = torch.from_numpy(np.cumsum(counts).astype(np.int32)).to(device)
             # Rotate over just enough copies of the layer to flush the cache; a warm cell repeats the first copy.
             turns = copies_to_flush(device, cell.active * spec.expert_bytes(dtype))
-            ends = torch.from_numpy(np.cumsum(counts).astype(np.int32)).to(device)
-            rows = (x, ends, counts.tolist())
             layers = [0] * turns if cell.warm else range(turns)
-            calls = [partial(experts.forward, layer, *rows) for layer in layers]
+            calls = [partial(experts.forward, layer, x, ends, counts.tolist()) for layer in layers]
             samples[index].append(timer.us(calls))
-    cells = [
-        MoeCell(cell.tokens, cell.active, round(statistics.median(times), 3), cell.zipf, cell.warm)
-        for cell, times in zip(grid, samples, strict=True)
-    ]
+    times = (round(statistics.median(per_pass), 3) for per_pass in samples)
+    cells = (msgspec.structs.replace(cell, us=us) for cell, us in zip(grid, times, strict=True))
     return MoeTable(dtype, experts.kernel, tuple(cells))
 
 
@@ -278,7 +243,8 @@ def calibrate(
     """Measure every shape on one device. Dtypes that do not fit in memory are skipped and named in the note."""
     at = find_device(device, "calibration")
     report = report or (lambda *_: None)
-    dtypes = _dtypes(settings, at)
+    checked = tuple(allowed_dtype(dtype, at, "measured") for dtype in settings.dtypes)
+    dtypes = checked or (DTYPES["cuda"] if at.type == "cuda" else ("fp32",))
     shapes, left_out = [], []
     with torch.inference_mode():
         for spec in specs:
@@ -312,11 +278,3 @@ def calibrate(
         copies=copies,
         note="; ".join(f"left out {reason}" for reason in left_out),
     )
-
-
-def _dtypes(settings: CalibrationSettings, device: Any) -> tuple[WeightDtype, ...]:
-    allowed: tuple[WeightDtype, ...] = ("bf16", "fp8") if device.type == "cuda" else ("fp32", "bf16")
-    for dtype in settings.dtypes:
-        if dtype not in allowed:
-            raise ConfigError(f"dtype {dtype!r} cannot be measured on {device.type}; it must be {' or '.join(allowed)}")
-    return settings.dtypes or (allowed if device.type == "cuda" else allowed[:1])

@@ -18,15 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from coterie.costs.cells import CollectiveCell, CopyCell
-from coterie.engines.calibration.calibrate import Report
+from coterie.engines.calibration.timing import event_us
+from coterie.engines.optional import dist, torch
 from coterie.engines.ranks import RankMember, choose_backend, run_ranks
 from coterie.errors import ConfigError, UnavailableError, check_at_least, check_one_of
-
-try:
-    import torch
-    import torch.distributed as dist
-except ImportError:
-    torch = dist = None
+from coterie.types import Report
 
 Backend = Literal["auto", "gloo", "nccl"]
 
@@ -60,11 +56,6 @@ class _Plan(NamedTuple):
     repeats: int
 
 
-class _Answer(NamedTuple):
-    cells: tuple[CollectiveCell, ...]
-    peers: tuple[CopyCell, ...]
-
-
 def measure_collectives(
     processes: int,
     backend: Backend = "auto",
@@ -79,18 +70,16 @@ def measure_collectives(
     A size that does not split evenly between the other ranks is rounded down; the cell holds the size sent. A script
     must call this under ``if __name__ == "__main__":``, since each process imports the script again.
     """
-    _check(processes, backend, sizes, repeats, timeout_s)
-    if torch is None:
-        raise UnavailableError("measuring collectives needs torch: pip install 'coterie[torch]'")
+    _check(processes, backend, sizes, repeats)
     chosen = choose_backend(processes, backend)
     plan = _Plan(tuple(sizes), repeats)
-    answer: _Answer = run_ranks(
+    cells, peers = run_ranks(
         _measure, plan, processes, chosen, doing="measuring", timeout_s=timeout_s, report=report, steps=2 * len(sizes)
     )[0]
-    return CollectiveMeasurement(answer.cells, answer.peers, chosen, processes, _note(processes, chosen))
+    return CollectiveMeasurement(cells, peers, chosen, processes, _note(processes, chosen))
 
 
-def _check(processes: int, backend: str, sizes: Sequence[int], repeats: int, timeout_s: float) -> None:
+def _check(processes: int, backend: str, sizes: Sequence[int], repeats: int) -> None:
     if processes < 2:
         raise ConfigError(f"processes={processes} must be at least 2: a rank alone sends nothing")
     check_one_of(get_args(Backend), backend=backend)
@@ -99,8 +88,6 @@ def _check(processes: int, backend: str, sizes: Sequence[int], repeats: int, tim
     if min(sizes) < processes - 1:
         raise ConfigError(f"sizes: {min(sizes)} bytes must be at least one for each of {processes - 1} other ranks")
     check_at_least(1, repeats=repeats)
-    if not timeout_s > 0:
-        raise ConfigError(f"timeout_s={timeout_s} must be positive")
 
 
 def _note(processes: int, backend: str) -> str:
@@ -111,7 +98,7 @@ def _note(processes: int, backend: str) -> str:
     return f"gloo between processes of one machine, over its loopback{shared}"
 
 
-def _measure(member: RankMember, plan: _Plan) -> _Answer:
+def _measure(member: RankMember, plan: _Plan) -> tuple[tuple[CollectiveCell, ...], tuple[CopyCell, ...]]:
     cells, peers = [], []
     for done, nbytes in enumerate(plan.sizes):
         member.say(f"all-to-all of {nbytes:,} bytes", done)
@@ -119,21 +106,19 @@ def _measure(member: RankMember, plan: _Plan) -> _Answer:
     for done, nbytes in enumerate(plan.sizes, start=len(plan.sizes)):
         member.say(f"send and receive of {nbytes:,} bytes", done)
         peers.append(_send_receive(member, plan, nbytes))
-    return _Answer(tuple(cells), tuple(peers))
+    return tuple(cells), tuple(peers)
 
 
 def _all_to_all(member: RankMember, plan: _Plan, share: int) -> CollectiveCell:
-    rank, others, device = member.rank, range(member.processes), member.device
-    sent = torch.cat([payload(rank, to, share) for to in others]).to(device)
-    expected = torch.cat([payload(source, rank, share) for source in others])
+    sent = torch.cat([payload(member.rank, to, share) for to in range(member.processes)]).to(member.device)
+    expected = torch.cat([payload(source, member.rank, share) for source in range(member.processes)])
     received = torch.full_like(sent, POISON)
-    us = _timed(lambda: dist.all_to_all_single(received, sent), plan, device, received, expected)
+    us = _timed(lambda: dist.all_to_all_single(received, sent), plan, member.device, received, expected)
     return CollectiveCell(member.processes, share * (member.processes - 1), us)
 
 
 def _send_receive(member: RankMember, plan: _Plan, nbytes: int) -> CopyCell:
-    rank, device = member.rank, member.device
-    peer = 1 - rank
+    rank, peer, device = member.rank, 1 - member.rank, member.device
     sent, expected = payload(rank, peer, nbytes).to(device), payload(peer, rank, nbytes)
     received = torch.full_like(sent, POISON)
 
@@ -167,8 +152,9 @@ def check_received(received: Any, expected: Any) -> None:
     wrong = torch.nonzero(received.cpu() != expected)
     if len(wrong):
         at = int(wrong[0])
-        value, right = int(received[at]), int(expected[at])
-        raise UnavailableError(f"{len(wrong):,} bytes arrived wrong: byte {at} is {value}, {right} was sent")
+        raise UnavailableError(
+            f"{len(wrong):,} bytes arrived wrong: byte {at} is {int(received[at])}, {int(expected[at])} was sent"
+        )
 
 
 def _timed(
@@ -185,22 +171,15 @@ def _timed(
     times = torch.zeros(plan.repeats, dtype=torch.float64, device=device)  # [repeat] microseconds
     for repeat in range(plan.repeats):
         dist.barrier()
-        took = _clock_us(call, device)
-        times[repeat] = 0.0 if apart else took
+        times[repeat] = _clock_us(call, device) * (not apart)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     check_received(received, expected)
     return round(float(statistics.median(times.tolist())), 3)
 
 
 def _clock_us(call: Callable[[], Any], device: Any) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e6
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(BURST):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / BURST
+    if device.type == "cuda":
+        return event_us(lambda: [call() for _ in range(BURST)]) / BURST
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6

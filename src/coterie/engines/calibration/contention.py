@@ -15,20 +15,16 @@ Needs only torch and NumPy.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from coterie.costs.shapes import dense_shapes
 from coterie.engines.calibration.experts import Experts
-from coterie.engines.calibration.timing import activation_dtype
+from coterie.engines.calibration.timing import captured, marks, random
+from coterie.engines.optional import torch
 from coterie.errors import ConfigError, UnavailableError, check_at_least
-from coterie.types import ModelSpec, WeightDtype
-
-try:
-    import torch
-except ImportError:
-    torch = None
+from coterie.types import ModelSpec, Report, WeightDtype
 
 PATHS = ("host-to-device", "device")
 POOL = 8
@@ -78,29 +74,24 @@ class DecodeStep:
     def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, settings: ContentionSettings) -> None:
         if spec.kv_lora_rank:
             raise ConfigError(f"{spec.name} has latent attention; contention is measured with grouped heads only")
-        self.spec, kind = spec, activation_dtype(device)
-
-        def random(*shape: int) -> Any:
-            return torch.randn(*shape, device=device, dtype=torch.float32).mul_(0.02).to(kind)
-
-        batch = settings.batch
-        self.inputs = [[random(batch, k) for _, k in shapes] for shapes, _ in dense_shapes(spec)]
-        self.head = random(spec.hidden_size, spec.vocab_size)
-        self.hidden = random(batch, spec.hidden_size)
+        self.spec, batch, small = spec, settings.batch, partial(random, device, scale=0.02)
+        self.inputs = [[small(batch, k) for _, k in shapes] for shapes, _ in dense_shapes(spec)]
+        self.head = small(spec.hidden_size, spec.vocab_size)
+        self.hidden = small(batch, spec.hidden_size)
         heads = spec.num_heads, 1, spec.head_dim
         cached = spec.num_kv_heads, settings.context, spec.head_dim
         self.attention = [
-            (random(batch, *heads), random(batch, *cached), random(batch, *cached)) for _ in range(spec.num_layers)
+            (small(batch, *heads), small(batch, *cached), small(batch, *cached)) for _ in range(spec.num_layers)
         ]
         self.projections = [
-            [[random(k, n) for n, k in shapes] for _ in range(times)] for shapes, times in dense_shapes(spec)
+            [[small(k, n) for n, k in shapes] for _ in range(times)] for shapes, times in dense_shapes(spec)
         ]
         self.experts = Experts(spec, dtype, device, spec.num_moe_layers)
         self.ids = [
             torch.rand(batch, spec.num_experts, device=device).topk(spec.top_k, dim=1).indices
             for _ in range(spec.num_moe_layers)
         ]
-        self.counts = [one.flatten().bincount(minlength=spec.num_experts).tolist() for one in self.ids]
+        self.counts = [ids.flatten().bincount(minlength=spec.num_experts).tolist() for ids in self.ids]
 
     def run(self) -> Any:
         from coterie.engines.kernels.routing import permute_by_expert
@@ -127,10 +118,9 @@ class _Copies:
         self.path, self.stream = path, torch.cuda.Stream(device)
         self.graphs: dict[int, Any] = {}
         self.targets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(POOL)]
-        if path == "device":
-            self.sources = [torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device) for _ in range(POOL)]
-        else:
-            self.sources = [torch.randint(0, 255, (nbytes,), dtype=torch.uint8).pin_memory() for _ in range(POOL)]
+        at = device if path == "device" else "cpu"
+        filled = [torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=at) for _ in range(POOL)]
+        self.sources = filled if path == "device" else [source.pin_memory() for source in filled]
 
     def _copy(self, count: int) -> None:
         for at in range(count):
@@ -155,7 +145,7 @@ class _Copies:
     def alone_us(self, count: int) -> float:
         """Return the time of `count` copies in microseconds with nothing else running."""
         self.prepare(count)
-        start, end = _marks(2)
+        start, end = marks(2)
         torch.cuda.synchronize()
         self.enqueue(count)  # untimed: the timed copies queue behind these, which hides the launch overhead
         start.record(self.stream)
@@ -177,7 +167,7 @@ def measure_contention(
     device: Any,
     settings: ContentionSettings | None = None,
     dtype: WeightDtype = "bf16",
-    report: Callable[[str, int, int], None] | None = None,
+    report: Report | None = None,
 ) -> list[ContentionTiming]:
     """Time decode steps of a model shape alone and beside copies, over both paths; needs CUDA."""
     settings, report = settings or ContentionSettings(), report or (lambda *_: None)
@@ -185,16 +175,18 @@ def measure_contention(
         raise UnavailableError(f"contention is measured on CUDA devices, not on {device.type}")
     report(f"{spec.name} contention", 0, 1)
     with torch.inference_mode():
-        step = DecodeStep(spec, dtype, device, settings)
-        graph = _captured(step)
+        graph = captured(DecodeStep(spec, dtype, device, settings).run, warm_ups=2).graph
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
         nbytes = round(spec.expert_bytes(dtype))
         alone = statistics.median(_steps(graph, settings.steps).us for _ in range(3))
         cells = []
         for path in PATHS:
             copies = _Copies(path, nbytes, device)
             copies.alone_us(2 * POOL)
-            one = statistics.median(copies.alone_us(POOL) for _ in range(5)) / POOL
-            full = max(1, int(alone / one))
+            copy_us = statistics.median(copies.alone_us(POOL) for _ in range(5)) / POOL
+            full = max(1, int(alone / copy_us))
             counts = sorted({1, *(max(1, round(full * share)) for share in settings.shares)})
             for done, count in enumerate(counts):
                 report(f"{spec.name} steps beside {path} copies", done, len(counts))
@@ -205,23 +197,6 @@ def measure_contention(
     return cells
 
 
-def _captured(step: DecodeStep) -> Any:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step.run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
 def _cell(
     graph: Any, copies: _Copies, path: str, nbytes: int, count: int, settings: ContentionSettings
 ) -> ContentionTiming:
@@ -229,16 +204,16 @@ def _cell(
     pairs = [
         (_steps(graph, settings.steps), _steps(graph, settings.steps, copies, count)) for _ in range(settings.rounds)
     ]
-    alone = statistics.median(one.us for one, _ in pairs)
+    alone_us = statistics.median(alone.us for alone, _ in pairs)
     moved = statistics.median(beside.moved for _, beside in pairs)
-    slower = sorted(beside.us - one.us for one, beside in pairs)
+    slower = sorted(beside.us - alone.us for alone, beside in pairs)
     quarter = len(slower) // 4
     return ContentionTiming(
         path=path,
         nbytes=round(moved * count * nbytes),
         copy_us=round(moved * copy_us, 3),
-        alone_us=round(alone, 3),
-        beside_us=round(alone + statistics.median(slower), 3),
+        alone_us=round(alone_us, 3),
+        beside_us=round(alone_us + statistics.median(slower), 3),
         spread_us=round((slower[-1 - quarter] - slower[quarter]) / 2, 3),
     )
 
@@ -246,30 +221,24 @@ def _cell(
 class _Timed(NamedTuple):
     us: float
     """Time per step."""
-    moved: float = 0.0
+    moved: float
     """Share of the copies that finished before the steps did: later copies did not slow any step down."""
 
 
 def _steps(graph: Any, steps: int, copies: _Copies | None = None, count: int = 0) -> _Timed:
     """Time `steps` steps after one untimed step; with `copies`, start `count` copies beside each step."""
-    main, marks, done = torch.cuda.current_stream(), _marks(steps + 2), _marks(1)[0]
+    main, (*starts, end, done) = torch.cuda.current_stream(), marks(steps + 3)
     torch.cuda.synchronize()
-    for at in range(steps + 1):
-        marks[at].record(main)
+    for start in starts:
+        start.record(main)
         if copies is not None:
-            copies.stream.wait_event(marks[at])
+            copies.stream.wait_event(start)
             copies.enqueue(count)
         graph.replay()
-    marks[-1].record(main)
+    end.record(main)
     if copies is not None:
         done.record(copies.stream)
     torch.cuda.synchronize()
-    window = float(marks[1].elapsed_time(marks[-1]))
-    if copies is None:
-        return _Timed(window * 1e3 / steps)
-    copying = float(marks[1].elapsed_time(done))
-    return _Timed(window * 1e3 / steps, min(1.0, window / copying))
-
-
-def _marks(count: int) -> list[Any]:
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    window = float(starts[1].elapsed_time(end))
+    moved = 0.0 if copies is None else min(1.0, window / float(starts[1].elapsed_time(done)))
+    return _Timed(window * 1e3 / steps, moved)

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from coterie.engines.optional import torch
 from coterie.types import ModelSpec, WeightDtype
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 
 class Experts:
@@ -19,12 +15,9 @@ class Experts:
     def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, copies: int) -> None:
         self.spec, self.dtype, self.device = spec, dtype, device
         hidden, inner, count = spec.hidden_size, spec.expert_intermediate_size, spec.num_experts
-        self.layers: list[tuple[Any, Any]] = []
-        for _ in range(copies):
-            # [expert, out, in], viewed as [expert, in, out]: the layout that both grouped GEMMs need.
-            up = self._weights(count, 2 * inner, hidden)
-            down = self._weights(count, hidden, inner)
-            self.layers.append((up.transpose(1, 2), down.transpose(1, 2)))
+        # [expert, out, in], viewed as [expert, in, out]: the layout that both grouped GEMMs need.
+        shapes = (count, 2 * inner, hidden), (count, hidden, inner)
+        self.layers = [tuple(self._weights(*shape).transpose(1, 2) for shape in shapes) for _ in range(copies)]
         if dtype == "fp8":
             self.up_scale = torch.full((count, 2 * inner), 0.02, device=device)
             self.down_scale = torch.full((count, hidden), 0.02, device=device)

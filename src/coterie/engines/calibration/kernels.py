@@ -40,35 +40,25 @@ def _quantize_kernel(x, out, scale, width, BLOCK: tl.constexpr):  # type: ignore
     tl.store(out + row * width + columns, (value / step).to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(width: int) -> tuple[int, int]:
+def _launch(kernel: Any, x: Any, width: int, dtype: Any, **options: Any) -> tuple[Any, Any]:
+    """Run a kernel with one program per row; return its output [rows, width] and the scale [rows]."""
+    out = torch.empty(len(x), width, dtype=dtype, device=x.device)
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     block = int(triton.next_power_of_2(width))
-    return block, 4 if block <= 2048 else 8
+    kernel[(len(x),)](x, out, scale, width, BLOCK=block, num_warps=4 if block <= 2048 else 8, **options)
+    return out, scale
 
 
 def silu_mul(gate_up: Any) -> Any:
     """Compute silu(gate) x up: [rows, 2 x inner] → [rows, inner], same dtype."""
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-    block, warps = _launch(inner)
-    _silu_mul_kernel[(rows,)](gate_up, out, out, inner, QUANTIZE=False, BLOCK=block, num_warps=warps)
-    return out
+    return _launch(_silu_mul_kernel, gate_up, gate_up.shape[1] // 2, gate_up.dtype, QUANTIZE=False)[0]
 
 
 def silu_mul_quantize(gate_up: Any) -> tuple[Any, Any]:
     """Compute silu(gate) x up as fp8: [rows, 2 x inner] → fp8 [rows, inner] and its scale [rows]."""
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=gate_up.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
-    block, warps = _launch(inner)
-    _silu_mul_kernel[(rows,)](gate_up, out, scale, inner, QUANTIZE=True, BLOCK=block, num_warps=warps)
-    return out, scale
+    return _launch(_silu_mul_kernel, gate_up, gate_up.shape[1] // 2, torch.float8_e4m3fn, QUANTIZE=True)
 
 
 def quantize_rows(x: Any) -> tuple[Any, Any]:
     """Quantise each row: [rows, width] → fp8 [rows, width] and its scale [rows]."""
-    rows, width = x.shape
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block, warps = _launch(width)
-    _quantize_kernel[(rows,)](x, out, scale, width, BLOCK=block, num_warps=warps)
-    return out, scale
+    return _launch(_quantize_kernel, x, x.shape[1], torch.float8_e4m3fn)

@@ -11,29 +11,24 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from coterie.engines.optional import torch
 from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.types import WeightDtype
 
-try:
-    import torch
-except ImportError:
-    torch = None
-
+DTYPES: dict[str, tuple[WeightDtype, ...]] = {"cuda": ("bf16", "fp8"), "cpu": ("fp32", "bf16")}
+"""Weight dtypes that can be measured, by type of device; the first is the default."""
 MAX_COPIES = 64
 """Maximum number of layer copies to rotate over: tiny shapes would need thousands to fill a cache."""
 
 
-def _flush_bytes(device: Any) -> float:
-    """Return the bytes of weights to rotate over so that none stays cached: four times the L2 cache, 64 MB on a CPU."""
-    return 4.0 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64e6
-
-
 def copies_to_flush(device: Any, nbytes: float) -> int:
-    return max(2, min(MAX_COPIES, int(np.ceil(_flush_bytes(device) / nbytes))))
+    """Return the copies to rotate over so that none stays cached: four times the L2 cache, 64 MB on a CPU."""
+    cache = 4.0 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64e6
+    return max(2, min(MAX_COPIES, int(np.ceil(cache / nbytes))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +79,12 @@ class CalibrationSettings:
         check_at_least(1, passes=self.passes, min_repeats=self.min_repeats)
 
 
+@dataclass(frozen=True, slots=True)
 class Timer:
     """Median time of a callable on one device."""
 
-    def __init__(self, device: Any, settings: CalibrationSettings) -> None:
-        self.device = device
-        self.settings = settings
+    device: Any
+    settings: CalibrationSettings
 
     def median_us(self, calls: Sequence[Callable[[], Any]]) -> float:
         """Return the median over `passes` timings, for kernels that are not measured in shuffled passes."""
@@ -114,33 +109,60 @@ class Timer:
         return statistics.median(samples)
 
     def _graph_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        graph = captured(lambda: [call() for call in calls]).graph
         graph.replay()
         torch.cuda.synchronize()
-        first = self._replay_us(graph)
+        first = event_us(graph.replay)
         repeats = int(max(self.settings.min_repeats, min(200, self.settings.cell_ms * 1e3 / max(first, 1.0))))
-        samples = [self._replay_us(graph) for _ in range(repeats)]
-        del graph
-        return statistics.median(samples) / len(calls)
+        return statistics.median(event_us(graph.replay) for _ in range(repeats)) / len(calls)
 
-    @staticmethod
-    def _replay_us(graph: Any) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
+
+class CapturedGraph(NamedTuple):
+    graph: Any
+    result: Any
+    """Result of the captured call, which a replay overwrites."""
+
+
+def captured(run: Callable[[], Any], pool: Any = None, warm_ups: int = 1) -> CapturedGraph:
+    """Capture the kernels of a call as a CUDA graph, after untimed calls on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        return CapturedGraph(graph, run())
+
+
+def marks(count: int) -> list[Any]:
+    """Return CUDA events that take the time."""
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+def event_us(call: Callable[[], Any]) -> float:
+    """Return the microseconds between two CUDA events around a call."""
+    start, end = marks(2)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def allowed_dtype(dtype: WeightDtype | None, device: Any, verb: str) -> WeightDtype:
+    """Return the dtype, or the device's default for None; raise ConfigError if the device has no kernel for it."""
+    allowed = DTYPES[device.type]
+    if dtype not in (None, *allowed):
+        raise ConfigError(f"dtype {dtype!r} cannot be {verb} on {device.type}; it must be {' or '.join(allowed)}")
+    return dtype or allowed[0]
+
+
+def random(device: Any, *shape: int, scale: float = 1.0) -> Any:
+    """Return normally distributed activations or weights."""
+    return torch.randn(*shape, device=device, dtype=torch.float32).mul_(scale).to(activation_dtype(device))
 
 
 def activation_dtype(device: Any) -> Any:
@@ -176,7 +198,5 @@ def describe_hardware(device: Any) -> dict[str, str | int | float]:
 
 
 def describe_software() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    if torch.version.cuda:
-        versions["cuda"] = str(torch.version.cuda)
-    return versions
+    cuda = {"cuda": str(torch.version.cuda)} if torch.version.cuda else {}
+    return {"python": platform.python_version(), "torch": str(torch.__version__), **cuda}

@@ -8,7 +8,7 @@ router R in group G, all steps concatenated, and `tokens_G_R` the number of toke
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,22 +38,28 @@ class ReplayBatches:
         if not self.groups:
             raise ConfigError("groups is empty; at least one group of routers is needed")
         names = [list(routers) for routers in self.groups.values()]
-        if not names[0] or any(one != names[0] for one in names):
+        if not names[0] or any(routers != names[0] for routers in names):
             raise ConfigError(f"every group must hold the same routers, at least one; found {names}")
         shape = None
+        for where, steps in self._runs():
+            if not steps:
+                raise ConfigError(f"{where}: there are no steps; at least one is needed")
+            for number, ids in enumerate(steps):
+                if ids.ndim != 3 or not ids.size or not np.issubdtype(ids.dtype, np.unsignedinteger):
+                    raise ConfigError(
+                        f"{where}, step {number}: ids are {ids.dtype}{list(ids.shape)}; expected unsigned "
+                        "[token, layer, k]"
+                    )
+                shape = shape or ids.shape[1:]
+                if ids.shape[1:] != shape:
+                    raise ConfigError(
+                        f"{where}, step {number}: [layer, k] is {ids.shape[1:]}; the first step has {shape}"
+                    )
+
+    def _runs(self) -> Iterator[tuple[str, Steps]]:
+        """Yield "group, router" and its steps."""
         for group, routers in self.groups.items():
-            for router, steps in routers.items():
-                if not steps:
-                    raise ConfigError(f"{group}, {router}: there are no steps; at least one is needed")
-                for number, ids in enumerate(steps):
-                    where = f"{group}, {router}, step {number}"
-                    if ids.ndim != 3 or not ids.size or not np.issubdtype(ids.dtype, np.unsignedinteger):
-                        raise ConfigError(
-                            f"{where}: ids are {ids.dtype}{list(ids.shape)}; expected unsigned [token, layer, k]"
-                        )
-                    shape = shape or ids.shape[1:]
-                    if ids.shape[1:] != shape:
-                        raise ConfigError(f"{where}: [layer, k] is {ids.shape[1:]}; the first step has {shape}")
+            yield from ((f"{group}, {router}", steps) for router, steps in routers.items())
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -62,16 +68,14 @@ class ReplayBatches:
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError unless the batches fit the model's shape."""
         expected = (spec.num_moe_layers, spec.top_k)
-        for group, routers in self.groups.items():
-            for router, steps in routers.items():
-                ids = np.concatenate(steps)
-                where = f"{group}, {router}"
-                if ids.shape[1:] != expected:
-                    raise ConfigError(f"{where}: [layer, k] is {ids.shape[1:]}; {spec.name} has {expected}")
-                if ids.max() >= spec.num_experts:
-                    raise ConfigError(f"{where}: expert {ids.max()} must be below num_experts={spec.num_experts}")
-                if spec.top_k > 1 and (np.diff(np.sort(ids, axis=2).astype(np.int64), axis=2) == 0).any():
-                    raise ConfigError(f"{where}: a token takes the same expert twice in a layer; its ids must differ")
+        for where, steps in self._runs():
+            ids = np.concatenate(steps)
+            if ids.shape[1:] != expected:
+                raise ConfigError(f"{where}: [layer, k] is {ids.shape[1:]}; {spec.name} has {expected}")
+            if ids.max() >= spec.num_experts:
+                raise ConfigError(f"{where}: expert {ids.max()} must be below num_experts={spec.num_experts}")
+            if (np.diff(np.sort(ids, axis=2).astype(np.int64), axis=2) == 0).any():
+                raise ConfigError(f"{where}: a token takes the same expert twice in a layer; its ids must differ")
 
 
 def step_load(ids: NDArray[np.unsignedinteger], num_experts: int) -> NDArray[np.int64]:
@@ -89,7 +93,9 @@ def write_batches(path: Path, model: str, groups: Mapping[str, Mapping[str, Sequ
     if path.suffix != ".npz":
         raise ConfigError(f"{path} must end in .npz")
     check_new_file(path)
-    batches = ReplayBatches(model, {g: {r: _narrow(steps) for r, steps in one.items()} for g, one in groups.items()})
+    batches = ReplayBatches(
+        model, {g: {r: _narrow(steps) for r, steps in routers.items()} for g, routers in groups.items()}
+    )
     header = {"version": VERSION, "model": model, "groups": list(batches.groups), "routers": list(batches.routers)}
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     for g, routers in enumerate(batches.groups.values()):
@@ -127,8 +133,8 @@ def read_batches(path: Path) -> ReplayBatches:
 
 def _header(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
     if "header" not in arrays:
-        found = ", ".join(sorted(arrays)) or "nothing"
-        raise TraceError(path, "header", f"missing: found {found}; expected the batches of coterie replay")
+        names = ", ".join(sorted(arrays)) or "nothing"
+        raise TraceError(path, "header", f"missing: found {names}; expected the batches of coterie replay")
     try:
         header = json.loads(str(arrays["header"]))
     except (ValueError, RecursionError):
@@ -138,9 +144,9 @@ def _header(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(header.get("model"), str):
         raise TraceError(path, "header", f"model={header.get('model')!r} must be a name")
     for field in ("groups", "routers"):
-        names = header.get(field)
-        if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or len({*names}) != len(names):
-            raise TraceError(path, "header", f"{field}={names!r} must be a list of names, each once")
+        listed = header.get(field)
+        if not isinstance(listed, list) or not all(isinstance(n, str) for n in listed) or len({*listed}) != len(listed):
+            raise TraceError(path, "header", f"{field}={listed!r} must be a list of names, each once")
     return header
 
 

@@ -67,8 +67,8 @@ def saving_interval(
     first = _blocks(len(base), draws, rng)
     second = first if paired else _blocks(len(other), draws, rng)
     savings = 1.0 - other[second].mean(axis=1) / base[first].mean(axis=1)
-    low, high = np.percentile(savings, [2.5, 97.5])
-    return float(low), float(high)
+    low, high = np.percentile(savings, [2.5, 97.5]).tolist()
+    return low, high
 
 
 def _blocks(steps: int, draws: int, rng: Generator) -> NDArray[np.int64]:
@@ -84,7 +84,13 @@ def replay_rows(batches: ReplayBatches, measured: Measured, model: StepModel, rn
     rows = []
     for group, routers in batches.groups.items():
         runs = [
-            _Run(router, steps, np.array(measured.step_us[group][router]), predict_us(steps, model))
+            _Run(
+                router,
+                steps,
+                [len(ids) for ids in steps],
+                np.array(measured.step_us[group][router]),
+                predict_us(steps, model),
+            )
             for router, steps in routers.items()
         ]
         rows += [_row(group, run, runs[0], model.spec.num_experts, rng) for run in runs]
@@ -94,12 +100,9 @@ def replay_rows(batches: ReplayBatches, measured: Measured, model: StepModel, rn
 class _Run(NamedTuple):
     router: str
     steps: Steps
+    tokens: list[int]
     us: NDArray[np.float64]
     predicted_us: NDArray[np.float64]
-
-    @property
-    def tokens(self) -> list[int]:
-        return [len(ids) for ids in self.steps]
 
 
 def _row(group: str, run: _Run, first: _Run, num_experts: int, rng: Generator) -> ReplayRow:

@@ -15,24 +15,29 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.engines.calibration.experts import Experts
+from coterie.engines.calibration.timing import (
+    allowed_dtype,
+    captured,
+    describe_hardware,
+    describe_software,
+    find_device,
+    marks,
+)
+from coterie.engines.optional import torch
 from coterie.engines.replay.batches import ReplayBatches, Steps, step_load
-from coterie.errors import ConfigError, UnavailableError, check_at_least
-from coterie.types import ModelSpec, WeightDtype
+from coterie.errors import UnavailableError, check_at_least
+from coterie.types import ModelSpec, Report, WeightDtype
 
-try:
-    import torch
-except ImportError:
-    torch = None
-
-Report = Callable[[str, int, int], None]
-"""Progress callback, called as ``report(what, done, total)``."""
 Pending = Callable[[], float]
 """Returns the microseconds of a started step; on CUDA, call it only after the device is done."""
 
@@ -88,8 +93,6 @@ class Layers:
     """A model's MoE layers on one device."""
 
     def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, max_tokens: int) -> None:
-        from coterie.engines.calibration.experts import Experts
-
         self.spec, self.dtype, self.device = spec, dtype, device
         self.held = layers_that_fit(spec, dtype, _free_bytes(device))
         self.experts = Experts(spec, dtype, device, self.held)
@@ -109,14 +112,14 @@ class Layers:
     def start(self, plan: _Plan) -> Pending:
         """Start one step; on CUDA without waiting, so that the device never waits for the host."""
         if self.device.type != "cuda":
-            rows, counts = self._rows(plan), plan.counts.tolist()
+            rows, counts = self.x[plan.sources], plan.counts.tolist()
             began = time.perf_counter()
-            for layer, count in enumerate(counts):
-                self.experts.forward(layer % self.held, rows[layer], None, count)
+            for _ in self._run(rows, counts):
+                pass
             us = (time.perf_counter() - began) * 1e6
             return lambda: us
         graph = self._fill(plan)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before, after = marks(2)
         before.record()
         graph.graph.replay()
         after.record()
@@ -130,20 +133,20 @@ class Layers:
                 output.fill_(float("nan"))
             graph.graph.replay()
             return graph.outputs
-        rows, counts = self._rows(plan), plan.counts.tolist()
-        return [self.experts.forward(at % self.held, rows[at], None, count) for at, count in enumerate(counts)]
+        return list(self._run(self.x[plan.sources], plan.counts.tolist()))
+
+    def _run(self, rows: Any, counts: Sequence[Sequence[int]]) -> Iterator[Any]:
+        """Compute each layer's output on a CPU."""
+        return (self.experts.forward(at % self.held, rows[at], None, count) for at, count in enumerate(counts))
 
     def error(self, plan: _Plan) -> float:
         """Return ‖out − reference‖ ÷ ‖reference‖ with a float32 reference; NaN if an output was not written."""
-        rows, difference, norm = self._rows(plan), 0.0, 0.0
-        for layer, found in enumerate(self.outputs(plan)):
+        rows, difference, norm = self.x[plan.sources], 0.0, 0.0
+        for layer, output in enumerate(self.outputs(plan)):
             expected = self._reference(layer, rows[layer].float(), plan.counts[layer])
-            difference += float((found.float() - expected).square().sum())
+            difference += float((output.float() - expected).square().sum())
             norm += float(expected.square().sum())
         return float(np.sqrt(difference / norm))
-
-    def _rows(self, plan: _Plan) -> Any:
-        return self.x[plan.sources]
 
     def _reference(self, layer: int, rows: Any, counts: NDArray[np.int64]) -> Any:
         up, down = self.experts.layers[layer % self.held]
@@ -160,28 +163,19 @@ class Layers:
 
     def _fill(self, plan: _Plan) -> _Graph:
         """Return the graph for this batch size, with its inputs set to this step."""
-        graph = self._graphs.get(plan.tokens) or self._capture(plan)
+        graph = self._graphs[plan.tokens] = self._graphs.get(plan.tokens) or self._capture(plan)
         torch.index_select(self.x, 0, plan.sources.view(-1), out=graph.rows.view(-1, self.spec.hidden_size))
         graph.ends.copy_(plan.ends)
         return graph
 
     def _capture(self, plan: _Plan) -> _Graph:
-        rows, ends = self._rows(plan), plan.ends.clone()
+        rows, ends = self.x[plan.sources], plan.ends.clone()
 
         def run() -> list[Any]:
             return [self.experts.forward(at % self.held, rows[at], ends[at], ()) for at in range(len(ends))]
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
-        self._graphs[plan.tokens] = _Graph(graph, rows, ends, outputs)
-        return self._graphs[plan.tokens]
+        graph, outputs = captured(run, self._pool)
+        return _Graph(graph, rows, ends, outputs)
 
 
 def layers_that_fit(spec: ModelSpec, dtype: WeightDtype, free_bytes: float) -> int:
@@ -211,14 +205,9 @@ def measure_batches(
     report: Report | None = None,
 ) -> Measured:
     """Time every step `repeats` times. Default dtype: bf16 on CUDA, fp32 on a CPU."""
-    from coterie.engines.calibration.timing import describe_hardware, describe_software, find_device
-
     check_at_least(1, repeats=repeats)
     at = find_device(device, "replay")
-    allowed: tuple[WeightDtype, ...] = ("bf16", "fp8") if at.type == "cuda" else ("fp32", "bf16")
-    dtype = dtype or allowed[0]
-    if dtype not in allowed:
-        raise ConfigError(f"dtype {dtype!r} cannot be replayed on {at.type}; it must be {' or '.join(allowed)}")
+    dtype = allowed_dtype(dtype, at, "replayed")
     batches.check(spec)
     report = report or (lambda *_: None)
     report("weights", 0, 1)
@@ -229,13 +218,13 @@ def measure_batches(
     with torch.inference_mode():
         layers = Layers(spec, dtype, at, most)
         for group, routers in batches.groups.items():
-            samples = _measure_group(layers, routers, repeats, errors, lambda *done, g=group: report(g, *done))
+            samples = _measure_group(layers, routers, repeats, errors, partial(report, group))
             step_us[group] = {
-                router: [round(statistics.median(times), 3) for times in per_round]
-                for router, per_round in zip(routers, samples, strict=True)
+                router: [round(statistics.median(times), 3) for times in per_step]
+                for router, per_step in zip(routers, samples, strict=True)
             }
             spreads += [
-                (max(times) - min(times)) / 2 / statistics.median(times) for per_round in samples for times in per_round
+                (max(times) - min(times)) / 2 / statistics.median(times) for times in chain.from_iterable(samples)
             ]
     return Measured(
         model=spec.name,
@@ -260,7 +249,7 @@ def _measure_group(
 ) -> list[list[list[float]]]:
     """Return microseconds [router][step][repeat]; add each new batch size's output error to `errors`."""
     plans = [[layers.plan(ids) for ids in steps] for steps in routers.values()]
-    for plan in (plan for one in plans for plan in one):
+    for plan in chain.from_iterable(plans):
         if plan.tokens not in errors:
             errors[plan.tokens] = error = layers.error(plan)
             if not error <= TOLERANCE[layers.dtype]:
@@ -268,10 +257,10 @@ def _measure_group(
                     f"{layers.experts.kernel} is wrong on this machine: at {plan.tokens} tokens its outputs are "
                     f"{error:.2g} off, at most {TOLERANCE[layers.dtype]} is right"
                 )
-    turns = _turns([len(one) for one in plans])
+    turns = _turns([len(steps) for steps in plans])
     for router, step in turns[: WARM_UP_STEPS * len(plans)]:
         layers.start(plans[router][step])
-    samples: list[list[list[float]]] = [[[] for _ in one] for one in plans]
+    samples: list[list[list[float]]] = [[[] for _ in steps] for steps in plans]
     for repeat in range(repeats):
         report(repeat, repeats)
         pending = [(router, step, layers.start(plans[router][step])) for router, step in turns]

@@ -17,12 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from coterie.engines.optional import torch
 from coterie.engines.torch_ep.group import Group
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 DISPATCH, ROUTING, COMBINE = "dispatch", "routing", "combine"
 """Names of the byte counters."""

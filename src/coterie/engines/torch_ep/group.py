@@ -25,14 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from coterie.engines.optional import dist, torch
 from coterie.engines.ranks import FAILED, announce_failure
 from coterie.errors import RankFailedError, UnavailableError
-
-try:
-    import torch
-    import torch.distributed as dist
-except ImportError:
-    torch = dist = None
 
 FOREVER = datetime.timedelta(days=365)
 WATCH_S = 30.0

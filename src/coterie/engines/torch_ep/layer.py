@@ -11,16 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from coterie.dispatch.slots import SlotTable, choose_slots
+from coterie.engines.optional import torch
 from coterie.engines.torch_ep.exchange import Exchange, ReceivedRows
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.weights import Rows, SlotWeights
 from coterie.errors import ConfigError
 from coterie.types import Placement
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 
 class StepMap(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coterie.engines.optional import torch
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
 from coterie.engines.torch_ep.mover import MIGRATION, Ended, Mover
 from coterie.errors import ConfigError
@@ -39,11 +40,6 @@ from coterie.placement.migration.migrator import (
 )
 from coterie.placement.migration.rounds import Schedule, Transfer
 from coterie.types import Placement
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 REPORTS = "migration reports"
 """Byte counter of the gathers before steps."""

@@ -21,17 +21,12 @@ import time
 import zlib
 from typing import Any, NamedTuple
 
+from coterie.engines.optional import dist, torch
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.weights import SlotWeights
 from coterie.errors import UnavailableError
 from coterie.placement.base import HOST
 from coterie.placement.migration.rounds import Transfer
-
-try:
-    import torch
-    import torch.distributed as dist
-except ImportError:
-    torch = dist = None
 
 READY, HEADER, WEIGHTS = range(3)
 """Message tags."""

@@ -20,14 +20,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from coterie.dispatch.shuffle import ShuffleSchedule
+from coterie.engines.optional import torch
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
 from coterie.errors import ConfigError
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 REDUCE_SCATTER, GATHER = "reduce-scatter", "gather"
 """Byte counters of the two collectives."""

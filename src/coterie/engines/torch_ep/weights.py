@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from coterie.engines.optional import torch
 from coterie.errors import ConfigError, check_one_of
 from coterie.types import Placement
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 Activation = Literal["silu", "relu"]
 LoadExpert = Callable[[int, int], tuple[Any, Any]]

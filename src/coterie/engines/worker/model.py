@@ -18,16 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.engines.optional import torch
 from coterie.engines.transformers.capture import ExpertCapture
 from coterie.engines.transformers.loading import load_model, model_digest
 from coterie.errors import ConfigError, UnavailableError
 from coterie.footprints import block_positions
 from coterie.types import narrowest_uint
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 NAME = "coterie_packed"
 

@@ -1,0 +1,11 @@
+"""torch and torch.distributed, or None without torch: modules that use them can still be imported."""
+
+from __future__ import annotations
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError:
+    torch = dist = None
+
+__all__ = ["dist", "torch"]
