@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from coterie.engines.optional import dist, torch
 from coterie.errors import ConfigError, UnavailableError
+from coterie.types import Report
 
 GRACE_S = 2.0
 """Default seconds to wait for the other ranks after the first failure: their errors may show the cause."""
@@ -32,8 +33,6 @@ FAILED = "coterie/failed/{}"
 
 PRELOADED = ["torch.distributed", "coterie.engines.torch_ep.migration"]
 """Modules that the fork server imports once for all ranks: importing them in each rank would take seconds."""
-
-Report = Callable[[str, int, int], None]
 
 
 class _Step(NamedTuple):
@@ -215,13 +214,11 @@ def announce_failure(store: Any, processes: int, reason: str) -> None:
 def _verdict(ranks: Sequence[_Rank]) -> str:
     """Say why there is no result: dead ranks first, since the other ranks then fail for lack of a peer."""
     problems = [f"rank {rank.number} {_death(rank)} {rank.where}" for rank in ranks if rank.gone]
-    failed = [
-        (rank.failure.monotonic_s, rank.number, rank.where, rank.failure.reason) for rank in ranks if rank.failure
-    ]
-    problems += [f"rank {number} failed {where}: {reason}" for _, number, where, reason in sorted(failed)]
+    failed = [(rank.failure.monotonic_s, rank, rank.failure.reason) for rank in ranks if rank.failure]
+    failed.sort(key=lambda failure: failure[0])
+    problems += [f"rank {rank.number} failed {rank.where}: {reason}" for _, rank, reason in failed]
     silent = [rank for rank in ranks if not (rank.gone or rank.failure or rank.answer)]
-    problems += [f"rank {rank.number} gave no answer in time, {rank.where}" for rank in silent]
-    return "; ".join(problems)
+    return "; ".join(problems + [f"rank {rank.number} gave no answer in time, {rank.where}" for rank in silent])
 
 
 def _death(rank: _Rank) -> str:
@@ -229,11 +226,8 @@ def _death(rank: _Rank) -> str:
     code = rank.process.exitcode
     if code is None:
         return "closed its channel"
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    if rank.at is None:
-        return f'ended with exit code {code} (does the script lack if __name__ == "__main__"?)'
-    return f"ended with exit code {code}"
+    hint = "" if rank.at else ' (does the script lack if __name__ == "__main__"?)'
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}{hint}"
 
 
 def _process(rank: int, plan: _Plan, channel: Connection) -> None:

@@ -172,7 +172,7 @@ def data_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
     counts = tokens_per_rank(case, group.size, rng)
     homes = np.repeat(np.arange(group.size), counts)
     own = torch.from_numpy(homes == group.rank)
-    group.bytes.reset()
+    group.bytes.sent.clear()
     equal, error, scale, predicted = True, 0.0, 0.0, 0
     for layer in range(LAYERS):
         hidden = hidden_rows(len(homes), case.numbers, rng)
@@ -217,7 +217,7 @@ def tensor_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
     layers = make_layers(group, placement, case.numbers, deduplicate)
     norm, route = norm_of(case.numbers), route_of(case.numbers)
     stream = own = hidden_rows(tokens, case.numbers, rng)
-    group.bytes.reset()
+    group.bytes.sent.clear()
     equal, error, scale, predicted, blocks = True, 0.0, 0.0, 0, 0
     for layer in range(LAYERS):
         partials = [hidden_rows(tokens, case.numbers, rng) for _ in range(world)]

@@ -80,16 +80,7 @@ def sort_by_expert(
     _check_ids(ids, num_experts)
     if not runs_triton(ids, backend):
         return _sorted_by_torch(ids, num_experts)
-    launch = launch or launch_for(ids.numel(), copies=False)
-    routed = _empty(ids, num_experts)
-    if not ids.numel():
-        return routed
-    ids = ids.contiguous()
-    if launch.pairs:
-        _launch_pairs(ids, None, None, routed, launch)
-    else:
-        _launch_tables(ids, routed, launch)
-    return routed
+    return _sorted_by_triton(ids, num_experts, None, None, launch or launch_for(ids.numel(), copies=False))
 
 
 def permute_by_expert(
@@ -103,24 +94,18 @@ def permute_by_expert(
     if not runs_triton(hidden, backend):
         routed = _sorted_by_torch(ids, num_experts)
         return Permuted(hidden[routed.order.long() // ids.shape[1]], routed)
-    launch = launch or launch_for(ids.numel())
-    routed = _empty(ids, num_experts)
     rows = torch.empty(ids.numel(), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-    if not ids.numel():
-        return Permuted(rows, routed)
-    ids = ids.contiguous()
-    if launch.pairs:
-        _launch_pairs(ids, hidden, rows, routed, launch)
-        return Permuted(rows, routed)
-    from coterie.engines.kernels._triton import copy_kernel
+    return Permuted(rows, _sorted_by_triton(ids, num_experts, hidden, rows, launch or launch_for(ids.numel())))
 
-    _launch_tables(ids, routed, launch)
-    width = hidden.shape[1]
-    block, parts = column_blocks(width, launch.block)
-    copy_kernel[(len(ids) * parts,)](
-        hidden, routed.places, rows, width, hidden.stride(0), parts, K=ids.shape[1], BLOCK=block, num_warps=launch.warps
-    )
-    return Permuted(rows, routed)
+
+def _sorted_by_triton(ids: Any, num_experts: int, hidden: Any, rows: Any, launch: Launch) -> SortedBatch:
+    """Sort the entries; unless `hidden` is None, copy its rows into `rows` in that order."""
+    routed, ids = _empty(ids, num_experts), ids.contiguous()
+    if ids.numel() and launch.pairs:
+        _launch_pairs(ids, hidden, rows, routed, launch)
+    elif ids.numel():
+        _launch_tables(ids, hidden, rows, routed, launch)
+    return routed
 
 
 def _check_ids(ids: Any, num_experts: int) -> None:
@@ -146,7 +131,7 @@ def _sorted_by_torch(ids: Any, num_experts: int) -> SortedBatch:
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return SortedBatch(*(one.to(torch.int32) for one in (order, places, counts, counts.cumsum(0))))
+    return SortedBatch(*(column.to(torch.int32) for column in (order, places, counts, counts.cumsum(0))))
 
 
 def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: SortedBatch, launch: Launch) -> None:
@@ -178,8 +163,8 @@ def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: SortedBatch, launch:
     )
 
 
-def _launch_tables(ids: Any, routed: SortedBatch, launch: Launch) -> None:
-    from coterie.engines.kernels._triton import histogram_kernel, places_kernel
+def _launch_tables(ids: Any, hidden: Any, rows: Any, routed: SortedBatch, launch: Launch) -> None:
+    from coterie.engines.kernels._triton import copy_kernel, histogram_kernel, places_kernel
 
     entries, experts = ids.numel(), len(routed.counts)
     chunks, bins = -(-entries // launch.chunk), max(32, 1 << (experts - 1).bit_length())
@@ -199,3 +184,9 @@ def _launch_tables(ids: Any, routed: SortedBatch, launch: Launch) -> None:
         SUB=min(32, launch.chunk // launch.split),
         num_warps=8,
     )
+    if hidden is not None:
+        k, width = ids.shape[1], hidden.shape[1]
+        block, parts = column_blocks(width, launch.block)
+        copy_kernel[(len(ids) * parts,)](
+            hidden, routed.places, rows, width, hidden.stride(0), parts, K=k, BLOCK=block, num_warps=launch.warps
+        )

@@ -15,7 +15,7 @@ row. They are counted separately, as "routing".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from coterie.engines.optional import torch
 from coterie.engines.torch_ep.group import Group
@@ -35,18 +35,6 @@ class ReceivedRows(NamedTuple):
     """[row, j] router weight of the expert output computed in `slots` [row, j]."""
     ticket: Any
     """State that `combine` needs to send the results back."""
-
-
-class Exchange(Protocol):
-    """Interface to send rows to the experts' ranks and the results back."""
-
-    def dispatch(self, hidden: Any, slots: Any, weights: Any) -> ReceivedRows:
-        """Send `hidden` [token, hidden] to the ranks of `slots` [token, k], slot indices of the whole group."""
-        ...
-
-    def combine(self, results: Any, ticket: Any) -> Any:
-        """Send `results` [row, hidden] of the received rows back; return each token's sum, [token, hidden]."""
-        ...
 
 
 class Ticket(NamedTuple):
@@ -69,6 +57,7 @@ class TorchExchange:
     deduplicate: bool = True
 
     def dispatch(self, hidden: Any, slots: Any, weights: Any) -> ReceivedRows:
+        """Send `hidden` [token, hidden] to the ranks of `slots` [token, k], slot indices of the whole group."""
         to = slots // self.slots_per_rank  # [token, k] rank
         if self.deduplicate:
             needs = torch.zeros((len(slots), self.group.size), dtype=torch.bool, device=slots.device)
@@ -81,8 +70,7 @@ class TorchExchange:
         else:
             order = to.flatten().argsort(stable=True)
             ranks = to.flatten()[order]
-            tokens = order // slots.shape[1]
-            places = order % slots.shape[1]
+            tokens, places = order // slots.shape[1], order % slots.shape[1]
             local_slots = (slots.flatten()[order] % self.slots_per_rank)[:, None]
             local_weights = weights.flatten()[order][:, None]
         send_counts = torch.bincount(ranks, minlength=self.group.size).tolist()
@@ -94,6 +82,7 @@ class TorchExchange:
         return ReceivedRows(rows, got_slots.to(torch.int64), got_weights, ticket)
 
     def combine(self, results: Any, ticket: Ticket) -> Any:
+        """Send `results` [row, hidden] of the received rows back; return each token's sum, [token, hidden]."""
         back = self.group.all_to_all(results, ticket.receive_counts, ticket.send_counts, COMBINE)
         summed = results.new_zeros((ticket.num_tokens, results.shape[1]))
         if ticket.places is None:

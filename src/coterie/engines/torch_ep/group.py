@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import re
 import threading
 from collections import Counter
@@ -37,19 +38,10 @@ CLOSED = "closed"
 
 
 class ByteCounters:
-    """Bytes sent from this rank to others, and calls, by content."""
+    """Bytes sent from this rank to others, by content."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-
-    def add(self, what: str, nbytes: int) -> None:
-        self.sent[what] += nbytes
-        self.calls[what] += 1
-
-    def reset(self) -> None:
-        self.sent.clear()
-        self.calls.clear()
 
 
 class Group:
@@ -80,11 +72,11 @@ class Group:
         """Send the rows of `sent` [row, ...], grouped by receiver; return the received rows, grouped by sender."""
         received = sent.new_empty((sum(receive_counts), *sent.shape[1:]))
         row_bytes = sent.element_size() * (sent[0].numel() if len(sent) else 0)
-        self.bytes.add(what, row_bytes * (sum(send_counts) - send_counts[self.rank]))
+        self.bytes.sent[what] += row_bytes * (sum(send_counts) - send_counts[self.rank])
         # Send bytes, since gloo does not support every dtype.
-        there, here = (_as_bytes(tensor) for tensor in (received, sent))
+        into, given = _as_bytes(received), _as_bytes(sent)
         self._run(
-            what, lambda: dist.all_to_all_single(there, here, list(receive_counts), list(send_counts), async_op=True)
+            what, lambda: dist.all_to_all_single(into, given, list(receive_counts), list(send_counts), async_op=True)
         )
         return received
 
@@ -98,19 +90,18 @@ class Group:
         """Sum `blocks` [rank, place, ...] over all ranks and return this rank's block, [place, ...]."""
         if self.device.type == "cuda":
             out = torch.empty_like(blocks[0])
-            self.bytes.add(what, (self.size - 1) * blocks[0].numel() * blocks.element_size())
+            self.bytes.sent[what] += (self.size - 1) * blocks[0].numel() * blocks.element_size()
             self._run(what, lambda: torch_reduce_scatter(out, blocks.flatten(0, 1), async_op=True))
             return out
         ones = [1] * self.size
-        return _sum_in_order(self.all_to_all(blocks, ones, ones, what))
+        return functools.reduce(torch.add, self.all_to_all(blocks, ones, ones, what))  # in the order of ranks
 
     def all_gather(self, block: Any, what: str) -> Any:
         """Return the block of every rank, [rank, ...]; all blocks have the same shape."""
         gathered = block.new_empty((self.size, *block.shape))
-        self.bytes.add(what, (self.size - 1) * block.numel() * block.element_size())
-        here = _as_bytes(block.contiguous().unsqueeze(0))
-        parts = list(_as_bytes(gathered).split(1))
-        self._run(what, lambda: dist.all_gather(parts, here, async_op=True))
+        self.bytes.sent[what] += (self.size - 1) * block.numel() * block.element_size()
+        own, parts = _as_bytes(block.contiguous().unsqueeze(0)), list(_as_bytes(gathered).split(1))
+        self._run(what, lambda: dist.all_gather(parts, own, async_op=True))
         return gathered
 
     # ------------------------------------------------------------------------------------------------------ failures
@@ -209,10 +200,3 @@ def _as_bytes(tensor: Any) -> Any:
     """View [row, ...] as [row, bytes]."""
     flat = tensor.contiguous().flatten(1) if tensor.dim() > 1 else tensor.contiguous().unsqueeze(1)
     return flat.view(torch.uint8)
-
-
-def _sum_in_order(parts: Any) -> Any:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total

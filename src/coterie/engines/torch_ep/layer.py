@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from coterie.dispatch.slots import SlotTable, choose_slots
 from coterie.engines.optional import torch
-from coterie.engines.torch_ep.exchange import Exchange, ReceivedRows
+from coterie.engines.torch_ep.exchange import ReceivedRows, TorchExchange
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.weights import Rows, SlotWeights
 from coterie.errors import ConfigError
@@ -31,7 +31,7 @@ class StepMap(NamedTuple):
 class ExpertParallelLayers:
     """MoE layers of one rank. All ranks call `forward` together, layer by layer, each with its own tokens."""
 
-    def __init__(self, group: Group, placement: Placement, weights: SlotWeights, exchange: Exchange) -> None:
+    def __init__(self, group: Group, placement: Placement, weights: SlotWeights, exchange: TorchExchange) -> None:
         if placement.num_ranks != group.size:
             raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal the group's {group.size} ranks")
         self.group, self.weights, self.exchange = group, weights, exchange

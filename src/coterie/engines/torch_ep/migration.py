@@ -25,11 +25,11 @@ from coterie.errors import ConfigError
 from coterie.placement.migration.migrator import (
     BeginTransfer,
     Cancel,
-    Command,
     EndStep,
     Event,
     FreeOld,
     FreeStaging,
+    MigrationOutcome,
     Migrator,
     RolledBack,
     RunStep,
@@ -84,9 +84,7 @@ class LiveMigration:
         self._old: dict[int, list[int]] = {}  # switch → rows of this rank that the switch replaced
         self._steps, self._stall_s = 0, 0.0
         self._sent_before, self._busy_before = layers.group.bytes.sent[MIGRATION], mover.busy_s
-        outcome = self._migrator.start()
-        self._state = outcome.state
-        self._carry_out(outcome.commands)
+        self._carry_out(self._migrator.start())
 
     @property
     def over(self) -> bool:
@@ -146,15 +144,13 @@ class LiveMigration:
         return [TransferDone(e.id) if e.error is None else TransferFailed(e.id, e.error) for e in news]
 
     def _handle(self, event: Event) -> None:
-        outcome = self._migrator.handle(self._state, event)
-        self._state = outcome.state
-        self._carry_out(outcome.commands)
+        self._carry_out(self._migrator.handle(self._state, event))
 
     # -------------------------------------------------------------------------------------------------------- commands
 
-    def _carry_out(self, commands: list[Command]) -> None:
-        weights = self._layers.weights
-        for command in commands:
+    def _carry_out(self, outcome: MigrationOutcome) -> None:
+        self._state, weights = outcome.state, self._layers.weights
+        for command in outcome.commands:
             match command:
                 case RunStep():
                     self._layers.map = self._layers.step_map(command.rows)

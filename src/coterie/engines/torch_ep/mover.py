@@ -77,13 +77,7 @@ class Mover:
 
     def ended(self, limit: int) -> list[Ended]:
         """Return the copies to this rank that have ended since the last call, at most `limit`."""
-        ended: list[Ended] = []
-        while len(ended) < limit:
-            try:
-                ended.append(self._ended.get_nowait())
-            except queue.Empty:
-                break
-        return ended
+        return [self._ended.get() for _ in range(min(limit, self._ended.qsize()))]
 
     def close(self) -> None:
         """End the thread after the queued copies."""
@@ -102,7 +96,7 @@ class Mover:
 
     def send(self, weights: Any, to: int) -> None:
         dist.send(weights, to, group=self._messages, tag=WEIGHTS)
-        self.group.bytes.add(MIGRATION, weights.numel() * weights.element_size())
+        self.group.bytes.sent[MIGRATION] += weights.numel() * weights.element_size()
 
     # ---------------------------------------------------------------------------------------------------- the thread
 
@@ -119,16 +113,12 @@ class Mover:
                 self._ended.put(Ended(job.transfer.id, error))
 
     def _copy(self, job: _Job) -> None:
-        transfer, rank = job.transfer, self.group.rank
+        transfer = job.transfer
         if transfer.source not in (HOST, job.to):
-            if rank == job.to:
-                self._receive(job)
-            else:
-                self._send(job)
-            return
-        if job.into_row is None:
+            (self._receive if job.to == self.group.rank else self._send)(job)
+        elif job.into_row is None:
             raise UnavailableError(job.error)
-        if transfer.source == HOST:
+        elif transfer.source == HOST:
             self.weights.fill(job.into_row, transfer.layer, transfer.expert)
         else:
             self.weights.block[job.into_row].copy_(self.weights.block[job.from_row])
@@ -150,8 +140,7 @@ class Mover:
             row.copy_(arriving)
 
     def _send(self, job: _Job) -> None:
-        ready = self._receive_numbers(READY, job.to, 1)[0]
-        if not ready:
+        if not self._receive_numbers(READY, job.to, 1)[0]:
             return
         try:
             weights = self.read(job.transfer, job.from_row if job.from_row is not None else -1)

@@ -87,7 +87,7 @@ def _wire(member: RankMember, asked: _Wire) -> WireMeasurement:
 
 def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> WireBytes:
     placement, hidden_size = asked.placement, asked.hidden_size
-    group.bytes.reset()
+    group.bytes.sent.clear()
     up = torch.zeros(2 * INNER, hidden_size)
     weights = SlotWeights(placement, group.rank, lambda _layer, _expert: (up, torch.zeros(hidden_size, INNER)))
     exchange = TorchExchange(group, placement.slots_per_rank, deduplicate)
