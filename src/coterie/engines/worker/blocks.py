@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import groupby, takewhile
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class BlockTable:
         self._digest: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
         self._empty = deque(range(num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._cached: OrderedDict[int, bytes] = OrderedDict()  # block → hash, oldest release first
         self._events: list[KVEvent] = []
 
     @property
@@ -76,12 +77,7 @@ class BlockTable:
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix."""
-        blocks = []
-        for digest in digests:
-            if digest not in self._by_digest:
-                break
-            blocks.append(self._by_digest[digest])
-        return blocks
+        return [self._by_digest[digest] for digest in takewhile(self._by_digest.__contains__, digests)]
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Add one user to each block."""
@@ -96,10 +92,10 @@ class BlockTable:
                 f"{count} KV blocks are wanted; {self.available} of {self.num_blocks} are not in use"
             )
         taken = [self._empty.popleft() for _ in range(min(count, len(self._empty)))]
-        while len(taken) < count:
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
-            taken.append(block)
+        evicted = [self._cached.popitem(last=False) for _ in range(count - len(taken))]
+        if evicted:
+            self._forget(evicted)
+        taken += [block for block, _ in evicted]
         for block in taken:
             self._users[block] = 1
         return taken
@@ -109,10 +105,11 @@ class BlockTable:
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
-                if self._digest[block] is None:
+                digest = self._digest[block]
+                if digest is None:
                     self._empty.append(block)
                 else:
-                    self._cached[block] = None
+                    self._cached[block] = digest
 
     def store(
         self,
@@ -127,16 +124,14 @@ class BlockTable:
         `blocks`, `digests` and `tokens` start at the request's beginning; `salt` is already in the digests. A prefix
         that another block already holds is not stored again.
         """
-        fresh: list[int] = []
-        for index in range(start, len(digests)):
-            if digests[index] in self._by_digest:
-                self._note_stored(fresh, digests, tokens, salt)
-                fresh = []
-                continue
-            self._digest[blocks[index]] = digests[index]
-            self._by_digest[digests[index]] = blocks[index]
-            fresh.append(index)
-        self._note_stored(fresh, digests, tokens, salt)
+        indices = range(start, len(digests))
+        for known, run in groupby(indices, lambda index: digests[index] in self._by_digest):
+            fresh = [] if known else list(run)
+            for index in fresh:
+                self._digest[blocks[index]] = digests[index]
+                self._by_digest[digests[index]] = blocks[index]
+            if fresh:
+                self._note_stored(fresh[0], fresh[-1] + 1, digests, tokens, salt)
 
     def clear(self) -> None:
         """Forget every prefix. No block may be in use: a block stored later would have an unknown parent."""
@@ -172,24 +167,21 @@ class BlockTable:
         if not cached <= set(hashed) or empty & set(hashed):
             raise AssertionError("a cached block has no hash, or an empty one has")
 
-    def _forget(self, block: int) -> None:
-        digest = self._digest[block]
-        if digest is None:
-            return
-        self._digest[block] = None
-        del self._by_digest[digest]
+    def _forget(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+        """Make the evicted blocks, with their hashes, unfindable."""
+        for block, digest in evicted:
+            self._digest[block] = None
+            del self._by_digest[digest]
+        hashes = [wire_hash(digest) for _, digest in evicted]
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
-            last.block_hashes.append(wire_hash(digest))
+            last.block_hashes.extend(hashes)
         else:
-            self._events.append(BlockRemoved(block_hashes=[wire_hash(digest)], medium=MEDIUM, group_idx=GROUP))
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=GROUP))
 
     def _note_stored(
-        self, indices: Sequence[int], digests: Sequence[bytes], tokens: Sequence[int], salt: str | None
+        self, first: int, end: int, digests: Sequence[bytes], tokens: Sequence[int], salt: str | None
     ) -> None:
-        if not indices:
-            return
-        first, end = indices[0], indices[-1] + 1
         # As in vLLM: the salt is an extra key of the prompt's first block; later blocks inherit it by their parents.
         salted = salt is not None and first == 0
         self._events.append(

@@ -102,12 +102,11 @@ class WorkerConfig:
 
     def _check_streams(self) -> None:
         streams = {name: getattr(self, name) for name in STREAMS if getattr(self, name) is not None}
-        for name, endpoint in streams.items():
-            if not endpoint.startswith(SCHEMES):
-                raise ConfigError(f"{name}={endpoint!r} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5601")
         if len(set(streams.values())) < len(streams):
             raise ConfigError(f"{', '.join(streams)} are {', '.join(streams.values())}; each needs its own endpoint")
         for name, endpoint in streams.items():
+            if not endpoint.startswith(SCHEMES):
+                raise ConfigError(f"{name}={endpoint!r} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5601")
             if self.fleet_secret is None and not _stays_here(endpoint):
                 raise ConfigError(
                     f"{name}={endpoint!r} can be read from other machines, and holds users' prompts: set "

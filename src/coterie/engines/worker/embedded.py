@@ -10,30 +10,31 @@ Secrets are read from the environment; :func:`embedded_fleet` gives a fleet fres
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from coterie.engines.tiny import TINY, tiny_model_path
-from coterie.engines.worker.config import Role, WorkerConfig
+from coterie.engines.worker.config import STREAMS, Role, WorkerConfig
 from coterie.engines.worker.engine import Engine
-from coterie.engines.worker.events import open_streams
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
-from coterie.engines.worker.server import Server
+from coterie.engines.worker.server import serve
 from coterie.engines.worker.transfer import numpy_codec
 from coterie.net.access import FleetAccess
-from coterie.net.processes import ServerProcess, bind, free_port
+from coterie.net.processes import ServerProcess, free_port
 
 
 class EmbeddedEngine(Engine):
     step_clock = staticmethod(time.thread_time)  # CPU time: wall time would count waiting for other workers' cores
     codec = staticmethod(numpy_codec)
+
+    @classmethod
+    def load_model(cls, config: WorkerConfig) -> PackedModel:
+        return cast(PackedModel, NumpyModel(config.model, config.kv_blocks, config.block_size))
 
 
 class EmbeddedWorker(NamedTuple):
@@ -93,40 +94,28 @@ def embedded_fleet(roles: Sequence[Role], folder: Path) -> list[EmbeddedWorker]:
     ]
 
 
-def serve_embedded(config: WorkerConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(bind(config.host, config.port))
-        streams = open_streams(config, stack)
-        model: Any = NumpyModel(config.model, config.kv_blocks, config.block_size)
-        engine = EmbeddedEngine(cast(PackedModel, model), config, streams.kv, streams.experts)
-        asyncio.run(Server(engine, config).run(listener, lambda _: None))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="The reference worker on NumPy.")
     parser.add_argument("--role", default="both")
     parser.add_argument("--port", type=int, default=8100)
-    parser.add_argument("--expert-events")
-    parser.add_argument("--kv-events")
-    parser.add_argument("--kv-replay")
+    for stream in STREAMS:
+        parser.add_argument(f"--{stream.replace('_', '-')}")
     parser.add_argument("--peer", action="append", default=[])
     asked = parser.parse_args()
     access = FleetAccess.read()
-    serve_embedded(
-        WorkerConfig(
-            model=tiny_model_path(),
-            role=asked.role,
-            port=asked.port,
-            fleet_secret=access.secret,
-            worker_key=access.key,
-            peers=tuple(asked.peer),
-            kv_events=asked.kv_events,
-            kv_replay=asked.kv_replay,
-            expert_events=asked.expert_events,
-            served_model_name=TINY,
-        )
+    config = WorkerConfig(
+        model=tiny_model_path(),
+        role=asked.role,
+        port=asked.port,
+        fleet_secret=access.secret,
+        worker_key=access.key,
+        peers=tuple(asked.peer),
+        kv_events=asked.kv_events,
+        kv_replay=asked.kv_replay,
+        expert_events=asked.expert_events,
+        served_model_name=TINY,
     )
+    serve(EmbeddedEngine, config, lambda _: None)
 
 
 if __name__ == "__main__":

@@ -44,11 +44,6 @@ from coterie.wire.footprints import WireFootprint, attach_footprint
 T = TypeVar("T")
 
 
-class _Part(NamedTuple):
-    request: WorkerRequest
-    rows: RequestRows
-
-
 class Engine:
     """Scheduler and KV cache of a worker. Run with :meth:`start` (a thread) or, in tests, by calling :meth:`step`."""
 
@@ -56,6 +51,10 @@ class Engine:
     """Clock for the forward passes in the step log."""
     codec = staticmethod(torch_codec)
     """Factory of the codec for staged KV; it must fit the model's array type."""
+
+    @classmethod
+    def load_model(cls, config: WorkerConfig) -> PackedModel:
+        return PackedModel(config.model, config.dtype, config.device, config.kv_blocks, config.block_size)
 
     def __init__(
         self,
@@ -149,9 +148,8 @@ class Engine:
         staged = self._staged.get(key)
         if staged is None:
             return None
-        count = len(staged.prompt)
-        tensors = self.model.store.pack(staged.blocks, count)
-        tokens, expert_ids = np.asarray(staged.prompt, np.int32), self._ids_of(staged.blocks, count)
+        count, tokens = len(staged.prompt), np.asarray(staged.prompt, np.int32)
+        tensors, expert_ids = self.model.store.pack(staged.blocks, count), self._ids_of(staged.blocks, count)
         return self.codec().to_bytes(Prefilled(self.model.identity, tokens, expert_ids, tensors))
 
     def hand_out(self, key: str, grant: str | None) -> bytes | None:
@@ -229,11 +227,10 @@ class Engine:
         batch: list[_Part] = []
         preempted = self.metrics.get("preemptions_total")
         # Decoding requests (one token each) first: chunks of prompts would take the whole budget.
-        for request in sorted(self._running, key=lambda one: one.length - one.computed > 1):
-            if request not in self._running or budget == 0:  # preempted earlier in this loop, or no budget left
-                continue
+        for request in sorted(self._running, key=lambda request: request.length - request.computed > 1):
             count = min(request.length - request.computed, budget)
-            if self._grow(request, request.computed + count):
+            # A request may have been preempted earlier in this loop, and the budget may be spent.
+            if count and request in self._running and self._grow(request, request.computed + count):
                 batch.append(_part(request, count))
                 budget -= count
         if self.metrics.get("preemptions_total") > preempted:  # no room: a new request would be preempted at once
@@ -251,9 +248,8 @@ class Engine:
                 continue
             self._waiting.popleft()
             self._running.append(request)
-            count = min(request.length - request.computed, budget)
-            batch.append(_part(request, count))
-            budget -= count
+            batch.append(_part(request, min(request.length - request.computed, budget)))
+            budget -= len(batch[-1].rows.tokens)
         return batch
 
     def _grow(self, request: WorkerRequest, tokens: int) -> bool:
@@ -278,8 +274,7 @@ class Engine:
     def _admit(self, request: WorkerRequest) -> None:
         """Take blocks for all tokens of a request: cached ones first, then fetched KV; the rest is computed."""
         size = self.config.block_size
-        tokens = request.tokens(0, request.length)
-        request.digests = block_digests(tokens, size, request.digests, request.salt)
+        request.digests = block_digests(request.tokens(0, request.length), size, request.digests, request.salt)
         findable = request.digests[: (request.length - 1) // size]  # the last token is always computed, for its logits
         cached = self.blocks.find(findable)
         self.blocks.hold(cached)
@@ -288,13 +283,10 @@ class Engine:
         except OutOfBlocksError:
             self.blocks.release(cached)
             raise
-        request.blocks = cached + taken
-        request.stored = len(cached)
+        request.blocks, request.stored = cached + taken, len(cached)
         hit = request.computed = len(cached) * size
-        fetched = 0
-        if request.prefilled is not None:
-            fetched = self._take_over(request, request.prefilled)
-            request.prefilled = None  # after a preemption its blocks may still be cached; else they are recomputed
+        fetched = 0 if request.prefilled is None else self._take_over(request, request.prefilled)
+        request.prefilled = None  # after a preemption its blocks may still be cached; else they are recomputed
         if not request.output:
             request.cached_tokens = hit
             self.metrics.add("prefix_blocks_total", "hit", len(cached))
@@ -318,21 +310,20 @@ class Engine:
     def _run(self, batch: list[_Part]) -> None:
         started, worked = time.perf_counter(), self.step_clock()
         try:
-            result = self.model.step([part.rows for part in batch])
+            result = self.model.step([rows for _, rows in batch])
         except Exception as error:  # only the requests of this step fail
             self.metrics.add("step_failures_total")
-            for part in batch:
-                self._end(part.request, "error", _words(error))
+            for request, _ in batch:
+                self._end(request, "error", _words(error))
             return
         self.metrics.add("step_seconds_total", by=time.perf_counter() - started)
         self._count(batch, result, self.step_clock() - worked)
         row = sampled = 0
         for request, rows in batch:
-            end = rows.start + len(rows.tokens)
-            kv_positions = block_positions(request.blocks, self.config.block_size, rows.start, end)
+            kv_positions = block_positions(request.blocks, self.config.block_size, rows.start, rows.end)
             self._experts[kv_positions] = result.expert_ids[row : row + len(kv_positions)]
             row += len(kv_positions)
-            request.computed = end
+            request.computed = rows.end
             self._store_full(request)
             if rows.sample:
                 token = draw_token(result.logits[sampled], request.sampling, request.rng)
@@ -341,7 +332,7 @@ class Engine:
 
     def _count(self, batch: list[_Part], result: StepResult, seconds: float) -> None:
         phases = np.concatenate(
-            [np.arange(rows.start, rows.start + len(rows.tokens)) >= len(request.prompt) for request, rows in batch]
+            [np.arange(rows.start, rows.end) >= len(request.prompt) for request, rows in batch]
         )  # [row] whether the token was generated
         decoded = int(phases.sum())
         self.metrics.add("steps_total")
@@ -349,8 +340,8 @@ class Engine:
         self.metrics.add("step_rows_total", "prefill", len(phases) - decoded)
         if decoded:
             touched = (footprint(result.expert_ids[phases], self.model.capture.num_experts) > 0).sum(axis=1)  # [layer]
-            for name, value in (("min", touched.min()), ("mean", touched.mean()), ("max", touched.max())):
-                self.metrics.add("distinct_experts_sum", name, float(value))
+            for name in ("min", "mean", "max"):
+                self.metrics.add("distinct_experts_sum", name, float(getattr(touched, name)()))
             self.metrics.add("distinct_experts_steps_total")
             self.log.add(time.monotonic(), decoded, float(touched.mean()), seconds)
         self._reports.step(result.expert_ids)
@@ -382,8 +373,7 @@ class Engine:
 
     def _stage(self, request: WorkerRequest) -> dict[str, Any]:
         """Stage the prompt's KV for another worker; return ``kv_transfer_params`` with its location and footprint."""
-        count = len(request.prompt)
-        digest = prompt_digest(request.prompt, request.salt)
+        count, digest = len(request.prompt), prompt_digest(request.prompt, request.salt)
         self._staged.add(request.key, request.prompt, request.blocks, digest)
         params: dict[str, Any] = {
             "do_remote_prefill": True,
@@ -401,11 +391,11 @@ class Engine:
         return params
 
     def _abort(self, key: str) -> None:
-        for request in (*self._running, *self._waiting):
-            if request.key == key:
-                self._end(request, "abort")
-                return
-        self.release(key, "dropped")
+        request = next((request for request in (*self._running, *self._waiting) if request.key == key), None)
+        if request is None:
+            self.release(key, "dropped")
+        else:
+            self._end(request, "abort")
 
     def _end(self, request: WorkerRequest, finish: FinishReason, error: str | None = None) -> None:
         """End a request before it finished, by abort or error."""
@@ -428,7 +418,7 @@ class Engine:
     def _shut_down(self) -> None:
         for request in (*self._running, *self._waiting):
             self._end(request, "abort")
-        self._staged.release_all("shutdown")
+        self._staged.release_all()
         while self._inbox:  # answer the callers that still wait
             self._inbox.popleft()()
         for request in list(self._waiting):
@@ -442,7 +432,12 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
+class _Part(NamedTuple):
+    request: WorkerRequest
+    rows: RequestRows
+
+
 def _part(request: WorkerRequest, count: int) -> _Part:
     end = request.computed + count
-    tokens = request.tokens(request.computed, end)
-    return _Part(request, RequestRows(tokens, request.computed, request.blocks, sample=end == request.length))
+    rows = RequestRows(request.tokens(request.computed, end), request.computed, request.blocks, end == request.length)
+    return _Part(request, rows)

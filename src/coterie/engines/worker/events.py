@@ -126,8 +126,7 @@ class Replay:
 
     def _since(self, first: int) -> list[list[bytes]]:
         with self._lock:
-            kept = list(self._kept)
-        wanted = [frames for frames in kept if int.from_bytes(frames[1], "big") >= first]
+            wanted = [frames for frames in self._kept if int.from_bytes(frames[1], "big") >= first]
         return [*wanted, to_frames(b"", REPLAY_END, b"")]
 
 
@@ -202,11 +201,10 @@ class Reports:
         """Publish the expert ids [token, layer, k] of a finished request, for all its computed tokens."""
         if self.expert_stream is None:
             return
-        count = len(expert_ids)
         event = RequestExperts.pack(
             expert_ids,
-            np.asarray(request.tokens(0, count)),
-            np.ones(count, np.bool_),
+            np.asarray(request.tokens(0, len(expert_ids))),
+            np.ones(len(expert_ids), np.bool_),
             self._capture.num_experts,
             request_id=request.name,
             model=self._model,

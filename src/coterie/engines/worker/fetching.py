@@ -35,7 +35,8 @@ class Fetcher:
         """Fetch the KV of this prompt; None if that fails, and this worker then computes it."""
         outcome = "refused"
         try:
-            if self._allowed(remote.address) and self._granted(remote, prompt, salt):
+            granted = self._engine.grants.valid(remote.grant, remote.key, prompt_digest(prompt, salt))
+            if granted and self._allowed(remote.address):
                 outcome = "unreachable"
                 data = await self._read(remote, most_bytes(self._engine.model, len(prompt)))
                 outcome = "missing"
@@ -64,20 +65,14 @@ class Fetcher:
         await asyncio.gather(*self._drops, return_exceptions=True)
 
     def _allowed(self, address: Address) -> bool:
-        if self._peers:
-            return address in self._peers
-        return self._config.fleet_secret is None and is_loopback(address.host)
-
-    def _granted(self, remote: Remote, prompt: Sequence[int], salt: str | None) -> bool:
-        return self._engine.grants.valid(remote.grant, remote.key, prompt_digest(prompt, salt))
+        own_machine = self._config.fleet_secret is None and is_loopback(address.host)
+        return address in self._peers if self._peers else own_machine
 
     async def _read(self, remote: Remote, most: int) -> bytes | None:
         """Return the body of the peer's answer; None if the peer does not have this KV."""
         async with asyncio.timeout(self._config.fetch_timeout_s), self._peer(remote.address) as peer:
             answer = await peer.send("GET", f"/kv/{remote.key}", self._headers(remote))
-            if answer.status != 200:
-                return None
-            return await answer.read(most)
+            return await answer.read(most) if answer.status == 200 else None
 
     @contextlib.asynccontextmanager
     async def _peer(self, address: Address) -> AsyncIterator[Upstream]:
@@ -89,8 +84,9 @@ class Fetcher:
             await peer.close()
 
     def _headers(self, remote: Remote) -> Headers:
-        shown = {**bearer(self._config.worker_key), **({} if remote.grant is None else {GRANT_HEADER: remote.grant})}
-        return [(name.lower().encode(), value.encode()) for name, value in shown.items()]
+        grant = {} if remote.grant is None else {GRANT_HEADER: remote.grant}
+        headers = {**bearer(self._config.worker_key), **grant}
+        return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     def _drop(self, remote: Remote) -> None:
         async def drop() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -80,6 +80,12 @@ METRICS: dict[str, WorkerMetric] = {
 }
 
 
+FAMILIES: dict[str, tuple[Any, str]] = {
+    "counter": (CounterMetricFamily, "_total"),
+    "sum": (SummaryMetricFamily, "_sum"),
+    "gauge": (GaugeMetricFamily, ""),
+}
+"""Class of each kind of metric, and the suffix that it appends to the name itself."""
 COUNT_OF = {"distinct_experts_sum": "distinct_experts_steps_total"}
 """Maps a sum to the counter of the values added to it."""
 
@@ -107,30 +113,15 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for name, metric in METRICS.items():
+            kind, suffix = FAMILIES[metric.kind]
             labels = [*self._constant, *([metric.label] if metric.label else [])]
-            family = _family(name, metric, labels)
-            for value in metric.values or ("",):
-                series, count = (
-                    [*self._constant.values(), *([value] if metric.label else [])],
-                    self._values[name, value],
-                )
-                if isinstance(family, SummaryMetricFamily):
-                    family.add_metric(series, count_value=int(self._values[COUNT_OF[name], ""]), sum_value=count)
-                else:
-                    family.add_metric(series, count)
+            family = kind(PREFIX + name.removesuffix(suffix), metric.help, labels=labels)
+            for label in metric.values or ("",):
+                series = [*self._constant.values(), *([label] if metric.label else [])]
+                count = [self._values[COUNT_OF[name], ""]] if metric.kind == "sum" else []
+                family.add_metric(series, *count, self._values[name, label])
             yield family
 
     def render(self) -> bytes:
         """Return all metrics in the Prometheus text format 0.0.4."""
         return generate_latest(self._registry)
-
-
-def _family(
-    name: str, metric: WorkerMetric, labels: list[str]
-) -> CounterMetricFamily | GaugeMetricFamily | SummaryMetricFamily:
-    """Create the metric family; prometheus_client appends ``_total`` or ``_sum`` to the name itself."""
-    if metric.kind == "counter":
-        return CounterMetricFamily(PREFIX + name.removesuffix("_total"), metric.help, labels=labels)
-    if metric.kind == "sum":
-        return SummaryMetricFamily(PREFIX + name.removesuffix("_sum"), metric.help, labels=labels)
-    return GaugeMetricFamily(PREFIX + name, metric.help, labels=labels)

@@ -12,6 +12,7 @@ latent attention (DeepSeek) is stored expanded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,11 @@ class RequestRows(NamedTuple):
     sample: bool
     """Whether to compute the logits of the last row."""
 
+    @property
+    def end(self) -> int:
+        """Index after the last row among the request's tokens."""
+        return self.start + len(self.tokens)
+
 
 class StepResult(NamedTuple):
     logits: NDArray[np.float32]
@@ -47,53 +53,46 @@ class StepResult(NamedTuple):
 
 
 class KVStore:
-    """Keys and values of every block, one tensor of each per layer: [block, offset, head, width].
+    """Keys and values of every block, tensors key.L and value.L of layer L: [block, offset, head, width].
 
     A layer's tensors are allocated at its first write, when their shape is known.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.keys: dict[int, Any] = {}
-        self.values: dict[int, Any] = {}
+        self.tensors: dict[str, Any] = {}
 
     def write(self, layer: int, kv_positions: Any, key: Any, value: Any) -> None:
         """Write key and value [row, head, width] to KV positions [row] = block x block_size + offset."""
-        for store, rows in ((self.keys, key), (self.values, value)):
-            if layer not in store:
-                shape = (self.num_blocks, self.block_size, *rows.shape[1:])
-                store[layer] = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-            store[layer].flatten(0, 1)[kv_positions] = rows
+        for name, rows in ((f"key.{layer}", key), (f"value.{layer}", value)):
+            if name not in self.tensors:
+                self.tensors[name] = rows.new_empty((self.num_blocks, self.block_size, *rows.shape[1:]))
+            self.tensors[name].flatten(0, 1)[kv_positions] = rows
 
     def read(self, layer: int, blocks: Any, length: int) -> tuple[Any, Any]:
         """Return key and value [head, token, width] of a request's first `length` tokens."""
-        key = self.keys[layer].index_select(0, blocks).flatten(0, 1)[:length]
-        value = self.values[layer].index_select(0, blocks).flatten(0, 1)[:length]
+        key, value = (self._rows(f"{kind}.{layer}", blocks, length) for kind in ("key", "value"))
         return key.transpose(0, 1), value.transpose(0, 1)
+
+    def _rows(self, name: str, blocks: Any, length: int) -> Any:
+        """Return a request's first `length` rows of a tensor, [token, head, width]."""
+        return self.tensors[name].index_select(0, blocks).flatten(0, 1)[:length]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV over all layers."""
-        positions = self.num_blocks * self.block_size
-        return sum(int(t.nbytes) for store in (self.keys, self.values) for t in store.values()) // positions
+        return sum(int(t.nbytes) for t in self.tensors.values()) // (self.num_blocks * self.block_size)
 
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Any]:
         """Return the KV of a request as name → tensor [token, head, width] on the host, for another worker."""
-        index = torch.tensor(blocks)
-        out = {}
-        for name, store in (("key", self.keys), ("value", self.values)):
-            for layer, tensor in store.items():
-                rows = tensor.index_select(0, index.to(tensor.device)).flatten(0, 1)[:length]
-                out[f"{name}.{layer}"] = rows.cpu().contiguous()
-        return out
+        return {
+            name: self._rows(name, torch.tensor(blocks, device=tensor.device), length).cpu().contiguous()
+            for name, tensor in self.tensors.items()
+        }
 
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
         """Raise ConfigError unless another worker's tensors match this store's names, dtypes, shapes and are finite."""
-        expected = {
-            f"{name}.{layer}": (tensor.dtype, (length, *tensor.shape[2:]))
-            for name, store in (("key", self.keys), ("value", self.values))
-            for layer, tensor in store.items()
-        }
+        expected = {name: (tensor.dtype, (length, *tensor.shape[2:])) for name, tensor in self.tensors.items()}
         if set(tensors) != set(expected):
             raise ConfigError(f"KV of {len(tensors)} tensors came; this model has {len(expected)}")
         for name, (dtype, shape) in expected.items():
@@ -108,11 +107,8 @@ class KVStore:
         index = torch.from_numpy(kv_positions)
         with torch.inference_mode():  # the store's tensors were created in inference mode
             for name, rows in tensors.items():
-                kind, _, layer = name.partition(".")
-                tensor = (self.keys if kind == "key" else self.values)[int(layer)]
-                tensor.flatten(0, 1)[index.to(tensor.device)] = rows[start : start + len(kv_positions)].to(
-                    tensor.device
-                )
+                written, device = rows[start : start + len(kv_positions)], self.tensors[name].device
+                self.tensors[name].flatten(0, 1)[index.to(device)] = written.to(device)
 
 
 class _Layout(NamedTuple):
@@ -214,30 +210,22 @@ class PackedModel:
         """Characters of the longest token; bounds the length of a text that can fit the context."""
         self.tokenizer.encode("warm")  # the first call may change the tokenizer; later calls only read it
         self.step([RequestRows([0], 0, [0], True)])  # allocates the store and checks that expert capture works
-        missing = set(range(config.num_hidden_layers)) - set(self.store.keys)
+        missing = [layer for layer in range(config.num_hidden_layers) if f"key.{layer}" not in self.store.tensors]
         if missing:
-            raise UnavailableError(
-                f"{folder}: layers {sorted(missing)} keep no keys and values; blocks cannot hold them"
-            )
+            raise UnavailableError(f"{folder}: layers {missing} keep no keys and values; blocks cannot hold them")
 
     def step(self, batch: Sequence[RequestRows]) -> StepResult:
-        kv_positions: list[NDArray[np.int64]] = []
-        parts: list[_Part] = []
-        wanted: list[int] = []
-        positions: list[int] = []
-        row = 0
-        for rows in batch:
-            kv_positions.append(
-                block_positions(rows.blocks, self.store.block_size, rows.start, rows.start + len(rows.tokens))
-            )
-            blocks = torch.tensor(rows.blocks, device=self._device)
-            parts.append(_Part(row, len(rows.tokens), rows.start, blocks))
-            positions.extend(range(rows.start, rows.start + len(rows.tokens)))
-            row += len(rows.tokens)
-            if rows.sample:
-                wanted.append(row - 1)
+        size = self.store.block_size
+        kv_positions = [block_positions(rows.blocks, size, rows.start, rows.end) for rows in batch]
+        ends = list(accumulate(len(rows.tokens) for rows in batch))
+        parts = [
+            _Part(end - len(rows.tokens), len(rows.tokens), rows.start, torch.tensor(rows.blocks, device=self._device))
+            for rows, end in zip(batch, ends, strict=True)
+        ]
         layout = _Layout(self.store, torch.from_numpy(np.concatenate(kv_positions)).to(self._device), parts)
         tokens = [token for rows in batch for token in rows.tokens]
+        positions = [position for rows in batch for position in range(rows.start, rows.end)]
+        wanted = [end - 1 for rows, end in zip(batch, ends, strict=True) if rows.sample]
         with torch.inference_mode(), self.capture as capture:
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
@@ -252,9 +240,6 @@ class PackedModel:
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
-    end_ids = getattr(model.generation_config, "eos_token_id", None)
-    if end_ids is None:
-        end_ids = tokenizer.eos_token_id
-    if end_ids is None:
-        return frozenset()
-    return frozenset(end_ids if isinstance(end_ids, list | tuple) else [end_ids])
+    given = getattr(model.generation_config, "eos_token_id", None)
+    end_ids = tokenizer.eos_token_id if given is None else given
+    return frozenset(end_ids if isinstance(end_ids, list | tuple) else () if end_ids is None else (end_ids,))

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import category
@@ -107,8 +107,8 @@ class NumpyModel:
         pieces = (self.tokenizer.decode([number], skip_special_tokens=False) for number in range(self.vocab_size))
         self.longest_token = max(map(len, pieces))
         """Characters of the longest token; bounds the length of a text that can fit the context."""
-        ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
-        self.eos: frozenset[int] = frozenset(ends)
+        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        self.eos: frozenset[int] = frozenset(generation["eos_token_id"])
         self.capture = Shape(tuple(range(layers)), experts, int(config["num_experts_per_tok"]))
         self.expert_dtype = narrowest_uint(experts - 1)
         self._embed = raw["model.embed_tokens.weight"].astype(np.float32)
@@ -124,11 +124,10 @@ class NumpyModel:
     def step(self, batch: Sequence[RequestRows]) -> StepResult:
         """Run one forward pass of rows of many requests, each attending to its own blocks."""
         size = self.store.block_size
-        kv_positions = [block_positions(rows.blocks, size, rows.start, rows.start + len(rows.tokens)) for rows in batch]
-        seen = [block_positions(rows.blocks, size, 0, rows.start + len(rows.tokens)) for rows in batch]
-        positions = np.concatenate([np.arange(rows.start, rows.start + len(rows.tokens)) for rows in batch])
+        seen = [block_positions(rows.blocks, size, 0, rows.end) for rows in batch]
+        written = np.concatenate([mine[rows.start :] for mine, rows in zip(seen, batch, strict=True)])
+        positions = np.concatenate([np.arange(rows.start, rows.end) for rows in batch])
         ends = np.cumsum([len(rows.tokens) for rows in batch])
-        written = np.concatenate(kv_positions)
         hidden = self._embed[np.concatenate([np.asarray(rows.tokens, np.int64) for rows in batch])]
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         expert_ids = np.empty((len(hidden), len(self._layers), self.capture.top_k), self.expert_dtype)
@@ -158,11 +157,11 @@ class NumpyModel:
     def _experts(self, layer: _Layer, hidden: Array) -> tuple[Array, NDArray[np.int64]]:
         """Return the output of the experts [row, hidden], and their ids [row, k]."""
         scores = _softmax(hidden @ layer.router)
-        chosen = np.argsort(-scores, axis=1, kind="stable")[:, : self.capture.top_k]
+        k = self.capture.top_k
+        chosen = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         weights = np.take_along_axis(scores, chosen, axis=1)
         weights /= weights.sum(axis=1, keepdims=True)
         # Sort rows by expert, so that each expert's rows are a slice; the rest is one call for all experts.
-        k = self.capture.top_k
         order = np.argsort(chosen.ravel(), kind="stable")
         experts, starts = np.unique(chosen.ravel()[order], return_index=True)
         parts = list(zip(experts, starts, [*starts[1:], len(order)], strict=True))
@@ -190,8 +189,9 @@ def _layer(raw: Mapping[str, NDArray[Any]], number: int, experts: int) -> _Layer
         return raw[f"model.layers.{number}.{name}.weight"].astype(np.float32)
 
     def of_experts(*names: str) -> Array:
-        each = [np.concatenate([weight(f"mlp.experts.{e}.{name}") for name in names]).T for e in range(experts)]
-        return np.ascontiguousarray(each)
+        return np.ascontiguousarray(
+            [np.concatenate([weight(f"mlp.experts.{e}.{name}") for name in names]).T for e in range(experts)]
+        )
 
     qkv = np.concatenate([weight(f"self_attn.{name}_proj") for name in "qkv"]).T
     return _Layer(
@@ -225,8 +225,7 @@ def _softmax(values: Array) -> Array:
 def _attend(query: Array, keys: Array, values: Array, start: int) -> Array:
     """Attend from rows [row, head, width], tokens `start` … of a request, to its keys [token, kv head, width]."""
     rows, heads, width = query.shape
-    kv_heads = keys.shape[1]
-    grouped = query.reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3)  # [kv head, group, row, width]
+    grouped = query.reshape(rows, keys.shape[1], -1, width).transpose(1, 2, 0, 3)  # [kv head, group, row, width]
     scores = grouped @ keys.transpose(1, 2, 0)[:, None] * np.float32(width**-0.5)
     if rows > 1:
         hidden = np.arange(len(keys))[None, :] > np.arange(start, start + rows)[:, None]
@@ -258,12 +257,8 @@ class BytePairs:
 
     def __init__(self, folder: Path) -> None:
         about = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        pre_tokenizer = about["pre_tokenizer"]
-        if (
-            pre_tokenizer.get("pretokenizers") != PRETOKENIZERS
-            or about["model"]["type"] != "BPE"
-            or about["normalizer"]
-        ):
+        split, merged = about["pre_tokenizer"].get("pretokenizers"), about["model"]["type"]
+        if split != PRETOKENIZERS or merged != "BPE" or about["normalizer"]:
             raise UnavailableError(f"{folder}/tokenizer.json: only byte-level BPE with single digits is read here")
         self._ids: dict[str, int] = about["model"]["vocab"]
         merges = [tuple(pair) for pair in about["model"]["merges"]]
@@ -274,11 +269,10 @@ class BytePairs:
         letters = _byte_letters()
         self._byte_ids = [self._ids[letter] for letter in letters]  # [byte]
         byte_of = {letter: byte for byte, letter in enumerate(letters)}
-        special = set(self._special.values())
         self._bytes = {
             number: bytes(byte_of[letter] for letter in token)
             for token, number in self._ids.items()
-            if number not in special
+            if number not in self._special.values()
         }
         self._word = lru_cache(maxsize=CACHED_WORDS)(self._merged)
 
@@ -301,8 +295,8 @@ class BytePairs:
 
     def apply_chat_template(self, messages: Any, tokenize: bool = False, add_generation_prompt: bool = True) -> str:
         del tokenize
-        said = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
-        return said + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+        return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
     def _merged(self, word: str) -> tuple[int, ...]:
         """Return the ids of one word: merge the pair learned first, the leftmost of equals, until no pair is left.
@@ -345,8 +339,5 @@ def _apart(text: str) -> list[str]:
 def _byte_letters() -> list[str]:
     """Return each byte's character in the vocabulary, [byte]: itself if printable, else a character past 255."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    out, next_free = [], 256
-    for byte in range(256):
-        out.append(chr(byte if byte in plain else next_free))
-        next_free += byte not in plain
-    return out
+    spare = count(256)
+    return [chr(byte if byte in plain else next(spare)) for byte in range(256)]

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 from coterie.engines.worker.config import Role
@@ -48,6 +49,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
 }
 """Unsupported fields and the values with which they have no effect; null is always allowed."""
+REMOTE = {
+    "remote_host": "a host name",
+    "remote_port": "in 1 … 65535",
+    "remote_request_id": "as the prefill worker gave it",
+}
+"""Fields of ``kv_transfer_params`` that locate prefilled KV, and what each must be."""
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
 
@@ -103,11 +110,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
 def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> Asked:
     """Check everything that does not need the tokenizer; raises RequestError."""
     model = body.get("model")
-    if model is not None and model != served:
-        shown = _short(model)
-        raise RequestError(
-            f"model {shown} is not served here; the one that is: {served!r}", "model", 404, "model_not_found"
-        )
+    if model not in (None, served):
+        problem = f"model {_short(model)} is not served here; the one that is: {served!r}"
+        raise RequestError(problem, "model", 404, "model_not_found")
     for name, neutral in NEUTRAL.items():
         _neutral(body, name, neutral)
     stream = _flag(body, "stream")
@@ -142,18 +147,12 @@ def check_max_tokens(prompt: Sequence[int], max_tokens: int | None, limit: int, 
         raise RequestError(f"prompt holds token {wrong}; it must be in 0 … {vocab_size - 1}", "prompt")
     room = limit - len(prompt)
     if room < 1:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens; with one generated it must fit {limit}",
-            "prompt",
-            code="context_length_exceeded",
-        )
+        problem = f"the prompt has {len(prompt)} tokens; with one generated it must fit {limit}"
+        raise RequestError(problem, "prompt", code="context_length_exceeded")
     if max_tokens is not None and max_tokens > room:
-        raise RequestError(
-            f"max_tokens={max_tokens} must be at most {room}: the prompt has {len(prompt)} tokens and both must fit "
-            f"{limit}",
-            "max_tokens",
-            code="context_length_exceeded",
-        )
+        both = f"the prompt has {len(prompt)} tokens and both must fit {limit}"
+        problem = f"max_tokens={max_tokens} must be at most {room}: {both}"
+        raise RequestError(problem, "max_tokens", code="context_length_exceeded")
     return room if max_tokens is None else max_tokens
 
 
@@ -189,15 +188,13 @@ def _messages(value: Any) -> list[dict[str, str]]:
 
 def _part(part: Any, where: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
+        return str(part["text"])
     raise RequestError(f'{where}.content may hold parts {{"type": "text", "text": "…"}} only', "messages")
 
 
 def _max_tokens(body: Mapping[str, Any], chat: bool) -> int | None:
-    given = [_integer(body, name, 1, 1 << 31) for name in ("max_completion_tokens", "max_tokens")]
-    max_tokens = next((value for value in given if value is not None), None)
-    return max_tokens if max_tokens is not None or chat else DEFAULT_MAX_TOKENS
+    given = [_number(body, name, 1, 1 << 31, whole=True) for name in ("max_completion_tokens", "max_tokens")]
+    return next((value for value in given if value is not None), None if chat else DEFAULT_MAX_TOKENS)
 
 
 def _sampling(body: Mapping[str, Any]) -> SamplingSettings:
@@ -205,19 +202,17 @@ def _sampling(body: Mapping[str, Any]) -> SamplingSettings:
     stops = [] if stops is None else [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise RequestError(f"stop must be a text or at most {MAX_STOPS} texts, none empty", "stop")
-    tokens = body.get("stop_token_ids")
-    tokens = [] if tokens is None else tokens
+    tokens = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise RequestError(f"stop_token_ids must be a list of token ids, found {_kind(tokens)}", "stop_token_ids")
-    temperature = _number(body, "temperature", 0.0, 100.0)
-    top_p = _number(body, "top_p", 0.0, 1.0)
+    temperature, top_p = _number(body, "temperature", 0, 100), _number(body, "top_p", 0, 1)
     if top_p == 0:
         raise RequestError("top_p=0 must be greater than 0 and at most 1", "top_p")
     return SamplingSettings(
         max_tokens=0,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        seed=_integer(body, "seed", -(1 << 63), (1 << 63) - 1),
+        temperature=1.0 if temperature is None else float(temperature),
+        top_p=1.0 if top_p is None else float(top_p),
+        seed=_number(body, "seed", -(1 << 63), (1 << 63) - 1, whole=True),
         stop=tuple(_text(stop, "stop") for stop in stops),
         stop_token_ids=frozenset(tokens),
         ignore_eos=_flag(body, "ignore_eos"),
@@ -235,8 +230,7 @@ def _stream_options(value: Any, stream: bool) -> bool:
 
 
 def _transfer(params: Any, role: Role) -> tuple[bool, Remote | None]:
-    if params is None:
-        params = {}
+    params = {} if params is None else params
     if not isinstance(params, dict):
         raise RequestError(f"kv_transfer_params must be an object, found {_kind(params)}", "kv_transfer_params")
     hand_over, take_over = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
@@ -252,20 +246,21 @@ def _transfer(params: Any, role: Role) -> tuple[bool, Remote | None]:
         raise RequestError(
             "this worker has role decode: send do_remote_decode to one of role prefill or both", "kv_transfer_params"
         )
-    if not take_over:
-        return hand_over, None
-    host, port, key = (params.get(name) for name in ("remote_host", "remote_port", "remote_request_id"))
-    if not isinstance(host, str) or not _HOST.fullmatch(host):
-        raise RequestError(f"remote_host must be a host name, found {_short(host)}", "kv_transfer_params")
-    if type(port) is not int or not 1 <= port <= 65535:
-        raise RequestError(f"remote_port must be in 1 … 65535, found {_short(port)}", "kv_transfer_params")
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise RequestError(
-            f"remote_request_id must be as the prefill worker gave it, found {_short(key)}", "kv_transfer_params"
-        )
-    grant = params.get(GRANT_FIELD)
-    host = host.removeprefix("[").removesuffix("]").lower()
-    return False, Remote(Address(host, port), key, grant if isinstance(grant, str) else None)
+    return hand_over, _remote(params) if take_over else None
+
+
+def _remote(params: Mapping[str, Any]) -> Remote:
+    host, port, key, grant = (params.get(name) for name in (*REMOTE, GRANT_FIELD))
+    valid = (
+        isinstance(host, str) and _HOST.fullmatch(host),
+        type(port) is int and 1 <= port <= 65535,
+        isinstance(key, str) and _KEY.fullmatch(key),
+    )
+    for holds, (name, rule) in zip(valid, REMOTE.items(), strict=True):
+        if not holds:
+            raise RequestError(f"{name} must be {rule}, found {_short(params.get(name))}", "kv_transfer_params")
+    address = Address(host.removeprefix("[").removesuffix("]").lower(), port)  # type: ignore[union-attr, arg-type]
+    return Remote(address, key, grant if isinstance(grant, str) else None)  # type: ignore[arg-type]
 
 
 def _salt(value: Any) -> str | None:
@@ -278,45 +273,28 @@ def _salt(value: Any) -> str | None:
 
 def _neutral(body: Mapping[str, Any], name: str, neutral: tuple[Any, ...]) -> None:
     value = body.get(name)
-    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-        return
-    right = " or ".join(json.dumps(one) for one in neutral)
-    raise RequestError(f"{name}={_short(value)} is not supported; leave it out{right and f' or give {right}'}", name)
+    same = (value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+    if value is not None and not any(same):
+        right = " or ".join(map(json.dumps, neutral))
+        raise RequestError(
+            f"{name}={_short(value)} is not supported; leave it out{right and f' or give {right}'}", name
+        )
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
+    if value is not None and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, found {_short(value)}", name)
-    return value
+    return bool(value)
 
 
-def _number(body: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+def _number(body: Mapping[str, Any], name: str, low: int, high: int, whole: bool = False) -> Any:
+    """Return the number in a field, an int if `whole`; None if the field is missing or null."""
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(_float(value)):
-        raise RequestError(f"{name} must be a number, found {_short(value)}", name)
-    if not low <= value <= high:
-        raise RequestError(f"{name}={_short(value)} must be in {low:g} … {high:g}", name)
-    return float(value)
-
-
-def _float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise RequestError(f"{name} must be a whole number, found {_short(value)}", name)
+    if type(value) is not int and (whole or type(value) is not float or not math.isfinite(value)):
+        raise RequestError(f"{name} must be a {'whole ' if whole else ''}number, found {_short(value)}", name)
     if not low <= value <= high:
         raise RequestError(f"{name}={_short(value)} must be in {low} … {high}", name)
     return value
@@ -333,9 +311,7 @@ def _text(value: str, param: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", NoneType: "nothing"}
     return next((text for kind, text in names.items() if isinstance(value, kind)), "a number")
 
 
@@ -348,9 +324,8 @@ def _short(value: Any) -> str:
 
 
 def error_body(
-    message: str, param: str | None = None, code: str | None = None, kind: str | None = None
+    message: str, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
 ) -> dict[str, Any]:
-    kind = kind or "invalid_request_error"
     message = " ".join(message.split()).encode(errors="backslashreplace").decode()  # may hold half a surrogate pair
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -361,9 +336,9 @@ class AnswerBuilder:
     def __init__(self, asked: Asked, name: str, model: str, created: int, prompt: Sequence[int]) -> None:
         self._asked, self._prompt = asked, list(prompt)
         self.name = name
-        kind = "chat.completion" if asked.chat else "text_completion"
-        self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{name}"
-        self._head = {"id": self.id, "object": kind, "created": created, "model": model}
+        kind, prefix = ("chat.completion", "chatcmpl") if asked.chat else ("text_completion", "cmpl")
+        self._head = {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": model}
+        self._chunk = f"{kind}.chunk" if asked.chat else kind
         self._tokens: list[int] = []
         self._text: list[str] = []
         self._first = True
@@ -375,12 +350,9 @@ class AnswerBuilder:
     def whole(self, last: Output) -> dict[str, Any]:
         """Return the answer to a request that is not streamed; all outputs, including `last`, must have been added."""
         text = "".join(self._text)
-        choice: dict[str, Any] = {"index": 0}
-        if self._asked.chat:
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": last.finish, "stop_reason": last.stop_reason}
+        answer = {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
+        choice: dict[str, Any] = {"index": 0, **answer, "logprobs": None}
+        choice |= {"finish_reason": last.finish, "stop_reason": last.stop_reason}
         out: dict[str, Any] = {**self._head, "choices": [choice], "usage": self.usage(last)}
         if self._asked.return_token_ids:
             choice["token_ids"] = self._tokens
@@ -390,17 +362,12 @@ class AnswerBuilder:
 
     def chunk(self, output: Output) -> dict[str, Any]:
         """Return one chunk of a streamed answer; `output` must have been added."""
-        choice: dict[str, Any] = {"index": 0}
-        if self._asked.chat:
-            choice["delta"] = {**({"role": "assistant"} if self._first else {}), "content": output.text}
-        else:
-            choice["text"] = output.text
-        choice |= {"logprobs": None, "finish_reason": output.finish}
+        role = {"role": "assistant"} if self._first else {}
+        piece = {"delta": {**role, "content": output.text}} if self._asked.chat else {"text": output.text}
+        choice: dict[str, Any] = {"index": 0, **piece, "logprobs": None, "finish_reason": output.finish}
         if output.finish:
             choice["stop_reason"] = output.stop_reason
-        out: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._asked.chat:
-            out["object"] = "chat.completion.chunk"
+        out: dict[str, Any] = {**self._head, "object": self._chunk, "choices": [choice]}
         if self._asked.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
             if self._first:
@@ -411,8 +378,7 @@ class AnswerBuilder:
         return out
 
     def usage_chunk(self, last: Output) -> dict[str, Any]:
-        kind = {"object": "chat.completion.chunk"} if self._asked.chat else {}
-        return {**self._head, **kind, "choices": [], "usage": self.usage(last)}
+        return {**self._head, "object": self._chunk, "choices": [], "usage": self.usage(last)}
 
     def usage(self, last: Output) -> dict[str, Any]:
         prompt, generated = len(self._prompt), len(self._tokens)

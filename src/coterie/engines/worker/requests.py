@@ -30,10 +30,6 @@ class SamplingSettings:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
 
 class Output(NamedTuple):
     """Tokens and text that a step added to a request; the last output has the finish reason."""
@@ -46,11 +42,6 @@ class Output(NamedTuple):
     kv_transfer_params: dict[str, Any] | None = None
     cached_tokens: int = 0
     error: str | None = None
-
-
-class _Stopped(NamedTuple):
-    finish: FinishReason
-    stop_reason: str | int | None = None
 
 
 class Text:
@@ -147,25 +138,15 @@ class WorkerRequest:
     def append(self, token: int, eos: frozenset[int]) -> Output:
         """Append a token; the returned output has a finish reason if the token ends the request."""
         self.output.append(token)
-        piece = self.text.add(token)
-        stopped = self._stopped(token, eos)
-        if stopped is None:
-            return Output((token,), piece)
-        piece += self.text.end()
-        if self.text.stopped is not None:  # the held-back text may have completed a stop string
-            stopped = _Stopped("stop", self.text.stopped)
-        return Output((token,), piece, stopped.finish, stopped.stop_reason, cached_tokens=self.cached_tokens)
-
-    def _stopped(self, token: int, eos: frozenset[int]) -> _Stopped | None:
-        if self.text.stopped is not None:
-            return _Stopped("stop", self.text.stopped)
-        if token in self.sampling.stop_token_ids:
-            return _Stopped("stop", token)
-        if token in eos and not self.sampling.ignore_eos:
-            return _Stopped("stop")
-        if len(self.output) >= self.sampling.max_tokens:
-            return _Stopped("length")
-        return None
+        output = Output((token,), self.text.add(token))
+        listed = token in self.sampling.stop_token_ids
+        stops = self.text.stopped is not None or listed or (token in eos and not self.sampling.ignore_eos)
+        if not stops and len(self.output) < self.sampling.max_tokens:
+            return output
+        piece = output.text + self.text.end()
+        reason = self.text.stopped or (token if listed else None)  # the held-back text may complete a stop string
+        finish: FinishReason = "stop" if stops or self.text.stopped is not None else "length"
+        return Output((token,), piece, finish, reason, cached_tokens=self.cached_tokens)
 
 
 def draw_token(logits: NDArray[np.float32], sampling: SamplingSettings, rng: np.random.Generator) -> int:
@@ -173,14 +154,13 @@ def draw_token(logits: NDArray[np.float32], sampling: SamplingSettings, rng: np.
 
     Uses one number of `rng` per token, so that a seed gives the same tokens in any batch.
     """
-    if sampling.greedy:
+    if sampling.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / sampling.temperature
     weights = np.exp(scaled - scaled.max())
     order = np.argsort(-weights, kind="stable")
     cumulative = np.cumsum(weights[order])
     # The smallest set whose share reaches top_p, including the token that crosses it.
-    kept = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
-    kept = min(kept, len(order))
+    kept = min(int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1, len(order))
     at = np.searchsorted(cumulative[:kept], rng.random() * cumulative[kept - 1], side="right")
     return int(order[min(int(at), kept - 1)])

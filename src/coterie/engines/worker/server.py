@@ -16,8 +16,9 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -28,7 +29,6 @@ from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.events import open_streams
 from coterie.engines.worker.fetching import Fetcher
 from coterie.engines.worker.metrics import CONTENT_TYPE
-from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.protocol import (
     AnswerBuilder,
     RequestError,
@@ -57,6 +57,7 @@ UNAUTHORIZED: Headers = [(b"www-authenticate", b"Bearer")]
 CLOSE_S = 1.0
 """Seconds for clients to read unfinished answers when the worker ends."""
 Handler = Callable[[HttpRequest, Responder], Awaitable[None]]
+T = TypeVar("T")
 
 
 class Route(NamedTuple):
@@ -74,11 +75,15 @@ def serve_worker(config: WorkerConfig, ready: Callable[[str], None]) -> None:
     check_requirements()
     check_model_folder(config.model)
     check_torch_dtype(config.dtype)
+    serve(Engine, config, ready)
+
+
+def serve(kind: type[Engine], config: WorkerConfig, ready: Callable[[str], None]) -> None:
+    """Serve with this kind of engine; see :func:`serve_worker`."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
         streams = open_streams(config, stack)
-        model = PackedModel(config.model, config.dtype, config.device, config.kv_blocks, config.block_size)
-        engine = Engine(model, config, streams.kv, streams.experts)
+        engine = kind(kind.load_model(config), config, streams.kv, streams.experts)
         asyncio.run(Server(engine, config).run(listener, ready))
 
 
@@ -101,8 +106,8 @@ class Server:
         self.routes = {
             "/health": Route({"GET": self.health}),
             "/v1/models": Route({"GET": self.models}),
-            "/v1/completions": Route({"POST": self.completions}),
-            "/v1/chat/completions": Route({"POST": self.chat}),
+            "/v1/completions": Route({"POST": partial(self.complete, chat=False)}),
+            "/v1/chat/completions": Route({"POST": partial(self.complete, chat=True)}),
             "/metrics": Route({"GET": self.metrics}, private=True),
             "/steps": Route({"GET": self.steps}, private=True),
             "/kv/": Route({"GET": self.send_kv, "DELETE": self.drop_kv}, private=True),
@@ -120,10 +125,7 @@ class Server:
             loop.add_signal_handler(number, self._on_signal, stop)
         host, self.port = listener.getsockname()[:2]
 
-        def engine_ended() -> None:
-            loop.call_soon_threadsafe(stop.set)
-
-        self.engine.start(engine_ended)
+        self.engine.start(lambda: loop.call_soon_threadsafe(stop.set))
         try:
             try:
                 await self.http.start(listener)
@@ -159,8 +161,8 @@ class Server:
         key = self.config.worker_key if self._route(request).private else None
         if key is not None and not shows_key(request.header(b"authorization"), key):
             self.engine.metrics.add("rejected_total")
-            asked = "this endpoint needs the worker's key: Authorization: Bearer KEY"
-            raise HttpError(401, asked, headers=UNAUTHORIZED)
+            needed = "this endpoint needs the worker's key: Authorization: Bearer KEY"
+            raise HttpError(401, needed, headers=UNAUTHORIZED)
         self._handler(request)
 
     async def answer(self, request: HttpRequest, responder: Responder) -> None:
@@ -174,8 +176,7 @@ class Server:
             _send_json(responder, error_body(str(error), error.param, error.code, kind), error.status, headers)
 
     def _route(self, request: HttpRequest) -> Route:
-        path = "/kv/" if request.path.startswith("/kv/") else request.path
-        route = self.routes.get(path)
+        route = self.routes.get("/kv/" if request.path.startswith("/kv/") else request.path)
         if route is None:
             self.engine.metrics.add("rejected_total")
             raise HttpError(404, f"{request.method} {request.path[:80]}: Not Found; known: {', '.join(self.routes)}")
@@ -188,8 +189,8 @@ class Server:
         if handler is None:
             self.engine.metrics.add("rejected_total")
             allowed = ", ".join(route.handlers)
-            said = f"{request.method} {request.path[:80]}: Method Not Allowed; {allowed} is"
-            raise HttpError(405, said, headers=[(b"allow", allowed.encode())])
+            problem = f"{request.method} {request.path[:80]}: Method Not Allowed; {allowed} is"
+            raise HttpError(405, problem, headers=[(b"allow", allowed.encode())])
         return handler
 
     # ----------------------------------------------------------------------------------------------------- small ones
@@ -204,13 +205,14 @@ class Server:
     async def metrics(self, _: HttpRequest, responder: Responder) -> None:
         self.engine.refresh_gauges()
         counters = self.http.counters
-        for name, count in (
-            ("refused", counters.refused),
-            ("malformed", counters.malformed),
-            ("timeout", counters.timeouts.total()),
-            ("disconnect", counters.disconnects),
-            ("error", counters.errors),
-        ):
+        problems = {
+            "refused": counters.refused,
+            "malformed": counters.malformed,
+            "timeout": counters.timeouts.total(),
+            "disconnect": counters.disconnects,
+            "error": counters.errors,
+        }
+        for name, count in problems.items():
             self.engine.metrics.set("http_problems_total", name, count)
         responder.send(200, self.engine.metrics.render(), CONTENT_TYPE.encode())
 
@@ -247,31 +249,29 @@ class Server:
 
     async def send_kv(self, request: HttpRequest, responder: Responder) -> None:
         """Send staged KV and release it, whether it arrives or not."""
-        key, grant = request.path.removeprefix("/kv/"), request.header(GRANT_HEADER.lower().encode())
+        grant = request.header(GRANT_HEADER.lower().encode())
         shown = None if grant is None else grant.decode("latin-1")
         try:
-            data = await asyncio.wrap_future(self.engine.call(lambda: self.engine.hand_out(key, shown)))
+            data = await self._staged(request, lambda key: self.engine.hand_out(key, shown))
         except GrantError as error:
             raise RequestError(str(error), status=403) from None
-        if data is None:
-            raise RequestError(f"no KV of request {key[:80]!r} is here: fetched, dropped or expired", status=404)
         responder.send(200, data, b"application/octet-stream")
 
     async def drop_kv(self, request: HttpRequest, responder: Responder) -> None:
-        key = request.path.removeprefix("/kv/")
-        if not await asyncio.wrap_future(self.engine.call(lambda: self.engine.release(key, "dropped"))):
-            raise RequestError(f"no KV of request {key[:80]!r} is here: fetched, dropped or expired", status=404)
+        await self._staged(request, lambda key: self.engine.release(key, "dropped"))
         responder.send(204)
+
+    async def _staged(self, request: HttpRequest, action: Callable[[str], T | None]) -> T:
+        """Run an action of the engine on the KV that the path names; 404 if there is none."""
+        key = request.path.removeprefix("/kv/")
+        result = await asyncio.wrap_future(self.engine.call(lambda: action(key)))
+        if not result:
+            raise RequestError(f"no KV of request {key[:80]!r} is here: fetched, dropped or expired", status=404)
+        return result
 
     # -------------------------------------------------------------------------------------------------- completions
 
-    async def completions(self, request: HttpRequest, responder: Responder) -> None:
-        await self._bounded(request, responder, chat=False)
-
-    async def chat(self, request: HttpRequest, responder: Responder) -> None:
-        await self._bounded(request, responder, chat=True)
-
-    async def _bounded(self, http: HttpRequest, responder: Responder, chat: bool) -> None:
+    async def complete(self, http: HttpRequest, responder: Responder, chat: bool) -> None:
         if self.draining:
             raise RequestError("this worker is draining; send requests to another", status=503, code="draining")
         most = self.config.max_batch + self.config.max_waiting
@@ -287,10 +287,9 @@ class Server:
         asked = parse_body(parse_json(http.body), chat, self.engine.served_name, self.config.role)
         prompt = await self.tokenising.tokens(asked)
         max_tokens = check_max_tokens(prompt, asked.max_tokens, self.limit, self.model.vocab_size)
-        key = uuid.uuid4().hex
+        key, loop = uuid.uuid4().hex, asyncio.get_running_loop()
         name = _request_name(http, key)
         outputs: asyncio.Queue[Output] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
 
         def emit(output: Output) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no handler waits any more

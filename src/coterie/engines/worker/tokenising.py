@@ -34,7 +34,7 @@ class Tokenising:
             if not self._tokenizer.chat_template:
                 raise RequestError("this model has no chat template; use /v1/completions", "messages")
             messages: Any = asked.prompt
-            self._check(sum(len(one["content"]) + len(one["role"]) for one in messages), "messages")
+            self._check(sum(len(turn["content"]) + len(turn["role"]) for turn in messages), "messages")
             return await self._run(lambda: self._chat_tokens(messages))
         if isinstance(asked.prompt, str):
             text = asked.prompt
@@ -43,19 +43,17 @@ class Tokenising:
         return asked.prompt  # type: ignore[return-value]
 
     def decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, characters: int, param: str) -> None:
         if characters > self._most:
-            raise RequestError(
-                f"{param} has {characters} characters; no text of more than {self._most} fits this model's context",
-                param,
-                code="context_length_exceeded",
+            problem = (
+                f"{param} has {characters} characters; no text of more than {self._most} fits this model's context"
             )
+            raise RequestError(problem, param, code="context_length_exceeded")
 
     async def _run(self, work: Callable[[], list[int]]) -> list[int]:
         with self._lock:
@@ -81,5 +79,4 @@ class Tokenising:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates run code: any error is caused by these messages
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -16,7 +16,6 @@ import json
 import math
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,10 +52,8 @@ class Grants:
 
     def sign(self, request: str, digest: bytes, until: float) -> str | None:
         """Return a grant for the KV of a request, valid until a time in seconds since the epoch."""
-        if self._key is None:
-            return None
         seconds = math.ceil(until)
-        return f"1.{seconds}.{self._signature(self._key, request, digest, seconds)}"
+        return None if self._key is None else f"1.{seconds}.{self._signature(self._key, request, digest, seconds)}"
 
     def valid(self, grant: str | None, request: str, digest: bytes) -> bool:
         if self._key is None:
@@ -64,9 +61,8 @@ class Grants:
         match = _FORM.fullmatch(grant or "")
         if match is None:
             return False
-        seconds = int(match[1])
-        right = self._signature(self._key, request, digest, seconds)
-        return hmac.compare_digest(right, match[2]) and time.time() <= seconds
+        right = self._signature(self._key, request, digest, int(match[1]))
+        return hmac.compare_digest(right, match[2]) and time.time() <= int(match[1])
 
     @staticmethod
     def _signature(key: bytes, request: str, digest: bytes, seconds: int) -> str:
@@ -141,9 +137,8 @@ def _save_numpy(arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> by
 
 def most_bytes(model: PackedModel, tokens: int) -> int:
     """Return the maximum size in bytes of a serialised prefilled prompt."""
-    capture = model.capture
-    each = model.store.token_bytes + 4 + 4 * len(capture.layer_ids) * capture.top_k
-    return tokens * each + HEADER_BYTES
+    per_token = model.store.token_bytes + 4 + 4 * len(model.capture.layer_ids) * model.capture.top_k
+    return tokens * per_token + HEADER_BYTES
 
 
 def check_prefilled(prefilled: Prefilled, prompt: Sequence[int], model: PackedModel) -> None:
@@ -181,7 +176,7 @@ class StagedKV:
 
     def __init__(self, blocks: BlockTable, metrics: WorkerMetrics, ttl_s: float) -> None:
         self._blocks, self._metrics, self._ttl_s = blocks, metrics, ttl_s
-        self._staged: OrderedDict[str, Staged] = OrderedDict()
+        self._staged: dict[str, Staged] = {}
 
     def __len__(self) -> int:
         return len(self._staged)
@@ -216,6 +211,6 @@ class StagedKV:
         oldest = next(iter(self._staged), None)
         return oldest is not None and self.release(oldest, "evicted")
 
-    def release_all(self, why: str) -> None:
+    def release_all(self) -> None:
         for key in list(self._staged):
-            self.release(key, why)
+            self.release(key, "shutdown")
