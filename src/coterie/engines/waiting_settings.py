@@ -64,10 +64,9 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def parse(cls, given: object, where: str) -> OrderingSettings:
         """Check and convert the user's settings; `where` names their source in error messages."""
         try:
-            settings = msgspec.convert(given, cls)
+            return msgspec.convert(given, cls)
         except (msgspec.ValidationError, ConfigError) as error:
             raise ConfigError(f"{where}: {error}; settings: {', '.join(cls.__struct_fields__)}") from None
-        return settings
 
     def make(self, cost: StepCost | None = None) -> Strategy:
         """Create the strategy; `cost` is the step cost of `device`, if `device` is set."""
@@ -145,8 +144,6 @@ class LoadSource:
 def step_cost(device: str, phase: str, config: Mapping[str, Any], requests: int, num_ranks: int = 1) -> StepCost:
     """Return the cost of a step of about `requests` requests on a preset's device; `config` is from ``config.json``."""
     spec = model_from_config(config)
-    placement = None
-    if num_ranks > 1:
-        placement = Placement.linear(spec.num_moe_layers, spec.num_experts, num_ranks)
+    placement = Placement.linear(spec.num_moe_layers, spec.num_experts, num_ranks) if num_ranks > 1 else None
     model = step_model(spec, device, topology=Topology(num_ranks))
     return StepCost.for_phase(model, phase, requests, TYPICAL_TOKENS, placement)

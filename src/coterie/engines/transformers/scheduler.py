@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
@@ -33,10 +34,8 @@ class _View(RequestView[str]):
     """View of the library scheduler's requests, by request id."""
 
     def __init__(self, scheduler: Any, source: LoadSource, phase: str) -> None:
-        super().__init__(WaitingReport(_tell))
-        self._scheduler = scheduler
-        self._source = source
-        self._prefill = phase == "prefill"
+        super().__init__(WaitingReport(partial(logger.warning, "coterie: %s")))
+        self._scheduler, self._source, self._prefill = scheduler, source, phase == "prefill"
 
     def _state(self, request: str) -> Any:
         scheduler = self._scheduler
@@ -102,10 +101,6 @@ class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library 
             self.waiting_requests_order = arrived
 
 
-def _tell(message: str) -> None:
-    logger.warning("coterie: %s", message)
-
-
 def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any = None, typical_batch: int = 32) -> str:
     """Register a scheduler with these settings in the library under `name`; return `name`.
 
@@ -121,15 +116,8 @@ def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any 
             raise ConfigError(f"device={settings.device!r} needs the model: its shape decides what a step takes")
         cost = step_cost(settings.device, settings.phase, model.config.to_dict(), typical_batch)
     settings.make(cost)  # raise configuration errors here, not in the library's thread
-    made = type(
-        "ExpertAwareScheduler",
-        (ExpertAwareScheduler,),
-        {
-            "settings": settings,
-            "source": LoadSource.open(settings.loads),
-            "cost": cost,
-            "__doc__": ExpertAwareScheduler.__doc__,
-        },
+    fields = {"settings": settings, "source": LoadSource.open(settings.loads), "cost": cost}
+    SCHEDULER_MAPPING[name] = type(
+        "ExpertAwareScheduler", (ExpertAwareScheduler,), {**fields, "__doc__": ExpertAwareScheduler.__doc__}
     )
-    SCHEDULER_MAPPING[name] = made
     return name

@@ -59,19 +59,20 @@ def local_rows(
     if tokens_by_rank is None:
         return Layout(0, rows)
     local, total = tokens_by_rank[rank], sum(tokens_by_rank)
+    gather = False
     if rows == total:
         start = sum(tokens_by_rank[:rank])
-        return Layout(start, start + local)
-    if rows == local:
-        return Layout(0, rows)
-    if shards is not None and rows == sum(shards):
+    elif rows == local:
+        start = 0
+    elif shards is not None and rows == sum(shards):
         start = sum(shards[: rank * (len(shards) // len(tokens_by_rank))])
-        return Layout(start, start + local)
-    if tp_size > 1 and rows == -(-local // tp_size):
-        return Layout(0, local, gather=True)
-    raise UnavailableError(
-        f"a MoE layer routes {rows} rows; of {total} tokens {local} are this rank's, in shards {shards}"
-    )
+    elif tp_size > 1 and rows == -(-local // tp_size):
+        start, gather = 0, True
+    else:
+        raise UnavailableError(
+            f"a MoE layer routes {rows} rows; of {total} tokens {local} are this rank's, in shards {shards}"
+        )
+    return Layout(start, start + local, gather)
 
 
 class StepCapture:
@@ -89,8 +90,7 @@ class StepCapture:
         tp_size: int = 1,
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._first = layer_ids[0]
-        self.top_k = top_k
+        self._first, self.top_k = layer_ids[0], top_k
         dtype = torch.uint8 if num_experts <= 256 else torch.int16  # int16 is read as uint16: the bits are the same
         self.ids = torch.zeros((max_tokens, len(layer_ids), top_k), dtype=dtype, device=device)
         self._columns = {layer_id: self.ids[:, column] for column, layer_id in enumerate(layer_ids)}
@@ -105,14 +105,12 @@ class StepCapture:
         column = self._columns.get(layer_id)
         if column is None:  # the layer of a draft model
             return
-        data = context.dp_metadata
-        if data is None:
-            rows = topk_ids
-        else:
+        rows, data = topk_ids, context.dp_metadata
+        if data is not None:
             by_rank = [int(n) for n in data.num_tokens_across_dp_cpu]
             layout = local_rows(len(topk_ids), by_rank, self._rank, getattr(data, "local_sizes", None), self._tp_size)
-            rows = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
-            rows = rows[layout.start : layout.stop]
+            whole = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
+            rows = whole[layout.start : layout.stop]
         if not self.on:  # checked after the gather, in which every rank must take part
             return
         if layer_id == self._first:
@@ -139,20 +137,14 @@ class StoreWriter:
         self, store: PositionStore, capture: StepCapture, block_size: int, failed: Callable[[Exception], None]
     ) -> None:
         """Create the writer; `failed` is called with the error if a step could not be written."""
-        self.store = store
-        self.capture = capture
-        self._block_size = block_size
-        self._failed = failed
-        self._ring: _Ring | None = None
-        if capture.ids.device.type == "cuda":
-            self._ring = _Ring(self)
+        self.store, self.capture, self._block_size, self._failed = store, capture, block_size, failed
+        self._ring = _Ring(self) if capture.ids.device.type == "cuda" else None
 
     def submit(self, edits: StepEdits) -> None:
         """Queue a step's buffers after its forward pass; on a GPU this returns before the step has run."""
         wanted = self.store.enabled
-        enabled = wanted and self.capture.on  # the hook was on during this step's pass
+        epoch = self.store.epoch if wanted and self.capture.on else None  # on: during this step's pass
         self.capture.on = wanted
-        epoch = self.store.epoch if enabled else None
         if self._ring is not None:
             self._ring.submit(edits, epoch)
             return
@@ -186,7 +178,6 @@ class _Copy(NamedTuple):
     edits: StepEdits
     place: int
     rows: int
-    done: Any  # torch.cuda.Event
     epoch: int | None
 
 
@@ -194,32 +185,30 @@ class _Ring:
     """Pinned copies of the buffers, and the thread that writes the copies to the store."""
 
     def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-        capture = writer.capture
+        self._writer, capture = writer, writer.capture
         self._ids = torch.empty((RING, *capture.ids.shape), dtype=capture.ids.dtype, pin_memory=True)
         self._positions = torch.empty((RING, len(capture.positions)), dtype=torch.int64, pin_memory=True)
         self._events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
         self._free: queue.Queue[int] = queue.Queue()
-        for index in range(RING):
-            self._free.put(index)
+        for place in range(RING):
+            self._free.put(place)
         self._copies: queue.Queue[_Copy | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="coterie-positions", daemon=True)
         self._thread.start()
 
     def submit(self, edits: StepEdits, epoch: int | None) -> None:
-        index = self._free.get()
-        capture = self._writer.capture
+        place, capture = self._free.get(), self._writer.capture
         count = min(edits.num_tokens, len(capture.ids)) if epoch is not None else 0
         if count:
-            self._ids[index, :count].copy_(capture.ids[:count], non_blocking=True)
-            self._positions[index, :count].copy_(capture.positions[:count], non_blocking=True)
-        self._events[index].record()
-        self._copies.put(_Copy(edits, index, count, self._events[index], epoch))
+            self._ids[place, :count].copy_(capture.ids[:count], non_blocking=True)
+            self._positions[place, :count].copy_(capture.positions[:count], non_blocking=True)
+        self._events[place].record()
+        self._copies.put(_Copy(edits, place, count, epoch))
 
     def _run(self) -> None:
         while (copy := self._copies.get()) is not None:
             try:
-                copy.done.synchronize()
+                self._events[copy.place].synchronize()
                 ids, positions = self._ids[copy.place, : copy.rows], self._positions[copy.place, : copy.rows]
                 self._writer.write(copy.edits, positions, ids, copy.epoch)
             except Exception as error:  # the thread must go on: a ring that is never emptied would block the worker

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -31,7 +32,6 @@ from vllm.logger import init_logger
 
 from coterie.engines.vllm.capture import StepCapture, StepEdits, StoreWriter
 from coterie.engines.vllm.engine import (
-    aborted,
     attention_group,
     bind_capture,
     block_copies,
@@ -102,7 +102,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank = int(vllm_config.parallel_config.data_parallel_rank)
         self._path = self._settings.store_path(str(self._kv_transfer_config.engine_id), self._rank)
         self._owner = zlib.crc32(str(self._kv_transfer_config.engine_id).encode())
-        self._counters: dict[str, int] = {}
+        self._counters: Counter[str] = Counter()
         self._counters_sent: dict[str, int] = {}
         self._told: set[str] = set()
         self._store: PositionStore | None = None
@@ -121,7 +121,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._publisher: EventPublisher | None = None
         self._sent = time.monotonic()
         self._sent_totals = (0, 0, 0)
-        self._sent_load: np.ndarray[Any, np.dtype[np.uint64]] | None = None
+        self._sent_load: Any = np.uint64(0)  # [layer, expert] tokens at the last report
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler()
 
@@ -131,14 +131,11 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    def _count(self, name: str, by: int = 1) -> None:
-        self._counters[name] = self._counters.get(name, 0) + by
-
     def _failed(self, where: str, error: Exception) -> None:
         if self._store is not None and self._role == KVConnectorRole.WORKER:
             self._store.note_error()  # the scheduler's instance reports it
         else:
-            self._count("errors")
+            self._counters["errors"] += 1
         self._tell(where, repr(error), trace=not isinstance(error, CoterieError))
 
     def _tell(self, where: str, error: str | None, trace: bool = False) -> None:
@@ -221,9 +218,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Write the step's experts to the store; called once per step, after the forward pass."""
         metadata = self._connector_metadata
-        if self._writer is None or not isinstance(metadata, CoterieMetadata):
-            return
-        self._writer.submit(metadata.edits)
+        if self._writer is not None and isinstance(metadata, CoterieMetadata):
+            self._writer.submit(metadata.edits)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         metadata = self._connector_metadata  # still bound, even if saving is deferred until after a draft model
@@ -241,7 +237,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
                 )
                 logger.info("coterie: expert events on %s", endpoint)
         except CoterieError as error:
-            self._count("errors")
+            self._counters["errors"] += 1
             logger.warning("coterie: %s", error)
 
     def _attached(self) -> PositionStore | None:
@@ -273,9 +269,9 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         if local is None or self._group < 0:
             return
         ids = blocks.get_block_ids()[self._group]
-        if local < len(ids) * self._block_size:
-            positions = block_positions(ids, self._block_size, local, len(ids) * self._block_size)
-            self._forget.extend(positions.tolist())
+        end = len(ids) * self._block_size
+        if local < end:
+            self._forget += block_positions(ids, self._block_size, local, end).tolist()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._step += 1
@@ -312,17 +308,15 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         store = self._attached()
         if store is None or not self._wait_written(store, request):
-            self._count("footprints_missing", int(asked))
-            self._count("requests_missing", int(listened))
+            self._counters["footprints_missing"] += asked
+            self._counters["requests_missing"] += listened
             return False, None
         blocks = block_ids[self._group]
         count = min(computed_tokens(request), len(blocks) * self._block_size)
         positions = block_positions(blocks, self._block_size, 0, count)
         if listened and count:
             self._publish_request(store, request, positions, cached)
-        if not asked:
-            return False, None
-        return False, {KEY: self._footprint(store, positions)}
+        return False, {KEY: self._footprint(store, positions)} if asked else None
 
     def _wants_footprint(self, request: Any) -> bool:
         if self._settings.footprint == "handoff":
@@ -331,16 +325,13 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _wait_written(self, store: PositionStore, request: Any) -> bool:
         """Wait until the request's last step is in the store; return whether it is. On a CPU it always is."""
-        step = self._processed if aborted(request) else self._processed + 1
+        step = self._processed + (finish_reason(request) != "abort")
         until = time.monotonic() + WRITTEN_TIMEOUT_S
-        while store.step < step:
-            if store.step == self._stuck_at:  # an earlier wait timed out at this step
-                return False
+        while store.step < step and store.step != self._stuck_at:  # an earlier wait may have timed out at this step
             if time.monotonic() > until:
                 self._stuck_at = store.step
-                return False
             time.sleep(20e-6)
-        return True
+        return store.step >= step
 
     def _footprint(self, store: PositionStore, positions: np.ndarray[Any, np.dtype[np.int64]]) -> str:
         counts, known = store.footprint(positions)
@@ -348,8 +339,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         kept = [row for row, layer in enumerate(layer_ids) if layer in (self._settings.layers or ())]
         if kept:  # empty: no layers chosen, or only layers without routing, which was logged at the start
             counts, layer_ids = counts[kept], tuple(layer_ids[row] for row in kept)
-        self._count("footprints")
-        self._count("footprints_incomplete", int(known < len(positions)))
+        self._counters["footprints"] += 1
+        self._counters["footprints_incomplete"] += int(known < len(positions))
         return encode_footprint(WireFootprint(counts, layer_ids, known, len(positions) - known), deflate=False)
 
     def _publish_request(
@@ -357,11 +348,10 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         assert self._publisher is not None
         rows = store.read(positions)  # copy now: the blocks are freed when this returns
-        token_ids = np.asarray(request.all_token_ids[: len(positions)], np.int32)
         build = functools.partial(
             RequestExperts.pack,
             rows.expert_ids,
-            token_ids,
+            np.asarray(request.all_token_ids[: len(positions)], np.int32),
             rows.known,
             store.shape.num_experts,
             request_id=request.request_id,
@@ -372,8 +362,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             output_tokens=request.num_output_tokens,
             finish=finish_reason(request),
         )
-        if self._publisher.publish(build):
-            self._count("requests")
+        self._counters["requests"] += self._publisher.publish(build)
 
     def shutdown(self) -> None:
         if self._writer is not None:
@@ -399,26 +388,22 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         layers: dict[int, float] = {}
         if store is not None:
             gauges["store_bytes"] = float(store.shape.nbytes)
-            self._count("errors", store.errors - self._worker_errors)
+            self._counters["errors"] += store.errors - self._worker_errors
             self._worker_errors = store.errors
             interval, layers = self._interval(store, seconds)
             gauges |= interval
         if self._publisher is not None:
-            published, dropped, failed = self._publisher.counts
             self._tell("expert events", self._publisher.last_error)
-            self._counters["events_published"] = published
-            self._counters["events_dropped"] = dropped
-            self._counters["events_failed"] = failed
+            for name, count in self._publisher.counts._asdict().items():
+                self._counters[f"events_{name}"] = count
         return CoterieStats(data={"counters": self._deltas(), "gauges": gauges, "layers": layers})
 
     def _interval(self, store: PositionStore, seconds: float) -> tuple[dict[str, float], dict[int, float]]:
         totals, load = store.totals, store.load.copy()
         steps, tokens, distinct = (now - then for now, then in zip(totals, self._sent_totals, strict=True))
         self._sent_totals = totals
-        self._count("steps", steps)
-        self._count("tokens", tokens)
-        delta = load if self._sent_load is None else load - self._sent_load
-        self._sent_load = load
+        self._counters.update(steps=steps, tokens=tokens)
+        delta, self._sent_load = load - self._sent_load, load
         if self._publisher is not None and self._publisher.wanted and steps:
             event = ExpertLoad(
                 model=self._vllm_config.model_config.served_model_name,
@@ -433,9 +418,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         return interval_gauges(delta, self._layer_ids, distinct, steps)
 
     def _deltas(self) -> dict[str, int]:
-        totals = dict(self._counters)
-        last, self._counters_sent = self._counters_sent, totals
-        return {name: value - last.get(name, 0) for name, value in totals.items()}
+        last, self._counters_sent = self._counters_sent, dict(self._counters)
+        return {name: value - last.get(name, 0) for name, value in self._counters.items()}
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CoterieStats:

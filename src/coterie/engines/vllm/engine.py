@@ -19,10 +19,8 @@ def check_supported(config: Any) -> None:
     """Raise UnavailableError for configurations in which experts would be captured wrongly."""
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise UnavailableError(
-                f"{name}={getattr(parallel, name)} must be 1: a position's experts would lie in parts"
-            )
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise UnavailableError(f"{name}={size} must be 1: a position's experts would lie in parts")
     if getattr(parallel, "use_ubatching", False):
         raise UnavailableError("a step that is split in two (ubatching, DBO) runs the hook twice: turn that off")
     if getattr(config.model_config, "enable_return_routed_experts", False):
@@ -96,11 +94,7 @@ def block_copies(scheduler_output: Any) -> list[tuple[int, int]]:
 
 def finish_reason(request: Any) -> str:
     reason = request.get_finished_reason()
-    return "" if reason is None else str(reason)
-
-
-def aborted(request: Any) -> bool:
-    return finish_reason(request) == "abort"
+    return "" if reason is None else str(reason)  # the reason "stop" is 0
 
 
 def computed_tokens(request: Any) -> int:

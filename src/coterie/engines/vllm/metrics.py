@@ -6,6 +6,7 @@ metric. A layer's imbalance summarises its experts in one number.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,9 @@ class CoterieStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        counters = self.data.get("counters", {})
-        for name, value in other.data.get("counters", {}).items():
-            counters[name] = counters.get(name, 0) + value
-        self.data.update(other.data)
-        self.data["counters"] = counters
+        counters = Counter(self.data.get("counters", {}))
+        counters.update(other.data.get("counters", {}))
+        self.data.update({**other.data, "counters": dict(counters)})
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -63,14 +62,10 @@ class CoterieMetrics(KVConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
-        self._counters = {
-            name: self._counter_cls(name=f"coterie_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        self._gauges = {
-            name: self._gauge_cls(name=f"coterie_{name}", documentation=text, labelnames=labelnames)
-            for name, text in GAUGES.items()
-        }
+        self._counters, self._gauges = (
+            {name: kind(name=f"coterie_{name}", documentation=text, labelnames=labelnames) for name, text in texts}
+            for kind, texts in ((self._counter_cls, COUNTERS.items()), (self._gauge_cls, GAUGES.items()))
+        )
         for labels in labelvalues.values():  # so that an unused counter reads 0 instead of being absent
             for counter in self._counters.values():
                 counter.labels(*labels)
@@ -100,8 +95,8 @@ def interval_gauges(
     if not busy.any():
         return {}, {}
     imbalance = load.max(axis=1)[busy] / mean[busy]
-    names = np.asarray(layer_ids)[busy]
     gauges = {"balancedness": float((1 / imbalance).mean())}
     if steps:
         gauges["distinct_experts"] = distinct / steps / len(load)
-    return gauges, dict(zip((int(n) for n in names[:MAX_LAYERS]), (float(v) for v in imbalance), strict=False))
+    busy_ids = np.asarray(layer_ids)[busy].tolist()
+    return gauges, dict(zip(busy_ids[:MAX_LAYERS], imbalance.tolist(), strict=False))

@@ -38,8 +38,7 @@ class EventPublisher:
 
     def __init__(self, endpoint: str, rank: int, capacity: int, secret: str | None = None) -> None:
         """Bind the endpoint and start the thread. With the fleet's `secret`, only its holders can subscribe."""
-        self.endpoint = endpoint
-        self._rank = rank
+        self.endpoint, self._rank = endpoint, rank
         self._queue: queue.Queue[tuple[int, Build | Event | None]] = queue.Queue(capacity)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         limit_queues(self._socket, capacity)
@@ -71,16 +70,16 @@ class EventPublisher:
     def counts(self) -> PublisherCounts:
         return PublisherCounts(self._published, self._dropped, self._failed)
 
-    def publish(self, event: Event | Build) -> bool:
-        """Queue an event, or a function that builds it in the thread. Return False if it was dropped."""
-        return self._put(event)
+    def publish(self, event: Event | Build | None) -> bool:
+        """Queue an event, a function that builds it in the thread, or None, an empty message.
 
-    def _put(self, item: Build | Event | None) -> bool:
+        Return False if it was dropped.
+        """
         with self._numbering:
             number = self._seq
             self._seq += 1  # counted before queueing, so that a subscriber sees a gap if the message is dropped
             try:
-                self._queue.put_nowait((number, item))
+                self._queue.put_nowait((number, event))
             except queue.Full:
                 self._dropped += 1
                 return False
@@ -95,12 +94,11 @@ class EventPublisher:
                 continue
             try:
                 seq, item = self._queue.get(timeout=POLL_MS / 1000)
-            except queue.Empty:
-                continue
-            try:
                 event = item() if callable(item) else item
                 events = [] if event is None else [event]
                 payload = encode_expert_events(ExpertEvents(time.time(), events, self._rank))
+            except queue.Empty:
+                continue
             except Exception as error:  # a failed event must not end the stream
                 self._failed += 1
                 self.last_error = repr(error)
@@ -112,7 +110,7 @@ class EventPublisher:
     def _note_subscription(self, message: bytes) -> None:
         if message[:1] == b"\x01":
             self._subscribers += 1
-            self._put(None)  # an empty message as a greeting
+            self.publish(None)  # an empty message as a greeting
         elif message[:1] == b"\x00":
             self._subscribers = max(0, self._subscribers - 1)
 

@@ -10,8 +10,9 @@ of vLLM keeps its own queues.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -50,7 +51,7 @@ class ExpertAwareMixin:
     """Mixin for either of vLLM's schedulers that replaces the waiting queues."""
 
     _chooser: Chooser[Any] | None = None
-    _queues: tuple[ChosenQueue, ...] = ()
+    _queues: Sequence[ChosenQueue] = ()
     _reported: dict[str, int] | None = None
     _next_report = 0.0
 
@@ -67,9 +68,8 @@ class ExpertAwareMixin:
 
         mine: Any = self
         settings = read_settings(mine.vllm_config.additional_config)
-        self._chooser, *queues = chosen_queues(self, settings, lambda message: logger.warning("coterie: %s", message))
-        self._queues = tuple(queues)
-        mine.waiting, mine.kv_holding_waiting = queues
+        self._chooser, *self._queues = chosen_queues(self, settings, partial(logger.warning, "coterie: %s"))
+        mine.waiting, mine.kv_holding_waiting = self._queues
         logger.info(
             "coterie: %s orders the waiting requests: %d at a time of a window of %d, skipped at most %s times each",
             settings.strategy,
@@ -89,9 +89,9 @@ class ExpertAwareMixin:
     def _report(self, counters: dict[str, int]) -> None:
         self._next_report = time.monotonic() + REPORT_S
         if counters != self._reported:
-            self._reported = counters
             text = ", ".join(f"{name} {value}" for name, value in counters.items())
             logger.info("coterie: waiting requests since the start: %s", text)
+        self._reported = counters
 
 
 class ExpertAwareScheduler(ExpertAwareMixin, Scheduler):

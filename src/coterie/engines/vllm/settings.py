@@ -40,8 +40,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         check_at_least(1, events_queue=self.events_queue)
-        if not self.load_interval_s > 0:
-            raise ConfigError(f"load_interval_s={self.load_interval_s} must be greater than 0")
+        check_positive(load_interval_s=self.load_interval_s)
         if self.store is not None and (not self.store or "/" in self.store):
             raise ConfigError(f"store={self.store!r} must be a file name without '/'")
 
@@ -136,16 +135,14 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"window={self.window} must be at most horizon={self.horizon}: vLLM would count steps of the last map "
                 "under the experts of the new one"
             )
-        if self.planning_s is not None:
-            check_not_negative(planning_s=self.planning_s)
+        check_not_negative(planning_s=self.planning_s)
         self.rebalancing_settings()
 
     def rebalancing_settings(self) -> RebalancingSettings:
         """Return the Rebalancer's settings, with intervals from `horizon`."""
         from coterie.placement import RebalancingSettings  # not needed in every process
 
-        steps = self.horizon
-        intervals = {"first_interval": steps, "min_interval": steps, "max_interval": 100 * steps}
+        intervals = {"first_interval": self.horizon, "min_interval": self.horizon, "max_interval": 100 * self.horizon}
         try:
             return RebalancingSettings(**(intervals | self.rebalancing))
         except TypeError as error:

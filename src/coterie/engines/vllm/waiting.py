@@ -20,9 +20,7 @@ class SchedulerView(RequestView[Any]):
 
     def __init__(self, scheduler: Any, source: LoadSource, phase: str, report: WaitingReport) -> None:
         super().__init__(report)
-        self._scheduler = scheduler
-        self._source = source
-        self._prefill = phase == "prefill"
+        self._scheduler, self._source, self._prefill = scheduler, source, phase == "prefill"
 
     def share(self, request: Any) -> Loads | None:
         return self._source.share(request.prompt_token_ids, footprint_of(request.kv_transfer_params))
@@ -36,8 +34,7 @@ class SchedulerView(RequestView[Any]):
 
     def free_places(self) -> int:
         scheduler = self._scheduler
-        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-        return int(scheduler.max_num_active_reqs - taken)
+        return int(scheduler.max_num_active_reqs - len(scheduler.running) - scheduler.num_waiting_for_streaming_input)
 
     def urgent(self, request: Any) -> bool:
         """Return whether the request was preempted."""

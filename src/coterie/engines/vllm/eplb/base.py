@@ -112,11 +112,11 @@ def _complete(row: NDArray[np.int32], tokens: NDArray[np.float64], per_rank: int
         row[slot] = expert
         count[expert] = 1
     for slot in empty:
-        rank = slot // per_rank
-        held = row[rank * per_rank : (rank + 1) * per_rank]
-        each = tokens / count
-        each[held[held >= 0]] = -1.0
-        row[slot] = np.argmax(each)
+        first = slot // per_rank * per_rank
+        held = row[first : first + per_rank]
+        per_replica = tokens / count
+        per_replica[held[held >= 0]] = -1.0
+        row[slot] = np.argmax(per_replica)
         count[row[slot]] += 1
 
 
@@ -125,11 +125,8 @@ def count_moves(old: Slots | None, new: Slots, num_ranks: int) -> int:
     per_rank = new.shape[1] // num_ranks
     if old is None or old.shape[1] % per_rank:
         return int(new.size)
-    moves = 0
-    for start in range(0, new.shape[1], per_rank):
-        mine, before = new[:, start : start + per_rank], old[:, start : start + per_rank]
-        moves += int((~(mine[:, :, None] == before[:, None, :]).any(axis=2)).sum())
-    return moves
+    ranks = [slice(start, start + per_rank) for start in range(0, new.shape[1], per_rank)]
+    return sum(int((~(new[:, rank, None] == old[:, None, rank]).any(axis=2)).sum()) for rank in ranks)
 
 
 def as_slots(placement: Placement) -> Slots:
@@ -138,5 +135,9 @@ def as_slots(placement: Placement) -> Slots:
 
 def digest_of(slots: Slots, state: tuple[int, ...] = ()) -> int:
     """Return 63 bits of a hash of a map and of `state`, which must also be equal on all ranks."""
-    content = np.ascontiguousarray(slots).tobytes() + repr((slots.shape, state)).encode()
+    return short_hash(np.ascontiguousarray(slots).tobytes() + repr((slots.shape, state)).encode())
+
+
+def short_hash(content: bytes) -> int:
+    """Return 63 bits of a hash, which fit a signed integer of torch."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,37 +23,45 @@ from coterie.placement.maps.formats import replace_map
 from coterie.types import Placement
 
 logger = logging.getLogger("vllm.coterie")
+T = TypeVar("T")
 
 
-class Stamp(NamedTuple):
-    """Identifies a version of a file; a replaced file has another inode."""
+class WatchedFile(Generic[T]):
+    """A file that may be replaced at any time, and its content; `failed` is called if reading fails."""
 
-    modified_ns: int
-    bytes: int
-    inode: int
+    def __init__(self, path: str, read: Callable[[Path], T], failed: Callable[[], None]) -> None:
+        self.path, self._reader, self._failed = Path(path), read, failed
+        self.version: tuple[int, ...] | None = None
+        """Time of change, size and inode of the version that was read; None if there is no file."""
+        self.content: T | None = None
 
-
-def stamp_of(path: Path) -> Stamp | None:
-    """Return the stamp of a file; None if there is no file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return Stamp(stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    def look(self) -> None:
+        """Read the file if it was replaced since the last call."""
+        try:
+            stat = self.path.stat()
+            version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+        except OSError:
+            version = None
+        if version != self.version:
+            self.version, self.content = version, None
+            try:
+                self.content = None if version is None else self._reader(self.path)
+            except Exception:
+                self._failed()
 
 
 class MapFiles:
     """Map files of the settings. `failed` is called with a message if a file cannot be read or written."""
 
     def __init__(self, settings: EplbSettings, failed: Callable[[str], None]) -> None:
-        self._settings = settings
-        self._failed = failed
-        self._initial = self._read_initial()
+        self._settings, self._failed = settings, failed
+        path, unusable = settings.initial_map, f"coterie: {settings.load_map} cannot be used"
+        begins = path is not None and (path != settings.save_map or Path(path).exists())
+        self._initial = self._read(path) if begins else None
         self._warned: set[str] = set()
         self._most_layers = 0
-        self._read: Stamp | None = None
-        self._found: Placement | None = None
-        self._taken: Stamp | None = None
+        self._load = WatchedFile(settings.load_map or "", self._read, partial(failed, unusable))
+        self._taken: tuple[int, ...] | None = None
 
     def begin(self, asked: EplbRound, current: Placement) -> Placement | None:
         """Return the initial map, once, and only if vLLM still has the map it starts with.
@@ -70,39 +79,27 @@ class MapFiles:
 
     def offered(self, asked: EplbRound) -> Placement | None:
         """Return the map of `load_map` if the file is newer than the last applied one and the map fits."""
-        path = Path(self._settings.load_map or "")
-        stamp = stamp_of(path)
-        if stamp is None or stamp == self._taken:
-            return None
-        if stamp != self._read:
-            self._read, self._found = stamp, None
-            try:
-                self._found = read_map(path, model=self._settings.model).placement
-            except Exception:
-                self._failed(f"coterie: {path} cannot be used")
-        placement = self._found
-        return placement if placement is not None and self._fits(placement, asked, str(path)) else None
+        self._load.look()
+        placement = None if self._load.version == self._taken else self._load.content
+        return placement if placement is not None and self._fits(placement, asked, str(self._load.path)) else None
 
     def taken(self) -> None:
         """Mark the offered map as applied by all ranks."""
-        self._taken = self._read
+        self._taken = self._load.version
 
     def save(self, asked: EplbRound, slots: Slots) -> None:
         """Replace the file of `save_map` atomically."""
         if self._settings.save_map is None or len(asked.tokens) < self._most_layers:
             return
         self._most_layers = len(asked.tokens)  # a restart needs the main model's map, not a draft model's
-        path = Path(self._settings.save_map)
         try:
             placement = Placement(slots.astype(np.int32), asked.num_ranks, asked.tokens.shape[1])
-            replace_map(path, PlacementMap(placement, self._settings.model or "unknown"), "vllm")
+            saved = PlacementMap(placement, self._settings.model or "unknown")
+            replace_map(Path(self._settings.save_map), saved, "vllm")
         except Exception:
-            self._failed(f"coterie: the map could not be kept in {path}")
+            self._failed(f"coterie: the map could not be kept in {self._settings.save_map}")
 
-    def _read_initial(self) -> Placement | None:
-        path, kept = self._settings.initial_map, self._settings.save_map
-        if path is None or (path == kept and not Path(path).exists()):
-            return None
+    def _read(self, path: str | Path) -> Placement:
         return read_map(path, model=self._settings.model).placement
 
     def _fits(self, placement: Placement, asked: EplbRound, path: str) -> bool:

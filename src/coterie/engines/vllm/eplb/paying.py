@@ -15,20 +15,18 @@ its interval, when a longer window is not full; and the window after a change of
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
 import coterie.placement.planning.latency_optimal  # noqa: F401  (the default planner registers itself)
 from coterie.costs.presets import step_model
-from coterie.engines.vllm.eplb.base import EplbRound, MapDecision, Slots, as_slots
-from coterie.engines.vllm.eplb.files import Stamp, stamp_of
+from coterie.engines.vllm.eplb.base import EplbRound, MapDecision, Slots, as_slots, short_hash
+from coterie.engines.vllm.eplb.files import WatchedFile
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.models import get_model
@@ -111,81 +109,61 @@ class StepsFile:
     """
 
     def __init__(self, path: str | None, failed: Callable[[str], None]) -> None:
-        self._path = None if path is None else Path(path)
-        self._failed = failed
-        self._stamp: Stamp | None = None
-        self._found: Load | None = None
-        self._digest = 0
+        unusable = f"coterie: {path} cannot be used; plans are for the mean step"
+        self._file = None if path is None else WatchedFile(path, load_scenarios, partial(failed, unusable))
         self._use = False
         self._warned: set[str] = set()
 
     def offered(self) -> int:
         """Read the file if it changed; return 63 bits of its hash, to compare over ranks; 0 without a file."""
-        if self._path is None:
+        if self._file is None:
             return 0
-        stamp = stamp_of(self._path)
-        if stamp is None:
-            self._warn(f"{self._path} does not exist; plans are for the mean step")
-        if stamp != self._stamp:
-            self._stamp, self._found = stamp, None if stamp is None else self._read(self._path)
-            self._digest = 0 if self._found is None else _digest(self._found)
-        return self._digest
+        self._file.look()
+        if self._file.version is None:
+            self._warn("does not exist; plans are for the mean step")
+        load = self._file.content
+        if load is None or load.scenarios is None or load.weights is None:
+            return 0
+        return short_hash(load.scenarios.tobytes() + load.weights.tobytes() + bytes([load.whole_steps]))
 
     def agreed(self, same: bool) -> None:
         """Use the file only if all ranks have read the same one."""
         self._use = same
         if not same:
-            self._warn(f"{self._path} is not the same on all ranks; plans are for the mean step until it is")
+            self._warn("is not the same on all ranks; plans are for the mean step until it is")
 
     def around(self, load: Load) -> Load:
         """Return the load with the file's steps scaled to its mean step; unchanged if they are unused or do not fit."""
-        found = self._found
-        if not self._use or found is None or found.scenarios is None:
+        given = None if self._file is None or not self._use else self._file.content
+        if given is None or given.scenarios is None:
             return load
-        if found.tokens.shape != load.tokens.shape:
-            shapes = f"{found.tokens.shape} layers and experts; vLLM asks for {load.tokens.shape}"
-            self._warn(f"{self._path} has {shapes}: planned for the mean step")
+        if given.tokens.shape != load.tokens.shape:
+            shapes = f"{given.tokens.shape} layers and experts; vLLM asks for {load.tokens.shape}"
+            self._warn(f"has {shapes}: planned for the mean step")
             return load
-        steps = at_mean(found.scenarios, found.weights, load.tokens / load.steps)
-        return replace(load, scenarios=steps, weights=found.weights, whole_steps=found.whole_steps)
+        steps = at_mean(given.scenarios, given.weights, load.tokens / load.steps)
+        return replace(load, scenarios=steps, weights=given.weights, whole_steps=given.whole_steps)
 
-    def _read(self, path: Path) -> Load | None:
-        try:
-            return load_scenarios(path)
-        except Exception:
-            self._failed(f"coterie: {path} cannot be used; plans are for the mean step")
-            return None
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning("coterie: %s", message)
-
-
-def _digest(load: Load) -> int:
-    assert load.scenarios is not None
-    assert load.weights is not None
-    content = load.scenarios.tobytes() + load.weights.tobytes() + bytes([load.whole_steps])
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+    def _warn(self, problem: str) -> None:
+        """Log a problem of the file, once."""
+        if self._file is not None and problem not in self._warned:
+            self._warned.add(problem)
+            logger.warning("coterie: %s %s", self._file.path, problem)
 
 
 LEARNING = 0.3
 """Weight of the latest plan in the mean planning time, as in the Rebalancer's other means."""
 
 
-class _Shape(NamedTuple):
-    layers: int
-    experts: int
-
-
+@dataclass(slots=True)
 class _State:
     """State of one model: its Rebalancer, and the map that its last plan leads to."""
 
-    def __init__(self, rebalancer: Rebalancer, skips: bool) -> None:
-        self.rebalancer = rebalancer
-        self.skips = skips
-        self.planned: Slots | None = None
-        self.windows = 0
+    rebalancer: Rebalancer
+    skips: bool
+    """Whether the next window is not used."""
+    planned: Slots | None = None
+    windows: int = 0
 
     def fits(self, topology: Topology, placement: Placement) -> bool:
         mine = self.rebalancer
@@ -205,10 +183,9 @@ class Payoff:
     """Decides in every round whether a change pays; a draft model beside the main one has a separate state."""
 
     def __init__(self, prices: EplbPrices, steps: StepsFile) -> None:
-        self._prices = prices
-        self._steps = steps
+        self._prices, self._steps = prices, steps
         self._rebalancing = prices.settings.rebalancing_settings()
-        self._states: dict[_Shape, _State] = {}
+        self._states: dict[tuple[int, ...], _State] = {}  # by layers and experts
         # vLLM's step counter starts at three quarters of its interval, so its first window may be partly empty.
         self._skip = prices.settings.window > prices.settings.horizon // 4
         self._planning_s: float | None = None
@@ -257,8 +234,7 @@ class Payoff:
             )
         state.catch_up(current)
         rebalancer = state.rebalancer
-        objective = self._prices.objective(load, rebalancer.topology)
-        rebalancer.objective = replace(objective, planning_s=self.planning_s)
+        rebalancer.objective = replace(self._prices.objective(load, rebalancer.topology), planning_s=self.planning_s)
         began = time.perf_counter()
         outcome = rebalancer.observe(load)
         took_s = time.perf_counter() - began if outcome.planned else 0.0
@@ -269,7 +245,7 @@ class Payoff:
         return MapDecision(state.planned, outcome.reason, "moved", plan, outcome.gain_s, took_s)
 
     def _state(self, load: Load, asked: EplbRound, current: Placement) -> _State:
-        shape, topology = _Shape(*load.tokens.shape), self._prices.topology(asked)
+        shape, topology = load.tokens.shape, self._prices.topology(asked)
         state = self._states.get(shape)
         if state is None or not state.fits(topology, current):
             objective = self._prices.objective(load, topology)

@@ -74,9 +74,9 @@ def differences(settings: EplbSettings, config: Any, layers: int) -> list[str]:
     """Return messages about values of vLLM's EPLBConfig that make the clock or the load of when=pays wrong."""
     problems = []
     for mine, theirs in (("horizon", "step_interval"), ("window", "window_size")):
-        if getattr(settings, mine) != getattr(config, theirs):
-            given = getattr(settings, mine)
-            problems.append(f"{mine}={given:g} must equal {theirs}={getattr(config, theirs)} of --eplb-config")
+        given, wanted = getattr(settings, mine), getattr(config, theirs)
+        if given != wanted:
+            problems.append(f"{mine}={given:g} must equal {theirs}={wanted} of --eplb-config")
     if config.use_async and config.window_size + layers > config.step_interval:
         problems.append(
             f"with use_async window_size={config.window_size} and {layers} MoE layers must be at most "

@@ -43,48 +43,46 @@ KINDS = (
 """Reasons to keep a map, for the label of `coterie_eplb_kept_total`."""
 
 
-class EplbSeries:
-    """Series in the Prometheus registry of the deciding process, created once.
+SERIES = {
+    "rounds": "Rounds with load that vLLM asked for",
+    "plans": "Plans made, carried out or not",
+    "moves": "Experts loaded into a rank that did not hold them",
+    "predicted_gain_seconds": "Predicted saving of the plans carried out",
+    "predicted_movement_seconds": "Predicted time of their moves",
+    "planning_seconds": "Time of planning, of the slowest rank",
+    "asking_seconds": "Time of all rounds in the policy of the first rank",
+    "maps_loaded": "Maps taken over from a file",
+    "disagreements": "Rounds given up because ranks differed",
+    "failures": "Failures of planner or files, counted by each rank",
+}
+
+
+@cache
+def series() -> dict[str, Counter]:
+    """Return the counters in the Prometheus registry of the deciding process, created once.
 
     vLLM's policy runs in its worker processes. Their registries reach the server's `/metrics` only if prometheus_client
     works over files, with PROMETHEUS_MULTIPROC_DIR in the environment; vLLM sets it for several API servers. Values of
     all processes are summed there, so that only the first rank counts what all ranks decide equally.
     """
 
-    def __init__(self) -> None:
-        self.rounds = Counter("coterie_eplb_rounds", "Rounds with load that vLLM asked for")
-        self.kept = Counter("coterie_eplb_kept", "Rounds that kept the map, by reason", ["reason"])
-        self.plans = Counter("coterie_eplb_plans", "Plans made, carried out or not")
-        self.moves = Counter("coterie_eplb_moves", "Experts loaded into a rank that did not hold them")
-        self.gain = Counter("coterie_eplb_predicted_gain_seconds", "Predicted saving of the plans carried out")
-        self.movement = Counter("coterie_eplb_predicted_movement_seconds", "Predicted time of their moves")
-        self.planning = Counter("coterie_eplb_planning_seconds", "Time of planning, of the slowest rank")
-        self.asking = Counter("coterie_eplb_asking_seconds", "Time of all rounds in the policy of the first rank")
-        self.maps = Counter("coterie_eplb_maps_loaded", "Maps taken over from a file")
-        self.disagreements = Counter("coterie_eplb_disagreements", "Rounds given up because ranks differed")
-        self.failures = Counter("coterie_eplb_failures", "Failures of planner or files, counted by each rank")
-        for kind in KINDS:  # so that an unused counter reads 0 instead of being absent
-            self.kept.labels(kind)
-
-    def count(self, decision: MapDecision, moves: int, slowest_s: float, asking_s: float) -> None:
-        """Count a round; called on the first rank only."""
-        self.rounds.inc()
-        self.asking.inc(asking_s)
-        if decision.planning_s:
-            self.plans.inc()
-        self.planning.inc(slowest_s)
-        if not moves:
-            self.kept.labels(decision.kind if decision.kind in KINDS else "nothing_found").inc()
-            return
-        self.moves.inc(moves)
-        self.gain.inc(max(0.0, decision.gain_s))
-        if decision.plan is not None:
-            self.movement.inc(decision.plan.movement_s)
+    kept = Counter("coterie_eplb_kept", "Rounds that kept the map, by reason", ["reason"])
+    for kind in KINDS:  # so that an unused counter reads 0 instead of being absent
+        kept.labels(kind)
+    return {"kept": kept, **{name: Counter(f"coterie_eplb_{name}", text) for name, text in SERIES.items()}}
 
 
-@cache
-def series() -> EplbSeries:
-    return EplbSeries()
+def count_round(decision: MapDecision, moves: int, slowest_s: float, asking_s: float) -> None:
+    """Count a round in the series; called on the first rank only."""
+    amounts = {"rounds": 1, "plans": decision.planning_s > 0, "planning_seconds": slowest_s, "asking_seconds": asking_s}
+    if moves:
+        movement_s = 0.0 if decision.plan is None else decision.plan.movement_s
+        gain_s = max(0.0, decision.gain_s)
+        amounts |= {"moves": moves, "predicted_gain_seconds": gain_s, "predicted_movement_seconds": movement_s}
+    else:
+        series()["kept"].labels(decision.kind if decision.kind in KINDS else "nothing_found").inc()
+    for name, amount in amounts.items():
+        series()[name].inc(amount)
 
 
 logger = logging.getLogger("vllm.coterie")  # a child of vLLM's logger, so that its handlers print the messages
@@ -203,7 +201,7 @@ class Rounds:
         self._files.taken()
         self.counters.maps += 1
         if group.rank == 0:
-            series().maps.inc()
+            series()["maps_loaded"].inc()
         return MapDecision(slots, f"the map of {self.settings.load_map}")
 
     def _disagreed(
@@ -211,7 +209,7 @@ class Rounds:
     ) -> MapDecision:
         self.counters.disagreements += 1
         if group.rank == 0:
-            series().disagreements.inc()
+            series()["disagreements"].inc()
         self._files.forget_initial()  # most likely cause: a file that not all ranks have
         if self._payoff is not None:
             self._payoff.forget()
@@ -243,7 +241,7 @@ class Rounds:
         counters.kept += not moves
         counters.plans += decision.planning_s > 0
         if group.rank == 0:
-            series().count(decision, moves, agreement.slowest_s, asking_s)
+            count_round(decision, moves, agreement.slowest_s, asking_s)
             self._tell(moves, decision)
         if group.writes:
             self._files.save(asked, decision.slot_experts)
@@ -260,7 +258,7 @@ class Rounds:
 
     def _failed(self, message: str) -> None:
         self.counters.failures += 1
-        series().failures.inc()
+        series()["failures"].inc()
         logger.exception("%s", message)
 
 
@@ -284,8 +282,10 @@ def _expected(decision: MapDecision) -> str:
         return ""
     unseen, held_out = plan.unseen, ""
     if unseen is not None:
-        held_out = f", on {unseen.scenarios} steps held out {unseen.before:.3f} -> {unseen.after:.3f} "
-        held_out += f"(a plan for the mean step {unseen.mean:.3f})"
+        held_out = (
+            f", on {unseen.scenarios} steps held out {unseen.before:.3f} -> {unseen.after:.3f} "
+            f"(a plan for the mean step {unseen.mean:.3f})"
+        )
     return (
         f", balance {plan.balance_before:.3f} -> {plan.balance_after:.3f}{held_out}, a step's experts "
         f"{plan.before_s * 1e3:.2f} -> {plan.after_s * 1e3:.2f} ms, planned in {plan.planning_s * 1e3:.0f} ms"
