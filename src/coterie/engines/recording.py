@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
 from coterie.errors import ConfigError, UnavailableError, check_at_least, check_positive
 from coterie.net.http_client import Client, HttpResult
 from coterie.prompts import Prompt
-
-Progress = Callable[[str, int, int], None]
+from coterie.types import Report
 
 FLUSH_S = 10.0
 """Seconds between two flushes of a recording to disk: a crash loses at most this much."""
@@ -42,10 +42,6 @@ def check_listening(address: str, start: str) -> None:
         raise UnavailableError(f"nothing listens at {address} ({error.strerror or error}): {start}") from None
 
 
-def _no_report(what: str, done: int, total: int) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Sending:
     """Prompts to send to a server, and how to send them. Without prompts the recorder only listens."""
@@ -59,7 +55,7 @@ class Sending:
     """Largest number of tokens per answer."""
     chat: bool = True
     """Use the server's chat template."""
-    report: Progress = _no_report
+    report: Report = lambda *_: None
 
     def __post_init__(self) -> None:
         check_at_least(1, concurrency=self.concurrency, max_tokens=self.max_tokens)
@@ -69,10 +65,9 @@ class Sending:
         self, client: Client, path: str, bodies: Iterable[Mapping[str, Any]]
     ) -> AsyncGenerator[HttpResult, None]:
         """Send one request per body and yield the answers as they arrive."""
-        done = 0
-        self.report("Recording requests", 0, len(self.prompts))
+        counted = count()
+        self.report("Recording requests", next(counted), len(self.prompts))
         async with aclosing(client.send(path, bodies, self.concurrency, self.duration_s)) as answers:
             async for answer in answers:
                 yield answer
-                done += 1
-                self.report("Recording requests", done, len(self.prompts))
+                self.report("Recording requests", next(counted), len(self.prompts))

@@ -10,8 +10,7 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,17 @@ def ranks_sharing_tokens(info: Mapping[str, Any]) -> int:
 
 def read_dumps(files: Sequence[Path], options: ReadOptions, shared_by: int) -> ActivationTrace | LoadTable:
     """Read the new files of one dump; `shared_by` is :func:`ranks_sharing_tokens`."""
-    ranks = {path: int(found[1]) for path in files if (found := re.search(r"_(\d{1,6})\.pt$", path.name))}
+    ranks = {path: int(rank[1]) for path in files if (rank := re.search(r"_(\d{1,6})\.pt$", path.name))}
     if len(files) == 1 or len(ranks) < len(files):
         return _known(read_sglang_recorder(files[-1], options), files[-1])
     first = _known(read_sglang_recorder(min(files, key=ranks.__getitem__), options), files[0])
     if isinstance(first, LoadTable):
-        with _folder_of(files) as folder:
-            return _known(read_sglang_recorder(folder, options), folder)
+        with (
+            tempfile.TemporaryDirectory() as name
+        ):  # links to only these dumps: the server's folder may hold older ones
+            for path in files:
+                (Path(name) / path.name).symlink_to(path.resolve())
+            return _known(read_sglang_recorder(Path(name), options), Path(name))
     if not shared_by:
         return first
     chosen = sorted((path for path in files if ranks[path] % shared_by == 0), key=ranks.__getitem__)
@@ -73,22 +76,12 @@ def _known(trace: Any, path: Path) -> ActivationTrace | LoadTable:
     return trace
 
 
-@contextmanager
-def _folder_of(files: Sequence[Path]) -> Iterator[Path]:
-    """Yield a temporary folder with links to only these dumps: the server's folder may hold older ones."""
-    with tempfile.TemporaryDirectory() as name:
-        for path in files:
-            (Path(name) / path.name).symlink_to(path.resolve())
-        yield Path(name)
-
-
 def _joined(traces: Sequence[ActivationTrace | LoadTable]) -> ActivationTrace:
     """Concatenate the traces of several ranks, rank by rank."""
     held = [trace for trace in traces if isinstance(trace, ActivationTrace)]
-    parts = [trace.arrays() for trace in held]
+    parts, tables = [trace.arrays()[0] for trace in held], [trace.requests for trace in held]
     lengths = np.concatenate([trace.lengths for trace in held])
-    tables = [trace.requests for trace in held]
-    token_ids = [tokens.token_ids for tokens, _ in parts if tokens.token_ids is not None]
+    token_ids = [tokens.token_ids for tokens in parts if tokens.token_ids is not None]
     missing = [count for table in tables for count in table.extra.get("missing_tokens", [0] * len(table))]
     requests = RequestTrace(
         np.concatenate([table.prompt_tokens for table in tables]),
@@ -97,9 +90,9 @@ def _joined(traces: Sequence[ActivationTrace | LoadTable]) -> ActivationTrace:
     )
     return ActivationTrace.from_arrays(
         held[0].meta,
-        np.concatenate([tokens.expert_ids for tokens, _ in parts]),
+        np.concatenate([tokens.expert_ids for tokens in parts]),
         np.concatenate([[0], np.cumsum(lengths)]),
         requests,
-        np.concatenate([tokens.phase for tokens, _ in parts]),
+        np.concatenate([tokens.phase for tokens in parts]),
         np.concatenate(token_ids) if len(token_ids) == len(parts) else None,
     )

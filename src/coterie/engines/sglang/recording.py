@@ -19,8 +19,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -76,27 +76,22 @@ class _Asked(NamedTuple):
     sending: Sending
     model: str | None
 
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        return self.sending.prompts
 
-    def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[HttpResult, None]:
-        """Send the prompts and return the answers in order of arrival."""
-        most = self.sending.max_tokens
-        if self.sending.chat:
-            bodies = (completion_body(p, served, most, True, **more) for p in self.prompts)
-            return self.sending.send(client, completion_path(chat=True), bodies)
-        sampling = {"temperature": 0.0, "max_new_tokens": most}
-        return self.sending.send(
-            client, "/generate", ({"text": p.prompt, "sampling_params": sampling, **more} for p in self.prompts)
-        )
+def _send(sending: Sending, client: Client, served: str, **more: Any) -> AsyncGenerator[HttpResult, None]:
+    """Send the prompts and return the answers in order of arrival."""
+    most, prompts = sending.max_tokens, sending.prompts
+    if sending.chat:
+        bodies = (completion_body(p, served, most, True, **more) for p in prompts)
+        return sending.send(client, completion_path(chat=True), bodies)
+    more["sampling_params"] = {"temperature": 0.0, "max_new_tokens": most}
+    return sending.send(client, "/generate", ({"text": p.prompt, **more} for p in prompts))
 
 
 async def _record(url: str, asked: _Asked, mode: Mode | None, dump_dir: Path | None) -> SGLangRecording:
     async with Client(url) as client:
         asked.sending.report("Asking the server", 0, 1)
         info = await _server_info(client)
-        if (mode or _choose(client.url, info, bool(asked.prompts))) == "routed":
+        if (mode or _choose(client.url, info, bool(asked.sending.prompts))) == "routed":
             return await _routed(client, info, asked)
         return await _recorder(client, info, asked, dump_dir)
 
@@ -107,13 +102,11 @@ async def _server_info(client: Client) -> dict[str, Any]:
         status, text = await client.call("GET", path)
         if status == 404:
             continue
-        try:
+        with suppress(ValueError, RecursionError):
             info = json.loads(text) if status == 200 else None
-        except (ValueError, RecursionError):
-            info = None
-        if not isinstance(info, dict):
-            raise UnavailableError(f"{client.url}{path} answers HTTP {status}: {' '.join(text[:200].split())}")
-        return info
+            if isinstance(info, dict):
+                return info
+        raise UnavailableError(f"{client.url}{path} answers HTTP {status}: {' '.join(text[:200].split())}")
     raise ConfigError(f"{client.url} has neither /server_info nor /get_server_info: is it an SGLang server?")
 
 
@@ -136,15 +129,17 @@ def _spec(info: Mapping[str, Any], model: str | None) -> ModelSpec:
     except UnknownNameError as error:
         if model is not None:
             raise
-        problem = f"the server's model {name!r} has no known shape, which its answers do not carry"
-        raise ConfigError(f"{problem}: name it with model=, or give a folder with its config.json") from error
+        raise ConfigError(
+            f"the server's model {name!r} has no known shape, which its answers do not carry: name it with model=, "
+            "or give a folder with its config.json"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------------------- routed
 
 
 async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGLangRecording:
-    if not asked.prompts:
+    if not asked.sending.prompts:
         raise ConfigError("mode 'routed' records the requests it sends: give prompts")
     if info.get("enable_return_routed_experts") is False:
         raise ConfigError(f"{client.url} returns no experts: start it with --enable-return-routed-experts")
@@ -152,11 +147,10 @@ async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGL
     served = str(info.get("served_model_name") or info.get("model_path") or spec.name)
     # Versions that cannot list token ids ignore these fields; /generate always lists the output's.
     more = {"return_routed_experts": True, "return_prompt_token_ids": True}
-    if asked.sending.chat:
-        more["return_token_ids"] = True
+    more |= {"return_token_ids": True} if asked.sending.chat else {}
     with ExitStack() as stack:
         rows = _InOrder(asked, _meta(spec, info, asked), stack, tally)
-        async with aclosing(asked.send(client, served, **more)) as answers:
+        async with aclosing(_send(asked.sending, client, served, **more)) as answers:
             async for answer in answers:
                 try:
                     rows.take(answer, _parsed(answer, spec))
@@ -175,28 +169,27 @@ def _parsed(answer: HttpResult, spec: ModelSpec) -> RoutedAnswer | str:
         return answer.problem or "it was not answered"
     try:
         return parse_answer(answer.body, spec)
-    except NotReturnedError:
-        raise
     except InputError as error:
+        if isinstance(error, NotReturnedError):
+            raise
         return f"the answer {error}"
 
 
 def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
-    source = {
-        "engine": "sglang",
-        "version": str(info.get("version", "unknown")),
-        "mode": "routed",
-        "prompts": len(asked.prompts),
-        "max_tokens": asked.sending.max_tokens,
-        "chat": asked.sending.chat,
-    }
     return TraceMeta(
         model=spec.name,
         num_experts=spec.num_experts,
         num_layers=spec.num_moe_layers,
         top_k=spec.top_k,
         layer_ids=spec.moe_layer_ids,
-        source=source,
+        source={
+            "engine": "sglang",
+            "version": str(info.get("version", "unknown")),
+            "mode": "routed",
+            "prompts": len(asked.sending.prompts),
+            "max_tokens": asked.sending.max_tokens,
+            "chat": asked.sending.chat,
+        },
     )
 
 
@@ -209,7 +202,7 @@ class _InOrder:
     def __init__(self, asked: _Asked, meta: TraceMeta, stack: ExitStack, tally: Tally) -> None:
         self.asked, self.meta, self.stack, self.tally = asked, meta, stack, tally
         self.writer: ActivationWriter | None = None
-        self.with_domains = any(prompt.domain for prompt in asked.prompts)
+        self.with_domains = any(prompt.domain for prompt in asked.sending.prompts)
         self.with_tokens = False
         self.next = 0
         self.waiting: dict[int, tuple[float, RoutedAnswer | str]] = {}
@@ -219,12 +212,11 @@ class _InOrder:
         self.waiting[answer.number] = answer.sent_s, parsed
         while self.next in self.waiting:
             sent_s, row = self.waiting.pop(self.next)
-            if not isinstance(row, str):
-                row = self._write(self.asked.prompts[self.next], sent_s, row) or row
-            if isinstance(row, str):
-                self.tally.problems[row] += 1
-            else:
+            problem = row if isinstance(row, str) else self._write(self.asked.sending.prompts[self.next], sent_s, row)
+            if problem is None:
                 self.tally.done += 1
+            else:
+                self.tally.problems[problem] += 1
             self.next += 1
         if self.writer is not None and time.monotonic() - self.flushed > FLUSH_S:
             self.writer.flush()
@@ -270,8 +262,10 @@ async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump
     await _control(client, "dump")
     files = await new_dumps(folder, before)
     if not files:
-        problem = f"no new dump appeared in {folder} within {DUMP_WAIT_S:g} s"
-        raise UnavailableError(f"{problem}: give the folder the server has in {DUMP_DIR} (/tmp without it)")
+        raise UnavailableError(
+            f"no new dump appeared in {folder} within {DUMP_WAIT_S:g} s: give the folder the server has in {DUMP_DIR} "
+            "(/tmp without it)"
+        )
     name = asked.model or str(info.get("model_path") or "unknown")
     trace = read_dumps(files, ReadOptions(model=name.rstrip("/").rsplit("/", 1)[-1]), ranks_sharing_tokens(info))
     trace.save(asked.out)
@@ -281,20 +275,20 @@ async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump
 async def _control(client: Client, action: str) -> None:
     status, text = await client.call("POST", f"/{action}_expert_distribution_record")
     if status != 200:
-        problem = f"HTTP {status}: {' '.join(text[:200].split())}"
-        raise UnavailableError(f"{client.url} does not {action} its recorder: {problem}")
+        reason = " ".join(text[:200].split())
+        raise UnavailableError(f"{client.url} does not {action} its recorder: HTTP {status}: {reason}")
 
 
 async def _meanwhile(client: Client, info: Mapping[str, Any], asked: _Asked, tally: Tally) -> None:
-    if not asked.prompts:
-        assert asked.sending.duration_s is not None
-        begun = time.monotonic()
-        while (passed := time.monotonic() - begun) < asked.sending.duration_s:
-            asked.sending.report("Listening, seconds", int(passed), int(asked.sending.duration_s))
-            await asyncio.sleep(min(0.5, asked.sending.duration_s - passed))
+    sending, begun = asked.sending, time.monotonic()
+    if not sending.prompts:
+        duration_s = sending.duration_s or 0.0
+        while (passed := time.monotonic() - begun) < duration_s:
+            sending.report("Listening, seconds", int(passed), int(duration_s))
+            await asyncio.sleep(min(0.5, duration_s - passed))
         return
     served = str(info.get("served_model_name") or info.get("model_path") or "default")
-    async with aclosing(asked.send(client, served)) as answers:
+    async with aclosing(_send(sending, client, served)) as answers:
         async for answer in answers:
             tally.note(answer)
     if not tally.done:

@@ -57,17 +57,17 @@ class ExpertCapture:
         self.layer_ids = tuple(layer.layer_id for layer in self.layers)
         self.num_experts = _one([num_experts(layer.experts) for layer in self.layers], "experts", self.layers)
         self.top_k = _top_k(model, self.layers)
-        self._ids: list[list[Any]] = [[] for _ in self.layers]
-        self._weights: list[list[Any]] = [[] for _ in self.layers]
         self._handles: list[Any] = []
+        self.clear()
 
     def __enter__(self) -> ExpertCapture:
         if self._handles:
             raise ConfigError("this capture is attached already")
         self.clear()
-        for index, layer in enumerate(self.layers):
-            hook = self._hook(index)
-            self._handles.append(layer.experts.register_forward_pre_hook(hook, with_kwargs=True))
+        self._handles = [
+            layer.experts.register_forward_pre_hook(self._hook(index), with_kwargs=True)
+            for index, layer in enumerate(self.layers)
+        ]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
@@ -92,8 +92,8 @@ class ExpertCapture:
 
     def clear(self) -> None:
         """Discard what was collected, for example after a forward pass that failed."""
-        self._ids = [[] for _ in self.layers]
-        self._weights = [[] for _ in self.layers]
+        self._ids: list[list[Any]] = [[] for _ in self.layers]
+        self._weights: list[list[Any]] = [[] for _ in self.layers]
 
     def take(self) -> CapturedStep:
         """Return what was collected since the last call; raise unless every layer saw the same number of rows."""
@@ -132,10 +132,11 @@ def expert_layers(model: Any) -> list[ExpertLayer]:
             f"model type {kind!r} has no layer whose experts are given the router's choice; known to work: "
             f"{', '.join(FAMILIES)} and their like"
         )
-    for one, other in pairwise(layers):
-        if one.layer_id >= other.layer_id:
+    for first, second in pairwise(layers):
+        if first.layer_id >= second.layer_id:
+            twice = f"{first.path}, {second.path}"
             raise UnavailableError(
-                f"model type {kind!r} routes twice in one layer ({one.path}, {other.path}): rows of a token are not one"
+                f"model type {kind!r} routes twice in one layer ({twice}): rows of a token are not one"
             )
     return layers
 
@@ -143,8 +144,7 @@ def expert_layers(model: Any) -> list[ExpertLayer]:
 def num_experts(experts: Any) -> int:
     """Return the number of experts that a router may choose, including experts that compute nothing."""
     for name in ("total_experts", "num_experts"):
-        count = getattr(experts, name, None)
-        if isinstance(count, int):
+        if isinstance(count := getattr(experts, name, None), int):
             return count
     raise UnavailableError(f"{type(experts).__name__} does not say how many experts it holds")
 
@@ -184,6 +184,4 @@ def _stack(parts: list[list[Any]]) -> NDArray[Any]:
     import torch
 
     whole = [layer[0] if len(layer) == 1 else torch.cat(layer) for layer in parts]
-    stacked = torch.stack([layer.to(whole[0].device) for layer in whole], dim=1)
-    array: NDArray[Any] = stacked.cpu().numpy()
-    return array
+    return np.asarray(torch.stack([layer.to(whole[0].device) for layer in whole], dim=1).cpu())

@@ -11,8 +11,7 @@ stopped when it passes its choice to the experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,8 +71,7 @@ def dry_run(model: Any, requests: Sequence[Sequence[int]]) -> list[DryRun]:
             if not len(tokens):
                 raise ConfigError("a request without tokens has no dry run")
             states = _embeddings(model, torch.tensor([list(tokens)], device=device))
-            chosen = [_choice(gate, states) for gate in gates]
-            ids = np.stack([one.reshape(-1, one.shape[-1]) for one in chosen], axis=1)
+            ids = np.stack([_choice(gate, states) for gate in gates], axis=1)
             runs.append(DryRun(ids, capture.num_experts, capture.layer_ids))
     return runs
 
@@ -87,38 +85,43 @@ def score_dry_run(predicted: DryRun, truth: NDArray[np.integer]) -> DryRunScore:
     ids = predicted.expert_ids
     if truth.ndim != 3 or truth.shape[1:] != ids.shape[1:] or not len(truth):
         raise ConfigError(f"truth has shape {truth.shape}; expected [token, {ids.shape[1]}, {ids.shape[2]}]")
-    one, other = (a.astype(np.float64) for a in (predicted.footprint, footprint(truth, predicted.num_experts)))
-    cosine = (one * other).sum(axis=1) / (np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1))
-    if len(truth) != len(ids):
-        return DryRunScore(cosine, None)
-    hit = (truth[..., :, None] == ids[..., None, :]).any(axis=-1)  # [token, layer, k]
-    return DryRunScore(cosine, hit.mean(axis=(0, 2)))
+    ours, theirs = (a.astype(np.float64) for a in (predicted.footprint, footprint(truth, predicted.num_experts)))
+    cosine = (ours * theirs).sum(axis=1) / (np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1))
+    return DryRunScore(cosine, _hits(truth, ids).mean(axis=(0, 2)) if len(truth) == len(ids) else None)
+
+
+def _hits(chosen: NDArray[np.integer], predicted: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return whether each chosen expert is among the predicted ones of its token and layer, [token, layer, k]."""
+    return np.asarray((chosen[..., :, None] == predicted[..., None, :]).any(axis=-1))
 
 
 def _find_gates(model: Any, layers: list[ExpertLayer], device: Any) -> list[_Gate]:
     """Run one token through the model and find the module whose output each MoE block receives."""
     import torch
 
-    norms: dict[int, Any] = {}
+    gates: dict[int, _Gate] = {}
     handles = []
-    blocks = []
-    for index, layer in enumerate(layers):
-        parent, _, _ = layer.path.rpartition(".")
-        holder, _, _ = parent.rpartition(".")
-        if parent.rpartition(".")[2].isdigit():
+    for layer in layers:
+        parent = layer.path.rpartition(".")[0]
+        holder, _, name = parent.rpartition(".")
+        if name.isdigit():
             raise UnavailableError(f"{layer.path}: no block of its own holds the gate, so it cannot be run alone")
         block = model.get_submodule(parent)
-        blocks.append(block)
         seen: list[tuple[Any, Any]] = []
-        for child in model.get_submodule(holder).children():
-            if child is not block:
-                handles.append(child.register_forward_hook(lambda m, _, out, seen=seen: seen.append((m, out))))
+        handles += [
+            child.register_forward_hook(lambda m, _, out, seen=seen: seen.append((m, out)))
+            for child in model.get_submodule(holder).children()
+            if child is not block
+        ]
 
-        def note(_: Any, args: tuple[Any, ...], index: int = index, seen: list[tuple[Any, Any]] = seen) -> None:
+        def note(
+            block: Any, args: tuple[Any, ...], layer: ExpertLayer = layer, seen: list[tuple[Any, Any]] = seen
+        ) -> None:
             if len(args) != 1:
-                raise UnavailableError(f"{layers[index].path}: its block takes more than the hidden states")
+                raise UnavailableError(f"{layer.path}: its block takes more than the hidden states")
             # Compare memory addresses: a block may get a view of the norm's output.
-            norms[index] = next((m for m, out in reversed(seen) if _same_place(out, args[0])), None)
+            norm = next((m for m, out in reversed(seen) if _same_place(out, args[0])), None)
+            gates[layer.layer_id] = _Gate(layer, block, norm)
 
         handles.append(block.register_forward_pre_hook(note))
     try:
@@ -126,7 +129,7 @@ def _find_gates(model: Any, layers: list[ExpertLayer], device: Any) -> list[_Gat
     finally:
         for handle in handles:
             handle.remove()
-    return [_Gate(layer, block, norms[i]) for i, (layer, block) in enumerate(zip(layers, blocks, strict=True))]
+    return [gates[layer.layer_id] for layer in layers]
 
 
 def _same_place(out: Any, given: Any) -> bool:
@@ -137,18 +140,15 @@ def _embeddings(model: Any, tokens: Any) -> Any:
     """Return the input of the first decoder layer, [1, token, hidden], including a family's scaling of embeddings."""
     first = next(m for path, m in model.named_modules() if path.rpartition(".")[2] == "0" and _is_decoder(model, path))
 
-    def stop(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Stop(args[0] if args else kwargs["hidden_states"])
+    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
 
-    with _hooked(first, stop):
-        try:
-            model(input_ids=tokens, use_cache=False)
-        except _Stop as reached:
-            states = reached.args[0]
-            if states.ndim != 3:
-                raise UnavailableError(f"the first layer is given {states.ndim} dimensions, not 3") from None
-            return states
-    raise UnavailableError("the model ran without its first decoder layer")
+    states = _caught(first, given, lambda: model(input_ids=tokens, use_cache=False))
+    if states is None:
+        raise UnavailableError("the model ran without its first decoder layer")
+    if states.ndim != 3:
+        raise UnavailableError(f"the first layer is given {states.ndim} dimensions, not 3")
+    return states
 
 
 def _is_decoder(model: Any, path: str) -> bool:
@@ -157,25 +157,28 @@ def _is_decoder(model: Any, path: str) -> bool:
 
 
 def _choice(gate: _Gate, states: Any) -> NDArray[np.int32]:
+    """Return the experts that a gate chooses, [token, k]."""
+    normed = states if gate.norm is None else gate.norm(states)
+    choice = _caught(gate.layer.experts, router_choice, lambda: gate.block(normed))
+    if choice is None:
+        raise UnavailableError(f"{gate.layer.path}: its block ran without its experts")
+    return np.asarray(choice[0].reshape(-1, choice[0].shape[-1]).cpu(), np.int32)
+
+
+def _caught(module: Any, pick: Callable[[Any, Any], Any], run: Callable[[], Any]) -> Any:
+    """Run until `module` is called; return what `pick` takes from its arguments, or None if it was never called."""
+
     def stop(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Stop(router_choice(args, kwargs)[0])
+        raise _Stop(pick(args, kwargs))
 
-    with _hooked(gate.layer.experts, stop):
-        try:
-            gate.block(states if gate.norm is None else gate.norm(states))
-        except _Stop as reached:
-            ids: NDArray[np.int32] = reached.args[0].cpu().numpy().astype(np.int32)
-            return ids
-    raise UnavailableError(f"{gate.layer.path}: its block ran without its experts")
-
-
-@contextmanager
-def _hooked(module: Any, hook: Any) -> Iterator[None]:
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        yield
+        run()
+    except _Stop as reached:
+        return reached.args[0]
     finally:
         handle.remove()
+    return None
 
 
 CHUNK_TOKENS = 1024
@@ -216,8 +219,7 @@ def dry_run_table(model: Any, name: str | None = None) -> TokenTable:
 
 def _check(table: NDArray[np.int32], again: DryRun, kind: str) -> None:
     """Raise UnavailableError if the same tokens choose other experts in another order."""
-    same = (table[..., :, None] == again.expert_ids[..., None, :]).any(axis=-1)  # [token, layer, k]
-    different = 1.0 - float(same.mean())
+    different = 1.0 - float(_hits(table, again.expert_ids).mean())
     if different > MAX_DIFFERENT:
         raise UnavailableError(
             f"model type {kind!r}: {different:.1%} of a dry run's choices change with a token's place among others, "

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,13 +42,17 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
         options |= {"quantization_config": _nf4(library, torch), "device_map": {"": where}}
     elif quantised == "mxfp4":  # gpt-oss as published: its kernels bypass the experts module
         options["quantization_config"] = library.Mxfp4Config(dequantize=True)
-    with _quiet(library):
-        try:
-            tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model = library.AutoModelForCausalLM.from_pretrained(folder, **options)
-        except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
-            lines = (str(error) or type(error).__name__).strip().splitlines()
-            raise UnavailableError(f"{folder}: transformers cannot load it: {lines[0]}") from None
+    shown = library.utils.logging.is_progress_bar_enabled()
+    library.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = library.AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        lines = (str(error) or type(error).__name__).strip().splitlines()
+        raise UnavailableError(f"{folder}: transformers cannot load it: {lines[0]}") from None
+    finally:
+        if shown:
+            library.utils.logging.enable_progress_bar()
     if dtype == "nf4":
         _quantise_experts(model)
     else:
@@ -117,9 +119,9 @@ def _device(torch: Any, device: str) -> Any:
 
 
 def _nf4(library: Any, torch: Any) -> Any:
-    for name in ("bitsandbytes", "accelerate"):
-        if find_spec(name) is None:
-            raise UnavailableError(f"dtype='nf4' needs {name}: pip install bitsandbytes accelerate")
+    missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(f"dtype='nf4' needs {missing[0]}: pip install bitsandbytes accelerate")
     return library.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )
@@ -143,15 +145,3 @@ def _quantise_experts(model: Any) -> None:
                     f"{layer.path}.{name} {tuple(before.shape)} comes back from bitsandbytes {error:.0%} off; "
                     "NF4 is 9%: this shape or device is not supported"
                 )
-
-
-@contextmanager
-def _quiet(library: Any) -> Iterator[None]:
-    """Disable the library's progress bar while it loads."""
-    shown = library.utils.logging.is_progress_bar_enabled()
-    library.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            library.utils.logging.enable_progress_bar()

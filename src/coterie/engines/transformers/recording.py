@@ -12,8 +12,10 @@ import hashlib
 import inspect
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +35,7 @@ from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 from coterie.traces.activations import check_unfinished
 from coterie.traces.requests import check_new_folder
-from coterie.types import DECODE, PREFILL
+from coterie.types import DECODE, PREFILL, Report
 
 
 class Generated(NamedTuple):
@@ -127,21 +129,17 @@ def _choose(
 ) -> NDArray[np.int64]:
     """Return the next token of each request, [request]; arbitrary for requests that have ended."""
     if temperature == 0.0 or rngs is None:
-        greedy: NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
-        return greedy
+        return np.asarray(logits.argmax(dim=-1).cpu())
     scaled = logits.double().cpu().numpy() / temperature
     chosen = np.zeros(len(scaled), np.int64)
     for request in alive:
-        share = np.exp(scaled[request] - scaled[request].max())
-        edges = np.cumsum(share)
+        edges = np.cumsum(np.exp(scaled[request] - scaled[request].max()))
         chosen[request] = np.searchsorted(edges, rngs[request].random() * edges[-1], side="right")
     return chosen.clip(max=scaled.shape[1] - 1)
 
 
 FLUSH_S = 10.0
 """Seconds between two flushes to disk: a crash loses at most this much, an interruption only the current batch."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +187,7 @@ def record(
     settings: RecordingSettings = RecordingSettings(),
     *,
     resume: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: Report | None = None,
 ) -> Recorded:
     """Generate for every prompt and write the experts of each token to the trace `out`."""
     report = on_progress or (lambda *_: None)
@@ -208,10 +206,10 @@ def record(
     _check_lengths(loaded, batches, settings)
     source = {
         "engine": "transformers",
-        "version": _version(),
+        "version": version("transformers"),
         "model_digest": model_digest(model),
         "prompts": len(prompts),
-        "prompts_digest": _digest(prompts),
+        "prompts_digest": hashlib.sha256(b"".join(repr(tuple(p)).encode() for p in prompts)).hexdigest()[:16],
         **asdict(settings),
         "chat": chat,
     }
@@ -237,16 +235,13 @@ def _run(
     batches: list[list[_Item]],
     kept: int,
     settings: RecordingSettings,
-    report: Progress,
+    report: Report,
 ) -> None:
-    total, done = sum(map(len, batches)), 0
+    total, done = sum(map(len, batches)), kept
     with_domains = any(item.prompt.domain for batch in batches for item in batch)
-    ends = _end_ids(loaded)
-    flushed = time.monotonic()
-    for batch in batches:
-        if done < kept:
-            done += len(batch)
-            continue
+    ends, flushed = _end_ids(loaded), time.monotonic()
+    starts = accumulate(map(len, batches), initial=0)
+    for batch in (batch for batch, start in zip(batches, starts, strict=False) if start >= kept):
         report("Recording requests", done, total)
         rngs = [np.random.default_rng([settings.seed, zlib.crc32(item.prompt.id.encode())]) for item in batch]
         try:
@@ -276,7 +271,7 @@ def _run(
 def _rows(
     batch: list[_Item], generated: list[Generated], with_domains: bool
 ) -> tuple[Activations, NDArray[np.int64], RequestTrace]:
-    lengths = [len(one.expert_ids) for one in generated]
+    lengths = [len(g.expert_ids) for g in generated]
     phase = [np.repeat([PREFILL, DECODE], [len(g.prompt_ids), len(g.output_ids) - 1]) for g in generated]
     token_ids = [np.array([*g.prompt_ids, *g.output_ids[:-1]], np.int32) for g in generated]
     gates = [g.gate_weights for g in generated if g.gate_weights is not None]
@@ -347,21 +342,6 @@ def _tokens(loaded: LoadedModel, prompt: Prompt, chat: bool) -> list[int]:
 
 
 def _end_ids(loaded: LoadedModel) -> frozenset[int]:
-    end_ids: set[int] = set()
-    for holder in (getattr(loaded.model, "generation_config", None), loaded.tokenizer):
-        value: Any = getattr(holder, "eos_token_id", None)
-        end_ids.update([value] if isinstance(value, int) else value or [])
-    return frozenset(end_ids)
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(repr(tuple(prompt)).encode())
-    return digest.hexdigest()[:16]
-
-
-def _version() -> str:
-    import transformers
-
-    return str(transformers.__version__)
+    holders = (getattr(loaded.model, "generation_config", None), loaded.tokenizer)
+    values = [getattr(holder, "eos_token_id", None) for holder in holders]
+    return frozenset().union(*([value] if isinstance(value, int) else value or [] for value in values))

@@ -12,13 +12,13 @@ no row; the column ``missing_tokens`` counts these. Lost messages are counted, n
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -26,14 +26,14 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from coterie.engines.recording import FLUSH_S, Progress, Sending, check_listening
+from coterie.engines.recording import FLUSH_S, Sending, check_listening
 from coterie.errors import CoterieError, InputError, UnavailableError
 from coterie.net.access import SECRET_VARIABLE, read_secret
 from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model, server_url
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 from coterie.traces.requests import check_new_folder
-from coterie.types import DECODE, PREFILL
+from coterie.types import DECODE, PREFILL, Report
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import DEFAULT_PORT, TOPIC, ExpertLoad, RequestExperts, decode_expert_events
 from coterie.wire.framing import Gaps, from_frames
@@ -41,9 +41,7 @@ from coterie.wire.framing import Gaps, from_frames
 
 def events_endpoint(url: str, events: str | None) -> str:
     """Return the endpoint of a server's events: as given, or the default port of the server's host."""
-    if events is not None:
-        return events.replace("*", urlsplit(url).hostname or "localhost")
-    return f"tcp://{urlsplit(url).hostname or 'localhost'}:{DEFAULT_PORT}"
+    return (events or f"tcp://*:{DEFAULT_PORT}").replace("*", urlsplit(url).hostname or "localhost")
 
 
 GREETING_S = 1.0
@@ -52,7 +50,7 @@ EVENT_S = 0.5
 """Seconds to wait for a probe request's event before the next probe is sent."""
 
 
-class Subscriber:
+class Subscriber(AbstractContextManager["Subscriber"]):
     """A subscription to one endpoint; iterate over its events with :meth:`events`."""
 
     def __init__(self, endpoint: str, capacity: int = 100_000, secret: str | None = None) -> None:
@@ -81,8 +79,8 @@ class Subscriber:
         UnavailableError if there is no connection within `timeout_s`.
         """
         poller = zmq.Poller()
-        for one in (self._socket, self._monitor):
-            poller.register(one, zmq.POLLIN)
+        for socket in (self._socket, self._monitor):
+            poller.register(socket, zmq.POLLIN)
         if not poller.poll(int(timeout_s * 1000)):
             raise UnavailableError(
                 f"no expert events from {self.endpoint} within {timeout_s:g} s: is the server started with "
@@ -102,21 +100,18 @@ class Subscriber:
             try:
                 frame = from_frames(self._socket.recv_multipart())
                 self.gaps.see(frame.seq)
-                batch = decode_expert_events(frame.payload)
+                events = decode_expert_events(frame.payload).events
             except InputError:
                 self.damaged += 1
                 continue
-            yield from batch.events
+            yield from events
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
 
-    def __enter__(self) -> Subscriber:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -172,12 +167,10 @@ def record_vllm(
         report("Waiting for the server's events", 0, 1)
         if not subscriber.wait(CONNECTED_S) and prompts:
             asyncio.run(_hear(url, subscriber))
-        sink = EventSink(
-            folder, {_marker(number): prompt for number, prompt in enumerate(prompts)} if prompts else None
-        )
+        wanted = {_marker(number): prompt for number, prompt in enumerate(prompts)} if prompts else None
+        sink, tally = EventSink(folder, wanted), Tally()
         listener = _Listener(subscriber, sink)
         listener.start()
-        tally = Tally()
         try:
             if prompts:
                 asyncio.run(_send(url, sending, sink, tally))
@@ -217,8 +210,8 @@ def _marker(number: int) -> str:
 async def _hear(url: str, subscriber: Subscriber) -> None:
     """Wait until events arrive, before any prompt is sent."""
     async with Client(url) as client:
-        probe = Prompt("hear", "", "", "a b")
-        await hear(client, subscriber, completion_body(probe, await served_model(client), 2, chat=False), HEARD_S)
+        probe = completion_body(Prompt("hear", "", "", "a b"), await served_model(client), 2, chat=False)
+        await hear(client, subscriber, probe, HEARD_S)
 
 
 async def _send(url: str, sending: Sending, sink: EventSink, tally: Tally) -> None:
@@ -235,13 +228,10 @@ async def _send(url: str, sending: Sending, sink: EventSink, tally: Tally) -> No
                     return
 
 
-def _listen(listener: _Listener, duration_s: float | None, report: Progress) -> None:
+def _listen(listener: _Listener, duration_s: float | None, report: Report) -> None:
     begun = time.monotonic()
-    while duration_s is None or time.monotonic() - begun < duration_s:
-        if listener.sink.problem is not None:
-            return
-        passed = int(time.monotonic() - begun)
-        report(f"Listening, {listener.sink.written} requests, seconds", passed, int(duration_s or 0))
+    while listener.sink.problem is None and (passed := time.monotonic() - begun) < (duration_s or math.inf):
+        report(f"Listening, {listener.sink.written} requests, seconds", int(passed), int(duration_s or 0))
         time.sleep(0.2)
 
 
@@ -284,16 +274,14 @@ class EventSink:
         self.problem: Exception | None = None
         self._wanted = wanted
         self._with_domains = wanted is not None and any(prompt.domain for prompt in wanted.values())
-        self._begun = time.monotonic()
-        self._flushed = self._begun
+        self._begun = self._flushed = time.monotonic()
 
     def take(self, event: RequestExperts) -> None:
         prompt = None
-        if self._wanted is not None:
-            marker = next((m for m in _markers(event.request_id) if m in self._wanted), None)
-            if marker is None:
+        if self._wanted is not None:  # the part of the id between vLLM's prefix and suffix is a name of :func:`_marker`
+            prompt = next(filter(None, (self._wanted.pop(m, None) for m in event.request_id.split("-"))), None)
+            if prompt is None:
                 return
-            prompt = self._wanted.pop(marker)
         try:
             self._write(event, prompt)
         except CoterieError as error:
@@ -305,21 +293,19 @@ class EventSink:
             self.unknown += 1
             return
         if self.writer is None:
-            source = {"engine": self.engine, "prompts": self._wanted is not None}
-            layers = tuple(event.layer_ids)
             meta = TraceMeta(
                 model=event.model,
                 num_experts=event.num_experts,
-                num_layers=len(layers),
+                num_layers=len(event.layer_ids),
                 top_k=event.top_k,
-                layer_ids=layers,
-                source=source,
+                layer_ids=tuple(event.layer_ids),
+                source={"engine": self.engine, "prompts": self._wanted is not None},
             )
             self.writer = ActivationWriter(self.out, meta)
-        if (event.num_experts, event.top_k, len(event.layer_ids)) != _shape(self.writer.meta):
-            raise InputError(f"{event.model} has another shape than {self.writer.meta.model}: record one at a time")
-        position = np.arange(len(known))
-        phase = np.where(position < event.prompt_tokens, PREFILL, DECODE).astype(np.uint8)
+        meta = self.writer.meta
+        if (event.num_experts, event.top_k, len(event.layer_ids)) != (meta.num_experts, meta.top_k, meta.num_layers):
+            raise InputError(f"{event.model} has another shape than {meta.model}: record one at a time")
+        phase = np.where(np.arange(len(known)) < event.prompt_tokens, PREFILL, DECODE).astype(np.uint8)
         row = RequestTrace(
             prompt_tokens=np.array([event.prompt_tokens]),
             output_tokens=np.array([event.output_tokens]),
@@ -344,12 +330,3 @@ class EventSink:
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
-
-
-def _shape(meta: TraceMeta) -> tuple[int, int, int]:
-    return meta.num_experts, meta.top_k, meta.num_layers
-
-
-def _markers(request_id: str) -> list[str]:
-    """Return the parts of a request id that may be a name made by :func:`_marker`."""
-    return [part for part in request_id.split("-") if part.startswith("coterie")]

@@ -40,7 +40,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         check_at_least(1, events_queue=self.events_queue)
-        check_positive(load_interval_s=self.load_interval_s)
+        if not self.load_interval_s > 0:
+            raise ConfigError(f"load_interval_s={self.load_interval_s} must be greater than 0")
         if self.store is not None and (not self.store or "/" in self.store):
             raise ConfigError(f"store={self.store!r} must be a file name without '/'")
 

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -41,7 +40,7 @@ from coterie.errors import ConfigError, TraceError, UnavailableError, check_one_
 from coterie.placement.maps.files import PlacementMap
 from coterie.placement.maps.formats import write_map
 from coterie.traces.store import read_json, write_json
-from coterie.types import Placement
+from coterie.types import Placement, Report
 
 Ties = Literal["refuse", "lowest_index"]
 TIES = ("refuse", "lowest_index")
@@ -51,8 +50,6 @@ RECORD = "coterie-placement.json"
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 1 << 24
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
-
-Progress = Callable[[str, int, int], None]
 
 
 class PermutedCheckpoint(NamedTuple):
@@ -92,7 +89,7 @@ def permute_checkpoint(
     *,
     nearest: bool = False,
     ties: Ties = "refuse",
-    on_progress: Progress | None = None,
+    on_progress: Report | None = None,
 ) -> PermutedCheckpoint:
     """Write the checkpoint, with its experts in the order of the placement, to the new folder `out`.
 
@@ -104,15 +101,19 @@ def permute_checkpoint(
     groups = routing_groups(source.config)
     placement = keep_groups(asked.placement, groups) if nearest and groups > 1 else asked.placement
     blocks = {block.layer_id: block for block in _main_blocks(source)}
-    experts = _one_count(source.folder, list(blocks.values()))
+    experts, *others = sorted({block.num_experts for block in blocks.values()})
+    if others:
+        problem = f"layers hold {[experts, *others]}; a placement has one number for all"
+        raise TraceError(source.folder, "experts", problem)
     rows = rows_by_layer(placement, asked.layer_ids, list(blocks), experts, groups)
     _check_ties(source, blocks, rows, ties)
-    free = shutil.disk_usage(_existing(target)).free
+    above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+    free = shutil.disk_usage(above).free
     if free < source.weight_bytes:
         raise UnavailableError(f"{target} needs {source.weight_bytes:,} bytes; its disk has {free:,} free")
     record = PlacementMap(placement, asked.model, tuple(rows), asked.shares)
     left_out, tensors = _write(source, target, blocks, rows, record, on_progress or (lambda *_: None))
-    ranks = [np.argsort(one.slot_experts) // placement.slots_per_rank for one in (asked.placement, placement)]
+    ranks = [np.argsort(each.slot_experts) // placement.slots_per_rank for each in (asked.placement, placement)]
     return PermutedCheckpoint(
         folder=target,
         placement=placement,
@@ -146,8 +147,7 @@ def _read(folder: Path) -> _Source:
         raise TraceError(folder / "config.json", "text_config", "must be an object")
     if (folder / RECORD).exists():
         raise ConfigError(f"{folder} was permuted already ({RECORD}): apply the placement to the original checkpoint")
-    quantised = config.get("quantization_config") or {}
-    if re.search(r"experts\.\d", str(quantised)):
+    if re.search(r"experts\.\d", str(config.get("quantization_config"))):
         raise ConfigError(
             f"{folder}/config.json: quantization_config names single experts; they would have to move too"
         )
@@ -178,19 +178,11 @@ def _weight_map(folder: Path) -> dict[str, Any]:
 
 def _main_blocks(source: _Source) -> list[Block]:
     """Return the blocks of the model's own layers. Later layers (multi-token prediction) stay as they are."""
-    text = source.config.get("text_config") or source.config
-    layers = text.get("num_hidden_layers")
+    layers = (source.config.get("text_config") or source.config).get("num_hidden_layers")
     own = [block for block in source.blocks if not isinstance(layers, int) or block.layer_id < layers]
     if not own:
         raise TraceError(source.folder / "config.json", "num_hidden_layers", f"is {layers}; no MoE layer is below it")
     return own
-
-
-def _one_count(folder: Path, blocks: list[Block]) -> int:
-    counts = {block.num_experts for block in blocks}
-    if len(counts) != 1:
-        raise TraceError(folder, "experts", f"layers hold {sorted(counts)}; a placement has one number for all")
-    return counts.pop()
 
 
 def _check_ties(source: _Source, blocks: dict[int, Block], rows: dict[int, Slots], ties: Ties) -> None:
@@ -200,8 +192,7 @@ def _check_ties(source: _Source, blocks: dict[int, Block], rows: dict[int, Slots
         slot_of = np.argsort(row)
         seen: dict[bytes, int] = {}
         for expert, key in enumerate(_router_rows(source, blocks[layer])):
-            other = seen.get(key)
-            seen[key] = expert
+            other, seen[key] = seen.get(key), expert
             if other is None or (ties == "lowest_index" and slot_of[other] < slot_of[expert]):
                 continue
             why = "an engine may choose the other once they move (ties='lowest_index' if it takes the lower index)"
@@ -228,7 +219,7 @@ def _write(
     blocks: dict[int, Block],
     rows: dict[int, Slots],
     record: PlacementMap,
-    report: Progress,
+    report: Report,
 ) -> tuple[tuple[str, ...], int]:
     """Write the folder; return the names left out and the number of tensors changed."""
     names, moves = _changes(blocks, rows)
@@ -244,9 +235,8 @@ def _write(
             if path.is_dir() or path.suffix in (*_OTHER_WEIGHTS, ".safetensors"):
                 left_out.append(path.name)
             elif path.name == _INDEX:
-                index = read_json(path)
                 renamed = {names.get(name, name): file for name, file in _weight_map(source.folder).items()}
-                write_json(beside / _INDEX, index | {"weight_map": renamed})
+                write_json(beside / _INDEX, read_json(path) | {"weight_map": renamed})
             else:
                 shutil.copyfile(path, beside / path.name)
         for number, shard in enumerate(source.shards):
@@ -304,11 +294,3 @@ def _copy(stream: BinaryIO, start: int, nbytes: int, out: BinaryIO) -> None:
             raise OSError(f"{stream.name} ends early: it changed while it was read")
         out.write(part)
         nbytes -= len(part)
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest existing folder at or above a path."""
-    above = path.absolute()
-    while not above.exists():
-        above = above.parent
-    return above

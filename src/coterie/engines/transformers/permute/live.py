@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,13 @@ from coterie.types import Placement
 _ROUTERS = ("gate", "router")
 
 
+@dataclass(slots=True, eq=False)
 class _Permuted:
     """Forward pass of a permuted router: computes in the original order, then renumbers ids and logits."""
 
-    def __init__(self, router: Any, row: Slots) -> None:
-        self.router = router
-        self.row = row
-        self._orders: dict[Any, tuple[Any, Any]] = {}
+    router: Any
+    row: Slots
+    _orders: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def _order(self, device: Any) -> tuple[Any, Any]:
         """Return [slot] expert and [expert] slot on a device, cached: a copy in each pass would synchronise."""
@@ -44,12 +45,11 @@ class _Permuted:
         return self._orders[device]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        router = self.router
-        row, slot_of = self._order(router.weight.device)
-        former = copy.copy(router)  # one copy per pass, so that threads may share the model
-        former._parameters = {name: _rows(tensor, slot_of) for name, tensor in router._parameters.items()}
-        former._buffers = {name: _rows(tensor, slot_of) for name, tensor in router._buffers.items()}
-        logits, weights, ids = type(router).forward(former, *args, **kwargs)
+        row, slot_of = self._order(self.router.weight.device)
+        former = copy.copy(self.router)  # one copy per pass, so that threads may share the model
+        former._parameters = {name: _rows(tensor, slot_of) for name, tensor in former._parameters.items()}
+        former._buffers = {name: _rows(tensor, slot_of) for name, tensor in former._buffers.items()}
+        logits, weights, ids = type(former).forward(former, *args, **kwargs)
         return logits[..., row], weights, slot_of[ids]
 
 
@@ -117,8 +117,7 @@ def permute_model(model: Any, placement: Placement, layer_ids: Sequence[int] | N
     for layer in layers:
         if layer.num_experts != layers[0].num_experts:
             layer._refuse(f"has {layer.num_experts} experts and layer {layers[0].layer_id} {layers[0].num_experts}")
-    groups = routing_groups(model.config.to_dict())
-    ids = [layer.layer_id for layer in layers]
+    groups, ids = routing_groups(model.config.to_dict()), [layer.layer_id for layer in layers]
     rows = rows_by_layer(placement, layer_ids, ids, layers[0].num_experts, groups)
     for layer in layers:
         if layer.layer_id in rows:

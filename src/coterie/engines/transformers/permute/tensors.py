@@ -13,6 +13,7 @@ within them. Any other permutation gives the router other groups, and so other e
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -113,11 +114,10 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
         if match is None:
             others[name] = tensors[name]
             continue
-        path = match["block"]
-        layer = _LAYER.fullmatch(path)
+        layer = _LAYER.fullmatch(match["block"])
         if layer is None:
             raise TraceError(folder, name, "does not say of which layer it is")
-        block = blocks.setdefault(path, Block(path, int(layer[1])))
+        block = blocks.setdefault(match["block"], Block(match["block"], int(layer[1])))
         if "expert" in match.groupdict():
             block.experts[name] = int(match["expert"])
         else:
@@ -128,9 +128,9 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
     for block in ordered:
         _count_experts(folder, block, tensors)
         _find_router(folder, block, others)
-    for one, other in pairwise(ordered):
-        if one.layer_id == other.layer_id:
-            raise TraceError(folder, other.path, f"and {one.path} are both of layer {one.layer_id}")
+    for first, second in pairwise(ordered):
+        if first.layer_id == second.layer_id:
+            raise TraceError(folder, second.path, f"and {first.path} are both of layer {first.layer_id}")
     return ordered
 
 
@@ -142,10 +142,7 @@ def _count_experts(folder: Path, block: Block, tensors: Mapping[str, Tensor]) ->
         if held != list(range(len(held))):
             missing = next(expert for expert in range(len(held)) if expert not in held)
             raise TraceError(folder, block.path, f"has no tensor of expert {missing}, but one of expert {held[-1]}")
-        by_rest: dict[str, int] = {}
-        for name in block.experts:
-            rest = block.renamed(name, 0)
-            by_rest[rest] = by_rest.get(rest, 0) + 1
+        by_rest = Counter(block.renamed(name, 0) for name in block.experts)
         uneven = next((rest for rest, count in by_rest.items() if count != len(held)), None)
         if uneven is not None:
             raise TraceError(folder, uneven, f"is there for {by_rest[uneven]} of {len(held)} experts")
@@ -177,8 +174,8 @@ def _check_shared(folder: Path, name: str, tensor: Tensor, experts: int, routers
     """Raise if a tensor of unknown layout may be indexed by experts: it has an axis of them, or is the router's."""
     shape = tensor.entry["shape"]
     if routers or experts in shape:
-        problem = "how it is indexed by them is not known"
-        raise TraceError(folder, name, f"has shape {shape} in a layer of {experts} experts: {problem}")
+        where = f"has shape {shape} in a layer of {experts} experts"
+        raise TraceError(folder, name, f"{where}: how it is indexed by them is not known")
 
 
 Slots = NDArray[np.int64]
