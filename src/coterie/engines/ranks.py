@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -72,17 +73,6 @@ class RankMember:
         self.channel.send(_Step(done, what))
 
 
-class _Plan(NamedTuple):
-    """Settings that all ranks share."""
-
-    target: Callable[[RankMember, Any], Any]
-    argument: Any
-    processes: int
-    backend: str
-    timeout_s: float
-    port: int
-
-
 def choose_backend(processes: int, backend: str = "auto") -> str:
     """Return "nccl" if there is a CUDA device for each rank, else "gloo" (CPU)."""
     if torch is None:
@@ -123,12 +113,12 @@ def run_ranks(
     deadline = time.monotonic() + timeout_s
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     # Half of the total time per operation: ranks that wait for a silent rank fail before the caller gives up.
-    plan = _Plan(target, argument, processes, backend, timeout_s / 2, store.port)
+    run = partial(_process, target, argument, processes, backend, timeout_s / 2, store.port)
     ranks: list[_Rank] = []
     patience_s = 0.0
     try:
         for number in range(processes):
-            ranks.append(_Rank(number, plan))
+            ranks.append(_Rank(number, run))
         _listen(ranks, deadline, grace_s, store, steps, report or (lambda *_: None))
         if any(rank.answer is None for rank in ranks):
             raise UnavailableError(f"{doing} with {processes} {backend} processes: {_verdict(ranks)}")
@@ -145,13 +135,11 @@ def run_ranks(
 class _Rank:
     """The caller's handle of one rank's process."""
 
-    def __init__(self, number: int, plan: _Plan) -> None:
+    def __init__(self, number: int, run: Callable[[int, Connection], None]) -> None:
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.channel, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_process, args=(number, plan, theirs), name=f"coterie-rank-{number}", daemon=True
-        )
+        self.process = context.Process(target=run, args=(number, theirs), name=f"coterie-rank-{number}", daemon=True)
         self.process.start()
         theirs.close()  # otherwise the channel would stay open when the process dies
         self.number = number
@@ -230,28 +218,35 @@ def _death(rank: _Rank) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}{hint}"
 
 
-def _process(rank: int, plan: _Plan, channel: Connection) -> None:
+def _process(
+    target: Callable[[RankMember, Any], Any],
+    argument: Any,
+    processes: int,
+    backend: str,
+    timeout_s: float,
+    port: int,
+    rank: int,
+    channel: Connection,
+) -> None:
     """Run one rank: join the group, run the target, answer, and stay until all ranks have answered."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the caller, which ends its ranks
-    member = RankMember(rank, plan.processes, plan.backend, plan.timeout_s, channel)
+    member = RankMember(rank, processes, backend, timeout_s, channel)
     try:
         torch.set_num_threads(1)
         if member.device.type == "cuda":
             torch.cuda.set_device(member.device)
-        timeout = datetime.timedelta(seconds=plan.timeout_s)
-        store = dist.TCPStore(HOST, plan.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(
-            plan.backend,
-            store=store,
+            backend,
+            store=dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=timeout),
             rank=rank,
-            world_size=plan.processes,
+            world_size=processes,
             timeout=timeout,
             device_id=member.device if member.device.type == "cuda" else None,
         )
-        channel.send(_Answer(plan.target(member, plan.argument)))
+        channel.send(_Answer(target(member, argument)))
         channel.recv()  # wait for the caller: leaving now would break the last transfer of a slower rank
     except Exception as error:  # report any error to the caller; the exit of this process tells the other ranks
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        channel.send(_Failure(reason, time.monotonic()))
+        channel.send(_Failure(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}", time.monotonic()))
         os._exit(1)  # a normal exit would block on operations that still wait for a peer
     dist.destroy_process_group()

@@ -46,25 +46,19 @@ EXTEND_PASS, DECODE_PASS, MIXED_PASS, IDLE_PASS = 1, 2, 3, 4
 
 def read_sglang_recorder(path: Path, options: ReadOptions) -> Trace:
     """Read a dump of any of the three modes; the mode follows from the content."""
-    if not path.is_dir():
-        dump = _load(path)
-        if "logical_count" in dump:
-            return _stat(path, dump, options)
-        if any("topk_ids_of_layer" in record for record in _records(path, dump)):
-            return _per_token(path, dump, options)
-        return _per_pass(path, [path], [dump], options)
-    files = sorted(path.glob("expert_distribution_recorder_*.pt"))
+    files = sorted(path.glob("expert_distribution_recorder_*.pt")) if path.is_dir() else [path]
     if not files:
         raise TraceError(path, "folder", "holds no expert_distribution_recorder_*.pt")
-    if len(files) == 1:
-        return read_sglang_recorder(files[0], options)
     dumps = [_load(file) for file in files]
     for file, dump in zip(files, dumps, strict=True):
-        if "logical_count" in dump or any("topk_ids_of_layer" in record for record in _records(file, dump)):
+        stat = "logical_count" in dump
+        if stat or any("topk_ids_of_layer" in record for record in _records(file, dump)):
+            if len(files) == 1:
+                return (_stat if stat else _per_token)(file, dump, options)
             raise TraceError(
                 path, "folder", f"holds {len(files)} dumps of which {file.name} stands alone: give one file"
             )
-    return _per_pass(path, files, dumps, options)
+    return _per_pass(path if len(files) > 1 else files[0], files, dumps, options)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -110,8 +104,7 @@ def _table(
         raise TraceError(path, "counts", f"hold {int(counts.min())}, expected tokens")
     if options.num_experts is not None and options.num_experts != counts.shape[2]:
         raise TraceError(path, "counts", f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}")
-    steps = np.flatnonzero(counts.any(axis=(1, 2)))
-    layers = np.flatnonzero(counts.any(axis=(0, 2)))
+    steps, layers = (np.flatnonzero(counts.any(axis=axes)) for axes in ((1, 2), (0, 2)))
     if not steps.size:
         raise TraceError(path, "counts", "hold no load: nothing was recorded")
     return LoadTable(
@@ -134,17 +127,19 @@ def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]]
     passes: dict[int, NDArray[np.int64]] = {}
     for file, dump in zip(files, dumps, strict=True):
         experts = _slot_map(file, dump)  # [layer, slot]
-        layers = np.arange(len(experts))[:, None]
+        shape = len(experts), int(experts.max()) + 1
         for index, record in enumerate(_records(file, dump)):
-            name = f"records[{index}].global_physical_count"
-            counts = _integers(file, name, record.get("global_physical_count"), 2)  # [layer, slot]
+            counts = _field(file, index, record, "global_physical_count", 2)  # [layer, slot]
             if counts.shape != experts.shape:
-                raise TraceError(file, name, f"has shape {counts.shape}, the slot map {experts.shape}")
-            number = _integers(file, f"records[{index}].forward_pass_id", record.get("forward_pass_id"), 0)
-            load = passes.setdefault(int(number), np.zeros((len(experts), int(experts.max()) + 1), np.int64))
-            if load.shape != (len(experts), int(experts.max()) + 1):
+                raise TraceError(
+                    file,
+                    f"records[{index}].global_physical_count",
+                    f"has shape {counts.shape}, the slot map {experts.shape}",
+                )
+            load = passes.setdefault(_pass_number(file, index, record), np.zeros(shape, np.int64))
+            if load.shape != shape:
                 raise TraceError(file, "last_physical_to_logical_map", "has another shape than the other ranks'")
-            np.add.at(load, (layers, experts), counts)
+            np.add.at(load, (np.arange(len(experts))[:, None], experts), counts)
     order = sorted(passes)
     counts = np.stack([passes[number] for number in order])
     return _table(path, counts, options, [str(number) for number in order], mode="per_pass", ranks=len(files))
@@ -154,11 +149,13 @@ def _slot_map(path: Path, dump: dict[str, Any]) -> NDArray[np.int64]:
     """Return the expert of each slot, [layer, slot]. Every expert has a slot, so the maximum gives their number."""
     experts = _integers(path, "last_physical_to_logical_map", dump.get("last_physical_to_logical_map"), 2)
     if not experts.size or int(experts.min()) < 0 or int(experts.max()) >= experts.shape[1]:
-        problem = f"of shape {experts.shape} must hold experts, no more of them than slots"
-        raise TraceError(path, "last_physical_to_logical_map", problem)
-    expected = np.arange(int(experts.max()) + 1)
+        raise TraceError(
+            path,
+            "last_physical_to_logical_map",
+            f"of shape {experts.shape} must hold experts, no more of them than slots",
+        )
     for layer, row in enumerate(experts):
-        missing = np.setdiff1d(expected, row)
+        missing = np.setdiff1d(np.arange(int(experts.max()) + 1), row)
         if missing.size:
             raise TraceError(path, f"last_physical_to_logical_map[{layer}]", f"has no slot for expert {missing[0]}")
     return experts
@@ -239,15 +236,14 @@ def _standing_at(position: int, requests: Sequence[_Request]) -> _Request | None
 
 def _per_token(path: Path, dump: dict[str, Any], options: ReadOptions) -> ActivationTrace:
     experts = _slot_map(path, dump)
-    if options.num_experts not in (None, int(experts.max()) + 1):
-        problem = f"has {int(experts.max()) + 1} experts, --num-experts says {options.num_experts}"
+    num_experts = int(experts.max()) + 1
+    if options.num_experts not in (None, num_experts):
+        problem = f"has {num_experts} experts, --num-experts says {options.num_experts}"
         raise TraceError(path, "last_physical_to_logical_map", problem)
     joiner, blocks, token_ids, row = _Joiner(), [], [], 0
-    records = list(enumerate(_records(path, dump)))
-    for index, record in sorted(records, key=lambda item: _pass_number(path, *item)):
-        tokens = _integers(path, f"records[{index}].input_ids", record.get("input_ids"), 1)
-        slots = _integers(path, f"records[{index}].topk_ids_of_layer", record.get("topk_ids_of_layer"), 3)
-        positions = _integers(path, f"records[{index}].positions", record.get("positions"), 1)
+    for index, record in sorted(enumerate(_records(path, dump)), key=lambda item: _pass_number(path, *item)):
+        tokens, positions = (_field(path, index, record, name, 1) for name in ("input_ids", "positions"))
+        slots = _field(path, index, record, "topk_ids_of_layer", 3)
         if slots.shape[:2] != (len(experts), len(tokens)) or len(positions) != len(tokens):
             problem = f"has shape {slots.shape} for {len(experts)} layers and {len(tokens)} tokens"
             raise TraceError(path, f"records[{index}].topk_ids_of_layer", f"{problem}, {len(positions)} positions")
@@ -257,41 +253,43 @@ def _per_token(path: Path, dump: dict[str, Any], options: ReadOptions) -> Activa
         row += len(tokens)
     if not row:
         raise TraceError(path, "records", "hold no token: nothing was recorded")
-    order = np.array([at for request in joiner.requests for at in request.rows])
+    built = joiner.requests
+    order = np.array([at for request in built for at in request.rows])
     slots = np.concatenate(blocks)[order]
     layers = np.flatnonzero((slots >= 0).any(axis=(0, 2)))
     ids = _experts(path, slots, experts, layers)
-    lengths = [len(request.rows) for request in joiner.requests]
-    phases = np.array([phase for request in joiner.requests for phase in request.phases], np.uint8)
-    prompts = np.array([request.first_position + request.phases.count(PREFILL) for request in joiner.requests])
     try:
         meta = TraceMeta(
             model=options.model or "unknown",
-            num_experts=int(experts.max()) + 1,
+            num_experts=num_experts,
             num_layers=ids.shape[1],
             top_k=ids.shape[2],
             layer_ids=tuple(layers.tolist()),
             source={"format": "sglang-recorder", "file": path.name, "mode": "per_token"},
         )
         requests = RequestTrace(
-            prompt_tokens=prompts,
-            output_tokens=np.array([request.phases.count(DECODE) + 1 for request in joiner.requests]),
-            extra={"missing_tokens": [request.first_position for request in joiner.requests]},
+            prompt_tokens=np.array([request.first_position + request.phases.count(PREFILL) for request in built]),
+            output_tokens=np.array([request.phases.count(DECODE) + 1 for request in built]),
+            extra={"missing_tokens": [request.first_position for request in built]},
         )
         return ActivationTrace.from_arrays(
             meta,
             ids,
-            np.concatenate([[0], np.cumsum(lengths)]),
+            np.cumsum([0, *(len(request.rows) for request in built)]),
             requests,
-            phases,
+            np.array([phase for request in built for phase in request.phases], np.uint8),
             np.concatenate(token_ids)[order].astype(np.int32),
         )
     except ConfigError as error:
         raise TraceError(path, "records", str(error)) from None
 
 
+def _field(path: Path, index: int, record: dict[str, Any], name: str, ndim: int) -> NDArray[np.int64]:
+    return _integers(path, f"records[{index}].{name}", record.get(name), ndim)
+
+
 def _pass_number(path: Path, index: int, record: dict[str, Any]) -> int:
-    return int(_integers(path, f"records[{index}].forward_pass_id", record.get("forward_pass_id"), 0))
+    return int(_field(path, index, record, "forward_pass_id", 0))
 
 
 def _join(
@@ -301,7 +299,7 @@ def _join(
     if mode == DECODE_PASS:
         joiner.decode(row, positions)
     elif mode in (EXTEND_PASS, MIXED_PASS):
-        lengths = _integers(path, f"records[{index}].extend_seq_lens", record.get("extend_seq_lens"), 1)
+        lengths = _field(path, index, record, "extend_seq_lens", 1)
         if int(lengths.min(initial=1)) < 1 or int(lengths.sum()) != len(positions):
             problem = f"sum to {int(lengths.sum())} with a least of {int(lengths.min(initial=0))}"
             raise TraceError(
@@ -309,9 +307,8 @@ def _join(
             )
         joiner.extend(row, lengths.tolist(), positions, mixed=mode == MIXED_PASS)
     elif mode != IDLE_PASS or len(positions):
-        problem = (
-            f"is {mode!r}, expected 1 (extend), 2 (decode), 3 (mixed) or 4 (idle): speculative passes are not read"
-        )
+        known = "1 (extend), 2 (decode), 3 (mixed) or 4 (idle)"
+        problem = f"is {mode!r}, expected {known}: speculative passes are not read"
         raise TraceError(path, f"records[{index}].forward_mode", problem)
 
 
@@ -330,8 +327,9 @@ def _experts(
     if bad.size:
         token, layer, place = (int(n) for n in bad[0])
         name = f"topk_ids_of_layer[{int(layers[layer])}], token {token}, choice {place}"
-        problem = f"is {int(kept[token, layer, place])}, expected a slot in 0 … {experts.shape[1] - 1}"
-        raise TraceError(path, name, problem)
+        raise TraceError(
+            path, name, f"is {int(kept[token, layer, place])}, expected a slot in 0 … {experts.shape[1] - 1}"
+        )
     return experts[layers[:, None], kept]
 
 
@@ -343,12 +341,10 @@ def sniff_sglang_recorder(path: Path) -> bool:
         return False
     try:
         with zipfile.ZipFile(path) as archive:
-            name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-            if name is None:
-                return False
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as stream:
                 head = stream.read(4096)
-    except Exception:  # not a zip, or a damaged zip, which raises many types; detection must not raise
+    except Exception:  # no pickle, not a zip, or a damaged zip, which raises many types; detection must not raise
         return False
     return b"logical_count" in head or (b"records" in head and b"forward_pass_id" in head)
 

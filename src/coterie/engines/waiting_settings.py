@@ -127,8 +127,9 @@ class LoadSource:
         """
         load: Loads | None = None
         if self.table is not None:
-            ids = None if token_ids is None else np.asarray(token_ids, np.int64)
-            load = self.table.predict(PredictRequest(token_ids=ids, num_tokens=1))
+            load = self.table.predict(
+                PredictRequest(token_ids=(None if token_ids is None else np.asarray(token_ids, np.int64)), num_tokens=1)
+            )
         if footprint is None or not footprint.tokens:
             return load
         if footprint.counts.shape[1] != self.shape[1]:
@@ -145,5 +146,6 @@ def step_cost(device: str, phase: str, config: Mapping[str, Any], requests: int,
     """Return the cost of a step of about `requests` requests on a preset's device; `config` is from ``config.json``."""
     spec = model_from_config(config)
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, num_ranks) if num_ranks > 1 else None
-    model = step_model(spec, device, topology=Topology(num_ranks))
-    return StepCost.for_phase(model, phase, requests, TYPICAL_TOKENS, placement)
+    return StepCost.for_phase(
+        step_model(spec, device, topology=Topology(num_ranks)), phase, requests, TYPICAL_TOKENS, placement
+    )

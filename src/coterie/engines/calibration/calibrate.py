@@ -147,8 +147,7 @@ def _attention_call(spec: ModelSpec, device: Any, shape: _Attention, causal: boo
         q, latent = random(device, batch, spec.num_heads, width), random(device, batch, length, width)
 
         def absorbed() -> Any:
-            scores = torch.softmax(q @ latent.transpose(1, 2), dim=-1)
-            return scores @ latent[..., : spec.kv_lora_rank]
+            return torch.softmax(q @ latent.transpose(1, 2), dim=-1) @ latent[..., : spec.kv_lora_rank]
 
         return absorbed
     kv_heads = spec.num_heads if spec.kv_lora_rank else spec.num_kv_heads
@@ -170,7 +169,8 @@ def measure_copies(device: Any, settings: CalibrationSettings) -> tuple[CopyCell
             paths |= {"host-to-device": (data, host), "device-to-host": (host, data)}
             if torch.cuda.device_count() > 1:
                 paths["peer"] = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1"), data
-        cells += [CopyCell(path, nbytes, _copy_us(device, *pair, settings)) for path, pair in paths.items()]
+        for path, (to, source) in paths.items():
+            cells.append(CopyCell(path, nbytes, _copy_us(device, to, source, settings)))
     return tuple(cells)
 
 

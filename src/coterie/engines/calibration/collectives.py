@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -49,13 +49,6 @@ class CollectiveMeasurement(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class _Plan(NamedTuple):
-    """Settings that all ranks share."""
-
-    sizes: tuple[int, ...]
-    repeats: int
-
-
 def measure_collectives(
     processes: int,
     backend: Backend = "auto",
@@ -72,9 +65,15 @@ def measure_collectives(
     """
     _check(processes, backend, sizes, repeats)
     chosen = choose_backend(processes, backend)
-    plan = _Plan(tuple(sizes), repeats)
     cells, peers = run_ranks(
-        _measure, plan, processes, chosen, doing="measuring", timeout_s=timeout_s, report=report, steps=2 * len(sizes)
+        _measure,
+        (tuple(sizes), repeats),
+        processes,
+        chosen,
+        doing="measuring",
+        timeout_s=timeout_s,
+        report=report,
+        steps=2 * len(sizes),
     )[0]
     return CollectiveMeasurement(cells, peers, chosen, processes, _note(processes, chosen))
 
@@ -98,26 +97,31 @@ def _note(processes: int, backend: str) -> str:
     return f"gloo between processes of one machine, over its loopback{shared}"
 
 
-def _measure(member: RankMember, plan: _Plan) -> tuple[tuple[CollectiveCell, ...], tuple[CopyCell, ...]]:
-    cells, peers = [], []
-    for done, nbytes in enumerate(plan.sizes):
+def _measure(
+    member: RankMember, plan: tuple[tuple[int, ...], int]
+) -> tuple[tuple[CollectiveCell, ...], tuple[CopyCell, ...]]:
+    (sizes, repeats), cells, peers = plan, [], []
+    for done, nbytes in enumerate(sizes):
         member.say(f"all-to-all of {nbytes:,} bytes", done)
-        cells.append(_all_to_all(member, plan, nbytes // (member.processes - 1)))
-    for done, nbytes in enumerate(plan.sizes, start=len(plan.sizes)):
+        cells.append(_all_to_all(member, repeats, nbytes // (member.processes - 1)))
+    for done, nbytes in enumerate(sizes, start=len(sizes)):
         member.say(f"send and receive of {nbytes:,} bytes", done)
-        peers.append(_send_receive(member, plan, nbytes))
+        peers.append(_send_receive(member, repeats, nbytes))
     return tuple(cells), tuple(peers)
 
 
-def _all_to_all(member: RankMember, plan: _Plan, share: int) -> CollectiveCell:
+def _all_to_all(member: RankMember, repeats: int, share: int) -> CollectiveCell:
     sent = torch.cat([payload(member.rank, to, share) for to in range(member.processes)]).to(member.device)
     expected = torch.cat([payload(source, member.rank, share) for source in range(member.processes)])
     received = torch.full_like(sent, POISON)
-    us = _timed(lambda: dist.all_to_all_single(received, sent), plan, member.device, received, expected)
-    return CollectiveCell(member.processes, share * (member.processes - 1), us)
+    return CollectiveCell(
+        member.processes,
+        share * (member.processes - 1),
+        _timed(lambda: dist.all_to_all_single(received, sent), repeats, received, expected),
+    )
 
 
-def _send_receive(member: RankMember, plan: _Plan, nbytes: int) -> CopyCell:
+def _send_receive(member: RankMember, repeats: int, nbytes: int) -> CopyCell:
     rank, peer, device = member.rank, 1 - member.rank, member.device
     sent, expected = payload(rank, peer, nbytes).to(device), payload(peer, rank, nbytes)
     received = torch.full_like(sent, POISON)
@@ -132,7 +136,7 @@ def _send_receive(member: RankMember, plan: _Plan, nbytes: int) -> CopyCell:
         else:
             received.copy_(expected)  # this rank does not transfer, but must reach the barriers with the others
 
-    us = _timed(there_and_back, plan, device, received, expected, apart=rank > 1)
+    us = _timed(there_and_back, repeats, received, expected, apart=rank > 1)
     return CopyCell("peer", nbytes, round(us / 2, 3))
 
 
@@ -157,9 +161,7 @@ def check_received(received: Any, expected: Any) -> None:
         )
 
 
-def _timed(
-    call: Callable[[], Any], plan: _Plan, device: Any, received: Any, expected: Any, apart: bool = False
-) -> float:
+def _timed(call: Callable[[], Any], repeats: int, received: Any, expected: Any, apart: bool = False) -> float:
     """Return the microseconds of a call: the median over repeats of the slowest rank's time.
 
     The received bytes are checked after the first, untimed call and after the last. The time of a rank that is
@@ -168,10 +170,10 @@ def _timed(
     call()
     check_received(received, expected)
     received.fill_(POISON)
-    times = torch.zeros(plan.repeats, dtype=torch.float64, device=device)  # [repeat] microseconds
-    for repeat in range(plan.repeats):
+    times = torch.zeros(repeats, dtype=torch.float64, device=received.device)  # [repeat] microseconds
+    for repeat in range(repeats):
         dist.barrier()
-        times[repeat] = _clock_us(call, device) * (not apart)
+        times[repeat] = _clock_us(call, received.device) * (not apart)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     check_received(received, expected)
     return round(float(statistics.median(times.tolist())), 3)

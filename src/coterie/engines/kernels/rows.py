@@ -58,8 +58,9 @@ def gather_rows(
         from coterie.engines.kernels._triton import gather_kernel
 
         block, parts = column_blocks(x.shape[1], block)
-        grid = (shape[0] * parts,)
-        gather_kernel[grid](x, index, rows, x.shape[0], shape[1], x.stride(0), parts, BLOCK=block, num_warps=warps)
+        gather_kernel[(shape[0] * parts,)](
+            x, index, rows, x.shape[0], shape[1], x.stride(0), parts, BLOCK=block, num_warps=warps
+        )
         return rows
     if not x.is_cuda and (int(index.min()) < -1 or int(index.max()) >= len(x)):
         raise ConfigError(f"index is in {int(index.min())} … {int(index.max())}; it must be in -1 … {len(x) - 1}")

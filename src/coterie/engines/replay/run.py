@@ -103,8 +103,7 @@ class Layers:
 
     def plan(self, ids: NDArray[np.unsignedinteger]) -> _Plan:
         counts = step_load(ids, self.spec.num_experts)
-        by_layer = ids.transpose(1, 0, 2).reshape(ids.shape[1], -1)
-        sources = np.argsort(by_layer, axis=1, kind="stable") // ids.shape[2]
+        sources = np.argsort(ids.transpose(1, 0, 2).reshape(ids.shape[1], -1), axis=1, kind="stable") // ids.shape[2]
         ends = np.cumsum(counts, axis=1).astype(np.int32)
         on_device = (torch.from_numpy(array).to(self.device) for array in (sources, ends))
         return _Plan(len(ids), counts, *on_device)

@@ -81,8 +81,9 @@ def _send(sending: Sending, client: Client, served: str, **more: Any) -> AsyncGe
     """Send the prompts and return the answers in order of arrival."""
     most, prompts = sending.max_tokens, sending.prompts
     if sending.chat:
-        bodies = (completion_body(p, served, most, True, **more) for p in prompts)
-        return sending.send(client, completion_path(chat=True), bodies)
+        return sending.send(
+            client, completion_path(chat=True), (completion_body(p, served, most, True, **more) for p in prompts)
+        )
     more["sampling_params"] = {"temperature": 0.0, "max_new_tokens": most}
     return sending.send(client, "/generate", ({"text": p.prompt, **more} for p in prompts))
 
@@ -246,8 +247,7 @@ class _InOrder:
 
 
 async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump_dir: Path | None) -> SGLangRecording:
-    mode = info.get("expert_distribution_recorder_mode")
-    if not mode:
+    if not info.get("expert_distribution_recorder_mode"):
         raise ConfigError(f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode per_token")
     folder = dump_dir or Path(os.environ.get(DUMP_DIR) or tempfile.gettempdir())
     if not folder.is_dir():

@@ -78,8 +78,12 @@ class TorchExchange:
         rows = self.group.all_to_all(hidden[tokens], send_counts, receive_counts, DISPATCH)
         got_slots = self.group.all_to_all(local_slots.to(torch.int32), send_counts, receive_counts, ROUTING)
         got_weights = self.group.all_to_all(local_weights, send_counts, receive_counts, ROUTING)
-        ticket = Ticket(tokens, places, send_counts, receive_counts, len(hidden), slots.shape[1])
-        return ReceivedRows(rows, got_slots.to(torch.int64), got_weights, ticket)
+        return ReceivedRows(
+            rows,
+            got_slots.to(torch.int64),
+            got_weights,
+            Ticket(tokens, places, send_counts, receive_counts, len(hidden), slots.shape[1]),
+        )
 
     def combine(self, results: Any, ticket: Ticket) -> Any:
         """Send `results` [row, hidden] of the received rows back; return each token's sum, [token, hidden]."""

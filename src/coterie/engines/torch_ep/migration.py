@@ -195,5 +195,4 @@ def _encode(ended: Ended) -> np.ndarray:
 
 
 def _decode(words: Any) -> Ended:
-    text = words[2:].tobytes().rstrip(b"\0").decode(errors="ignore")
-    return Ended(int(words[0]) - 1, text if words[1] else None)
+    return Ended(int(words[0]) - 1, words[2:].tobytes().rstrip(b"\0").decode(errors="ignore") if words[1] else None)

@@ -58,8 +58,11 @@ class SlotWeights:
     def replace(self, layer: int, arriving: dict[int, int]) -> list[int]:
         """Point slots of a layer to other rows, {slot: row}; return the rows they pointed to before."""
         old = self.rows[layer]
-        changed = tuple(arriving.get(slot, row) for slot, row in enumerate(old))
-        self.rows = (*self.rows[:layer], changed, *self.rows[layer + 1 :])
+        self.rows = (
+            *self.rows[:layer],
+            tuple(arriving.get(slot, row) for slot, row in enumerate(old)),
+            *self.rows[layer + 1 :],
+        )
         return [old[slot] for slot in arriving]
 
     def run(self, row: int, hidden: Any) -> Any:

@@ -152,8 +152,7 @@ def _embeddings(model: Any, tokens: Any) -> Any:
 
 
 def _is_decoder(model: Any, path: str) -> bool:
-    layers = model.get_submodule(path.rpartition(".")[0])
-    return bool(len(layers) == model.config.get_text_config().num_hidden_layers)
+    return bool(len(model.get_submodule(path.rpartition(".")[0])) == model.config.get_text_config().num_hidden_layers)
 
 
 def _choice(gate: _Gate, states: Any) -> NDArray[np.int32]:
@@ -211,8 +210,9 @@ def dry_run_table(model: Any, name: str | None = None) -> TokenTable:
     _check(ids[sample], again, str(model.config.model_type))
     layers, top_k = ids.shape[1:]
     meta = TraceMeta(name or str(model.config.model_type), again.num_experts, layers, top_k, again.layer_ids)
-    every = np.arange(vocabulary, dtype=np.int32)
-    trace = ActivationTrace.from_arrays(meta, ids, np.array([0, vocabulary]), token_ids=every)
+    trace = ActivationTrace.from_arrays(
+        meta, ids, np.array([0, vocabulary]), token_ids=np.arange(vocabulary, dtype=np.int32)
+    )
     whole = vocabulary * (layers * top_k * 4 + 12)  # enough for the whole table with any ids
     return TokenTable(smoothing=0.0, experts_kept=top_k, max_bytes=whole).fit(trace)
 

@@ -84,8 +84,9 @@ def generate_batch(
     alive = list(range(len(prompts)))
     capture.clear()
     with torch.no_grad():
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        result = model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options)
+        result = model(
+            input_ids=tokens, attention_mask=mask, position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0), **options
+        )
         prefill = capture.take()
         while True:
             chosen = _choose(result.logits[:, -1], temperature, rngs, alive)
@@ -307,8 +308,7 @@ def _recorded(folder: Path, batches: list[list[_Item]]) -> int:
     """Return the number of requests already recorded; raise unless they are whole first batches of the plan."""
     request_ids = list(ActivationTrace.open(folder).requests.ids or [])
     planned = [item.prompt.id for batch in batches for item in batch]
-    ends = np.cumsum([0, *map(len, batches)])
-    if request_ids != planned[: len(request_ids)] or len(request_ids) not in ends:
+    if request_ids != planned[: len(request_ids)] or len(request_ids) not in np.cumsum([0, *map(len, batches)]):
         raise ConfigError(f"{folder} holds {len(request_ids)} requests that are not the first of this recording")
     return len(request_ids)
 
@@ -336,8 +336,9 @@ def _chat(loaded: LoadedModel, wanted: bool | None) -> bool:
 def _tokens(loaded: LoadedModel, prompt: Prompt, chat: bool) -> list[int]:
     if not chat:
         return [int(n) for n in loaded.tokenizer(prompt.prompt)["input_ids"]]
-    message = [{"role": "user", "content": prompt.prompt}]
-    ids = loaded.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt.prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     return [int(n) for n in ids]
 
 

@@ -98,5 +98,4 @@ def interval_gauges(
     gauges = {"balancedness": float((1 / imbalance).mean())}
     if steps:
         gauges["distinct_experts"] = distinct / steps / len(load)
-    busy_ids = np.asarray(layer_ids)[busy].tolist()
-    return gauges, dict(zip(busy_ids[:MAX_LAYERS], imbalance.tolist(), strict=False))
+    return gauges, dict(zip(np.asarray(layer_ids)[busy].tolist()[:MAX_LAYERS], imbalance.tolist(), strict=False))

@@ -318,8 +318,9 @@ class EventSink:
                 "finish": [event.finish],
             },
         )
-        tokens = Activations(event.ids()[known], phase[known], event.tokens()[known])
-        self.writer.append_many(tokens, np.array([0, int(known.sum())]), row)
+        self.writer.append_many(
+            Activations(event.ids()[known], phase[known], event.tokens()[known]), np.array([0, int(known.sum())]), row
+        )
         self.written += 1
 
     def flush_now_and_then(self) -> None:

@@ -37,8 +37,7 @@ REPORT_S = 10.0
 
 def read_settings(additional_config: object) -> OrderingSettings:
     """Read the settings from vLLM's ``--additional-config``; invalid settings raise ConfigError."""
-    config = additional_config if isinstance(additional_config, Mapping) else {}
-    ours = config.get("coterie", {})
+    ours = (additional_config if isinstance(additional_config, Mapping) else {}).get("coterie", {})
     if not isinstance(ours, Mapping):
         raise ConfigError(f"additional-config coterie: found {ours!r}, expected an object with 'scheduler'")
     unknown = sorted(set(ours) - {"scheduler"})
@@ -89,8 +88,10 @@ class ExpertAwareMixin:
     def _report(self, counters: dict[str, int]) -> None:
         self._next_report = time.monotonic() + REPORT_S
         if counters != self._reported:
-            text = ", ".join(f"{name} {value}" for name, value in counters.items())
-            logger.info("coterie: waiting requests since the start: %s", text)
+            logger.info(
+                "coterie: waiting requests since the start: %s",
+                ", ".join(f"{name} {value}" for name, value in counters.items()),
+            )
         self._reported = counters
 
 

@@ -118,8 +118,9 @@ def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
         return None
     config, parallel = scheduler.vllm_config, scheduler.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
-    shape = config.model_config.hf_config.to_dict()
-    return step_cost(settings.device, settings.phase, shape, scheduler.max_num_active_reqs, ranks)
+    return step_cost(
+        settings.device, settings.phase, config.model_config.hf_config.to_dict(), scheduler.max_num_active_reqs, ranks
+    )
 
 
 def chosen_queues(

@@ -124,8 +124,7 @@ class BlockTable:
         `blocks`, `digests` and `tokens` start at the request's beginning; `salt` is already in the digests. A prefix
         that another block already holds is not stored again.
         """
-        indices = range(start, len(digests))
-        for known, run in groupby(indices, lambda index: digests[index] in self._by_digest):
+        for known, run in groupby(range(start, len(digests)), lambda index: digests[index] in self._by_digest):
             fresh = [] if known else list(run)
             for index in fresh:
                 self._digest[blocks[index]] = digests[index]
@@ -172,7 +171,7 @@ class BlockTable:
         for block, digest in evicted:
             self._digest[block] = None
             del self._by_digest[digest]
-        hashes = [wire_hash(digest) for _, digest in evicted]
+        hashes: list[int | bytes] = [wire_hash(digest) for _, digest in evicted]
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.extend(hashes)

@@ -17,7 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ from coterie.footprints.positions import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
 T = TypeVar("T")
+Batch = dict[WorkerRequest, RequestRows]
+"""Rows of each request in a step."""
 
 
 class Engine:
@@ -81,13 +83,13 @@ class Engine:
         self._wake = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._on_end: Callable[[], None] = lambda: None
+        self._on_end: Callable[[], object] = lambda: None
         self.failure: str | None = None
         """Error that ended the engine's thread, if any."""
 
     # ------------------------------------------------------------------------------------------- from any thread
 
-    def start(self, on_end: Callable[[], None] = lambda: None) -> None:
+    def start(self, on_end: Callable[[], object] = lambda: None) -> None:
         """Start the engine's thread; it calls `on_end` if it ends by itself, which only a bug can cause."""
         self._on_end = on_end
         self._thread = threading.Thread(target=self._loop, name="coterie-engine", daemon=True)
@@ -193,8 +195,9 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    if not (self._closing or self._inbox or self._running or self._waiting):
-                        self._wake.wait(self._patience())
+                    if self.idle and not self._closing:
+                        due = [at for at in (self._staged.due, self._reports.due) if at is not None]
+                        self._wake.wait(max(0.0, min(due) - time.monotonic()) if due else None)
                     if self._closing:
                         break
                 self.step()
@@ -204,11 +207,6 @@ class Engine:
             self._on_end()
         finally:
             self._shut_down()
-
-    def _patience(self) -> float | None:
-        """Return the seconds until a load report or an expiry is due; None to wait for a command."""
-        due = [at for at in (self._staged.due, self._reports.due) if at is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def step(self) -> bool:
         """Execute commands, run one forward pass if there is work, and report it. Return False if nothing ran."""
@@ -222,16 +220,16 @@ class Engine:
         self._reports.load()
         return bool(batch)
 
-    def _schedule(self) -> list[_Part]:
+    def _schedule(self) -> Batch:
         budget = self.config.max_step_tokens
-        batch: list[_Part] = []
+        batch: Batch = {}
         preempted = self.metrics.get("preemptions_total")
         # Decoding requests (one token each) first: chunks of prompts would take the whole budget.
         for request in sorted(self._running, key=lambda request: request.length - request.computed > 1):
             count = min(request.length - request.computed, budget)
             # A request may have been preempted earlier in this loop, and the budget may be spent.
             if count and request in self._running and self._grow(request, request.computed + count):
-                batch.append(_part(request, count))
+                batch[request] = request.rows(count)
                 budget -= count
         if self.metrics.get("preemptions_total") > preempted:  # no room: a new request would be preempted at once
             return batch
@@ -248,8 +246,8 @@ class Engine:
                 continue
             self._waiting.popleft()
             self._running.append(request)
-            batch.append(_part(request, min(request.length - request.computed, budget)))
-            budget -= len(batch[-1].rows.tokens)
+            batch[request] = request.rows(min(request.length - request.computed, budget))
+            budget -= len(batch[request].tokens)
         return batch
 
     def _grow(self, request: WorkerRequest, tokens: int) -> bool:
@@ -307,19 +305,19 @@ class Engine:
         self._store_full(request)
         return end - start
 
-    def _run(self, batch: list[_Part]) -> None:
+    def _run(self, batch: Batch) -> None:
         started, worked = time.perf_counter(), self.step_clock()
         try:
-            result = self.model.step([rows for _, rows in batch])
+            result = self.model.step(list(batch.values()))
         except Exception as error:  # only the requests of this step fail
             self.metrics.add("step_failures_total")
-            for request, _ in batch:
+            for request in batch:
                 self._end(request, "error", _words(error))
             return
         self.metrics.add("step_seconds_total", by=time.perf_counter() - started)
         self._count(batch, result, self.step_clock() - worked)
         row = sampled = 0
-        for request, rows in batch:
+        for request, rows in batch.items():
             kv_positions = block_positions(request.blocks, self.config.block_size, rows.start, rows.end)
             self._experts[kv_positions] = result.expert_ids[row : row + len(kv_positions)]
             row += len(kv_positions)
@@ -330,9 +328,9 @@ class Engine:
                 sampled += 1
                 self._deliver(request, request.append(token, self.model.eos))
 
-    def _count(self, batch: list[_Part], result: StepResult, seconds: float) -> None:
+    def _count(self, batch: Batch, result: StepResult, seconds: float) -> None:
         phases = np.concatenate(
-            [np.arange(rows.start, rows.end) >= len(request.prompt) for request, rows in batch]
+            [np.arange(rows.start, rows.end) >= len(request.prompt) for request, rows in batch.items()]
         )  # [row] whether the token was generated
         decoded = int(phases.sum())
         self.metrics.add("steps_total")
@@ -430,14 +428,3 @@ class Engine:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-class _Part(NamedTuple):
-    request: WorkerRequest
-    rows: RequestRows
-
-
-def _part(request: WorkerRequest, count: int) -> _Part:
-    end = request.computed + count
-    rows = RequestRows(request.tokens(request.computed, end), request.computed, request.blocks, end == request.length)
-    return _Part(request, rows)

@@ -111,8 +111,9 @@ def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> 
     """Check everything that does not need the tokenizer; raises RequestError."""
     model = body.get("model")
     if model not in (None, served):
-        problem = f"model {_short(model)} is not served here; the one that is: {served!r}"
-        raise RequestError(problem, "model", 404, "model_not_found")
+        raise RequestError(
+            f"model {_short(model)} is not served here; the one that is: {served!r}", "model", 404, "model_not_found"
+        )
     for name, neutral in NEUTRAL.items():
         _neutral(body, name, neutral)
     stream = _flag(body, "stream")

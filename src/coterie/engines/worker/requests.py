@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.engines.worker.model import RequestRows
 from coterie.engines.worker.transfer import Prefilled
 
 GREEDY_BELOW = 1e-5
@@ -134,6 +135,11 @@ class WorkerRequest:
         if start >= split:
             return self.output[start - split : end - split]
         return self.prompt[start:end] + self.output[: max(0, end - split)]
+
+    def rows(self, count: int) -> RequestRows:
+        """Return the next `count` tokens to compute; the last token's row gives the next token."""
+        end = self.computed + count
+        return RequestRows(self.tokens(self.computed, end), self.computed, self.blocks, end == self.length)
 
     def append(self, token: int, eos: frozenset[int]) -> Output:
         """Append a token; the returned output has a finish reason if the token ends the request."""

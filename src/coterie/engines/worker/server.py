@@ -113,10 +113,13 @@ class Server:
             "/kv/": Route({"GET": self.send_kv, "DELETE": self.drop_kv}, private=True),
             "/reset_prefix_cache": Route({"POST": self.reset_prefix_cache}, private=True),
         }
-        limits = Limits(
-            body_bytes=BODY_BYTES + BODY_BYTES_PER_TOKEN * self.limit, head_s=config.head_s, body_s=config.body_s
+        self.http = HttpServer(
+            self.answer,
+            Limits(
+                body_bytes=BODY_BYTES + BODY_BYTES_PER_TOKEN * self.limit, head_s=config.head_s, body_s=config.body_s
+            ),
+            self.check_head,
         )
-        self.http = HttpServer(self.answer, limits, self.check_head)
 
     async def run(self, listener: socket.socket, ready: Callable[[str], None]) -> None:
         stop = asyncio.Event()
@@ -161,8 +164,9 @@ class Server:
         key = self.config.worker_key if self._route(request).private else None
         if key is not None and not shows_key(request.header(b"authorization"), key):
             self.engine.metrics.add("rejected_total")
-            needed = "this endpoint needs the worker's key: Authorization: Bearer KEY"
-            raise HttpError(401, needed, headers=UNAUTHORIZED)
+            raise HttpError(
+                401, "this endpoint needs the worker's key: Authorization: Bearer KEY", headers=UNAUTHORIZED
+            )
         self._handler(request)
 
     async def answer(self, request: HttpRequest, responder: Responder) -> None:
@@ -189,8 +193,11 @@ class Server:
         if handler is None:
             self.engine.metrics.add("rejected_total")
             allowed = ", ".join(route.handlers)
-            problem = f"{request.method} {request.path[:80]}: Method Not Allowed; {allowed} is"
-            raise HttpError(405, problem, headers=[(b"allow", allowed.encode())])
+            raise HttpError(
+                405,
+                f"{request.method} {request.path[:80]}: Method Not Allowed; {allowed} is",
+                headers=[(b"allow", allowed.encode())],
+            )
         return handler
 
     # ----------------------------------------------------------------------------------------------------- small ones
@@ -225,8 +232,10 @@ class Server:
             steps = self.engine.log.read(None if after is None else int(after))
         except (InputError, ValueError) as error:  # ValueError: more digits than Python converts
             raise RequestError(str(error), "after") from None
-        columns = ["ended_s", "rows", "distinct", "seconds"]
-        _send_json(responder, {"total": steps.total, "columns": columns, "steps": steps.rows.tolist()})
+        _send_json(
+            responder,
+            {"total": steps.total, "columns": ["ended_s", "rows", "distinct", "seconds"], "steps": steps.rows.tolist()},
+        )
 
     async def models(self, _: HttpRequest, responder: Responder) -> None:
         card = {

@@ -50,10 +50,11 @@ class Tokenising:
 
     def _check(self, characters: int, param: str) -> None:
         if characters > self._most:
-            problem = (
-                f"{param} has {characters} characters; no text of more than {self._most} fits this model's context"
+            raise RequestError(
+                f"{param} has {characters} characters; no text of more than {self._most} fits this model's context",
+                param,
+                code="context_length_exceeded",
             )
-            raise RequestError(problem, param, code="context_length_exceeded")
 
     async def _run(self, work: Callable[[], list[int]]) -> list[int]:
         with self._lock:

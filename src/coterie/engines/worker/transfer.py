@@ -137,8 +137,9 @@ def _save_numpy(arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> by
 
 def most_bytes(model: PackedModel, tokens: int) -> int:
     """Return the maximum size in bytes of a serialised prefilled prompt."""
-    per_token = model.store.token_bytes + 4 + 4 * len(model.capture.layer_ids) * model.capture.top_k
-    return tokens * per_token + HEADER_BYTES
+    return (
+        tokens * (model.store.token_bytes + 4 + 4 * len(model.capture.layer_ids) * model.capture.top_k) + HEADER_BYTES
+    )
 
 
 def check_prefilled(prefilled: Prefilled, prompt: Sequence[int], model: PackedModel) -> None:

@@ -103,8 +103,9 @@ def permute_checkpoint(
     blocks = {block.layer_id: block for block in _main_blocks(source)}
     experts, *others = sorted({block.num_experts for block in blocks.values()})
     if others:
-        problem = f"layers hold {[experts, *others]}; a placement has one number for all"
-        raise TraceError(source.folder, "experts", problem)
+        raise TraceError(
+            source.folder, "experts", f"layers hold {[experts, *others]}; a placement has one number for all"
+        )
     rows = rows_by_layer(placement, asked.layer_ids, list(blocks), experts, groups)
     _check_ties(source, blocks, rows, ties)
     above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())

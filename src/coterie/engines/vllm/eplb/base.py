@@ -97,8 +97,7 @@ def carry_over(asked: EplbRound) -> Placement | None:
 
 def _complete(row: NDArray[np.int32], tokens: NDArray[np.float64], per_rank: int) -> None:
     """Give every expert a slot of `row`, and every slot an expert."""
-    experts = len(tokens)
-    count = np.bincount(row[row >= 0], minlength=experts)
+    count = np.bincount(row[row >= 0], minlength=len(tokens))
     empty = sorted(np.flatnonzero(row < 0).tolist(), key=lambda slot: (slot % per_rank, slot))  # ranks in rotation
     missing = np.flatnonzero(count == 0)
     for expert in missing[np.argsort(-tokens[missing], kind="stable")]:

@@ -56,8 +56,8 @@ class MapFiles:
     def __init__(self, settings: EplbSettings, failed: Callable[[str], None]) -> None:
         self._settings, self._failed = settings, failed
         path, unusable = settings.initial_map, f"coterie: {settings.load_map} cannot be used"
-        begins = path is not None and (path != settings.save_map or Path(path).exists())
-        self._initial = self._read(path) if begins else None
+        first_start = path == settings.save_map and path is not None and not Path(path).exists()
+        self._initial = None if path is None or first_start else self._read(path)
         self._warned: set[str] = set()
         self._most_layers = 0
         self._load = WatchedFile(settings.load_map or "", self._read, partial(failed, unusable))
@@ -93,8 +93,10 @@ class MapFiles:
             return
         self._most_layers = len(asked.tokens)  # a restart needs the main model's map, not a draft model's
         try:
-            placement = Placement(slots.astype(np.int32), asked.num_ranks, asked.tokens.shape[1])
-            saved = PlacementMap(placement, self._settings.model or "unknown")
+            saved = PlacementMap(
+                Placement(slots.astype(np.int32), asked.num_ranks, asked.tokens.shape[1]),
+                self._settings.model or "unknown",
+            )
             replace_map(Path(self._settings.save_map), saved, "vllm")
         except Exception:
             self._failed(f"coterie: the map could not be kept in {self._settings.save_map}")

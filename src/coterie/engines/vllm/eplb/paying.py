@@ -82,8 +82,9 @@ class EplbPrices:
         if spec is None or settings.device is None:
             return replace(DEEPSEEK_V3_PREFILL, **prices)
         step = load.tokens.sum(axis=1).mean() / load.steps / spec.top_k
-        model = step_model(spec, settings.device, topology=topology)
-        return Objective.of(model, max(1, round(step)), settings.movement, **prices)
+        return Objective.of(
+            step_model(spec, settings.device, topology=topology), max(1, round(step)), settings.movement, **prices
+        )
 
 
 def checked(planner: str, plan: Plan) -> Plan:
@@ -141,8 +142,12 @@ class StepsFile:
             shapes = f"{given.tokens.shape} layers and experts; vLLM asks for {load.tokens.shape}"
             self._warn(f"has {shapes}: planned for the mean step")
             return load
-        steps = at_mean(given.scenarios, given.weights, load.tokens / load.steps)
-        return replace(load, scenarios=steps, weights=given.weights, whole_steps=given.whole_steps)
+        return replace(
+            load,
+            scenarios=at_mean(given.scenarios, given.weights, load.tokens / load.steps),
+            weights=given.weights,
+            whole_steps=given.whole_steps,
+        )
 
     def _warn(self, problem: str) -> None:
         """Log a problem of the file, once."""
@@ -248,7 +253,8 @@ class Payoff:
         shape, topology = load.tokens.shape, self._prices.topology(asked)
         state = self._states.get(shape)
         if state is None or not state.fits(topology, current):
-            objective = self._prices.objective(load, topology)
-            rebalancer = Rebalancer(self._prices.make_planner, objective, topology, current, self._rebalancing)
+            rebalancer = Rebalancer(
+                self._prices.make_planner, self._prices.objective(load, topology), topology, current, self._rebalancing
+            )
             self._states[shape] = state = _State(rebalancer, self._skip)
         return state

@@ -77,8 +77,11 @@ def count_round(decision: MapDecision, moves: int, slowest_s: float, asking_s: f
     amounts = {"rounds": 1, "plans": decision.planning_s > 0, "planning_seconds": slowest_s, "asking_seconds": asking_s}
     if moves:
         movement_s = 0.0 if decision.plan is None else decision.plan.movement_s
-        gain_s = max(0.0, decision.gain_s)
-        amounts |= {"moves": moves, "predicted_gain_seconds": gain_s, "predicted_movement_seconds": movement_s}
+        amounts |= {
+            "moves": moves,
+            "predicted_gain_seconds": max(0.0, decision.gain_s),
+            "predicted_movement_seconds": movement_s,
+        }
     else:
         series()["kept"].labels(decision.kind if decision.kind in KINDS else "nothing_found").inc()
     for name, amount in amounts.items():
@@ -150,11 +153,13 @@ class Rounds:
         current = carry_over(asked)
         if not asked.tokens.any():
             took_s = self._warm_up(asked)
-            slots = as_slots(asked.linear() if current is None else current)
-            return MapDecision(slots, "no load", "no_load", planning_s=took_s)
+            return MapDecision(
+                as_slots(asked.linear() if current is None else current), "no load", "no_load", planning_s=took_s
+            )
         if current is None:
-            anew = rebalance(asked.tokens, asked.num_slots, asked.num_ranks)
-            return MapDecision(anew.astype(np.int64), "no map to begin from")
+            return MapDecision(
+                rebalance(asked.tokens, asked.num_slots, asked.num_ranks).astype(np.int64), "no map to begin from"
+            )
         initial = self._files.begin(asked, current)
         if initial is not None:
             return MapDecision(as_slots(initial), f"the map of {self.settings.initial_map}")
