@@ -15,14 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
-from urllib.parse import urlsplit
 
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import STREAMS, Role, WorkerConfig
 from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
-from coterie.engines.worker.server import serve
+from coterie.engines.worker.server import serve_engine
 from coterie.engines.worker.transfer import numpy_codec
 from coterie.net.access import FleetAccess
 from coterie.net.processes import ServerProcess, free_port
@@ -51,11 +50,6 @@ class EmbeddedWorker(NamedTuple):
     @property
     def url(self) -> str:
         return self.process.url
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT of the worker, as other workers list it in `peers`."""
-        return urlsplit(self.url).netloc
 
 
 def embedded_worker(
@@ -115,7 +109,7 @@ def main() -> None:
         expert_events=asked.expert_events,
         served_model_name=TINY,
     )
-    serve(EmbeddedEngine, config, lambda _: None)
+    serve_engine(EmbeddedEngine, config, lambda _: None)
 
 
 if __name__ == "__main__":

@@ -75,15 +75,15 @@ def serve_worker(config: WorkerConfig, ready: Callable[[str], None]) -> None:
     check_requirements()
     check_model_folder(config.model)
     check_torch_dtype(config.dtype)
-    serve(Engine, config, ready)
+    serve_engine(Engine, config, ready)
 
 
-def serve(kind: type[Engine], config: WorkerConfig, ready: Callable[[str], None]) -> None:
+def serve_engine(kind: type[Engine], config: WorkerConfig, ready: Callable[[str], None]) -> None:
     """Serve with this kind of engine; see :func:`serve_worker`."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
-        streams = open_streams(config, stack)
-        engine = kind(kind.load_model(config), config, streams.kv, streams.experts)
+        kv, experts = open_streams(config, stack)
+        engine = kind(kind.load_model(config), config, kv, experts)
         asyncio.run(Server(engine, config).run(listener, ready))
 
 
