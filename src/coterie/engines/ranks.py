@@ -36,13 +36,6 @@ PRELOADED = ["torch.distributed", "coterie.engines.torch_ep.migration"]
 """Modules that the fork server imports once for all ranks: importing them in each rank would take seconds."""
 
 
-class _Step(NamedTuple):
-    """Message from a rank: the step that it starts."""
-
-    done: int
-    what: str
-
-
 class _Failure(NamedTuple):
     reason: str
     monotonic_s: float
@@ -70,7 +63,7 @@ class RankMember:
 
     def say(self, what: str, done: int = 0) -> None:
         """Tell the caller which step starts now: it is reported as progress and named in error messages."""
-        self.channel.send(_Step(done, what))
+        self.channel.send((done, what))
 
 
 def choose_backend(processes: int, backend: str = "auto") -> str:
@@ -176,15 +169,15 @@ def _listen(ranks: Sequence[_Rank], deadline: float, grace_s: float, store: Any,
             except (EOFError, OSError):
                 rank.gone = True
             else:
-                if isinstance(message, _Step):
-                    rank.at = message.what
-                    if rank.number == 0:
-                        report(f"{len(ranks)} processes: {message.what}", message.done, steps)
-                    continue
                 if isinstance(message, _Answer):
                     rank.answer = message
-                else:
+                elif isinstance(message, _Failure):
                     rank.failure = message
+                else:  # the step that the rank starts now
+                    done, rank.at = message
+                    if rank.number == 0:
+                        report(f"{len(ranks)} processes: {rank.at}", done, steps)
+                    continue
             del waiting[rank.channel]
             if rank.answer is None and not troubled:
                 troubled, deadline = True, min(deadline, time.monotonic() + grace_s)

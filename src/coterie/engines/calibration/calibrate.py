@@ -52,7 +52,7 @@ from coterie.engines.optional import torch
 from coterie.models import models
 from coterie.types import ModelSpec, Report, WeightDtype
 
-LAUNCHES = 8
+LAUNCHES = {"cuda": 8, "cpu": 1}
 """Calls of a small kernel in one CUDA graph, so that the launch of the graph adds little to the time of a call."""
 CPU_FLOPS = 1e10
 """Maximum FLOPs of an attention cell on a CPU; larger cells are skipped since a call would take seconds."""
@@ -75,7 +75,7 @@ def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings)
         return torch.bmm(weights, back.view(len(x), spec.top_k, -1))
 
     def calls(tokens: int) -> list[Callable[[], Any]]:
-        return [partial(route, random(device, tokens, spec.hidden_size))] * _launches(device)
+        return [partial(route, random(device, tokens, spec.hidden_size))] * LAUNCHES[device.type]
 
     return tuple(RoutingCell(tokens, timer.median_us(calls(tokens))) for tokens in settings.tokens)
 
@@ -93,10 +93,6 @@ def measure_gemm(spec: ModelSpec, device: Any, settings: CalibrationSettings) ->
             x = random(device, tokens, k)
             cells.append(GemmCell(tokens, n, k, timer.median_us([partial(operator.matmul, x, w) for w in weights])))
     return tuple(cells)
-
-
-def _launches(device: Any) -> int:
-    return LAUNCHES if device.type == "cuda" else 1
 
 
 class _Attention(NamedTuple):
@@ -125,7 +121,7 @@ def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSetting
     form, every head over one shared latent, as two batched products around a softmax (slower than a fused kernel),
     and prefills with its heads expanded, as engines do.
     """
-    timer, launches, cells = Timer(device, settings), _launches(device), []
+    timer, launches, cells = Timer(device, settings), LAUNCHES[device.type], []
     for shape in attention_grid(settings):
         tokens = shape.batch * (shape.context + shape.query)
         nbytes = tokens * spec.kv_bytes_per_token / spec.num_layers

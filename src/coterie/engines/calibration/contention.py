@@ -175,12 +175,12 @@ def measure_contention(
         raise UnavailableError(f"contention is measured on CUDA devices, not on {device.type}")
     report(f"{spec.name} contention", 0, 1)
     with torch.inference_mode():
-        graph = captured(DecodeStep(spec, dtype, device, settings).run, warm_ups=2).graph
+        graph, _ = captured(DecodeStep(spec, dtype, device, settings).run, warm_ups=2)
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
         nbytes = round(spec.expert_bytes(dtype))
-        alone = statistics.median(_steps(graph, settings.steps).us for _ in range(3))
+        alone = statistics.median(_steps(graph, settings.steps)[0] for _ in range(3))
         cells = []
         for path in PATHS:
             copies = _Copies(path, nbytes, device)
@@ -204,9 +204,9 @@ def _cell(
     pairs = [
         (_steps(graph, settings.steps), _steps(graph, settings.steps, copies, count)) for _ in range(settings.rounds)
     ]
-    alone_us = statistics.median(alone.us for alone, _ in pairs)
-    moved = statistics.median(beside.moved for _, beside in pairs)
-    slower = sorted(beside.us - alone.us for alone, beside in pairs)
+    alone_us = statistics.median(us for (us, _), _ in pairs)
+    moved = statistics.median(moved for _, (_, moved) in pairs)
+    slower = sorted(beside_us - us for (us, _), (beside_us, _) in pairs)
     quarter = len(slower) // 4
     return ContentionTiming(
         path=path,
@@ -218,15 +218,12 @@ def _cell(
     )
 
 
-class _Timed(NamedTuple):
-    us: float
-    """Time per step."""
-    moved: float
-    """Share of the copies that finished before the steps did: later copies did not slow any step down."""
+def _steps(graph: Any, steps: int, copies: _Copies | None = None, count: int = 0) -> tuple[float, float]:
+    """Time `steps` steps after one untimed step; with `copies`, start `count` copies beside each step.
 
-
-def _steps(graph: Any, steps: int, copies: _Copies | None = None, count: int = 0) -> _Timed:
-    """Time `steps` steps after one untimed step; with `copies`, start `count` copies beside each step."""
+    Return the microseconds per step, and the share of the copies that finished before the steps did: later copies did
+    not slow any step down.
+    """
     main, (*starts, end, done) = torch.cuda.current_stream(), marks(steps + 3)
     torch.cuda.synchronize()
     for start in starts:
@@ -241,4 +238,4 @@ def _steps(graph: Any, steps: int, copies: _Copies | None = None, count: int = 0
     torch.cuda.synchronize()
     window = float(starts[1].elapsed_time(end))
     moved = 0.0 if copies is None else min(1.0, window / float(starts[1].elapsed_time(done)))
-    return _Timed(window * 1e3 / steps, moved)
+    return window * 1e3 / steps, moved

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -109,7 +109,7 @@ class Timer:
         return statistics.median(samples)
 
     def _graph_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        graph = captured(lambda: [call() for call in calls]).graph
+        graph, _ = captured(lambda: [call() for call in calls])
         graph.replay()
         torch.cuda.synchronize()
         first = event_us(graph.replay)
@@ -117,14 +117,11 @@ class Timer:
         return statistics.median(event_us(graph.replay) for _ in range(repeats)) / len(calls)
 
 
-class CapturedGraph(NamedTuple):
-    graph: Any
-    result: Any
-    """Result of the captured call, which a replay overwrites."""
+def captured(run: Callable[[], Any], pool: Any = None, warm_ups: int = 1) -> tuple[Any, Any]:
+    """Capture the kernels of a call as a CUDA graph, after untimed calls on a side stream.
 
-
-def captured(run: Callable[[], Any], pool: Any = None, warm_ups: int = 1) -> CapturedGraph:
-    """Capture the kernels of a call as a CUDA graph, after untimed calls on a side stream."""
+    Return the graph, and the result of the call, which a replay overwrites.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -134,7 +131,7 @@ def captured(run: Callable[[], Any], pool: Any = None, warm_ups: int = 1) -> Cap
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        return CapturedGraph(graph, run())
+        return graph, run()
 
 
 def marks(count: int) -> list[Any]:

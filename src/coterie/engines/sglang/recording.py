@@ -66,15 +66,9 @@ def record_sglang(
     """Write the trace `out` (a new folder). `model` names the shape if the server's model is not a shipped one."""
     if not sending.prompts and sending.duration_s is None:
         raise ConfigError("give prompts to send, or for how long to listen (--prompts, --duration)")
-    asked = _Asked(check_new_folder(out), sending, model)
+    folder = check_new_folder(out)
     check_listening(server_url(url), "start it, such as python -m sglang.launch_server --enable-return-routed-experts")
-    return asyncio.run(_record(url, asked, mode, None if dump_dir is None else Path(dump_dir)))
-
-
-class _Asked(NamedTuple):
-    out: Path
-    sending: Sending
-    model: str | None
+    return asyncio.run(_record(url, folder, sending, model, mode, None if dump_dir is None else Path(dump_dir)))
 
 
 def _send(sending: Sending, client: Client, served: str, **more: Any) -> AsyncGenerator[HttpResult, None]:
@@ -88,13 +82,15 @@ def _send(sending: Sending, client: Client, served: str, **more: Any) -> AsyncGe
     return sending.send(client, "/generate", ({"text": p.prompt, **more} for p in prompts))
 
 
-async def _record(url: str, asked: _Asked, mode: Mode | None, dump_dir: Path | None) -> SGLangRecording:
+async def _record(
+    url: str, out: Path, sending: Sending, model: str | None, mode: Mode | None, dump_dir: Path | None
+) -> SGLangRecording:
     async with Client(url) as client:
-        asked.sending.report("Asking the server", 0, 1)
+        sending.report("Asking the server", 0, 1)
         info = await _server_info(client)
-        if (mode or _choose(client.url, info, bool(asked.sending.prompts))) == "routed":
-            return await _routed(client, info, asked)
-        return await _recorder(client, info, asked, dump_dir)
+        if (mode or _choose(client.url, info, bool(sending.prompts))) == "routed":
+            return await _routed(client, info, out, sending, model)
+        return await _recorder(client, info, out, sending, model, dump_dir)
 
 
 async def _server_info(client: Client) -> dict[str, Any]:
@@ -139,19 +135,21 @@ def _spec(info: Mapping[str, Any], model: str | None) -> ModelSpec:
 # ------------------------------------------------------------------------------------------------------------- routed
 
 
-async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGLangRecording:
-    if not asked.sending.prompts:
+async def _routed(
+    client: Client, info: Mapping[str, Any], out: Path, sending: Sending, model: str | None
+) -> SGLangRecording:
+    if not sending.prompts:
         raise ConfigError("mode 'routed' records the requests it sends: give prompts")
     if info.get("enable_return_routed_experts") is False:
         raise ConfigError(f"{client.url} returns no experts: start it with --enable-return-routed-experts")
-    spec, tally = _spec(info, asked.model), Tally()
+    spec, tally = _spec(info, model), Tally()
     served = str(info.get("served_model_name") or info.get("model_path") or spec.name)
     # Versions that cannot list token ids ignore these fields; /generate always lists the output's.
     more = {"return_routed_experts": True, "return_prompt_token_ids": True}
-    more |= {"return_token_ids": True} if asked.sending.chat else {}
+    more |= {"return_token_ids": True} if sending.chat else {}
     with ExitStack() as stack:
-        rows = _InOrder(asked, _meta(spec, info, asked), stack, tally)
-        async with aclosing(_send(asked.sending, client, served, **more)) as answers:
+        rows = _InOrder(out, sending, _meta(spec, info, sending), stack, tally)
+        async with aclosing(_send(sending, client, served, **more)) as answers:
             async for answer in answers:
                 try:
                     rows.take(answer, _parsed(answer, spec))
@@ -162,7 +160,7 @@ async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGL
                     ) from None
     if rows.writer is None:
         raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")
-    return SGLangRecording(ActivationTrace.open(asked.out), tally)
+    return SGLangRecording(ActivationTrace.open(out), tally)
 
 
 def _parsed(answer: HttpResult, spec: ModelSpec) -> RoutedAnswer | str:
@@ -176,7 +174,7 @@ def _parsed(answer: HttpResult, spec: ModelSpec) -> RoutedAnswer | str:
         return f"the answer {error}"
 
 
-def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
+def _meta(spec: ModelSpec, info: Mapping[str, Any], sending: Sending) -> TraceMeta:
     return TraceMeta(
         model=spec.name,
         num_experts=spec.num_experts,
@@ -187,9 +185,9 @@ def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
             "engine": "sglang",
             "version": str(info.get("version", "unknown")),
             "mode": "routed",
-            "prompts": len(asked.sending.prompts),
-            "max_tokens": asked.sending.max_tokens,
-            "chat": asked.sending.chat,
+            "prompts": len(sending.prompts),
+            "max_tokens": sending.max_tokens,
+            "chat": sending.chat,
         },
     )
 
@@ -200,10 +198,10 @@ class _InOrder:
     The trace is created with the first request to write, so that a failed run leaves no folder behind.
     """
 
-    def __init__(self, asked: _Asked, meta: TraceMeta, stack: ExitStack, tally: Tally) -> None:
-        self.asked, self.meta, self.stack, self.tally = asked, meta, stack, tally
+    def __init__(self, out: Path, sending: Sending, meta: TraceMeta, stack: ExitStack, tally: Tally) -> None:
+        self.out, self.prompts, self.meta, self.stack, self.tally = out, sending.prompts, meta, stack, tally
         self.writer: ActivationWriter | None = None
-        self.with_domains = any(prompt.domain for prompt in asked.sending.prompts)
+        self.with_domains = any(prompt.domain for prompt in sending.prompts)
         self.with_tokens = False
         self.next = 0
         self.waiting: dict[int, tuple[float, RoutedAnswer | str]] = {}
@@ -213,7 +211,7 @@ class _InOrder:
         self.waiting[answer.number] = answer.sent_s, parsed
         while self.next in self.waiting:
             sent_s, row = self.waiting.pop(self.next)
-            problem = row if isinstance(row, str) else self._write(self.asked.sending.prompts[self.next], sent_s, row)
+            problem = row if isinstance(row, str) else self._write(self.prompts[self.next], sent_s, row)
             if problem is None:
                 self.tally.done += 1
             else:
@@ -227,7 +225,7 @@ class _InOrder:
         """Write one request; return the reason if it cannot be written."""
         if self.writer is None:
             self.with_tokens = row.token_ids is not None
-            self.writer = self.stack.enter_context(ActivationWriter(self.asked.out, self.meta))
+            self.writer = self.stack.enter_context(ActivationWriter(self.out, self.meta))
         if self.with_tokens and row.token_ids is None:
             return "the answer lists no token ids, unlike the first"
         phase = np.repeat([PREFILL, DECODE], [row.prompt_tokens, row.output_tokens - 1]).astype(np.uint8)
@@ -246,7 +244,9 @@ class _InOrder:
 # ----------------------------------------------------------------------------------------------------------- recorder
 
 
-async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump_dir: Path | None) -> SGLangRecording:
+async def _recorder(
+    client: Client, info: Mapping[str, Any], out: Path, sending: Sending, model: str | None, dump_dir: Path | None
+) -> SGLangRecording:
     if not info.get("expert_distribution_recorder_mode"):
         raise ConfigError(f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode per_token")
     folder = dump_dir or Path(os.environ.get(DUMP_DIR) or tempfile.gettempdir())
@@ -255,10 +255,10 @@ async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump
     before, tally = dumps_in(folder), Tally()
     await _control(client, "start")
     try:
-        await _meanwhile(client, info, asked, tally)
+        await _meanwhile(client, info, sending, tally)
     finally:  # stop the server's recorder even if this recording is interrupted
         await _control(client, "stop")
-    asked.sending.report("Waiting for the dump", 0, 1)
+    sending.report("Waiting for the dump", 0, 1)
     await _control(client, "dump")
     files = await new_dumps(folder, before)
     if not files:
@@ -266,9 +266,9 @@ async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump
             f"no new dump appeared in {folder} within {DUMP_WAIT_S:g} s: give the folder the server has in {DUMP_DIR} "
             "(/tmp without it)"
         )
-    name = asked.model or str(info.get("model_path") or "unknown")
+    name = model or str(info.get("model_path") or "unknown")
     trace = read_dumps(files, ReadOptions(model=name.rstrip("/").rsplit("/", 1)[-1]), ranks_sharing_tokens(info))
-    trace.save(asked.out)
+    trace.save(out)
     return SGLangRecording(trace, tally)
 
 
@@ -279,8 +279,8 @@ async def _control(client: Client, action: str) -> None:
         raise UnavailableError(f"{client.url} does not {action} its recorder: HTTP {status}: {reason}")
 
 
-async def _meanwhile(client: Client, info: Mapping[str, Any], asked: _Asked, tally: Tally) -> None:
-    sending, begun = asked.sending, time.monotonic()
+async def _meanwhile(client: Client, info: Mapping[str, Any], sending: Sending, tally: Tally) -> None:
+    begun = time.monotonic()
     if not sending.prompts:
         duration_s = sending.duration_s or 0.0
         while (passed := time.monotonic() - begun) < duration_s:

@@ -174,13 +174,6 @@ class StoreWriter:
             self._ring.close()
 
 
-class _Copy(NamedTuple):
-    edits: StepEdits
-    place: int
-    rows: int
-    epoch: int | None
-
-
 class _Ring:
     """Pinned copies of the buffers, and the thread that writes the copies to the store."""
 
@@ -192,7 +185,7 @@ class _Ring:
         self._free: queue.Queue[int] = queue.Queue()
         for place in range(RING):
             self._free.put(place)
-        self._copies: queue.Queue[_Copy | None] = queue.Queue()
+        self._copies: queue.Queue[tuple[StepEdits, int, int, int | None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="coterie-positions", daemon=True)
         self._thread.start()
 
@@ -203,18 +196,18 @@ class _Ring:
             self._ids[place, :count].copy_(capture.ids[:count], non_blocking=True)
             self._positions[place, :count].copy_(capture.positions[:count], non_blocking=True)
         self._events[place].record()
-        self._copies.put(_Copy(edits, place, count, epoch))
+        self._copies.put((edits, place, count, epoch))
 
     def _run(self) -> None:
         while (copy := self._copies.get()) is not None:
+            edits, place, rows, epoch = copy
             try:
-                self._events[copy.place].synchronize()
-                ids, positions = self._ids[copy.place, : copy.rows], self._positions[copy.place, : copy.rows]
-                self._writer.write(copy.edits, positions, ids, copy.epoch)
+                self._events[place].synchronize()
+                self._writer.write(edits, self._positions[place, :rows], self._ids[place, :rows], epoch)
             except Exception as error:  # the thread must go on: a ring that is never emptied would block the worker
-                self._writer.lost(copy.edits, error)
+                self._writer.lost(edits, error)
             finally:
-                self._free.put(copy.place)
+                self._free.put(place)
 
     def close(self) -> None:
         self._copies.put(None)

@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 import zmq
@@ -142,15 +141,8 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str, secret: str | None) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-class Streams(NamedTuple):
-    """Event streams of a worker; None if a stream is not configured."""
-
-    kv: EventStream | None
-    experts: EventStream | None
-
-
-def open_streams(config: WorkerConfig, stack: contextlib.ExitStack) -> Streams:
-    """Bind the configured streams; the stack closes them."""
+def open_streams(config: WorkerConfig, stack: contextlib.ExitStack) -> tuple[EventStream | None, EventStream | None]:
+    """Bind the streams of KV and expert events, None if not configured; the stack closes them."""
     kv = experts = None
     queue, secret = config.event_queue, config.fleet_secret
     if config.kv_events is not None:
@@ -159,7 +151,7 @@ def open_streams(config: WorkerConfig, stack: contextlib.ExitStack) -> Streams:
     if config.expert_events is not None:
         experts = EventStream(config.expert_events, EXPERT_TOPIC, queue, secret)
         stack.callback(experts.close)
-    return Streams(kv, experts)
+    return kv, experts
 
 
 # Events of the engine: changes of KV blocks, the experts of finished requests, and the load at intervals.

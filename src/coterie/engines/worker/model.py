@@ -111,15 +111,6 @@ class KVStore:
                 self.tensors[name].flatten(0, 1)[index.to(device)] = written.to(device)
 
 
-class _Layout(NamedTuple):
-    """Layout of a step, passed to attention."""
-
-    store: KVStore
-    kv_positions: Any
-    """[row] KV position of each row."""
-    parts: list[_Part]
-
-
 class _Part(NamedTuple):
     first: int
     """Index of the request's first row in the step."""
@@ -138,7 +129,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Any = None,
-    coterie_layout: _Layout | None = None,
+    coterie_layout: tuple[KVStore, Any, list[_Part]] | None = None,  # the store, [row] KV positions, the requests
     **_: Any,
 ) -> tuple[Any, None]:
     """Store the rows' KV and attend: query, key, value [1, head, row, width] → [1, row, head, width]."""
@@ -222,7 +213,7 @@ class PackedModel:
             _Part(end - len(rows.tokens), len(rows.tokens), rows.start, torch.tensor(rows.blocks, device=self._device))
             for rows, end in zip(batch, ends, strict=True)
         ]
-        layout = _Layout(self.store, torch.from_numpy(np.concatenate(kv_positions)).to(self._device), parts)
+        layout = self.store, torch.from_numpy(np.concatenate(kv_positions)).to(self._device), parts
         tokens = [token for rows in batch for token in rows.tokens]
         positions = [position for rows in batch for position in range(rows.start, rows.end)]
         wanted = [end - 1 for rows, end in zip(batch, ends, strict=True) if rows.sample]

@@ -204,8 +204,7 @@ class StagedKV:
         return True
 
     def release_expired(self) -> None:
-        now = time.monotonic()
-        for key in [key for key, staged in self._staged.items() if staged.until <= now]:
+        for key in [key for key, staged in self._staged.items() if staged.until <= time.monotonic()]:
             self.release(key, "expired")
 
     def evict_oldest(self) -> bool:
