@@ -64,6 +64,12 @@ def require_fitted(value: T | None, what: str) -> T:
     return value
 
 
+def check(holds: object, problem: str) -> None:
+    """Raise ConfigError with this problem unless `holds`; for problems that cost nothing to put into words."""
+    if not holds:
+        raise ConfigError(problem)
+
+
 def check_at_least(least: float, **values: float | None) -> None:
     """Raise ConfigError for a setting below `least`. None (not given) passes this check and the ones below."""
     _check(values, lambda value: value >= least, f"at least {least}")
@@ -77,8 +83,12 @@ def check_not_negative(**values: float | None) -> None:
     _check(values, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
 
 
+def check_within(low: float, high: float, **values: float | None) -> None:
+    _check(values, lambda value: low <= value <= high, f"in {low} … {high}")
+
+
 def check_share(**values: float | None) -> None:
-    _check(values, lambda value: 0 <= value <= 1, "in 0 … 1")
+    check_within(0, 1, **values)
 
 
 def check_positive_share(**values: float | None) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
 from coterie.answers.rank_tables import fit_rank_tables
-from coterie.dispatch.tables import AFFINITY_ONE, ONE, Contexts, RankTables, table_bytes
+from coterie.dispatch.tables import AFFINITY_ONE, ONE, Contexts, RankTables
 from coterie.errors import ConfigError, TraceError
 from coterie.footprints.ranks import token_ranks
 from coterie.models import get_model
@@ -143,26 +143,7 @@ def test_fitted_tables_know_the_fitted_tokens(rng: np.random.Generator) -> None:
         fit_rank_tables(trace, Placement.linear(2, 12, 4))
 
 
-# Bytes and models -----------------------------------------------------------------------------------------------------
-
-
-def test_bytes_of_a_whole_vocabulary_are_as_counted(rng: np.random.Generator) -> None:
-    spec = get_model("gpt-oss-20b")
-    spec = replace(spec, num_layers=LAYERS, first_moe_layer=0, num_experts=EXPERTS, top_k=2, vocab_size=300)
-    everything = rng.integers(0, RANKS, (20_000, LAYERS))  # every context is seen
-    rows = RankTransitions(2).fit(everything, RANKS).rows
-    tables = random_tables(
-        rng,
-        token_ids=np.arange(300),
-        ranks=np.zeros((LAYERS, 300), np.int64),
-        confidence=np.zeros((LAYERS, 300)),
-        contexts=Contexts(2, rows.offsets, rows.keys, rows.ranks, rows.confidence),
-        layer_ids=None,
-    )
-    found = table_bytes(spec, RANKS)
-    assert found.tokens + found.contexts == tables.nbytes - tables.placement.slot_experts.nbytes
-    assert found.published == 300 * LAYERS * 2
-    tables.check_fits(spec)
+# Models ---------------------------------------------------------------------------------------------------------------
 
 
 def test_tables_of_another_model_do_not_fit(rng: np.random.Generator) -> None:

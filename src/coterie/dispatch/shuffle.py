@@ -12,7 +12,7 @@ Tokens with the least confidence move, where confidence is the share of a token'
 its rank. Ranks with room are filled from the lowest; all are equally good, since a token's second choice is not known.
 Only a token's confidence counts, so moving the least confident tokens of each full rank is optimal.
 
-:func:`shuffle_schedule` is compiled: it runs per layer and step. :func:`shuffle_schedule_numpy` is its reference.
+:func:`shuffle_schedule` is compiled: it runs per layer and step. The tests have a reference in NumPy.
 """
 
 from __future__ import annotations
@@ -65,41 +65,6 @@ def shuffle_schedule(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | N
     wanted, sure = _checked(ranks, num_ranks, confidence)
     per_rank = -(-len(wanted) // num_ranks)
     order, inverse = _align(wanted, sure, num_ranks, per_rank)
-    return ShuffleSchedule(order, per_rank, inverse)
-
-
-def in_turn_schedule(num_tokens: int, num_ranks: int) -> ShuffleSchedule:
-    """Return the schedule that keeps the tokens' own order: a plain reduce-scatter."""
-    check_at_least(1, num_ranks=num_ranks)
-    per_rank = -(-num_tokens // num_ranks)
-    order = np.arange(num_ranks * per_rank)
-    order[num_tokens:] = PADDING
-    return ShuffleSchedule(order, per_rank, np.arange(num_tokens))
-
-
-def shuffle_schedule_numpy(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None = None) -> ShuffleSchedule:
-    """Reference implementation of :func:`shuffle_schedule` in NumPy."""
-    wanted, sure = _checked(ranks, num_ranks, confidence)
-    per_rank = -(-len(wanted) // num_ranks)
-    homes = wanted.copy()
-    counts = np.bincount(wanted, minlength=num_ranks)
-    leaving = []
-    for rank in np.flatnonzero(counts > per_rank):
-        tokens = np.flatnonzero(wanted == rank)
-        least_sure_first = tokens[np.argsort(sure[tokens], kind="stable")]
-        leaving.append(least_sure_first[: counts[rank] - per_rank])
-    if leaving:
-        moving = np.sort(np.concatenate(leaving))
-        room = np.maximum(per_rank - counts, 0)
-        homes[moving] = np.repeat(np.arange(num_ranks), room)[: len(moving)]
-    by_home = np.argsort(homes, kind="stable")
-    counts = np.bincount(homes, minlength=num_ranks)
-    starts = np.cumsum(counts) - counts
-    places = homes[by_home] * per_rank + np.arange(len(wanted)) - starts[homes[by_home]]
-    order = np.full(num_ranks * per_rank, PADDING, np.int64)
-    order[places] = by_home
-    inverse = np.empty(len(wanted), np.int64)
-    inverse[by_home] = places
     return ShuffleSchedule(order, per_rank, inverse)
 
 

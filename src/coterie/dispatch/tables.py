@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from coterie.dispatch.requests import RequestSchedule, schedule_requests
 from coterie.dispatch.shuffle import ShuffleSchedule, shuffle_schedule
-from coterie.errors import ConfigError, TraceError, check_at_least, check_new_file
+from coterie.errors import ConfigError, TraceError, check_new_file
 from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts
 from coterie.traces.store import ArrayFile, write_described
 from coterie.types import MAX_SLOTS, ModelSpec, Placement, narrowest_uint
@@ -322,31 +322,6 @@ _STORED = (
     "context_ranks",
     "context_confidence",
 )
-
-
-class TableBytes(NamedTuple):
-    """Sizes in bytes of the tables of a whole vocabulary."""
-
-    published: int
-    """Published tables: one 16-bit rank for each token and MoE layer."""
-    tokens: int
-    """Coterie's token table: ids, ranks, confidences and affinities."""
-    contexts: int
-    """Coterie's context table: every context of every layer."""
-
-
-def table_bytes(spec: ModelSpec, num_ranks: int, order: int = 2) -> TableBytes:
-    """Return the largest size of a model's tables, with every token and every context seen."""
-    check_at_least(1, num_ranks=num_ranks)
-    rank = narrowest_uint(num_ranks - 1).itemsize
-    starts = key_starts(num_ranks, order)
-    rows = sum(int(starts[min(order, layer) + 1]) for layer in range(spec.num_moe_layers))
-    cells = spec.vocab_size * spec.num_moe_layers
-    return TableBytes(
-        published=2 * cells,
-        tokens=cells * (rank + 1) + spec.vocab_size * (4 + 2 * num_ranks),
-        contexts=rows * (8 + rank + 1) + 8 * (spec.num_moe_layers + 1),
-    )
 
 
 def _check_ranks(name: str, ranks: NDArray[np.integer], num_ranks: int) -> None:

@@ -6,7 +6,7 @@ gateway) admits the request to the chosen worker, which changes the fleet for th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -43,9 +43,8 @@ class Decision(NamedTuple):
     @property
     def reason(self) -> str:
         """Reason for the choice, as text."""
-        told = self.told
         try:
-            return told if isinstance(told, str) else told[0].format(*told[1:])
+            return self.told if isinstance(self.told, str) else self.told[0].format(*self.told[1:])
         except Exception:  # a plugin's router may give a wrong format, which must not fail the caller
             return "a reason that cannot be read"
 
@@ -68,16 +67,14 @@ class BatchRouter(Router, Protocol):
 
 def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
     """Route and admit requests that arrive together: in one call with a `BatchRouter`, else one by one."""
+    decisions: Iterable[Decision] = (router.route(request, fleet) for request in requests)  # each after admissions
     if isinstance(router, BatchRouter) and len(requests) > 1:
-        found = router.route_batch(requests, fleet)
-        for request, decision in zip(requests, found, strict=True):
-            fleet.admit(request.id, decision.worker, request.prompt_tokens, decision.profile)
-        return found
-    decisions = []
-    for request in requests:
-        decisions.append(router.route(request, fleet))
-        fleet.admit(request.id, decisions[-1].worker, request.prompt_tokens, decisions[-1].profile)
-    return decisions
+        decisions = router.route_batch(requests, fleet)
+    admitted = []
+    for request, decision in zip(requests, decisions, strict=True):
+        fleet.admit(request.id, decision.worker, request.prompt_tokens, decision.profile)
+        admitted.append(decision)
+    return admitted
 
 
 routers: PolicyRegistry[Router] = PolicyRegistry("router", group="coterie.routers")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import UnavailableError, check
 from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
@@ -66,10 +66,10 @@ class PowerOfTwo:
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         word, scores = mixed(self.seed, fleet.routed), np.empty(len(fleet))
-        found, other = _less_loaded(
+        less_loaded, other = _less_loaded(
             word & 0xFFFFFFFF, word >> 32, fleet.alive, fleet.running, fleet.places, fleet.speeds, scores
         )
-        worker = chosen(found, fleet)
+        worker = chosen(less_loaded, fleet)
         return Decision(worker, scores, f"{fleet.running.item(worker)} in flight, the fewer of {worker} and {other}")
 
 
@@ -119,8 +119,7 @@ class Domain:
         if own is None:
             worker, scores = best(load, fleet)
             return Decision(worker, scores, f"domain {request.domain!r} has no workers of its own: the shortest queue")
-        if max(own) >= len(fleet):
-            raise ConfigError(f"domain {request.domain!r} has worker {max(own)}; the fleet has {len(fleet)}")
+        check(max(own) < len(fleet), f"domain {request.domain!r} has worker {max(own)}; the fleet has {len(fleet)}")
         elsewhere = np.ones(len(fleet), np.bool_)
         elsewhere[list(own)] = False
         # The penalty ranks the label's own workers first; others are chosen only if none of its own is open.
@@ -130,8 +129,8 @@ class Domain:
 
 def share_out(requests: Mapping[str, int], workers: int) -> dict[str, tuple[int, ...]]:
     """Assign workers to labels in proportion to requests. Labels share workers if they outnumber them."""
-    if workers < 1 or not requests or min(requests.values()) < 0:
-        raise ConfigError(f"workers={workers} and {len(requests)} labels must be at least 1, requests not negative")
+    sound = workers >= 1 and requests and min(requests.values()) >= 0
+    check(sound, f"workers={workers} and {len(requests)} labels must be at least 1, requests not negative")
     labels = sorted(requests, key=lambda label: (-requests[label], label))
     if len(labels) > workers:
         load = np.zeros(workers)
@@ -143,7 +142,6 @@ def share_out(requests: Mapping[str, int], workers: int) -> dict[str, tuple[int,
         return chosen
     count = dict.fromkeys(labels, 1)
     for _ in range(workers - len(labels)):
-        neediest = max(labels, key=lambda label: requests[label] / count[label])
-        count[neediest] += 1
+        count[max(labels, key=lambda label: requests[label] / count[label])] += 1
     ends = np.cumsum([count[label] for label in labels])
     return {label: tuple(range(end - count[label], end)) for label, end in zip(labels, ends.tolist(), strict=True)}

@@ -14,6 +14,8 @@ a baseline: its popular clusters overload their workers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import check, check_at_least
+from coterie.routing.fleet import checked_speeds
 
 GRAM_REQUESTS = 4096
 """Largest number of signatures whose pairwise inner products are all kept, so that K-means need not read signatures
@@ -55,22 +58,18 @@ class Reclustered(NamedTuple):
 
 def capacities(requests: int, workers: int, speeds: NDArray[np.floating] | None = None) -> NDArray[np.int64]:
     """Return [worker] the most requests each may get: equal shares, or in proportion to speed, rounded up."""
-    if workers < 1:
-        raise ConfigError(f"workers={workers} must be at least 1")
-    shares = np.ones(workers) if speeds is None else np.asarray(speeds, np.float64)
-    if shares.shape != (workers,) or not ((shares > 0) & (shares < np.inf)).all():
-        raise ConfigError(f"speeds={shares.tolist()} must be {workers} finite numbers above 0")
+    check_at_least(1, workers=workers)
+    shares = checked_speeds(speeds, workers)
     return np.asarray(np.ceil(requests * shares / shares.sum() - 1e-9), np.int64)
 
 
 def assign(costs: NDArray[np.floating], limits: NDArray[np.integer]) -> Labels:
     """Return [request] worker such that the sum of costs [request, worker] is least and no worker exceeds its limit."""
-    if costs.ndim != 2 or costs.shape[1] != len(limits):
-        raise ConfigError(f"costs {costs.shape} must be [request, worker] for {len(limits)} limits")
-    if int(limits.sum()) < len(costs) or (len(limits) and int(limits.min()) < 0):
-        raise ConfigError(f"limits={limits.tolist()} must be 0 or more and hold all {len(costs)} requests")
-    if not np.isfinite(costs).all():
-        raise ConfigError("costs must be finite")
+    fits = costs.ndim == 2 and costs.shape[1] == len(limits)
+    check(fits, f"costs {costs.shape} must be [request, worker] for {len(limits)} limits")
+    enough = limits.sum() >= len(costs) and limits.min(initial=0) >= 0
+    check(enough, f"limits={limits.tolist()} must be 0 or more and hold all {len(costs)} requests")
+    check(np.isfinite(costs).all(), "costs must be finite")
     start = costs.argmin(axis=1).astype(np.int64)
     return np.asarray(_assign(np.ascontiguousarray(costs, np.float32), np.asarray(limits, np.int64), start), np.int64)
 
@@ -86,37 +85,36 @@ def cluster(
     iterations: int = 20,
 ) -> Clusters:
     """Return the best clusters of `restarts` runs of K-means from K-means++ seeds."""
-    if len(signatures) < workers:
-        raise ConfigError(f"{len(signatures)} signatures cannot make {workers} clusters: at least {workers} are needed")
-    limits = capacities(len(signatures), workers, speeds)
-    if len(signatures) > GRAM_REQUESTS and workers <= GRAM_REQUESTS:
-        sample = signatures[np.sort(rng.choice(len(signatures), GRAM_REQUESTS, replace=False))]
+    count = len(signatures)
+    check(count >= workers, f"{count} signatures cannot make {workers} clusters: at least {workers} are needed")
+    limits = capacities(count, workers, speeds)
+    if count > GRAM_REQUESTS and workers <= GRAM_REQUESTS:
+        sample = signatures[np.sort(rng.choice(count, GRAM_REQUESTS, replace=False))]
         start = cluster(sample, workers, rng, speeds=speeds, balanced=balanced, restarts=restarts)
-        near = signatures @ start.centroids.T
-        found = _rounds(near, _direct(signatures), limits, balanced, FULL_ROUNDS)
+        direct = partial(_similar_directly, signatures)
+        labels, distance = _rounds(signatures @ start.centroids.T, direct, limits, balanced, FULL_ROUNDS)
     else:
-        similar = _products(signatures)
+        similar = partial(_similar_by_products, signatures @ signatures.T)
         runs = [
             _rounds(similar(_seeds(signatures, workers, rng), workers), similar, limits, balanced, iterations)
             for _ in range(restarts)
         ]
-        found = min(runs, key=lambda run: run.distance)
-    return Clusters(found.labels, centroids_of(signatures, found.labels, workers), found.distance)
+        labels, distance = min(runs, key=itemgetter(1))
+    return Clusters(labels, centroids_of(signatures, labels, workers), distance)
 
 
 def centroids_of(signatures: NDArray[np.float32], labels: Labels, workers: int) -> NDArray[np.float32]:
     """Return [worker, index in kept layers] the sum of each cluster's signatures, scaled to length 1."""
     sums = np.zeros((workers, signatures.shape[1]), np.float32)
     _sum_rows(np.ascontiguousarray(signatures, np.float32), labels, sums)
-    return np.asarray(sums / _lengths(sums)[:, None], np.float32)
+    return np.asarray(sums / _above_0(np.sqrt(np.einsum("rc,rc->r", sums, sums)))[:, None], np.float32)
 
 
 def match(old: NDArray[np.floating], new: NDArray[np.floating]) -> NDArray[np.int64]:
     """Return [worker] the row of `new` matched to each row of `old` such that the sum of similarities is greatest."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
-    if old.shape != new.shape:
-        raise ConfigError(f"centroids {old.shape} and {new.shape} must have equal shapes")
+    check(old.shape == new.shape, f"centroids {old.shape} and {new.shape} must have equal shapes")
     return np.asarray(linear_sum_assignment(old @ new.T, maximize=True)[1], np.int64)
 
 
@@ -133,25 +131,25 @@ def recluster(
     The old centroids are kept unless the total distance falls by more than the share `margin`: a worker that gets
     other requests no longer benefits from its caches.
     """
-    if not 0 <= margin < 1:
-        raise ConfigError(f"margin={margin} must be in 0 … 1, less than 1")
+    check(0 <= margin < 1, f"margin={margin} must be in 0 … 1, less than 1")
     near = signatures @ old.T
     labels = assign(-near, capacities(len(signatures), len(old), speeds))
-    before = float(len(labels) - near[np.arange(len(labels)), labels].sum(dtype=np.float64))
-    found = cluster(signatures, len(old), rng, speeds=speeds)
-    gain = 1.0 - found.distance / before if before > 0 else 0.0
+    before = _distance(near, labels)
+    new = cluster(signatures, len(old), rng, speeds=speeds)
+    gain = 1.0 - new.distance / before if before > 0 else 0.0
     if gain <= margin:
         return Reclustered(Clusters(labels, old, before), True, gain)
-    # Clusters have their worker's capacity, so one is only matched to a worker of the same speed.
-    order = match(old, found.centroids) if speeds is None else _match_equal(old, found.centroids, np.asarray(speeds))
-    worker = np.empty(len(order), np.int64)
-    worker[order] = np.arange(len(order))
-    return Reclustered(Clusters(worker[found.labels], found.centroids[order], found.distance), False, gain)
+    order = np.empty(len(old), np.int64)
+    kinds = np.zeros(len(old)) if speeds is None else np.asarray(speeds)
+    for speed in np.unique(kinds):  # clusters have their worker's capacity: match workers of equal speed only
+        equal = np.flatnonzero(kinds == speed)
+        order[equal] = equal[match(old[equal], new.centroids[equal])]
+    return Reclustered(Clusters(np.argsort(order)[new.labels], new.centroids[order], new.distance), False, gain)
 
 
-class _Run(NamedTuple):
-    distance: float
-    labels: Labels
+def _distance(near: NDArray[np.float32], labels: Labels) -> float:
+    """Return the sum of cosine distances, from similarities [request, worker] and the worker of each request."""
+    return float(len(labels) - near[np.arange(len(labels)), labels].sum(dtype=np.float64))
 
 
 def _rounds(
@@ -160,58 +158,45 @@ def _rounds(
     limits: NDArray[np.int64],
     balanced: bool,
     rounds: int,
-) -> _Run:
-    """Run K-means, starting from the similarities `near` [request, worker] to the first centroids.
+) -> tuple[Labels, float]:
+    """Run K-means from the similarities `near` [request, worker] to the first centroids; return labels and distance.
 
     Stops after `rounds`, or when the distance falls by less than 1e-5 per request.
     """
-    best = _Run(np.inf, np.zeros(len(near), np.int64))
+    best = np.zeros(len(near), np.int64), np.inf
     for _ in range(rounds):
         labels = assign(-near, limits) if balanced else _nearest(near)
         near = similar(labels, len(limits))
-        distance = float(len(labels) - near[np.arange(len(labels)), labels].sum(dtype=np.float64))
-        if distance > best.distance - 1e-5 * len(labels):
+        distance = _distance(near, labels)
+        if distance > best[1] - 1e-5 * len(labels):
             break
-        best = _Run(distance, labels)
+        best = labels, distance
     return best
 
 
-def _match_equal(old: NDArray[np.floating], new: NDArray[np.floating], speeds: NDArray[Any]) -> NDArray[np.int64]:
-    order = np.empty(len(old), np.int64)
-    for speed in np.unique(speeds):
-        equal = np.flatnonzero(speeds == speed)
-        order[equal] = equal[match(old[equal], new[equal])]
-    return order
-
-
-def _members(labels: Labels, workers: int) -> NDArray[np.float32]:
-    """Return [worker, request] 1 if the request is in the worker's cluster, else 0."""
+def members_of(labels: Labels, workers: int) -> NDArray[np.float32]:
+    """Return [worker, request] 1 if the request is in the worker's cluster, else 0; a negative label is no cluster."""
     members = np.zeros((workers, len(labels)), np.float32)
     placed = np.flatnonzero(labels >= 0)
     members[labels[placed], placed] = 1.0
     return members
 
 
-def _lengths(rows: NDArray[np.floating]) -> NDArray[np.floating]:
-    lengths = np.sqrt(np.einsum("rc,rc->r", rows, rows))
+def _above_0(lengths: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Replace lengths of 0 by 1, to divide by."""
     return np.where(lengths > 0, lengths, 1.0)
 
 
-def _products(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[np.float32]]:
-    """Return a function of labels (negative: no cluster) that gives similarities [request, worker] to the centroids."""
-    products = signatures @ signatures.T
-
-    def similar(labels: Labels, workers: int) -> NDArray[np.float32]:
-        members = _members(labels, workers)
-        dots = products @ members.T
-        lengths = np.sqrt(np.maximum(np.einsum("rw,wr->w", dots, members), 0.0))
-        return np.asarray(dots / np.where(lengths > 0, lengths, 1.0), np.float32)
-
-    return similar
+def _similar_by_products(products: NDArray[np.float32], labels: Labels, workers: int) -> NDArray[np.float32]:
+    """Return similarities [request, worker] to the clusters' centroids, from inner products [request, request]."""
+    members = members_of(labels, workers)
+    dots = products @ members.T
+    lengths = np.sqrt(np.maximum(np.einsum("rw,wr->w", dots, members), 0.0))
+    return np.asarray(dots / _above_0(lengths), np.float32)
 
 
-def _direct(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[np.float32]]:
-    return lambda labels, workers: signatures @ centroids_of(signatures, labels, workers).T
+def _similar_directly(signatures: NDArray[np.float32], labels: Labels, workers: int) -> NDArray[np.float32]:
+    return signatures @ centroids_of(signatures, labels, workers).T
 
 
 def _seeds(signatures: NDArray[np.float32], workers: int, rng: Generator) -> Labels:

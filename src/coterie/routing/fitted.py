@@ -9,7 +9,8 @@ both belongs to worker w: the clusters are matched by the requests they share.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, InputError, TraceError, check_at_least, require_fitted
+from coterie.errors import ConfigError, InputError, TraceError, check, check_at_least, check_within, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing.base import Router, routers
 from coterie.routing.calibration import Calibration, activation_probabilities, calibration, counted_tokens
@@ -59,46 +60,44 @@ class RouterFit:
 
     def __post_init__(self) -> None:
         check_at_least(1, workers=self.workers)
-        if not 1 <= self.batch <= MOST_BATCH:
-            raise ConfigError(f"batch={self.batch} must be in 1 … {MOST_BATCH}")
-        if self.weighting == "gate":
-            raise ConfigError("weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights")
+        check_within(1, MOST_BATCH, batch=self.batch)
+        problem = "weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights"
+        check(self.weighting != "gate", problem)
 
     def fit(
-        self, source: ActivationTrace | Calibration, rng: Generator, report: Callable[[str, float], None] | None = None
+        self,
+        source: ActivationTrace | Calibration,
+        rng: Generator,
+        report: Callable[[str, float], None] = lambda _part, _seconds: None,
     ) -> RouterFit:
         """Learn from calibration requests; `report` is called with the name and the seconds of each part."""
         known = calibration(source) if isinstance(source, ActivationTrace) else source
-        workers = self.workers
-        if len(known.prefill) < max(3, workers):
-            raise ConfigError(
-                f"{len(known.prefill)} calibration requests have both phases; {workers} workers need {max(3, workers)}"
+        workers, requests = self.workers, len(known.prefill)
+        needed = max(3, workers)
+        check(requests >= needed, f"{requests} calibration requests have both phases; {workers} workers need {needed}")
+        with _timed("probabilities", report):
+            before, after = known.probabilities
+        with _timed("signature", report):
+            signature = Signature(self.weighting).fit(known.prefill, known.decode, rng)
+        with _timed("cosine clusters", report):
+            cosine = cluster(signature.transform_all(known.prefill), workers, rng, speeds=self.speeds)
+        with _timed("forecast", report):
+            tokens = counted_tokens(known.prefill, known.top_k).astype(np.int64)
+            forecast = DecodeForecast().fit(before, after, tokens, rng)
+        with _timed("union clusters", report):
+            pooled = activation_probabilities(known.prefill + known.decode, known.top_k)
+            restarts = int(np.clip(RESTART_WORK / (pooled.size * workers), 1, 10))
+            union = union_clusters(
+                pooled, workers, self.batch, rng, speeds=self.speeds, starts=(cosine.labels,), restarts=restarts
             )
-        watch = _Watch(report)
-        layers, experts = known.prefill.shape[1:]
-        before, after = known.probabilities
-        watch("probabilities")
-        signature = Signature(self.weighting).fit(known.prefill, known.decode, rng)
-        watch("signature")
-        signatures = signature.transform_all(known.prefill)
-        found = cluster(signatures, workers, rng, speeds=self.speeds)
-        watch("cosine clusters")
-        forecast = DecodeForecast().fit(before, after, counted_tokens(known.prefill, known.top_k).astype(np.int64), rng)
-        watch("forecast")
-        pooled = activation_probabilities(known.prefill + known.decode, known.top_k)
-        restarts = int(np.clip(RESTART_WORK / (pooled.size * workers), 1, 10))
-        union = union_clusters(
-            pooled, workers, self.batch, rng, speeds=self.speeds, starts=(found.labels,), restarts=restarts
-        )
-        labels = _follow(union.labels, found.labels, workers, self.speeds)
-        watch("union clusters")
+            labels = _follow(union.labels, cosine.labels, workers, self.speeds)
         self.learned_ = Learned.of(
             model=known.model,
-            num_layers=layers,
-            num_experts=experts,
+            num_layers=known.prefill.shape[1],
+            num_experts=known.prefill.shape[2],
             top_k=known.top_k,
             signature=signature,
-            centroids=found.centroids,
+            centroids=cosine.centroids,
             profiles=cluster_profiles(after, labels, workers),
             forecast=forecast,
             shares=np.asarray(np.bincount(labels, minlength=workers) / len(labels), np.float32),
@@ -169,19 +168,16 @@ class RouterFit:
 
     def similarities(self, footprint: Counts) -> NDArray[np.float32]:
         """Return [worker] the cosine of a request's signature with each centroid; `footprint` is of the prefill."""
-        learned = self.learned
-        return learned.similarities(learned.signature.transform(footprint))
+        return self.learned.similarities(self.learned.signature.transform(footprint))
 
     def profile(self, footprint: Counts) -> NDArray[np.float32]:
         """Return [expert index] the activation probabilities forecast for decode, from prefill counts [layer, expert].
 
         If all counts are 0, these are the mean over the calibration requests.
         """
-        learned = self.learned
-        if footprint.shape != learned.shape:
-            raise ConfigError(f"footprint has shape {footprint.shape}; {learned.model} was fitted for {learned.shape}")
-        profile, total = learned.forecast.read(footprint)
-        learned.forecast.apply(profile, total / (learned.num_layers * learned.top_k))
+        learned = self.learned.of_shape(footprint)
+        profile, tokens = learned.read(footprint)
+        learned.forecast.apply(profile, tokens)
         return profile
 
     def for_fleet(self, footprint: Counts | None, fleet: Fleet) -> Learned:
@@ -189,17 +185,16 @@ class RouterFit:
 
         Raises ConfigError for a footprint of another model's shape, or a fleet that does not track its experts.
         """
-        learned = self.learned
         if footprint is None:
-            return learned
-        if footprint.shape != learned.shape:
-            raise ConfigError(f"footprint has shape {footprint.shape}; {learned.model} was fitted for {learned.shape}")
-        tracked = fleet.missed.shape[1]
-        if tracked == footprint.size:
-            return learned
+            return self.learned
+        learned, tracked = self.learned.of_shape(footprint), fleet.missed.shape[1]
         if not tracked:
             raise ConfigError("the fleet tracks no experts: make it with fitted.fleet(places)")
-        raise ConfigError(f"{learned.model} was fitted for {footprint.size} expert indices; the fleet has {tracked}")
+        if tracked != footprint.size:
+            raise ConfigError(
+                f"{learned.model} was fitted for {footprint.size} expert indices; the fleet has {tracked}"
+            )
+        return learned
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, replacing an older one atomically; the same values give the same bytes."""
@@ -239,11 +234,12 @@ class RouterFit:
         file = Path(path)
         arrays = ArrayFile(file)
         about = arrays.about(FORMAT, VERSION)
-        found = {name: np.array(arrays[name]) for name in _DTYPES}
-        for name, dtype in _DTYPES.items():
-            if found[name].dtype != dtype:
-                raise TraceError(file, name, f"is {found[name].dtype}; expected {np.dtype(dtype)}")
-            if not np.isfinite(found[name]).all():
+        found = {name: np.array(arrays[name]) for name in _STORED}
+        for name, array in found.items():
+            dtype = np.dtype(np.int64 if name == "layers" else np.float32)
+            if array.dtype != dtype:
+                raise TraceError(file, name, f"is {array.dtype}; expected {dtype}")
+            if not np.isfinite(array).all():
                 raise TraceError(file, name, "holds NaN or infinity")
         seen = arrays.get("seen")
         if seen is not None and (seen.dtype != np.uint64 or seen.ndim != 1):
@@ -251,26 +247,16 @@ class RouterFit:
         try:
             signature = Signature.restored(str(about["weighting"]), found["weights"], found["layers"])
             forecast = DecodeForecast.restored(
-                before=found["before"],
-                after=found["after"],
-                inward=found["inward"],
-                outward=found["outward"],
-                own=float(about["own"]),
-                noise=float(about["noise"]),
-                ridge=float(about["ridge"]),
+                **{name: found[name] for name in ("before", "after", "inward", "outward")},
+                **{name: float(about[name]) for name in ("own", "noise", "ridge")},
             )
-            weighting = cast(Weighting, signature.weighting)
-            fitted = cls(workers=len(found["centroids"]), batch=int(about["batch"]), weighting=weighting)
+            fitted = cls(len(found["centroids"]), int(about["batch"]), cast(Weighting, signature.weighting))
             fitted.learned_ = Learned.of(
                 model=str(about["model"]),
-                num_layers=int(about["num_layers"]),
-                num_experts=int(about["num_experts"]),
-                top_k=int(about["top_k"]),
                 signature=signature,
-                centroids=found["centroids"],
-                profiles=found["profiles"],
                 forecast=forecast,
-                shares=found["shares"],
+                **{name: int(about[name]) for name in ("num_layers", "num_experts", "top_k")},
+                **{name: found[name] for name in ("centroids", "profiles", "shares")},
                 seen=None if seen is None else np.array(seen),
             )
             check_ranges(fitted.learned_)
@@ -290,31 +276,15 @@ class RouterFit:
             raise ConfigError(f"the router was fitted for {self.workers} workers; the fleet has {workers}")
 
 
-_DTYPES: dict[str, Any] = {
-    "weights": np.float32,
-    "layers": np.int64,
-    "centroids": np.float32,
-    "profiles": np.float32,
-    "shares": np.float32,
-    "before": np.float32,
-    "after": np.float32,
-    "inward": np.float32,
-    "outward": np.float32,
-}
+_STORED = ("weights", "layers", "centroids", "profiles", "shares", "before", "after", "inward", "outward")
 
 
-class _Watch:
-    """Reports the duration of each part."""
-
-    def __init__(self, report: Callable[[str, float], None] | None) -> None:
-        self._report = report
-        self._last = time.perf_counter()
-
-    def __call__(self, part: str) -> None:
-        now = time.perf_counter()
-        if self._report is not None:
-            self._report(part, now - self._last)
-        self._last = now
+@contextmanager
+def _timed(part: str, report: Callable[[str, float], None]) -> Iterator[None]:
+    """Report the seconds that the block takes."""
+    start = time.perf_counter()
+    yield
+    report(part, time.perf_counter() - start)
 
 
 def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.floating] | None) -> Labels:

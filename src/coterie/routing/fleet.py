@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 MOST_CERTAIN = 0.999
 """Upper limit of p: log(1 - p) of p = 1 is infinite, so such a request could not be subtracted again."""
@@ -51,6 +51,14 @@ STALE = 0.1
 """Relative change of the fleet's mean load after which the values of all workers are recomputed."""
 
 
+def checked_speeds(speeds: NDArray[np.floating] | list[float] | None, workers: int) -> NDArray[np.float64]:
+    """Return [worker] relative speeds, copied; 1 for all if None."""
+    known = np.ones(workers) if speeds is None else np.array(speeds, np.float64)
+    sound = known.shape == (workers,) and ((known > 0) & (known < np.inf)).all()
+    check(sound, f"speeds={known.tolist()} must be {workers} finite numbers above 0")
+    return known
+
+
 class _Resident(NamedTuple):
     worker: int
     context: int
@@ -75,14 +83,13 @@ class Fleet:
         """
         self.places = np.array(places, np.int64)
         workers = len(self.places)
-        if workers < 1 or self.places.min() < 1:
-            raise ConfigError(f"places={self.places.tolist()} must be at least 1 for at least one worker")
-        self.speeds = np.ones(workers) if speeds is None else np.array(speeds, np.float64)
-        if self.speeds.shape != (workers,) or not ((self.speeds > 0) & (self.speeds < np.inf)).all():
-            raise ConfigError(f"speeds={self.speeds.tolist()} must be {workers} finite numbers above 0")
-        if prior is not None and (prior.ndim != 2 or len(prior) != workers):
-            raise ConfigError(f"prior has shape {prior.shape}; expected [worker, expert index], {workers} workers")
-        size = 0 if prior is None else prior.shape[1]
+        sound = workers >= 1 and self.places.min() >= 1
+        check(sound, f"places={self.places.tolist()} must be at least 1 for at least one worker")
+        self.speeds = checked_speeds(speeds, workers)
+        self._prior = np.zeros((workers, 0), np.float32) if prior is None else np.array(prior, np.float32)
+        sound = self._prior.ndim == 2 and len(self._prior) == workers
+        check(sound, f"prior has shape {self._prior.shape}; expected [worker, expert index], {workers} workers")
+        size = self._prior.shape[1]
         self.running = np.zeros(workers, np.int64)
         """Number of requests admitted and not finished, waiting ones included."""
         self.context_tokens = np.zeros(workers, np.int64)
@@ -108,7 +115,6 @@ class Fleet:
         second."""
         self._logs = np.zeros((workers, size), np.int32)
         self._profiled = np.zeros(workers, np.int64)
-        self._prior = np.zeros((workers, 0), np.float32) if prior is None else np.array(prior, np.float32)
         self._prior_logs = _logs(self._prior)
         self._mean = 0.0
         self._tracking = False
@@ -155,7 +161,8 @@ class Fleet:
 
     def finish(self, request_id: str) -> None:
         """Remove a request that ended or was cancelled."""
-        gone = self._residents.pop(request_id, None) or self._known(request_id)
+        gone = self._known(request_id)
+        del self._residents[request_id]
         self.running[gone.worker] -= 1
         self.context_tokens[gone.worker] -= gone.context
         self._shift(gone.worker, gone.logs, -1)
@@ -174,54 +181,43 @@ class Fleet:
         This fleet keeps its own places, speeds and living workers. Profiles are dropped if the fleets track different
         experts. With `priors`, rows that both fleets have also take over the prior of `other`.
         """
-        if self._residents:
-            raise ConfigError(f"the fleet has {len(self._residents)} requests; only an empty one can take over another")
-        rows = min(len(self), len(other))
-        if other.running[rows:].any():
-            raise ConfigError(
-                f"the fleet has {rows} workers; requests run on worker {int(np.flatnonzero(other.running)[-1])}"
-            )
+        count, rows = len(self._residents), min(len(self), len(other))
+        check(count == 0, f"the fleet has {count} requests; only an empty one can take over another")
+        last = int(np.flatnonzero(other.running).max(initial=-1))
+        check(last < rows, f"the fleet has {rows} workers; requests run on worker {last}")
         same = self.tracks_experts and self.missed.shape[1] == other.missed.shape[1]
         for name in ("running", "context_tokens", "prefill_tokens", "kv_used", "in_round"):
             getattr(self, name)[:rows] = getattr(other, name)[:rows]
         self.routed = other.routed
-        self._residents = dict(other._residents)
         if same:
+            self._residents = dict(other._residents)
             self._logs[:rows], self._profiled[:rows] = other._logs[:rows], other._profiled[:rows]
             if priors:
                 self._prior[:rows], self._prior_logs[:rows] = other._prior[:rows], other._prior_logs[:rows]
             self._tracking = other._tracking
         else:
-            self._residents = {name: one._replace(logs=None) for name, one in other._residents.items()}
+            self._residents = {name: known._replace(logs=None) for name, known in other._residents.items()}
         self._mean = -1.0  # differs from any mean: the next line recomputes the values of all workers
         self._shift(0, None, 0)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a worker's sums differ from those over the requests in the fleet."""
-        running, context, profiled = (np.zeros(len(self), np.int64) for _ in range(3))
-        logs = np.zeros_like(self._logs)
-        for one in self._residents.values():
-            running[one.worker] += 1
-            context[one.worker] += one.context
-            if one.logs is not None:
-                profiled[one.worker] += 1
-                logs[one.worker] += one.logs
-        for name, found, right in (
-            ("running", self.running, running),
-            ("context_tokens", self.context_tokens, context),
-            ("_profiled", self._profiled, profiled),
-            ("_logs", self._logs, logs),
-        ):
-            if not np.array_equal(found, right):
+        sums = {
+            name: np.zeros_like(getattr(self, name)) for name in ("running", "context_tokens", "_profiled", "_logs")
+        }
+        for worker, context, logs in self._residents.values():
+            for total, part in zip(sums.values(), (1, context, logs is not None, logs), strict=True):
+                total[worker] += 0 if part is None else part
+        for name, total in sums.items():
+            if not np.array_equal(getattr(self, name), total):
                 raise AssertionError(f"fleet.{name} differs from its requests' sum")
         if not np.isfinite(self._prior).all():
             raise AssertionError("a prior of the fleet is not finite")
 
     def _known(self, request_id: str) -> _Resident:
-        known = self._residents.get(request_id)
-        if known is None:
+        if request_id not in self._residents:
             raise ConfigError(f"request {request_id!r} is not in the fleet")
-        return known
+        return self._residents[request_id]
 
     def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
         if not self.tracks_experts:

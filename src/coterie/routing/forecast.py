@@ -23,7 +23,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, require_fitted
+from coterie.errors import ConfigError, check, require_fitted
 
 SCALE = 60.0
 """Prefill tokens at which a request's ridge equals `ridge`."""
@@ -90,13 +90,9 @@ class DecodeForecast:
     ) -> DecodeForecast:
         """Make a fitted forecast from saved values."""
         size, rank = len(after), len(inward)
-        if before.shape != (size,) or inward.shape != outward.shape or inward.ndim != 2:
-            raise ConfigError(
-                f"before {before.shape}, inward {inward.shape} and outward {outward.shape} must match "
-                f"the {size} expert indices of after"
-            )
-        if inward.shape[1] != size:
-            raise ConfigError(f"inward has {inward.shape[1]} expert indices; after has {size}")
+        alike = before.shape == (size,) and inward.shape == outward.shape == (rank, size)
+        shapes = f"before {before.shape}, inward {inward.shape} and outward {outward.shape}"
+        check(alike, f"{shapes} must match the {size} expert indices of after")
         ahead, behind = -(-rank // IN) * IN, -(-(2 + rank) // OUT) * OUT
         rows = _aligned(ahead + behind, -(-size // LINE) * LINE + APART)
         rows[:rank, :size] = inward
@@ -124,15 +120,11 @@ class DecodeForecast:
         self, prefill: NDArray[np.floating], decode: NDArray[np.floating], tokens: NDArray[np.integer], rng: Generator
     ) -> DecodeForecast:
         """Learn from activation probabilities [request, expert index] of both phases, and prefill tokens [request]."""
-        if prefill.ndim != 2 or prefill.shape != decode.shape or len(tokens) != len(prefill):
-            raise ConfigError(
-                f"prefill {prefill.shape} and decode {decode.shape} must both be [request, expert index], "
-                f"with tokens {tokens.shape} of each request"
-            )
-        if len(prefill) < 3 or int(tokens.min()) < 1:
-            raise ConfigError(
-                f"{len(prefill)} requests of at least {tokens.min(initial=0)} tokens; needed are 3 of at least 1"
-            )
+        alike = prefill.ndim == 2 and prefill.shape == decode.shape and len(tokens) == len(prefill)
+        shapes = f"prefill {prefill.shape} and decode {decode.shape} must both be [request, expert index]"
+        check(alike, f"{shapes}, with tokens {tokens.shape} of each request")
+        enough = len(tokens) >= 3 and tokens.min() >= 1
+        check(enough, f"{len(tokens)} requests of at least {tokens.min(initial=0)} tokens; needed are 3 of at least 1")
         before, after = (np.asarray(p.mean(axis=0), np.float32) for p in (prefill, decode))
         z, y = np.asarray(prefill - before, np.float32), np.asarray(decode - after, np.float32)
         own, noise = _own_share(z, y, np.asarray(tokens, np.float64))
@@ -156,14 +148,13 @@ class DecodeForecast:
 
     def apply(self, profile: NDArray[np.float32], tokens: float) -> None:
         """Turn the counts that :meth:`read` returned into probabilities, in place."""
-        learned = self.map
-        turn_to_forecast(profile, float(tokens), learned.own, learned.noise, learned.rows, learned.prior)
+        turn_to_forecast(profile, float(tokens), self.map.own, self.map.noise, self.map.rows, self.map.prior)
 
     def read(self, counts: NDArray[np.integer] | NDArray[np.floating]) -> tuple[NDArray[np.float32], float]:
         """Return the counts as float32 [expert index], the input of :func:`turn_to_forecast`, and their sum."""
-        size = len(self.map.after)
-        if counts.size != size:
-            raise ConfigError(f"counts {counts.shape} do not match the {size} expert indices of the forecast")
+        if counts.size != len(self.map.after):
+            problem = f"do not match the {len(self.map.after)} expert indices of the forecast"
+            raise ConfigError(f"counts {counts.shape} {problem}")
         profile = np.empty(counts.size, np.float32)
         return profile, _read(counts.ravel(), profile)
 

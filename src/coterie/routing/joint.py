@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_not_negative
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import chosen, lowest_scored
@@ -49,6 +49,11 @@ class _Weighed(msgspec.Struct):
     local: NDArray[np.float64]
     """[worker] share of the request's experts that the worker holds."""
 
+    def decision(self, request: Request, worker: int) -> Decision:
+        cached = 0 if request.cached_tokens is None else request.cached_tokens.item(worker)
+        score, local = self.scores.item(worker), self.local.item(worker)
+        return Decision(worker, self.scores, (REASON, score, cached, request.prompt_tokens, local))
+
 
 @routers.register("joint")
 @dataclass(frozen=True, slots=True)
@@ -63,29 +68,23 @@ class Joint:
     """Number of a request's most activated experts per layer that locality counts."""
 
     def __post_init__(self) -> None:
-        for name in ("kv", "experts", "load"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
-        if self.top < 1:
-            raise ConfigError(f"top={self.top} must be at least 1")
+        check_not_negative(kv=self.kv, experts=self.experts, load=self.load)
+        check_at_least(1, top=self.top)
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         weighed = self._weigh(request, None if fleet.local is None else self._bits(request), fleet)
-        return Decision(weighed.worker, weighed.scores, _told(request, weighed.worker, weighed))
+        return weighed.decision(request, weighed.worker)
 
     def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
         """Return one decision per request, in order, for requests that arrive together."""
         bits = [self._bits(request) for request in requests]
         weighed = [self._weigh(request, own, fleet) for request, own in zip(requests, bits, strict=True)]
-        scores = [one.scores for one in weighed]
+        scores = [score.scores for score in weighed]
         room = np.where(fleet.alive, np.maximum(fleet.places - fleet.running, 0), 0)
         if not room.any():
             room = np.where(fleet.alive, len(requests), 0)
         workers = _trimmed(_together(scores, bits, room), scores, fleet.alive, room)
-        return [
-            Decision(worker, one.scores, _told(request, worker, one))
-            for request, worker, one in zip(requests, workers, weighed, strict=True)
-        ]
+        return [score.decision(*rest) for score, *rest in zip(weighed, requests, workers, strict=True)]
 
     def _bits(self, request: Request) -> NDArray[np.uint64] | None:
         """Return [layer, word] bitmask of the experts the request is predicted to use; None without a footprint."""
@@ -104,8 +103,7 @@ class Joint:
                 raise ConfigError(f"fleet.local has shape {fleet.local.shape}; a request has {bits.shape} words")
             local, asked = fleet.local.reshape(len(fleet), -1), bits.reshape(-1)
             num_experts = request.footprint.shape[1]
-        workers = len(fleet.places)
-        shares, scores = np.empty(workers), np.empty(workers)
+        shares, scores = np.empty(len(fleet)), np.empty(len(fleet))
         worker = _add_up(
             self.kv,
             self.experts * num_experts,
@@ -125,11 +123,6 @@ class Joint:
         return _Weighed(chosen(worker, fleet), scores, shares)
 
 
-def _told(request: Request, worker: int, weighed: _Weighed) -> tuple[Any, ...]:
-    cached = 0 if request.cached_tokens is None else request.cached_tokens.item(worker)
-    return (REASON, weighed.scores.item(worker), cached, request.prompt_tokens, weighed.local.item(worker))
-
-
 def _together(
     scores: list[NDArray[np.float64]], bits: list[NDArray[np.uint64] | None], room: NDArray[np.int64]
 ) -> list[int]:
@@ -137,24 +130,22 @@ def _together(
 
     Ties go to the worker that got the fewest requests of this batch so far.
     """
-    workers = len(room)
     left, chosen = room.copy(), []
-    held: list[NDArray[np.uint64] | None] = [None] * workers
+    held: dict[int, NDArray[np.uint64]] = {}
     for own, mine in zip(scores, bits, strict=True):
         allowed = np.where(left > 0, own, np.inf) if (left > 0).any() else own
         least = allowed.min()
         near = np.flatnonzero(allowed <= least + NEARLY * abs(least))
         shared = [
-            0 if mine is None or (present := held[worker]) is None else int(np.bitwise_count(present & mine).sum())
-            for worker in near
+            0 if mine is None or worker not in held else int(np.bitwise_count(held[worker] & mine).sum())
+            for worker in near.tolist()
         ]
         order = np.lexsort((allowed[near], (room - left)[near], -np.array(shared)))
         worker = int(near[order[0]])
         chosen.append(worker)
         left[worker] -= 1
-        before = held[worker]
         if mine is not None:
-            held[worker] = mine.copy() if before is None else before | mine
+            held[worker] = mine | held.get(worker, mine)
     return chosen
 
 
@@ -167,9 +158,8 @@ def _trimmed(
     count = np.bincount(chosen, minlength=len(alive))
     result = list(chosen)
     for worker in np.flatnonzero(count > 2 * mean):
-        mine = [at for at, where in enumerate(chosen) if where == worker]
-        mine.sort(key=lambda at: scores[at][worker])  # requests with the worst scores move
-        for at in mine[keep:]:
+        mine = sorted(np.flatnonzero(np.equal(chosen, worker)), key=lambda at: scores[at][worker])
+        for at in mine[keep:]:  # requests with the worst scores move
             others = np.flatnonzero(alive & (count < np.minimum(keep, room)))
             if not len(others):
                 break  # no other worker has room
@@ -243,11 +233,11 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
                 high = middle
         surplus = -top
         for word in range(bits.shape[1]):
-            part, here = row[64 * word : 64 * word + 64], np.uint64(0)
+            part, marked = row[64 * word : 64 * word + 64], np.uint64(0)
             for expert in range(len(part)):
-                here |= np.uint64(part[expert] > low) << np.uint64(expert)
-            bits[layer, word] = here
-            surplus += _count(here)
+                marked |= np.uint64(part[expert] > low) << np.uint64(expert)
+            bits[layer, word] = marked
+            surplus += _count(marked)
         for expert in range(len(row) - 1, -1, -1):  # surplus ties are dropped from the last expert on
             if surplus <= 0:
                 break

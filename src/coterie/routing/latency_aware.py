@@ -48,10 +48,9 @@ class LatencyAware:
         workers, learned = len(fleet.places), self.fitted.for_fleet(request.footprint, fleet)
         forecast, profile, tokens = learned.forecast.map, UNKNOWN, 0.0
         if request.footprint is not None:
-            profile, total = learned.forecast.read(request.footprint)
-            tokens = total / (learned.num_layers * learned.top_k)
+            profile, tokens = learned.read(request.footprint)
         added, scores = np.empty(workers, np.float32), np.empty(workers)
-        found = _cheapest(
+        cheapest = _cheapest(
             self.cost.line,
             profile,
             tokens,
@@ -73,7 +72,7 @@ class LatencyAware:
             added,
             scores,
         )
-        worker = chosen(found, fleet)
+        worker = chosen(cheapest, fleet)
         cost = scores.item(worker)
         if profile is UNKNOWN:
             return Decision(worker, scores, (COST, cost, workers))

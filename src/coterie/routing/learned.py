@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, check_not_negative
-from coterie.footprints.signatures import Signature
+from coterie.errors import ConfigError, check, check_not_negative, check_within
+from coterie.footprints.signatures import Counts, Signature
 from coterie.routing.forecast import DecodeForecast
 
 SCALE = np.float32(255.0)
@@ -102,14 +102,11 @@ class Learned(NamedTuple):
             "forecast.after": (forecast.map.after.shape, (size,)),
             "shares": (shares.shape, (workers,)),
         }
-        for name, (found, right) in expected.items():
-            if found != right:
-                raise ConfigError(f"{name} has shape {found}; it must be {right}")
-        if not 1 <= top_k <= num_experts:
-            raise ConfigError(f"top_k={top_k} must be in 1 … {num_experts}")
+        for name, (shape, right) in expected.items():
+            check(shape == right, f"{name} has shape {shape}; it must be {right}")
+        check_within(1, num_experts, top_k=top_k)
         for name, array in (("centroids", centroids), ("profiles", profiles), ("shares", shares)):
-            if not np.isfinite(array).all():
-                raise ConfigError(f"{name} must be finite")
+            check(np.isfinite(array).all(), f"{name} must be finite")
         narrow = scales = None
         if centroids.nbytes > NARROW_BYTES:
             scales = np.abs(centroids).max(axis=1) / 127
@@ -135,7 +132,18 @@ class Learned(NamedTuple):
     def changed(self, **values: Any) -> Learned:
         """Return a copy with these values replaced; they are checked as in :meth:`of`."""
         derived = ("shape", "narrow", "scales")
-        return Learned.of(**{name: one for name, one in self._asdict().items() if name not in derived} | values)
+        return Learned.of(**{name: kept for name, kept in self._asdict().items() if name not in derived} | values)
+
+    def of_shape(self, footprint: Counts) -> Learned:
+        """Return these values; raise ConfigError for a footprint of another model's shape."""
+        if footprint.shape != self.shape:
+            raise ConfigError(f"footprint has shape {footprint.shape}; {self.model} was fitted for {self.shape}")
+        return self
+
+    def read(self, footprint: Counts) -> tuple[NDArray[np.float32], float]:
+        """Return a footprint's counts as the forecast reads them, and its number of tokens."""
+        profile, total = self.forecast.read(footprint)
+        return profile, total / (self.num_layers * self.top_k)
 
     def rows_for(self, workers: int) -> NDArray[np.int64]:
         """Return [worker] the row of each worker of a larger fleet; each new one takes the largest share per worker."""
@@ -162,19 +170,18 @@ def check_ranges(learned: Learned) -> None:
     per_token = float(learned.top_k * learned.num_layers)
     for name, array, most in (("profiles", learned.profiles, learned.top_k), ("shares", learned.shares, 1)):
         low, high = float(array.min()), float(array.max())
-        if low < 0 or high > most * (1 + SLACK):
-            raise ConfigError(f"{name} hold {low if low < 0 else high:g}; they must be in 0 … {most}")
+        inside = low >= 0 and high <= most * (1 + SLACK)
+        check(inside, f"{name} hold {low if low < 0 else high:g}; they must be in 0 … {most}")
     lengths = np.linalg.norm(learned.centroids.astype(np.float64), axis=1)
     sums = learned.profiles.sum(axis=1, dtype=np.float64)
-    for name, found, right in (
+    for name, values, right in (
         ("lengths of centroids", lengths, 1.0),
         ("sums of profiles over experts and layers", sums, per_token),
         ("sums of before and after over experts and layers", means, per_token),
         ("sum of shares", learned.shares.sum(dtype=np.float64, keepdims=True), 1.0),
     ):
-        off = np.where(found == 0, 0.0, np.abs(found / right - 1))  # a worker without requests has 0
-        if off.max() > SLACK:
-            raise ConfigError(f"{name} must be {right:g}; found {found[off.argmax()]:g}")
+        off = np.where(values == 0, 0.0, np.abs(values / right - 1))  # a worker without requests has 0
+        check(off.max() <= SLACK, f"{name} must be {right:g}; found {values[off.argmax()]:g}")
     check_not_negative(own=forecast.own, noise=forecast.noise, ridge=forecast.ridge)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import check_share
 from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fitted import FIT_HINT, RouterFit
@@ -33,8 +33,7 @@ class LocalityBand:
     """Largest difference from the best cosine similarity at which a worker is a candidate."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.band <= 1:
-            raise ConfigError(f"band={self.band} must be in 0 … 1")
+        check_share(band=self.band)
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         workers = len(fleet.places)
@@ -43,10 +42,10 @@ class LocalityBand:
             return Decision(worker, scores, "no footprint: the shortest queue")
         self.fitted.check_workers(workers)
         similarity, scores = self.fitted.similarities(request.footprint), np.empty(workers)
-        found, inside = _least_loaded(
+        least_loaded, inside = _least_loaded(
             similarity, self.band, fleet.alive, fleet.running, fleet.places, fleet.speeds, fleet.routed, scores
         )
-        worker = chosen(found, fleet)
+        worker = chosen(least_loaded, fleet)
         return Decision(worker, scores, (REASON, fleet.running.item(worker), inside, self.band))
 
 

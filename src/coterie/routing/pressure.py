@@ -40,7 +40,7 @@ class Pressure:
             self.fitted.for_fleet(request.footprint, fleet)
             profile = self.fitted.profile(request.footprint)  # the fleet needs it to track experts
             experts = self.experts
-        found = _least_pressed(
+        least_pressed = _least_pressed(
             self.kv,
             self.queue,
             self.prefill,
@@ -55,7 +55,7 @@ class Pressure:
             fleet.routed,
             scores,
         )
-        worker = chosen(found, fleet)
+        worker = chosen(least_pressed, fleet)
         return Decision(worker, scores, ("pressure {:.2f}, the least", scores.item(worker)), profile)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import check, check_at_least
 from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
@@ -45,16 +45,15 @@ class Semantic:
         object.__setattr__(self, "_starts", np.searchsorted(rank, np.arange(self.placement.num_ranks)))
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
-        if len(fleet) != self.placement.num_ranks:
-            raise ConfigError(f"the placement has {self.placement.num_ranks} ranks; the fleet has {len(fleet)} workers")
-        masked = self._masked(fleet)
-        local = self._local(request)
+        ranks, local = self.placement.num_ranks, self._local(request)
+        check(len(fleet) == ranks, f"the placement has {ranks} ranks; the fleet has {len(fleet)} workers")
         scores = fleet.running / fleet.speeds if local is None else 1.0 - local
-        worker, scores = best(np.where(masked, np.inf, scores), fleet)
+        worker, scores = best(np.where(self._masked(fleet), np.inf, scores), fleet)
         among = f"of {int(np.isfinite(scores).sum())} ranks left in this round"
-        if local is None:
-            return Decision(worker, scores, f"nothing is known of its experts: the least busy {among}")
-        return Decision(worker, scores, f"{local[worker]:.0%} of its activations are local, the most {among}")
+        reason = f"nothing is known of its experts: the least busy {among}"
+        if local is not None:
+            reason = f"{local[worker]:.0%} of its activations are local, the most {among}"
+        return Decision(worker, scores, reason)
 
     def _local(self, request: Request) -> NDArray[np.float64] | None:
         """Return [rank] the share of the footprint whose experts the rank holds; None if it is missing or all 0."""
@@ -62,8 +61,7 @@ class Semantic:
         if use is None:
             return None
         expected = (self.placement.num_layers, self.placement.num_experts)
-        if use.shape != expected:
-            raise ConfigError(f"footprint has shape {use.shape}; the placement is for {expected}")
+        check(use.shape == expected, f"footprint has shape {use.shape}; the placement is for {expected}")
         total = float(use.sum())
         if not total > 0:
             return None

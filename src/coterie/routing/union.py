@@ -16,6 +16,7 @@ prefill, which touches every expert.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
-from coterie.routing.clustering import Labels, assign, capacities
+from coterie.errors import check, check_at_least
+from coterie.routing.clustering import Labels, assign, capacities, members_of
 
 EFFORT = 2e8
 """Most expert indices that all swaps together may read, which takes 0.1 to 0.2 s. Small problems need far fewer."""
@@ -50,8 +51,7 @@ class UnionClusters(NamedTuple):
 
 def cluster_profiles(p: NDArray[np.floating], labels: Labels, workers: int) -> NDArray[np.float32]:
     """Return [worker, expert index] mean activation probabilities of each cluster; all 0 for an empty cluster."""
-    members = np.zeros((workers, len(p)), np.float32)
-    members[labels, np.arange(len(p))] = 1.0
+    members = members_of(labels, workers)
     return np.asarray(members @ p / np.maximum(members.sum(axis=1, keepdims=True), 1.0), np.float32)
 
 
@@ -93,36 +93,26 @@ def union_clusters(
     effort: float = EFFORT,
 ) -> UnionClusters:
     """Return the best clusters found from `starts` and `restarts` random assignments; p is [request, expert index]."""
-    if p.ndim != 2 or len(p) < workers:
-        raise ConfigError(
-            f"p {p.shape} must be [request, expert index] of at least {workers} requests, one for each worker"
-        )
-    if batch < 1:
-        raise ConfigError(f"batch={batch} must be at least 1")
-    if not starts and restarts < 1:
-        raise ConfigError(f"restarts={restarts} must be at least 1 where no start is given")
+    enough = p.ndim == 2 and len(p) >= workers
+    check(enough, f"p {p.shape} must be [request, expert index] of at least {workers} requests, one for each worker")
+    check_at_least(1, batch=batch)
+    check(starts or restarts >= 1, f"restarts={restarts} must be at least 1 where no start is given")
     limits = capacities(len(p), workers, speeds)
     rows = np.ascontiguousarray(p, np.float32)
-    begin = [np.asarray(start, np.int64).copy() for start in starts]
+    begin = [np.array(start, np.int64) for start in starts]
     for labels in begin:
-        if labels.shape != (len(p),) or (np.bincount(labels, minlength=workers) > limits).any():
-            raise ConfigError(f"a start must label {len(p)} requests within the limits {limits.tolist()}")
-    seats = np.repeat(np.arange(workers), limits)
-    seats = np.concatenate([np.arange(workers), rng.permutation(_without_one_each(seats, workers))])[: len(p)]
+        sound = labels.shape == (len(p),) and (np.bincount(labels, minlength=workers) <= limits).all()
+        check(sound, f"a start must label {len(p)} requests within the limits {limits.tolist()}")
+    spare = np.repeat(np.arange(workers), np.maximum(limits - 1, 0))  # every worker gets one request at least
+    seats = np.concatenate([np.arange(workers), rng.permutation(spare)])[: len(p)]
     begin += [rng.permutation(seats) for _ in range(restarts)]
-    found = [_descend(rows, labels, limits, batch, rounds) for labels in begin]
-    found.sort(key=lambda labels: expected_distinct_of(rows, labels, batch))
-    for index in range(len(found)):
+    distinct = partial(expected_distinct_of, rows, batch=batch)
+    clusters = sorted((_descend(rows, labels, limits, batch, rounds) for labels in begin), key=distinct)
+    for index, labels in enumerate(clusters):
         if effort > 0:
-            found[index], effort = _swap(rows, found[index], limits, batch, effort)
-    best = min(found, key=lambda labels: expected_distinct_of(rows, labels, batch))
-    return UnionClusters(best, cluster_profiles(rows, best, workers), expected_distinct_of(rows, best, batch))
-
-
-def _without_one_each(seats: NDArray[np.int64], workers: int) -> NDArray[np.int64]:
-    """Return the worker of each seat, without the first seat of each worker."""
-    _, firsts = np.unique(seats, return_index=True)
-    return np.delete(seats, firsts[:workers])
+            clusters[index], effort = _swap(rows, labels, limits, batch, effort)
+    best = min(clusters, key=distinct)
+    return UnionClusters(best, cluster_profiles(rows, best, workers), distinct(best))
 
 
 def _descend(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, rounds: int) -> Labels:
@@ -131,9 +121,8 @@ def _descend(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], bat
     for _ in range(rounds):
         slopes, offsets = tangents(cluster_profiles(rows, labels, len(limits)), batch)
         costs = rows @ slopes.T + offsets
-        total = float(
-            costs[np.arange(len(rows)), labels].sum(dtype=np.float64)
-        )  # U of the labels, where the tangents touch it
+        # U of the labels, where the tangents touch it.
+        total = float(costs[np.arange(len(rows)), labels].sum(dtype=np.float64))
         if total > last * (1 - 1e-6):
             break
         last = total
@@ -141,13 +130,13 @@ def _descend(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], bat
     return labels
 
 
-class _Swapped(NamedTuple):
-    labels: Labels
-    effort_left: float
+def _swap(
+    rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, effort: float
+) -> tuple[Labels, float]:
+    """Swap and move requests by exact U until a sweep changes nothing or the effort is spent.
 
-
-def _swap(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, effort: float) -> _Swapped:
-    """Swap and move requests by exact U until a sweep changes nothing or the effort is spent."""
+    Return the labels and the effort that is left.
+    """
     workers = len(limits)
     pair_work = max(1, workers * (workers - 1) * rows.shape[1])
     tried = int(np.clip(np.sqrt(effort / _SWEEPS / pair_work), 2, limits.max()))
@@ -160,20 +149,18 @@ def _swap(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch:
         effort -= pair_work * tried**2
         if not _sweep(rows, labels, sums, limits, first, np.int64(batch)):
             break
-    return _Swapped(labels, effort)
+    return labels, effort
 
 
 def _promising(costs: NDArray[np.float32], labels: Labels, workers: int, tried: int) -> NDArray[np.int64]:
     """Return [from, to, candidate] requests of cluster `from` whose move to `to` adds least to U; padded with -1."""
     extra = costs - costs[np.arange(len(labels)), labels][:, None]  # [request, worker]
-    found = np.full((workers, workers, tried), np.int64(-1))
+    candidates = np.full((workers, workers, tried), np.int64(-1))
     for worker in range(workers):
         members = np.flatnonzero(labels == worker)
-        kept = min(tried, len(members))
-        if kept:
-            order = np.argsort(extra[members], axis=0, kind="stable")[:kept]  # [candidate, to]
-            found[worker, :, :kept] = members[order].T
-    return found
+        order = np.argsort(extra[members], axis=0, kind="stable")[:tried]  # [candidate, to]
+        candidates[worker, :, : len(order)] = members[order].T
+    return candidates
 
 
 @njit()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coterie.errors import TraceError
-from coterie.testing._require import require
+from coterie.testing._require import no_error, require
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace
 from coterie.traces.readers.base import Reader, ReadOptions, Trace
 from coterie.traces.writers import write_trace
@@ -44,8 +44,8 @@ def check_reader(reader: Reader, file: Path, options: ReadOptions | None = None,
 
 
 def _check_sniff(reader: Reader, file: Path, folder: Path) -> None:
-    found = _sniff(reader, file, f"{file.name}, of its own format")
-    require(found, f"sniff({file.name}) must be true: the file is of its own format")
+    own = _sniff(reader, file, f"{file.name}, of its own format")
+    require(own, f"sniff({file.name}) must be true: the file is of its own format")
     for name, data in (("empty", b""), *FOREIGN.items()):
         foreign = folder / f"foreign{file.suffix}"
         foreign.write_bytes(data)
@@ -59,20 +59,16 @@ def _check_sniff(reader: Reader, file: Path, folder: Path) -> None:
 
 
 def _sniff(reader: Reader, path: Path, what: str) -> bool:
-    try:
-        found = reader.sniff(path)
-    except Exception as error:
-        raise AssertionError(f"sniff raised {type(error).__name__} of {what}: {error}") from error
-    require(isinstance(found, bool), f"sniff of {what} returned {found!r}; it must be True or False")
-    return found
+    with no_error(f"sniff of {what}"):
+        known = reader.sniff(path)
+    require(isinstance(known, bool), f"sniff of {what} returned {known!r}; it must be True or False")
+    return known
 
 
 def _check_read(reader: Reader, file: Path, options: ReadOptions, folder: Path) -> None:
     before = _contents(file)
-    try:
+    with no_error(f"read({file.name})"):
         traces = [reader.read(file, options) for _ in range(2)]
-    except Exception as error:
-        raise AssertionError(f"read({file.name}) raised {type(error).__name__}: {error}") from error
     written = []
     for number, trace in enumerate(traces):
         _check_valid(trace, f"read({file.name})")
@@ -95,7 +91,7 @@ def _contents(path: Path) -> dict[str, bytes]:
     """Return the contents of every file by its path in the folder; a single file has an empty path."""
     if path.is_file():
         return {"": path.read_bytes()}
-    return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 def _check_cut(reader: Reader, file: Path, options: ReadOptions, folder: Path, counted: bool) -> None:
@@ -103,35 +99,27 @@ def _check_cut(reader: Reader, file: Path, options: ReadOptions, folder: Path, c
         where = f"{file.name} cut to {length} bytes"
         _sniff(reader, path, where)
         try:
-            trace = reader.read(path, options)
+            with no_error(f"{where}: read must raise TraceError; it", but=TraceError):
+                trace = reader.read(path, options)
             _check_valid(trace, where)
+            shorter = not counted and length > 0
+            require(shorter, f"{where}: read must raise TraceError; it returned a {type(trace).__name__}")
         except TraceError as error:
             named = str(path) in str(error)
             require(named, f"{where}: the TraceError must name the file {path}; it says: {error}")
-        except AssertionError:
-            raise
-        except Exception as error:
-            raise AssertionError(f"{where}: read must raise TraceError; it raised {error!r}") from error
-        else:
-            shorter = not counted and length > 0
-            require(shorter, f"{where}: read must raise TraceError; it returned a {type(trace).__name__}")
 
 
 def _cut(file: Path, folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield copies of a file or folder with its largest file cut, each with the length of the cut file in bytes."""
     folder.mkdir()
     path = folder / file.name
-    parts = [file] if file.is_file() else [one for one in file.rglob("*") if one.is_file()]
-    largest = max(parts, key=lambda one: one.stat().st_size)
+    parts = [part for part in (file, *file.rglob("*")) if part.is_file()]
+    largest = max(parts, key=lambda part: part.stat().st_size)
     data = largest.read_bytes()
-    lengths = {len(data) * part // CUTS for part in range(CUTS)} | {len(data) - 1}
-    for length in sorted(lengths):
+    for length in sorted({len(data) * part // CUTS for part in range(CUTS)} | {len(data) - 1}):
         if file.is_dir():
             shutil.copytree(file, path)
-        target = path / largest.relative_to(file) if file.is_dir() else path
-        target.write_bytes(data[:length])
+        (path / largest.relative_to(file)).write_bytes(data[:length])
         yield length, path
-        if file.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        shutil.rmtree(folder)
+        folder.mkdir()

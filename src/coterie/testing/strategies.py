@@ -10,7 +10,7 @@ from numpy.random import Generator, default_rng
 
 from coterie.batching.base import Loads, Selection, Strategy, Window
 from coterie.batching.picking import must_take
-from coterie.testing._require import require
+from coterie.testing._require import no_error, require, unchanged
 
 FAR = 1_000_000
 """Number of skips used for overdue requests if the strategy has no limit."""
@@ -49,29 +49,28 @@ def _cases(rng: Generator, limit: int | None) -> Iterator[_Case]:
         sizes = sorted({0, 1, 2, waiting // 4, waiting // 2, waiting - 1, waiting, waiting + 3})
         shape = f"{waiting} waiting, {layers} layers, {experts} experts"
         for size in sizes:
-            yield _Case(shape, Window(loads, fresh, waiting), nothing, size)
-            yield _Case(f"{shape}, with a load running", Window(loads, fresh, waiting + 9), running, size)
-            yield _Case(f"{shape}, all loads 0", Window(np.zeros_like(loads), fresh, waiting), nothing, size)
-            yield _Case(f"{shape}, all alike", Window(np.ones_like(loads), fresh, waiting), running, size)
-            yield _Case(f"{shape}, fractions", Window(rng.random(loads.shape), fresh, waiting), running / 200, size)
+            fractions = rng.random(loads.shape)
             late = np.where(rng.random(waiting) < 0.3, overdue, overdue - 1)
-            yield _Case(f"{shape}, some overdue", Window(loads, late, waiting), running, size)
             last = np.where(np.arange(waiting) == waiting - 1, overdue + 1, 0)
-            yield _Case(f"{shape}, the youngest overdue", Window(loads, last, waiting), nothing, size)
-            yield _Case(f"{shape}, all overdue", Window(loads, fresh + overdue, waiting), nothing, size)
+            yield from (
+                _Case(shape, Window(loads, fresh, waiting), nothing, size),
+                _Case(f"{shape}, with a load running", Window(loads, fresh, waiting + 9), running, size),
+                _Case(f"{shape}, all loads 0", Window(np.zeros_like(loads), fresh, waiting), nothing, size),
+                _Case(f"{shape}, all alike", Window(np.ones_like(loads), fresh, waiting), running, size),
+                _Case(f"{shape}, fractions", Window(fractions, fresh, waiting), running / 200, size),
+                _Case(f"{shape}, some overdue", Window(loads, late, waiting), running, size),
+                _Case(f"{shape}, the youngest overdue", Window(loads, last, waiting), nothing, size),
+                _Case(f"{shape}, all overdue", Window(loads, fresh + overdue, waiting), nothing, size),
+            )
     empty = Window(np.zeros((0, 2, 4)), np.zeros(0, np.int64), 0)
-    for size in (0, 1, 8):
-        yield _Case("an empty window", empty, empty.no_load(), size)
+    yield from (_Case("an empty window", empty, empty.no_load(), size) for size in (0, 1, 8))
 
 
 def _check_case(make: Callable[[], Strategy], strategy: Strategy, case: _Case, seed: int) -> None:
     window, running = case.window, case.running
-    before = window.loads.copy(), window.skipped.copy(), running.copy()
     where = f"{strategy!r}, {case.name}, size {case.size}"
-
-    selected = _select(strategy, case, seed, where)
-    for name, was, now in zip(("loads", "skipped", "running"), before, (*window[:2], running), strict=True):
-        require(np.array_equal(was, now), f"{where}: select changed {name}, which it may only read")
+    with unchanged(f"{where}: select", loads=window.loads, skipped=window.skipped, running=running):
+        selected = _select(strategy, case, seed, where)
     order = _checked_order(selected, case, where)
     due = must_take(window, case.size, strategy.max_skips)
     if due:
@@ -79,17 +78,14 @@ def _check_case(make: Callable[[], Strategy], strategy: Strategy, case: _Case, s
         left_out = [request for request in due if request not in order]
         require(not left_out, f"{where}: overdue {left_out} must be in, oldest first, but picked were {order}")
 
-    again = [int(request) for request in _select(strategy, case, seed, where).order]
-    require(again == order, f"{where}: the same generator state gave {order}, then {again}")
-    other = [int(request) for request in _select(make(), case, seed, where).order]
-    require(other == order, f"{where}: the same generator state gave {order}, then {other} by a new strategy")
+    for who, same in (("", strategy), (" by a new strategy", make())):
+        again = _select(same, case, seed, where).order.tolist()
+        require(again == order, f"{where}: the same generator state gave {order}, then {again}{who}")
 
 
 def _select(strategy: Strategy, case: _Case, seed: int, where: str) -> Selection:
-    try:
+    with no_error(f"{where}: select"):
         return strategy.select(case.window, case.running, case.size, default_rng(seed))
-    except Exception as error:
-        raise AssertionError(f"{where}: select raised {type(error).__name__}: {error}") from error
 
 
 def _checked_order(selected: Selection, case: _Case, where: str) -> list[int]:
@@ -104,6 +100,5 @@ def _checked_order(selected: Selection, case: _Case, where: str) -> list[int]:
     require(len(set(order)) == len(order), f"{where}: picked twice in {order}")
     expected = min(case.size, waiting)
     require(len(order) == expected, f"{where}: picked {len(order)}, expected min(size, window)={expected}")
-    said = isinstance(selected.reason, str) and bool(selected.reason)
-    require(said, f"{where}: reason={selected.reason!r} must be words")
+    require(isinstance(selected.reason, str) and selected.reason, f"{where}: reason={selected.reason!r} must be words")
     return order

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from coterie.costs.exchange import crossing, rows_between
-from coterie.dispatch.shuffle import in_turn_schedule, shuffle_schedule
+from coterie.dispatch.shuffle import PADDING, ShuffleSchedule, shuffle_schedule
 from coterie.dispatch.slots import SlotTable, choose_slots
 from coterie.engines.ranks import RankMember
 from coterie.engines.torch_ep.exchange import TorchExchange
@@ -208,6 +208,14 @@ def route_of(numbers: str) -> Callable[[Any], RouterAnswer]:
         return RouterAnswer(chosen.indices, chosen.values / chosen.values.sum(dim=1, keepdim=True))
 
     return route
+
+
+def in_turn_schedule(num_tokens: int, num_ranks: int) -> ShuffleSchedule:
+    """Return the schedule that keeps the tokens' own order: a plain reduce-scatter."""
+    per_rank = -(-num_tokens // num_ranks)
+    order = np.arange(num_ranks * per_rank)
+    order[num_tokens:] = PADDING
+    return ShuffleSchedule(order, per_rank, np.arange(num_tokens))
 
 
 def tensor_parallel(group: Group, case: Case, deduplicate: bool) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,23 @@ import pytest
 
 from coterie.answers.rank_tables import fit_rank_tables
 from coterie.answers.suites import SuiteOptions
+from coterie.dispatch.tables import Contexts, RankTables
 from coterie.errors import TraceError
+from coterie.models import get_model
 from coterie.placement.holdings import held_by
+from coterie.predictors import RankTransitions
 from coterie.traces import ActivationTrace, TraceMeta
 from coterie.traces.writers import write_trace
 from coterie.types import Placement
 from coterie_lab.suites.sem_moe.look_back import look_back, table_shares
-from coterie_lab.suites.sem_moe.prediction import BYTES_MODELS, bytes_rows, counts_by_domain, prediction_rows, spread
+from coterie_lab.suites.sem_moe.prediction import (
+    BYTES_MODELS,
+    bytes_rows,
+    counts_by_domain,
+    prediction_rows,
+    spread,
+    table_bytes,
+)
 from coterie_lab.suites.sem_moe.prediction_notes import prediction_notes
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 8, 8, 2, 30
@@ -100,6 +111,26 @@ def test_without_data_the_notes_say_so() -> None:
     rows = prediction_rows(SuiteOptions(), quiet)
     assert {row["part"] for row in rows} == {"table_bytes"}
     assert "COTERIE_DATA" in prediction_notes(rows)[0]
+
+
+def test_bytes_of_a_whole_vocabulary_are_as_counted(rng: np.random.Generator) -> None:
+    ranks, experts = 3, 6
+    spec = get_model("gpt-oss-20b")
+    spec = replace(spec, num_layers=LAYERS, first_moe_layer=0, num_experts=experts, top_k=2, vocab_size=300)
+    rows = RankTransitions(2).fit(rng.integers(0, ranks, (20_000, LAYERS)), ranks).rows  # every context is seen
+    tables = RankTables.of(
+        Placement.linear(LAYERS, experts, ranks),
+        np.arange(300),
+        np.zeros((LAYERS, 300), np.int64),
+        np.zeros((LAYERS, 300)),
+        Contexts(2, rows.offsets, rows.keys, rows.ranks, rows.confidence),
+        model="any",
+        top_k=2,
+    )
+    found = table_bytes(spec, ranks)
+    assert found.tokens + found.contexts == tables.nbytes - tables.placement.slot_experts.nbytes
+    assert found.published == 300 * LAYERS * 2
+    tables.check_fits(spec)
 
 
 def test_bytes_are_printed_for_every_model() -> None:

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from coterie.answers.rank_tables import fit_rank_tables
 from coterie.answers.runs import interval
 from coterie.answers.suites import Report, SuiteOptions
-from coterie.dispatch.tables import table_bytes
 from coterie.errors import TraceError
+from coterie.footprints.ranks import key_starts
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.predictors import TokenTable
 from coterie.predictors.scoring import split_groups
 from coterie.traces.activations import ActivationTrace
-from coterie.types import Placement
+from coterie.types import ModelSpec, Placement, narrowest_uint
 from coterie_lab.suites.predictors.cases import trace_cases
 from coterie_lab.suites.predictors.model import record_prompts
 from coterie_lab.suites.predictors.traces import prompt_groups
@@ -309,6 +309,30 @@ def _counted_rows(model: str, domains: dict[str, TokenCounts]) -> list[Row]:
 def _summed(parts: Sequence[TokenCounts]) -> TokenCounts:
     activations = np.asarray(np.sum([part.activations for part in parts], axis=0), np.uint32)
     return TokenCounts(activations, np.asarray(np.sum([part.occurrences for part in parts], axis=0)))
+
+
+class TableBytes(NamedTuple):
+    """Sizes in bytes of the tables of a whole vocabulary."""
+
+    published: int
+    """Published tables: one 16-bit rank for each token and MoE layer."""
+    tokens: int
+    """Coterie's token table: ids, ranks, confidences and affinities."""
+    contexts: int
+    """Coterie's context table: every context of every layer."""
+
+
+def table_bytes(spec: ModelSpec, num_ranks: int, order: int = 2) -> TableBytes:
+    """Return the largest size of a model's tables, with every token and every context seen."""
+    rank = narrowest_uint(num_ranks - 1).itemsize
+    starts = key_starts(num_ranks, order)
+    rows = sum(int(starts[min(order, layer) + 1]) for layer in range(spec.num_moe_layers))
+    cells = spec.vocab_size * spec.num_moe_layers
+    return TableBytes(
+        published=2 * cells,
+        tokens=cells * (rank + 1) + spec.vocab_size * (4 + 2 * num_ranks),
+        contexts=rows * (8 + rank + 1) + 8 * (spec.num_moe_layers + 1),
+    )
 
 
 def bytes_rows() -> list[Row]:
