@@ -16,7 +16,6 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 MESSAGE = "compiling once, about {} s; coterie warm does it ahead"
 FILE = "coterie-compiled.json"
@@ -77,8 +76,7 @@ def on_numba_import() -> None:
         def on_end(self, _event: Event) -> None:
             pass
 
-    heard: Any = Heard()
-    register("numba:compile", heard)  # not sent for a loop read from the cache
+    register("numba:compile", Heard())  # not sent for a loop read from the cache
 
 
 def _say() -> None:
@@ -89,11 +87,10 @@ def _say() -> None:
 
 def note_compiled(*verbs: str) -> None:
     """Record in the file that the loops of these verbs are compiled; does nothing if it cannot be written."""
-    known = compiled_verbs()
+    known, path = compiled_verbs(), _file()
     if "coterie._numba" not in sys.modules or known >= set(verbs):
         return
     with contextlib.suppress(OSError):
-        path = _file()
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_text(json.dumps({"key": _key(), "verbs": sorted(known | set(verbs))}))
@@ -103,8 +100,8 @@ def note_compiled(*verbs: str) -> None:
 def compiled_verbs() -> set[str]:
     """Return the verbs whose loops are compiled, for this version of Coterie, Numba and Python on this processor."""
     try:
-        found = json.loads(_file().read_text())
-        return set(map(str, found["verbs"])) if found["key"] == _key() else set()
+        listed = json.loads(_file().read_text())
+        return set(map(str, listed["verbs"])) if listed["key"] == _key() else set()
     except (OSError, ValueError, LookupError, TypeError):
         return set()
 
@@ -120,13 +117,14 @@ def _file() -> Path:
 
 
 def _key() -> str:
-    versions = []
-    for name in ("coterie", "numba"):
-        try:
-            versions.append(version(name))
-        except PackageNotFoundError:  # a source tree on the path has no metadata
-            versions.append("?")
-    return " ".join([*versions, platform.python_version(), str(Path(__file__).parent), _processor()])
+    versions = _version("coterie"), _version("numba"), platform.python_version()
+    return " ".join([*versions, str(Path(__file__).parent), _processor()])
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(PackageNotFoundError):  # a source tree on the path has no metadata
+        return version(package)
+    return "?"
 
 
 def _processor() -> str:

@@ -15,7 +15,7 @@ from coterie.costs.movement import Movement
 from coterie.costs.presets import Preset
 from coterie.costs.presets import step_model as preset_model
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.footprints.signatures import Weighting
 from coterie.models import get_model
 from coterie.placement import Load, Objective, Plan, planners
@@ -78,15 +78,13 @@ def plan(
     engines' default, expert e in slot e. `tokens` is the number of tokens in a step over all ranks. `movement` says
     whether the engine `stops` for every move or moves are `staged` behind its steps. `settings` are the planner's own.
     """
-    window = load if isinstance(load, Load) else _load_of(np.asarray(load, np.float64))
+    if not isinstance(load, Load):
+        sample = np.asarray(load, np.float64)
+        load = Load.of_scenarios(sample) if sample.ndim == 3 else Load(sample)
     if current is None:
-        current = Placement.linear(window.num_layers, window.num_experts, topology.num_ranks)
+        current = Placement.linear(load.num_layers, load.num_experts, topology.num_ranks)
     objective = Objective.of(replace(model, topology=topology), tokens, movement, horizon=horizon)
-    return planners.make(planner, {"objective": objective}, **settings).plan(window, topology, current)
-
-
-def _load_of(tokens: NDArray[np.float64]) -> Load:
-    return Load.of_scenarios(tokens) if tokens.ndim == 3 else Load(tokens)
+    return planners.make(planner, {"objective": objective}, **settings).plan(load, topology, current)
 
 
 def simulate(
@@ -111,8 +109,7 @@ def simulate(
     """
     if not isinstance(trace, ActivationTrace):
         raise ConfigError(f"a fleet replays activations; this is a {type(trace).__name__}")
-    if not routers:
-        raise ConfigError("routers=[] must name at least one")
+    check(routers, "routers=[] must name at least one")
     settings = FleetSettings(
         decoders=decoders,
         in_flight=in_flight,

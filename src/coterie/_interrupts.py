@@ -36,23 +36,21 @@ _terminated = False
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
     """End the process at a signal without a traceback, while modules are imported and no work has begun."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ours = [number for number, handler in kept.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
-    if not _in_main_thread():
-        ours = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if _in_main_thread()}
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    ours = {number: handler for number, handler in handlers.items() if handler in defaults}
     for number in ours:
         signal.signal(number, _leave)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, kept[number])
+        for number, handler in ours.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    code = 128 + number
-    os.write(2, f"{WORDS[code]}\n".encode())
-    os._exit(code)
+    os.write(2, f"{WORDS[128 + number]}\n".encode())
+    os._exit(128 + number)
 
 
 def leave(code: int) -> NoReturn:
@@ -76,10 +74,9 @@ def handle_interrupts() -> Iterator[None]:
     Does not import Numba itself.
     """
     global _asked, _terminated, _noted
-    if not _asked:
-        _asked = True
-        if "coterie._numba" in sys.modules:
-            on_numba_import()
+    first, _asked = not _asked, True
+    if first and "coterie._numba" in sys.modules:
+        on_numba_import()
     _terminated = _noted = False
     ours = _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     hook, others = sys.unraisablehook, []
@@ -168,9 +165,8 @@ def on_numba_import() -> None:
                 _noted = False
                 raise KeyboardInterrupt
 
-    noted: Any = Noted()
     for kind in ("numba:compiler_lock", "numba:run_pass"):
-        register(kind, noted)
+        register(kind, Noted())
 
 
 def _in_main_thread() -> bool:

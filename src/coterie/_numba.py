@@ -33,14 +33,8 @@ def njit(*, fastmath: bool = False, division_raises: bool = True) -> Callable[[F
 
     Without `division_raises`, dividing by 0 gives infinity as NumPy does, and a loop that divides can be vectorised.
     """
-    errors = "python" if division_raises else "numpy"
-
-    def decorate(function: F) -> F:
-        compile_ = numba.njit(cache=True, nogil=True, fastmath=fastmath, error_model=errors, no_cfunc_wrapper=True)
-        compiled: F = compile_(function)
-        return compiled
-
-    return decorate
+    compile_: Callable[[F], F] = numba.njit(nogil=True, **_options(fastmath, division_raises))
+    return compile_
 
 
 def helper(*, fastmath: bool = False, division_raises: bool = True) -> Callable[[F], F]:
@@ -49,14 +43,13 @@ def helper(*, fastmath: bool = False, division_raises: bool = True) -> Callable[
     Without the wrapper for calls from Python it compiles in two thirds of the time, and once for all plain numbers that
     callers pass. A call from Python runs the function uncompiled.
     """
+    register: Callable[[F], F] = register_jitable(**_options(fastmath, division_raises))
+    return register
+
+
+def _options(fastmath: bool, division_raises: bool) -> dict[str, Any]:
     errors = "python" if division_raises else "numpy"
-
-    def decorate(function: F) -> F:
-        register = register_jitable(cache=True, fastmath=fastmath, error_model=errors, no_cfunc_wrapper=True)
-        registered: F = register(function)
-        return registered
-
-    return decorate
+    return {"cache": True, "fastmath": fastmath, "error_model": errors, "no_cfunc_wrapper": True}
 
 
 def side_by_side(work: Callable[..., object], count: int, *arguments: Any) -> None:

@@ -21,6 +21,7 @@ import difflib
 import math
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,12 +113,10 @@ def check_input_file(path: Path) -> None:
 
     A missing file passes: opening it gives a better error.
     """
-    try:
+    with suppress(OSError):
         mode = path.stat().st_mode
-    except OSError:
-        return
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise TraceError(path, "file", "is a device, a pipe or a socket, expected a file")
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise TraceError(path, "file", "is a device, a pipe or a socket, expected a file")
 
 
 def check_new_file(path: Path | None) -> None:
@@ -135,8 +134,7 @@ class UnknownNameError(InputError, KeyError):
         self.known = sorted(known)
         close = difflib.get_close_matches(name.lower(), self.known, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        message = f"Unknown {kind} {name!r}.{hint} Known: {', '.join(self.known)}"
-        super().__init__(message)
+        super().__init__(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(self.known)}")
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0])

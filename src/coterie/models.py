@@ -12,7 +12,7 @@ With latent attention `head_dim` is the value head's width; the query's part wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -53,11 +53,11 @@ def models() -> Mapping[str, ModelSpec]:
 def get_model(name: str) -> ModelSpec:
     """Return a shipped model by its name or its Hugging Face repository (``Qwen/Qwen3-30B-A3B`` or its last part)."""
     wanted = name.lower().rsplit("/", 1)[-1]
-    known = models()
-    for spec in known.values():
-        if wanted in (spec.name, _repository(spec).lower().rsplit("/", 1)[-1]):
+    for spec in models().values():
+        repository = spec.source.replace(";", " ").split()[0]
+        if wanted in (spec.name, repository.lower().rsplit("/", 1)[-1]):
             return spec
-    raise UnknownNameError("model", name, known)
+    raise UnknownNameError("model", name, models())
 
 
 def model_of(name: str, asked: str | None = None) -> ModelSpec:
@@ -71,10 +71,6 @@ def model_of(name: str, asked: str | None = None) -> ModelSpec:
         return get_model(name)
     except UnknownNameError:
         raise ConfigError(f"the trace is of model {name!r}, which is not known: say which with --model") from None
-
-
-def _repository(spec: ModelSpec) -> str:
-    return spec.source.replace(";", " ").split()[0]
 
 
 def total_params(spec: ModelSpec) -> int:
@@ -115,13 +111,10 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     Raises :class:`~coterie.errors.TraceError` naming the field and the keys tried: for a dense model, a missing or
     mistyped key, weights in a format without a WeightDtype, or MoE layers in no regular pattern.
     """
-    if isinstance(config, Mapping):
-        reader = _Config(Path("config.json"), _flatten(config))
-    else:
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        reader = _Config(path, _flatten(_read_json(path)))
-    found = reader.found
+    path = Path("config.json" if isinstance(config, Mapping) else config)
+    path = path / "config.json" if path.is_dir() else path
+    found = _flatten(config if isinstance(config, Mapping) else _read_json(path))
+    reader = _Config(path, found)
     name = name or str(found.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1] or found.get("model_type")
     try:
         return _spec(reader, str(name or "unnamed").lower())
@@ -204,15 +197,14 @@ def _moe_layers(reader: _Config, num_layers: int) -> range:
 
 def _moe_layer_ids(reader: _Config, num_layers: int) -> list[int]:
     # Explicit lists first: if a family gives a list, the other keys are leftovers of the family it derives from.
-    if "mlp_layer_types" in reader.found:
-        kinds = reader.per_layer("mlp_layer_types", num_layers)
-        return [i for i, kind in enumerate(kinds) if kind != "dense"]
-    if "hybrid_override_pattern" in reader.found:  # Nemotron-H: one letter a block, E for experts
-        kinds = reader.per_layer("hybrid_override_pattern", num_layers)
-        return [i for i, kind in enumerate(kinds) if kind == "E"]
-    if isinstance(reader.found.get("moe_layer_freq"), list):
-        flags = reader.per_layer("moe_layer_freq", num_layers)
-        return [i for i, flag in enumerate(flags) if flag]
+    dense_kinds: dict[str, Callable[[Any], bool]] = {
+        "mlp_layer_types": lambda kind: kind == "dense",
+        "hybrid_override_pattern": lambda kind: kind != "E",  # Nemotron-H: one letter a block, E for experts
+        "moe_layer_freq": lambda flag: not flag,
+    }
+    for key, is_dense in dense_kinds.items():
+        if key in reader.found and (key != "moe_layer_freq" or isinstance(reader.found[key], list)):
+            return [i for i, kind in enumerate(reader.per_layer(key, num_layers)) if not is_dense(kind)]
     if reader.found.get("moe_layers"):
         return sorted(reader.ids("moe_layers", num_layers))
 

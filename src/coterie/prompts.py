@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -27,8 +28,7 @@ class Prompt(NamedTuple):
 def load_prompts() -> list[Prompt]:
     """Return all shipped prompts, in the file's order."""
     text = files("coterie").joinpath("data/prompts.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(io.StringIO(text, newline=""))
-    return [Prompt(row["id"], row["domain"], row["lang"], row["prompt"]) for row in rows]
+    return [Prompt(**row) for row in csv.DictReader(io.StringIO(text, newline=""))]
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -51,20 +51,18 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     prompts = [_prompt(file, line, row) for line, row in readers[file.suffix.lower()](file, text)]
     if not prompts:
         raise TraceError(file, "prompts", "there is none")
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise TraceError(file, "id", f"{prompt.id!r} is given twice")
-        seen.add(prompt.id)
+    for name, count in Counter(prompt.id for prompt in prompts).items():
+        if count > 1:
+            raise TraceError(file, "id", f"{name!r} is given twice")
     return prompts
 
 
 def take_in_turn(prompts: list[Prompt], count: int) -> list[Prompt]:
     """Return at most `count` prompts, chosen round-robin over the domains so that all are covered, in file order."""
-    turns: dict[str, int] = {}
+    turns: Counter[str] = Counter()
     order = []
     for index, prompt in enumerate(prompts):
-        turns[prompt.domain] = turns.get(prompt.domain, 0) + 1
+        turns[prompt.domain] += 1
         order.append((turns[prompt.domain], index))
     return [prompts[index] for index in sorted(index for _, index in sorted(order)[:count])]
 
@@ -75,15 +73,14 @@ def _txt_rows(_: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise TraceError(path, f"line {number}", f"is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise TraceError(path, f"line {number}", f"is {type(row).__name__}, expected an object")
-        yield number, row
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise TraceError(path, f"line {number}", f"is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise TraceError(path, f"line {number}", f"is {type(row).__name__}, expected an object")
+            yield number, row
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -96,14 +93,11 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _prompt(path: Path, line: int, row: Mapping[str, Any]) -> Prompt:
-    values = {}
-    for name in ("prompt", "id", "domain", "lang"):
-        value = row.get(name)
-        if value is None and name != "prompt":
-            value = f"{path.stem}-{line}" if name == "id" else ""
-        if name == "id" and isinstance(value, int):
-            value = str(value)
+    defaults = {"prompt": None, "id": f"{path.stem}-{line}", "domain": "", "lang": ""}
+    values = {name: default if row.get(name) is None else row[name] for name, default in defaults.items()}
+    if isinstance(values["id"], int):
+        values["id"] = str(values["id"])
+    for name, value in values.items():
         if not isinstance(value, str) or (name in ("prompt", "id") and not value.strip()):
             raise TraceError(path, f"line {line}", f"{name}={value!r} must be a text that is not empty")
-        values[name] = value
-    return Prompt(values["id"], values["domain"], values["lang"], values["prompt"])
+    return Prompt(**values)

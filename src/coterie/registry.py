@@ -20,6 +20,7 @@ import os
 import pkgutil
 import sys
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
 from importlib import import_module
@@ -27,7 +28,7 @@ from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from coterie.errors import ConfigError, UnknownNameError
 
@@ -87,7 +88,7 @@ def _import_file(path: Path) -> None:
         raise
 
 
-class Registry(Generic[T]):
+class Registry(Mapping[str, T]):
     """Name → item; plugins of the environment and entry points are read on first look-up.
 
     >>> strategies: Registry[type] = Registry("strategy", group="coterie.strategies")
@@ -143,10 +144,6 @@ class Registry(Generic[T]):
         except KeyError:
             raise UnknownNameError(self.kind, name, self._items) from None
 
-    def __contains__(self, name: object) -> bool:
-        self._read_plugins()
-        return name in self._items
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
@@ -159,7 +156,7 @@ class Registry(Generic[T]):
         return sorted(self._items)
 
 
-class Offers(Mapping[str, Any]):
+class Offers(UserDict[str, Any]):
     """A context whose values are computed only when a policy needs them, because some are expensive.
 
     >>> offers = Offers(seed=lambda: 3)
@@ -167,17 +164,8 @@ class Offers(Mapping[str, Any]):
     3
     """
 
-    def __init__(self, **makers: Callable[[], Any]) -> None:
-        self._makers = makers
-
     def __getitem__(self, name: str) -> Any:
-        return self._makers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
+        return super().__getitem__(name)()
 
 
 def needs(hint: str) -> Any:
@@ -235,9 +223,6 @@ class PolicyRegistry(Registry[Callable[..., T]]):
     def __getitem__(self, text: str) -> Callable[..., T]:
         return super().__getitem__(text.partition(":")[0].strip())
 
-    def __contains__(self, text: object) -> bool:
-        return isinstance(text, str) and super().__contains__(text.partition(":")[0].strip())
-
     def check(self, name: str) -> None:
         """Raise for an unknown name or setting, or a value of a wrong type."""
         self._settings(name)
@@ -250,8 +235,7 @@ class PolicyRegistry(Registry[Callable[..., T]]):
         override the context; a setting that the policy does not have is refused.
         """
         own = self._settings(name, settings) | settings
-        factory, required = self[name], self.parameters(name)
-        offered = {} if context is None else context
+        factory, required, offered = self[name], self.parameters(name), context or {}
         given = {key: offered[key] for key in offered if key in required and key not in own} | own
         for parameter, is_required in required.items():
             if is_required and parameter not in given:
@@ -291,10 +275,8 @@ class PolicyRegistry(Registry[Callable[..., T]]):
 
 
 def _known(key: str, parameters: Mapping[str, Parameter]) -> str:
-    if not parameters:
-        return "it has none"
     nearest = difflib.get_close_matches(key, parameters, n=1, cutoff=0.5)
-    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"it has {', '.join(parameters)}"
+    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"it has {', '.join(parameters) or 'none'}"
 
 
 def _converted(text: str, kind: Any) -> Any:
@@ -317,8 +299,5 @@ def _converted(text: str, kind: Any) -> Any:
 
 
 def _hint(factory: Callable[..., Any], parameter: str) -> str:
-    if is_dataclass(factory):
-        for own in fields(factory):
-            if own.name == parameter and _HINT in own.metadata:
-                return f": {own.metadata[_HINT]}"
-    return ""
+    hints = {own.name: own.metadata.get(_HINT) for own in fields(factory)} if is_dataclass(factory) else {}
+    return f": {hints[parameter]}" if hints.get(parameter) else ""

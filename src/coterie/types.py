@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_one_of
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_one_of
 
 WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "mxfp4"]
 Report = Callable[[str, int, int], None]
@@ -96,16 +96,13 @@ class ModelSpec:
             "vocab_size",
             "moe_layer_step",
         ):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{self.name}: {field}={getattr(self, field)} must be at least 1")
-        if self.num_layers > 10_000:
-            raise ConfigError(f"{self.name}: num_layers={self.num_layers} must be at most 10000")
-        if self.top_k > self.num_experts:
-            raise ConfigError(f"{self.name}: top_k={self.top_k} must be at most num_experts={self.num_experts}")
-        if not 0 <= self.first_moe_layer < self.num_layers:
-            raise ConfigError(
-                f"{self.name}: first_moe_layer={self.first_moe_layer} must be in 0 … {self.num_layers - 1}"
-            )
+            check(getattr(self, field) >= 1, f"{self.name}: {field}={getattr(self, field)} must be at least 1")
+        name, layers = self.name, self.num_layers
+        check(layers <= 10_000, f"{name}: num_layers={layers} must be at most 10000")
+        known = f"num_experts={self.num_experts}"
+        check(self.top_k <= self.num_experts, f"{name}: top_k={self.top_k} must be at most {known}")
+        first = self.first_moe_layer
+        check(0 <= first < layers, f"{name}: first_moe_layer={first} must be in 0 … {layers - 1}")
         check_dtype(self.weight_dtype)
 
     @property
@@ -166,13 +163,10 @@ class Topology:
 
     def __post_init__(self) -> None:
         check_at_least(1, num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
-        if self.speeds and len(self.speeds) != self.num_ranks:
-            raise ConfigError(f"speeds has {len(self.speeds)} values; num_ranks={self.num_ranks}")
-        for rank, speed in enumerate(self.speeds):
-            if not 0 <= speed < np.inf:
-                raise ConfigError(f"speeds[{rank}]={speed} must be a finite number of at least 0")
-        if self.speeds and not any(self.speeds):
-            raise ConfigError("speeds are all 0; at least one rank must be alive")
+        count = len(self.speeds)
+        check(count in (0, self.num_ranks), f"speeds has {count} values; num_ranks={self.num_ranks}")
+        check_not_negative(**{f"speeds[{rank}]": speed for rank, speed in enumerate(self.speeds)})
+        check(not count or any(self.speeds), "speeds are all 0; at least one rank must be alive")
 
     @property
     def rank_speeds(self) -> NDArray[np.float64]:
@@ -202,19 +196,14 @@ class Placement:
     num_experts: int
 
     def __post_init__(self) -> None:
-        if self.slot_experts.ndim != 2:
-            raise ConfigError(f"slot_experts has shape {self.slot_experts.shape}; it must be [layer, slot]")
-        check_at_least(1, num_ranks=self.num_ranks)
-        if self.num_slots % self.num_ranks:
-            raise ConfigError(
-                f"num_slots={self.num_slots} must be a multiple of num_ranks={self.num_ranks} "
-                f"(remainder {self.num_slots % self.num_ranks})"
-            )
+        shape, ranks = self.slot_experts.shape, self.num_ranks
+        check(len(shape) == 2, f"slot_experts has shape {shape}; it must be [layer, slot]")
+        check_at_least(1, num_ranks=ranks)
+        remainder = shape[1] % ranks
+        check(not remainder, f"num_slots={shape[1]} must be a multiple of num_ranks={ranks} (remainder {remainder})")
         low, high = int(self.slot_experts.min(initial=0)), int(self.slot_experts.max(initial=0))
-        if low < 0 or high >= self.num_experts:
-            raise ConfigError(
-                f"slot_experts holds {low if low < 0 else high}; it must be in 0 … {self.num_experts - 1}"
-            )
+        inside = low >= 0 and high < self.num_experts
+        check(inside, f"slot_experts holds {low if low < 0 else high}; it must be in 0 … {self.num_experts - 1}")
         held = np.zeros((self.num_layers, self.num_experts), np.bool_)
         held[np.arange(self.num_layers)[:, None], self.slot_experts] = True
         if not held.all():
@@ -225,9 +214,9 @@ class Placement:
     @classmethod
     def linear(cls, num_layers: int, num_experts: int, num_ranks: int, num_slots: int | None = None) -> Placement:
         """Place expert e in slot e and replicas of the first experts in the remaining slots: every engine's default."""
-        if num_slots is not None and num_slots > MAX_SLOTS:
-            raise ConfigError(f"num_slots={num_slots} must be at most {MAX_SLOTS}")
-        slots = np.arange(num_experts if num_slots is None else num_slots, dtype=np.int32) % num_experts
+        count = num_experts if num_slots is None else num_slots
+        check(num_slots is None or count <= MAX_SLOTS, f"num_slots={count} must be at most {MAX_SLOTS}")
+        slots = np.arange(count, dtype=np.int32) % num_experts
         return cls(np.tile(slots, (num_layers, 1)), num_ranks, num_experts)
 
     @property

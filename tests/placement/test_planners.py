@@ -164,7 +164,7 @@ def fails(*_: object) -> Plan:
         (from_nowhere, "living ranks"),
         (one_move_less, "moves by layer and slot must be"),
         (unstable, "gave another plan|skip_reason was"),
-        (writes_its_input, "changed its inputs"),
+        (writes_its_input, "changed load.tokens"),
         (fewer_slots, "layers, slots, ranks, experts are"),
         (refuses, "refused a sound snapshot"),
         (fails, "raised ZeroDivisionError"),

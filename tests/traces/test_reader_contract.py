@@ -164,7 +164,7 @@ GOOD = Reader(read_numbers, sniff_numbers, "whole numbers, of nobody")
         (GOOD, None),
         (Reader(read_numbers, lambda _: True, "any"), "sniff must be false of a foreign file"),
         (Reader(read_numbers, lambda _: False, "any"), "must be true: the file is of its own format"),
-        (Reader(read_numbers, lambda path: path.read_bytes()[:2] == b"6\n", "any"), "sniff raised FileNotFoundError"),
+        (Reader(read_numbers, lambda path: path.read_bytes()[:2] == b"6\n", "any"), "raised FileNotFoundError"),
         (Reader(no_count, sniff_numbers, "any"), "read must raise TraceError; it returned a RequestTrace"),
         (Reader(no_name, sniff_numbers, "any"), "the TraceError must name the file"),
         (Reader(another_error, sniff_numbers, "any"), "read must raise TraceError; it raised IndexError"),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class DecodeBatcher:
 
     def select(self, remote: NDArray[np.floating], skipped: NDArray[np.integer]) -> DecodeBatch:
         """Choose by `remote` [request], a token's activations on other ranks, and `skipped` [request] steps."""
-        if len(remote) != len(skipped) or not len(remote):
-            raise ConfigError(f"remote has {len(remote)} requests, skipped {len(skipped)}; it must be the same, not 0")
+        sizes = f"remote has {len(remote)} requests, skipped {len(skipped)}"
+        check(len(remote) == len(skipped) > 0, f"{sizes}; it must be the same, not 0")
         bad = np.flatnonzero(~((remote >= 0) & (remote < np.inf)))
         if bad.size:
             raise ConfigError(f"remote[{bad[0]}] is {remote[bad[0]]}; it must be finite and not negative")
@@ -70,9 +70,8 @@ class DecodeBatcher:
         ends = np.cumsum(self.prices.request_us + self.prices.remote_us * np.asarray(remote, np.float64)[order])
         fitting = int(np.searchsorted(self.prices.fixed_us + ends, self.budget_us, side="right"))
         count = max(1, min(fitting, self.max_tokens))
-        step_us = float(self.prices.fixed_us + ends[count - 1])
-        first = int(starved[order[:count]].sum())
         limit = "all" if count == len(order) else "the budget" if count == fitting else "max_tokens"
-        if count == 1 and fitting == 0:
+        if not fitting:
             limit = "one, which breaks the budget"
-        return DecodeBatch(order[:count], step_us, f"{count} of {len(order)} ({limit}), {first} of them long due")
+        reason = f"{count} of {len(order)} ({limit}), {starved[order[:count]].sum()} of them long due"
+        return DecodeBatch(order[:count], float(self.prices.fixed_us + ends[count - 1]), reason)

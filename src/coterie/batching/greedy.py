@@ -44,6 +44,15 @@ from coterie.batching.picking import (
 Narrow = NDArray[np.int16]
 
 VARIANCE, NORM, DOT, EVEN, DEVIATION, VARIATION = range(6)
+BY = (
+    "least variance",
+    "least norm",
+    "least dot product",
+    "nearest to even",
+    "most cancelled unevenness",
+    "least variation",
+)
+"""Measures in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,11 @@ class Greedy(Skipping):
     """Base of the greedy strategies: repeatedly pick the request with the least `measure`."""
 
     measure: ClassVar[int]
-    by: ClassVar[str]
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
         check_snapshot(window, running, size)
         picks = _greedy(window.loads, running, window.skipped, size, self.max_skips or NEVER, self.measure)
-        return selection(picks, window, self.by)
+        return selection(picks, window, BY[self.measure])
 
 
 @strategies.register("greedy_variance")
@@ -69,7 +77,6 @@ class GreedyVariance(Greedy):
     """
 
     measure: ClassVar[int] = VARIANCE
-    by: ClassVar[str] = "least variance"
 
 
 @strategies.register("norm_minimizing")
@@ -78,7 +85,6 @@ class NormMinimizing(Greedy):
     """The load vector of least norm. Unlike the variance, it grows with any load, so it prefers light requests."""
 
     measure: ClassVar[int] = NORM
-    by: ClassVar[str] = "least norm"
 
 
 @strategies.register("greedy_dot_product")
@@ -87,7 +93,6 @@ class GreedyDotProduct(Greedy):
     """The request that overlaps least with the load. Prefers light requests and ignores a request's own unevenness."""
 
     measure: ClassVar[int] = DOT
-    by: ClassVar[str] = "least dot product"
 
 
 @strategies.register("best_fit")
@@ -99,7 +104,6 @@ class BestFit(Greedy):
     """
 
     measure: ClassVar[int] = EVEN
-    by: ClassVar[str] = "nearest to even"
 
 
 @strategies.register("differencing")
@@ -111,7 +115,6 @@ class Differencing(Greedy):
     """
 
     measure: ClassVar[int] = DEVIATION
-    by: ClassVar[str] = "most cancelled unevenness"
 
 
 @strategies.register("lpt_balanced")
@@ -123,7 +126,6 @@ class LptBalanced(Greedy):
     """
 
     measure: ClassVar[int] = VARIATION
-    by: ClassVar[str] = "least variation"
 
 
 @njit()

@@ -27,7 +27,7 @@ from coterie.batching.base import BatchCost, Loads, Selection, Window, strategie
 from coterie.batching.greedy import DOT, pick_greedily
 from coterie.batching.picking import NEVER, Indices, Skipping, allowed_skips, check_snapshot, due, in_order, total_of
 from coterie.costs.lines import StepCost
-from coterie.errors import ConfigError
+from coterie.errors import check, check_share
 from coterie.registry import needs
 
 SOON = 2
@@ -53,8 +53,7 @@ class LatencyAware(Skipping):
 
     def __post_init__(self) -> None:
         Skipping.__post_init__(self)
-        if self.trust is not None and not 0 <= self.trust <= 1:
-            raise ConfigError(f"trust={self.trust} must be in 0 … 1, or None")
+        check_share(trust=self.trust)
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
         check_snapshot(window, running, size)
@@ -86,15 +85,14 @@ def measure_trust(
     effects that a single choice does not show: predictions are wrong, and a request passed over is served later. Do not
     use requests that the strategy is evaluated on.
     """
-    if predicted.shape != truth.shape:
-        raise ConfigError(f"predicted {predicted.shape} and truth {truth.shape} must be of the same requests")
+    same = predicted.shape == truth.shape
+    check(same, f"predicted {predicted.shape} and truth {truth.shape} must be of the same requests")
     batches = (len(stream) - running - window) // size
-    if batches < 1:
-        raise ConfigError(f"the stream has {len(stream)} requests; it must have {running + window + size} or more")
+    check(batches >= 1, f"the stream has {len(stream)} requests; it must have {running + window + size} or more")
     rng = np.random.default_rng(0)  # unused by this strategy, but `select` takes a generator
     everyone = LatencyAware(max_skips=None, cost=cost, trust=1.0)
     skipped = np.zeros(window, np.int64)
-    avoidable, spent = 0.0, [0.0, 0.0]
+    totals = np.zeros((2, 2))  # [in order or by prediction, time or avoidable share]
     under_way = [list(stream[:running]), list(stream[:running])]
     waiting = list(stream[running:])
     for batch in range(batches):
@@ -104,33 +102,26 @@ def measure_trust(
         order = everyone.select(Window(loads, skipped, NEVER), load, size, rng).order.tolist()
         waiting = [row for index, row in enumerate(rows) if index not in order] + waiting[window:]
         for way, taken in enumerate((arrived, [rows[index] for index in order])):
-            here = truth[under_way[way]].sum(axis=0)
-            spent[way] += _time_of(cost, truth[taken], here)
-            if way == 0:
-                avoidable += _avoidable(cost, truth[taken], here)
+            totals[way] += _time_of(cost, truth[taken], truth[under_way[way]].sum(axis=0))
             under_way[way] = (under_way[way] + taken)[len(taken) :] if running else []
-    saved = 1.0 - spent[1] / spent[0]
+    (in_order_us, avoidable), (chosen_us, _) = totals.tolist()
+    saved = 1.0 - chosen_us / in_order_us
     return float(min(1.0, max(0.0, saved * batches / avoidable))) if avoidable > 0 else 0.0
 
 
-def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Return the share of a batch's time that depends on which requests are in it."""
+def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> tuple[float, float]:
+    """Return the time of a batch, all these requests added to the `running` load, and its avoidable share.
+
+    That share depends on which requests are in the batch.
+    """
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
-        loads, running = cost.slot_loads(loads), cost.slot_loads(running)
-        time = step_us(loads, running, everyone, cost.numbers(), cost.num_ranks)
-        return float(step_avoidable(loads, running, everyone, time, cost.numbers(), cost.num_ranks))
+        loads, running, prices = cost.slot_loads(loads), cost.slot_loads(running), cost.numbers()
+        time = step_us(loads, running, everyone, prices, cost.num_ranks)
+        return time, step_avoidable(loads, running, everyone, time, prices, cost.num_ranks)
     rows, load = loads.reshape(len(loads), -1), running.ravel()
-    return float(spread_avoidable(rows, load, everyone, spread(rows, load, everyone, cost.sensitivity)))
-
-
-def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Return the time of a batch: all these requests added to the `running` load."""
-    everyone = np.arange(len(loads))
-    if isinstance(cost, StepCost):
-        loads, running = cost.slot_loads(loads), cost.slot_loads(running)
-        return float(step_us(loads, running, everyone, cost.numbers(), cost.num_ranks))
-    return float(spread(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity))
+    time = spread(rows, load, everyone, cost.sensitivity)
+    return time, spread_avoidable(rows, load, everyone, time)
 
 
 # Compiled loops that minimise a SpreadCost, ``1 + sensitivity x CV`` of the load.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Selection, Window
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least
 
 Indices = NDArray[np.int64]
 
@@ -50,8 +50,7 @@ def check_snapshot(window: Window, running: Loads, size: int) -> None:
         raise ConfigError(f"loads {window.loads.shape} must be contiguous: np.ascontiguousarray makes them so")
     if len(window.skipped) != len(window.loads):
         raise ConfigError(f"skipped has {len(window.skipped)} requests; loads has {len(window.loads)}")
-    if size < 0:
-        raise ConfigError(f"size={size} must be at least 0")
+    check_at_least(0, size=size)
 
 
 @helper()

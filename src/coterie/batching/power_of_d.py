@@ -14,6 +14,7 @@ from numpy.random import Generator
 
 from coterie._numba import njit
 from coterie.batching.base import Loads, Selection, Window, strategies
+from coterie.batching.greedy import BY, DOT, VARIANCE
 from coterie.batching.picking import (
     NEVER,
     Indices,
@@ -34,8 +35,7 @@ class Sampled(Skipping):
     d: int = 8
     """Number of requests that each pick compares."""
 
-    flat: ClassVar[bool]
-    by: ClassVar[str]
+    measure: ClassVar[int]
 
     def __post_init__(self) -> None:
         Skipping.__post_init__(self)
@@ -45,8 +45,9 @@ class Sampled(Skipping):
         check_snapshot(window, running, size)
         waiting = len(window.skipped)
         draws = rng.random((min(size, waiting), min(self.d, waiting)))
-        picks = _sampled(window.loads, running, window.skipped, draws, self.max_skips or NEVER, self.flat)
-        return selection(picks, window, self.by)
+        flat, limit = self.measure == VARIANCE, self.max_skips or NEVER
+        picks = _sampled(window.loads, running, window.skipped, draws, limit, flat)
+        return selection(picks, window, f"{BY[self.measure]} of a few")
 
 
 @strategies.register("power_of_d")
@@ -54,8 +55,7 @@ class Sampled(Skipping):
 class PowerOfD(Sampled):
     """The request of least variance of the load, among d drawn at random."""
 
-    flat: ClassVar[bool] = True
-    by: ClassVar[str] = "least variance of a few"
+    measure: ClassVar[int] = VARIANCE
 
 
 @strategies.register("power_of_d_dot")
@@ -63,8 +63,7 @@ class PowerOfD(Sampled):
 class PowerOfDDot(Sampled):
     """The request of least dot product with the load, among d drawn at random."""
 
-    flat: ClassVar[bool] = False
-    by: ClassVar[str] = "least dot product of a few"
+    measure: ClassVar[int] = DOT
 
 
 @njit(fastmath=True)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from numpy.random import Generator
 
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Strategy, strategies
 from coterie.batching.waiting import Chooser, ChosenBatch, RowView, WaitingList
-from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_input_file, check_not_negative
+from coterie.errors import ConfigError, UnknownNameError, check, check_at_least, check_input_file, check_not_negative
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,8 +39,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             min_batch_trigger=self.min_batch_trigger,
             max_skips=self.max_skips,
         )
-        if self.window_size < self.max_batch_size:
-            raise ConfigError(f"window_size={self.window_size} must be at least max_batch_size={self.max_batch_size}")
+        window, batch = self.window_size, self.max_batch_size
+        check(window >= batch, f"window_size={window} must be at least max_batch_size={batch}")
         check_not_negative(scheduling_interval_ms=self.scheduling_interval_ms)
 
     def make(self, context: Mapping[str, Any] | None = None) -> Strategy:
@@ -61,15 +60,15 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k_experts <= self.num_experts:
-            raise ConfigError(f"top_k_experts={self.top_k_experts} must be in 1 … num_experts={self.num_experts}")
+        top_k, experts = self.top_k_experts, self.num_experts
+        check(1 <= top_k <= experts, f"top_k_experts={top_k} must be in 1 … num_experts={experts}")
 
     @classmethod
     def read(cls, path: Path) -> CapsConfig:
         """Read a JSON file; errors name the file and the field."""
         check_input_file(path)
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=cls)
+            config = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -77,14 +76,14 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         except msgspec.DecodeError as error:
             words = " ".join(str(error).split())  # it may quote a field's name, which may hold line breaks
             raise ConfigError(f"{path}: {words}") from None
-        if found.scheduler.strategy not in strategies:
-            unknown = UnknownNameError("strategy", found.scheduler.strategy, strategies.names())
-            raise ConfigError(f"{path}: scheduler.strategy: {unknown}")
-        return found
+        try:
+            _ = strategies[config.scheduler.strategy]
+        except UnknownNameError as error:
+            raise ConfigError(f"{path}: scheduler.strategy: {error}") from None
+        return config
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(msgspec.json.encode(self))
-        return found
+        return cast(dict[str, Any], msgspec.to_builtins(self))
 
 
 class Scheduler:
@@ -101,7 +100,6 @@ class Scheduler:
             strategy, self._view, rng, window_size=config.window_size, batch_size=config.max_batch_size, strict=True
         )
         self._waiting = WaitingList(self.chooser)
-        self._interval_s = config.scheduling_interval_ms / 1000.0
         self._arrival_s: dict[int, float] = {}
 
     def __len__(self) -> int:
@@ -114,14 +112,11 @@ class Scheduler:
 
     def due_s(self) -> float:
         """Return the time in seconds when a batch is due if no other request arrives; inf if no request waits."""
-        waiting = len(self._waiting)
-        if not waiting:
+        if not self._waiting:
             return math.inf
-        due_s = self._arrival_s[self._waiting.at(0)] + self._interval_s
+        due_s = self._arrival_s[self._waiting.at(0)] + self.config.scheduling_interval_ms / 1000.0
         trigger = self.config.min_batch_trigger
-        if waiting >= trigger:
-            due_s = min(due_s, self._arrival_s[self._waiting.at(trigger - 1)])
-        return due_s
+        return min(due_s, self._arrival_s[self._waiting.at(trigger - 1)]) if len(self) >= trigger else due_s
 
     def next_batch(self, running: Loads) -> ChosenBatch[int]:
         """Take up to `max_batch_size` requests out of the queue; `running` [layer, expert] is the load they join."""

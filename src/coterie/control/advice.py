@@ -11,14 +11,15 @@ advice then holds for a group that would serve the same requests.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
-from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, LoadSeen, LoopShape
 from coterie.control.traffic import Kept
@@ -52,18 +53,15 @@ def with_steps(load: Load, requests: Sequence[Kept], rng: Generator) -> Load:
     if len(newest) < FEWEST:
         return load
     # Added as integers, then converted to float32: float64 would double the memory of hundreds of footprints.
-    shares = np.stack([(one.prefill + one.decode).astype(np.float32) / max(1.0, one.tokens) for one in newest])
+    shares = np.stack([(kept.prefill + kept.decode).astype(np.float32) / max(1.0, kept.tokens) for kept in newest])
     mean = load.tokens / load.steps
-    each, total = float(shares.sum(dtype=np.float64)) / len(newest), float(mean.sum())
-    if each <= 0 or total <= 0:
+    per_request, total = float(shares.sum(dtype=np.float64)) / len(newest), float(mean.sum())
+    if per_request <= 0 or total <= 0:
         return load
-    steps = steps_of_requests(shares, max(1, round(total / each)), SCENARIOS, rng)
+    steps = steps_of_requests(shares, max(1, round(total / per_request)), SCENARIOS, rng)
     return replace(load, scenarios=at_mean(steps, None, mean))
 
 
-Array = NDArray[np.float64]
-
-ACTIONS = ActionSettings()
 MOST_ACTIONS = 64
 """Largest number of actions in an advice."""
 OVERLAP = 2.0
@@ -135,7 +133,7 @@ class AdviceSettings:
     """Time after which a plan that was not applied is replaced by a new one."""
     planner: str = "latency_optimal"
     rebalancing: RebalancingSettings = DEFAULTS
-    actions: ActionSettings = ACTIONS
+    actions: ActionSettings = field(default_factory=ActionSettings)
 
     def __post_init__(self) -> None:
         check_positive(window_s=self.window_s)
@@ -170,13 +168,12 @@ class PlacementAdvisor:
         self.tracker = DemandTracker(shape.num_layers, shape.num_experts, topology.num_ranks, decay=actions.decay)
         self._kept: Advice | None = None
         self._made: Advice | None = None
-        self._made_s = 0.0
         self._actions: Sequence[ActionEvent] = ()
-        self._actions_s: float | None = None
+        self._actions_s = -math.inf
         self._ranks: dict[str, int] = {}
         self._since_s: float | None = None
         self._tokens = np.zeros((topology.num_ranks + 1, shape.num_layers, shape.num_experts))
-        self._steps: dict[str, int] = {}
+        self._steps: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self._ids = 0
         self._last_kind = ""
@@ -203,8 +200,9 @@ class PlacementAdvisor:
             planner = planners[self.settings.planner](objective=self.objective)
             placement = planner.plan(load, self.topology, some).placement
             self.objective.problem(load, self.topology, some).balanced(placement.slot_experts)
-        bytes_of = self.objective.row_bytes, self.objective.expert_bytes
-        manager = ActionManager(self.topology, *bytes_of, self.manager.settings)
+        manager = ActionManager(
+            self.topology, self.objective.row_bytes, self.objective.expert_bytes, self.manager.settings
+        )
         manager.cycle(np.ones((self.topology.num_ranks, 1, self.shape.num_experts)), held_by(some), 0.0)
 
     def observe(self, seen: LoadSeen) -> bool:
@@ -213,7 +211,7 @@ class PlacementAdvisor:
         if used > OVERLAP * self.settings.window_s and seen.worker in self._seconds:
             return False
         self._seconds[seen.worker] = used
-        self._steps[seen.worker] = self._steps.get(seen.worker, 0) + int(seen.steps)
+        self._steps[seen.worker] += int(seen.steps)
         rank = self._ranks.setdefault(seen.worker, len(self._ranks))
         known = rank < self.topology.num_ranks
         self._tokens[rank if known else -1] += seen.tokens
@@ -223,8 +221,7 @@ class PlacementAdvisor:
 
     def tick(self, now_s: float, requests: Sequence[Kept] = ()) -> list[ControlEvent]:
         """Close the window if its time is over, and decide. `requests` are the newest finished ones, oldest first."""
-        if self._since_s is None:
-            self._since_s = now_s
+        self._since_s = now_s if self._since_s is None else self._since_s
         if now_s - self._since_s < self.settings.window_s:
             return []
         self._since_s = now_s
@@ -233,7 +230,7 @@ class PlacementAdvisor:
             words = f"{total} steps in {self.settings.window_s:g} s; {self.settings.min_steps} make a window of loads"
             return self._told(ControlEvent(now_s, "too_little", words, {"steps": float(total)}))
         self._windows += 1
-        events = self._score(load, now_s, [one for one in requests if one.serial > self._newest])
+        events = self._score(load, now_s, [kept for kept in requests if kept.serial > self._newest])
         events += self._act(now_s)
         return events + self._plan(with_steps(load, requests, self._rng()), now_s, requests)
 
@@ -246,9 +243,9 @@ class PlacementAdvisor:
         return True
 
     def _close(self) -> tuple[Load | None, int]:
-        total = sum(self._steps.values())
+        total = self._steps.total()
         tokens, steps = self._tokens, total / max(1, len(self._steps))
-        self._tokens, self._steps, self._seconds = np.zeros_like(tokens), {}, {}
+        self._tokens, self._steps, self._seconds = np.zeros_like(tokens), Counter(), {}
         if total < self.settings.min_steps:
             return None, total
         sources = None if tokens[-1].any() else tokens[:-1]
@@ -289,7 +286,7 @@ class PlacementAdvisor:
         return self._keep(now_s, f"plan {made.id} gains {gain:.2f}% on the next window: withdrawn", tell=True)
 
     def _plan(self, load: Load, now_s: float, requests: Sequence[Kept]) -> list[ControlEvent]:
-        if self._made is not None and now_s >= self._made_s + self.settings.cooldown_s:
+        if self._made is not None and now_s >= self._made.at_s + self.settings.cooldown_s:
             self.rebalancer.replace(self.placement)  # the plan was not applied: plan again from the current placement
         elif self._made is not None:
             self.rebalancer.observe(load)
@@ -322,25 +319,23 @@ class PlacementAdvisor:
             movement_s=plan.movement_s,
             planning_s=plan.planning_s,
             actions=self._actions,
-            rank_s_before=_mean_layer(problem.rank_s(self.placement.slot_experts)),
-            rank_s_after=_mean_layer(problem.rank_s(plan.placement.slot_experts, shares)),
+            rank_s_before=tuple(problem.rank_s(self.placement.slot_experts).mean(axis=0).tolist()),
+            rank_s_after=tuple(problem.rank_s(plan.placement.slot_experts, shares).mean(axis=0).tolist()),
             model=self.shape.model,
         )
-        self._made_s = now_s
         values: dict[str, float | str] = {"id": float(self._ids), "gain_pct": gain, "moves": float(moves)}
         return self._told(ControlEvent(now_s, "plan_made", reason, values))
 
     def _keep(self, now_s: float, reason: str, tell: bool) -> list[ControlEvent]:
         self._ids += 1
         self._kept = Advice(self._ids, now_s, reason, actions=self._actions, model=self.shape.model)
-        first = self._last_kind != "plan_kept"
-        return self._told(ControlEvent(now_s, "plan_kept", reason)) if tell or first else []
+        repeated = self._last_kind == "plan_kept" and not tell
+        return [] if repeated else self._told(ControlEvent(now_s, "plan_kept", reason))
 
     def _act(self, now_s: float) -> list[ControlEvent]:
         """Recommend replicas and swaps from the demand of each rank; only if the workers are the ranks."""
-        every_s = self.settings.actions.interval_s
         ranks = self.topology.num_ranks
-        if len(self._ranks) != ranks or (self._actions_s is not None and now_s < self._actions_s + every_s):
+        if len(self._ranks) != ranks or now_s < self._actions_s + self.settings.actions.interval_s:
             return []
         self._actions_s = now_s
         demand = np.stack([self.tracker.worker(rank) for rank in range(ranks)])
@@ -348,11 +343,11 @@ class PlacementAdvisor:
         self._actions = cycle.actions[:MOST_ACTIONS]
         if not self._actions:
             return []
-        best = max(self._actions, key=lambda one: one.saving_s)
+        best = max(self._actions, key=lambda action: action.saving_s)
         words = f"{len(cycle.actions)} actions would pay, the best: {best.kind} expert {best.expert}, {best.reason}"
         values: dict[str, float | str] = {
             "actions": float(len(cycle.actions)),
-            "saving_us": 1e6 * sum(one.saving_s for one in cycle.actions),
+            "saving_us": 1e6 * sum(action.saving_s for action in cycle.actions),
         }
         return self._told(ControlEvent(now_s, "action", words, values))
 
@@ -360,7 +355,3 @@ class PlacementAdvisor:
         repeated = event.kind == "too_little" and self._last_kind == "too_little"
         self._last_kind = event.kind
         return [] if repeated else [event]
-
-
-def _mean_layer(rank_s: Array) -> tuple[float, ...]:
-    return tuple(float(one) for one in rank_s.mean(axis=0))

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive, check_positive_share
+from coterie.errors import check, check_at_least, check_not_negative, check_positive, check_positive_share
 from coterie.footprints.signatures import Weighting
 from coterie.routing import Calibration, RouterFit
 
@@ -84,8 +84,7 @@ class LoopShape(NamedTuple):
 
     def check(self) -> None:
         check_at_least(1, **{name: getattr(self, name) for name in ("num_layers", "num_experts", "top_k", "workers")})
-        if self.top_k > self.num_experts:
-            raise ConfigError(f"top_k={self.top_k} must be at most num_experts={self.num_experts}")
+        check(self.top_k <= self.num_experts, f"top_k={self.top_k} must be at most num_experts={self.num_experts}")
 
 
 class RequestSeen(NamedTuple):
@@ -181,16 +180,13 @@ class ControlSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least(
-            2, window=self.window, pieces=self.pieces, growth=self.growth, score_requests=self.score_requests
-        )
-        check_at_least(1, drift_windows=self.drift_windows, per_tick=self.per_tick, events=self.events)
+        check_at_least(1, drift_windows=self.drift_windows, drift_ratio=self.drift_ratio)
+        check_at_least(1, per_tick=self.per_tick, events=self.events, kept_bytes=self.kept_bytes)
+        check_at_least(2, window=self.window, pieces=self.pieces, growth=self.growth)
         check_at_least(3, min_requests=self.min_requests)
-        check_at_least(1, drift_ratio=self.drift_ratio, kept_bytes=self.kept_bytes)
         check_not_negative(margin=self.margin, cooldown_s=self.cooldown_s, seed=self.seed)
         check_positive(candidate_s=self.candidate_s, ahead_s=self.ahead_s, late_s=self.late_s)
         check_positive_share(confidence=self.confidence)
-        if self.fit_requests < self.min_requests:
-            raise ConfigError(f"fit_requests={self.fit_requests} must be at least min_requests={self.min_requests}")
-        if self.score_requests < 2 * self.pieces:
-            raise ConfigError(f"score_requests={self.score_requests} must be at least twice pieces={self.pieces}")
+        fit, least, score, pieces = self.fit_requests, self.min_requests, self.score_requests, self.pieces
+        check(fit >= least, f"fit_requests={fit} must be at least min_requests={least}")
+        check(score >= 2 * pieces, f"score_requests={score} must be at least twice pieces={pieces}")

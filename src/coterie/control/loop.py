@@ -31,13 +31,12 @@ from coterie.control.base import (
     Tick,
     keep_nothing,
 )
-from coterie.control.checks import is_number
-from coterie.control.intake import Intake, worker_of
+from coterie.control.intake import Intake, is_number, worker_of
 from coterie.control.scoring import FitComparison, Scorer
 from coterie.control.state import Candidate, Known, RunningJob, Swap, Watch
 from coterie.control.traffic import Kept, Traffic, reference_of, sample_of
 from coterie.costs.lines import DecodeStepPrices
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import check, check_at_least
 from coterie.routing import Router, RouterFit
 
 EARLY = 0.2
@@ -71,21 +70,20 @@ class ControlLoop:
         """
         shape.check()
         check_at_least(1, batch=batch)
-        if (fit.num_layers, fit.num_experts) != (shape.num_layers, shape.num_experts):
-            raise ConfigError(
-                f"the fit is for {fit.num_layers} layers of {fit.num_experts} experts; "
-                f"the loop for {shape.num_layers} of {shape.num_experts}"
-            )
+        layers, experts = fit.learned.shape
+        same = (layers, experts) == (shape.num_layers, shape.num_experts)
+        of_loop = f"the loop for {shape.num_layers} of {shape.num_experts}"
+        check(same, f"the fit is for {layers} layers of {experts} experts; {of_loop}")
         self.shape, self.settings, self.batch = shape, settings or ControlSettings(), batch
         self.intake = Intake(shape, self.settings, now_s, names)
+        self.counters = self.intake.counters
         self.traffic = Traffic(shape, self.settings)
         self._log: LoopLog = log or keep_nothing
         self.scorer, self.advisor = Scorer(make, batch, prices), advisor
         self.events: deque[ControlEvent] = deque(maxlen=self.settings.events)
         sample = reference_of(fit)
-        self._in_force = Known(fit.widened(shape.workers), -1, sample, sample.requests)
+        self._in_force = Known(fit.widened(shape.workers), -1, sample)
         self._looked_at = sample
-        self._looked_requests = sample.requests
         self._job: RunningJob | None = None
         self._candidate: Candidate | None = None
         self._watch: Watch | None = None
@@ -102,10 +100,6 @@ class ControlLoop:
     # ------------------------------------------------------------------------------------------------------- inputs
 
     @property
-    def counters(self) -> dict[str, int]:
-        return self.intake.counters
-
-    @property
     def fit(self) -> RouterFit:
         """The fit in force."""
         return self._in_force.fit
@@ -119,7 +113,7 @@ class ControlLoop:
         """Record that the plan of an advice was carried out."""
         self._log("applied", plan_id=plan_id)
         done = self.advisor is not None and self.advisor.applied(plan_id)
-        self._count("plans_applied" if done else "plans_unknown")
+        self.counters["plans_applied" if done else "plans_unknown"] += 1
 
     def observe(self, seen: RequestSeen | LoadSeen) -> None:
         """Take a finished request or a worker's load; invalid ones are counted and ignored."""
@@ -139,28 +133,25 @@ class ControlLoop:
         if self._job is None:
             self._tell("refit_kept", "no job was under way")
             return
-        (job, sample), requests = self._job, self._job.requests
+        job, sample = self._job
         self._job = None
         if job.workers != self.shape.workers:
             self._tell("refit_kept", f"it is for {job.workers} workers; there are {self.shape.workers} now")
             return
         if not _fits(fit, self.shape):
-            self._count("refits_failed")
-            self._tell("refit_failed", "the job's result is no fit for this model and fleet")
+            self._tell("refit_failed", "the job's result is no fit for this model and fleet", count="refits_failed")
             return
-        newest = int(job.calibration.requests[-1])
-        self._candidate = Candidate(Known(fit, newest, sample, requests), self.intake.now_s)
-        self._count("refits_made")
+        self._candidate = Candidate(Known(fit, int(job.calibration.requests[-1]), sample), self.intake.now_s)
+        self.counters["refits_made"] += 1
         self._seconds = seconds if is_number(seconds) else 0.0
 
     def fit_failed(self, problem: str) -> None:
         """Record that the job raised an error."""
         self._log("fit_failed", problem=str(problem)[:500])
         if self._job is not None:
-            self._looked_at, self._looked_requests = self._job.sample, self._job.requests
+            self._looked_at = self._job.sample
             self._job = None
-        self._count("refits_failed")
-        self._tell("refit_failed", str(problem)[:500])
+        self._tell("refit_failed", str(problem)[:500], count="refits_failed")
 
     def swapped(self, now_s: float) -> None:
         """Record that the fit of the last `Tick.use` is in force."""
@@ -174,12 +165,10 @@ class ControlLoop:
         # After a fall back, drift is measured against the present traffic: the older fit was scored better on it.
         alike = self.traffic.alike() if back else []
         self._looked_at = sample_of(alike) if alike else known.sample
-        self._looked_requests = len(alike) or known.requests
-        self._count("swaps")
+        self.counters["swaps"] += 1
         self._swapped_s = float(now_s) if is_number(now_s) else self.intake.now_s
-        self._watch = None
-        if not back:
-            self._watch = Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
+        watch = Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
+        self._watch = None if back else watch
 
     def swap_failed(self, now_s: float, problem: str) -> None:
         """Record that the fit of the last `Tick.use` could not be put in force; the previous fit still is."""
@@ -188,10 +177,10 @@ class ControlLoop:
 
     def _swap_failed(self, now_s: float, problem: str) -> None:
         if self._swap is not None:
-            self._looked_at, self._looked_requests = self._swap.known.sample, self._swap.known.requests
+            self._looked_at = self._swap.known.sample
             self._swap = None
-        self._count("swaps_failed")
-        self._tell("swap_failed", str(problem)[:500], {"at_s": now_s} if is_number(now_s) else None)
+        values: dict[str, float | str] = {"at_s": now_s} if is_number(now_s) else {}
+        self._tell("swap_failed", str(problem)[:500], values, count="swaps_failed")
 
     def resize(self, workers: int, names: Collection[str] | None = None) -> None:
         """Set the number of decode workers. A candidate or watched fit for another number is dropped."""
@@ -216,23 +205,18 @@ class ControlLoop:
     def tick(self, now_s: float) -> Tick:
         """Decide what to do now. Cheap, unless a fit must be scored."""
         self._log("tick", now_s=now_s)
-        timely = self.intake.tick(now_s)
+        timely, advisor = self.intake.tick(now_s), self.advisor
         for event in self.intake.untold:
             self._add(event)
         self.intake.untold.clear()
         use, job = (self._weigh(), self._consider()) if timely else (None, None)
-        if timely and self.advisor is not None:
-            self._advise(self.advisor)
-        told, self._tick_events = self._tick_events, []
-        return Tick(told, job, use)
-
-    def _advise(self, advisor: PlacementAdvisor) -> None:
         try:
-            for event in advisor.tick(self.intake.now_s, list(self.traffic.kept)):
+            for event in advisor.tick(self.intake.now_s, list(self.traffic.kept)) if timely and advisor else ():
                 self._add(event)
         except Exception as error:  # a plugin's planner may raise anything
-            self._count("plans_failed")
-            self._tell("plan_kept", f"planning failed: {error}"[:500])
+            self._tell("plan_kept", f"planning failed: {error}"[:500], count="plans_failed")
+        told, self._tick_events = self._tick_events, []
+        return Tick(told, job, use)
 
     def _weigh(self) -> RouterFit | None:
         """Score the candidate or the previous fit if due; return a fit to swap in, or None."""
@@ -246,8 +230,7 @@ class ControlLoop:
             return None if self._watch is None else self._weigh_before(self._watch)
         except Exception as error:  # a plugin's router may raise anything
             self._candidate = self._watch = None
-            self._count("refits_failed")
-            self._tell("refit_failed", f"scoring failed: {error}"[:500])
+            self._tell("refit_failed", f"scoring failed: {error}"[:500], count="refits_failed")
             return None
 
     def _weigh_candidate(self, candidate: Candidate) -> RouterFit | None:
@@ -270,15 +253,14 @@ class ControlLoop:
         if not better:
             self._keep(known, f"it would save {scored.words}", values)
             return None
-        self._count("refits_taken")
-        self._tell("refit_taken", f"it saves {scored.words}", values)
-        return self._hand_out(known, back=False)
+        self._tell("refit_taken", f"it saves {scored.words}", values, count="refits_taken")
+        self._swap = Swap(known, False, self.intake.now_s)
+        return known.fit
 
     def _keep(self, known: Known, reason: str, values: dict[str, float | str]) -> None:
         self._candidate = None
-        self._looked_at, self._looked_requests = known.sample, known.requests
-        self._count("refits_kept")
-        self._tell("refit_kept", reason, values)
+        self._looked_at = known.sample
+        self._tell("refit_kept", reason, values, count="refits_kept")
 
     def _weigh_before(self, watch: Watch) -> RouterFit | None:
         """Score the fit before the swap on requests since the swap; return it if it is better."""
@@ -287,9 +269,9 @@ class ControlLoop:
             return None
         scored = self._compare(watch.known.fit, newer, self.settings.confidence)
         if scored.saving > self.settings.margin and scored.bound > 0:
-            self._count("fall_backs")
-            self._tell("fall_back", f"the fit before saves {scored.words}", scored.values())
-            return self._hand_out(watch.known, back=True)
+            self._tell("fall_back", f"the fit before saves {scored.words}", scored.values(), count="fall_backs")
+            self._swap = Swap(watch.known, True, self.intake.now_s)
+            return watch.known.fit
         done = watch.checks + 1 >= FALL_BACK_CHECKS
         self._watch = None if done else watch._replace(after=2 * watch.after, checks=watch.checks + 1)
         return None
@@ -297,10 +279,6 @@ class ControlLoop:
     def _compare(self, candidate: RouterFit, newer: list[Kept], sure: float) -> FitComparison:
         newest = newer[-self.settings.score_requests :]
         return self.scorer.compare(self.fit, candidate, newest, self.shape.workers, self.settings.pieces, sure)
-
-    def _hand_out(self, known: Known, back: bool) -> RouterFit:
-        self._swap = Swap(known, back, self.intake.now_s)
-        return known.fit
 
     def _consider(self) -> FitJob | None:
         """Start a re-fit if the traffic has changed, or if there are many more requests of it."""
@@ -331,13 +309,13 @@ class ControlLoop:
             return f"the fleet has {self.shape.workers} workers now"
         if drifted:
             words = f"{settings.drift_windows} windows differ {ratio:.3g} times as much as chance gives"
-            self._once("drift", words, {"ratio": ratio, "half_life_windows": self.traffic.estimate().half_life})
+            self._once("drift", words, {"ratio": ratio, "half_life_windows": self.traffic.drift.estimate().half_life})
             return "the traffic changed"
         if drifted is not None:
             self._once("no_drift", f"the newest windows differ {ratio:.3g} times as much as chance gives")
-        if self._looked_requests < settings.fit_requests and alike >= settings.growth * self._looked_requests:
-            return f"{alike} requests of the traffic that {self._looked_requests} were fitted on"
-        return None
+        fitted = self._looked_at.requests
+        grown = fitted < settings.fit_requests and alike >= settings.growth * fitted
+        return f"{alike} requests of the traffic that {fitted} were fitted on" if grown else None
 
     def _start(self, alike: list[Kept], why: str, values: dict[str, float | str]) -> FitJob:
         seed = int(np.random.SeedSequence([self.settings.seed, self._jobs]).generate_state(1)[0])
@@ -346,26 +324,23 @@ class ControlLoop:
             self.traffic.calibration(alike), self.shape.workers, self.batch, seed, self.fit.weighting, self.fit.profiles
         )
         self._job, self._started_s, self._resized = RunningJob(job, sample_of(alike)), self.intake.now_s, False
-        self._count("refits_started")
         self._told_of.pop("waiting", None)
-        self._tell("refit_started", f"{why}: {len(alike)} requests", values)
+        self._tell("refit_started", f"{why}: {len(alike)} requests", values, count="refits_started")
         return job
 
     # -------------------------------------------------------------------------------------------------------- telling
 
     def status(self) -> dict[str, Any]:
         """Return the state of the loop as plain values."""
-        drift = self.traffic.estimate()
-        ratio = self.traffic.shown_ratio(self._looked_at)
         return {
             "now_s": self.intake.now_s,
             "model": self.shape.model,
             "workers": self.shape.workers,
             "kept_requests": len(self.traffic.kept),
             "windows": len(self.traffic.windows),
-            "drift_ratio": ratio,
-            "drift": drift.reason,
-            "fit_requests": self._in_force.requests,
+            "drift_ratio": self.traffic.shown_ratio(self._looked_at),
+            "drift": self.traffic.drift.estimate().reason,
+            "fit_requests": self._in_force.sample.requests,
             "swapped_s": self._swapped_s,
             "job": self._job is not None,
             "candidate": self._candidate is not None,
@@ -373,9 +348,6 @@ class ControlLoop:
             "watching": self._watch is not None,
             "counters": dict(self.counters),
         }
-
-    def _count(self, name: str) -> None:
-        self.counters[name] = self.counters.get(name, 0) + 1
 
     def _once(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
         """Make an event unless the last one of its group was of the same kind.
@@ -387,7 +359,12 @@ class ControlLoop:
             self._told_of[sort] = kind
             self._tell(kind, reason, values)
 
-    def _tell(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
+    def _tell(
+        self, kind: Kind, reason: str, values: dict[str, float | str] | None = None, count: str | None = None
+    ) -> None:
+        """Make an event, and count it under the name `count`, if given."""
+        if count is not None:
+            self.counters[count] += 1
         self._add(ControlEvent(self.intake.now_s, kind, reason, values or {}))
 
     def _add(self, event: ControlEvent) -> None:
@@ -398,6 +375,9 @@ class ControlLoop:
 
 def _fits(fit: object, shape: LoopShape) -> bool:
     """Return whether `fit` is a RouterFit for this model and this number of workers."""
-    if not isinstance(fit, RouterFit) or fit.learned_ is None:
-        return False
-    return fit.learned.shape == (shape.num_layers, shape.num_experts) and fit.workers == shape.workers
+    return (
+        isinstance(fit, RouterFit)
+        and fit.learned_ is not None
+        and fit.learned.shape == (shape.num_layers, shape.num_experts)
+        and fit.workers == shape.workers
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, FitJob, LoadSeen, RequestSeen
-from coterie.control.checks import is_number
+from coterie.control.intake import is_number
 from coterie.control.loop import ControlLoop
 from coterie.errors import TraceError
 from coterie.routing import RouterFit
 
 
-class InputLog:
+class InputLog(AbstractContextManager["InputLog"]):
     """Writes the inputs of a loop to a file. Pass it to the loop as `log`; close it, or use a with statement."""
 
     def __init__(self, path: str | Path) -> None:
@@ -49,9 +50,6 @@ class InputLog:
     def close(self) -> None:
         self._stream.close()
 
-    def __enter__(self) -> InputLog:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -60,10 +58,9 @@ class InputLog:
 
 def replay(path: str | Path, loop: ControlLoop) -> list[ControlEvent]:
     """Feed a log to a fresh loop that was constructed like the logged one; return the events of its ticks."""
-    path = Path(path)
     events: list[ControlEvent] = []
     job: FitJob | None = None
-    with path.open("rb") as stream:
+    with Path(path).open("rb") as stream:
         for number, line in enumerate(_whole(stream), 1):
             try:
                 values = msgspec.json.decode(line, type=dict[str, Any])
@@ -73,14 +70,15 @@ def replay(path: str | Path, loop: ControlLoop) -> list[ControlEvent]:
                     events += tick.events
                     job = tick.job or job
                 elif do == "candidate":
-                    _candidate(path, loop, job, values)
+                    fit = loop.fit if job is None else job.run()
+                    if job is not None and digest(fit) != values["fit"]:
+                        raise ValueError("the job gives another fit than the logged one: was the loop made alike?")
+                    loop.candidate(fit, _time(values["seconds"]))
                     job = None
                 else:
-                    _told(loop, do, values)
+                    _feed(loop, do, values)
             except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-                raise (
-                    error if isinstance(error, TraceError) else TraceError(path, f"line {number}", str(error))
-                ) from None
+                raise TraceError(path, f"line {number}", str(error)) from None
     return events
 
 
@@ -91,12 +89,10 @@ def _whole(stream: BinaryIO) -> Iterable[bytes]:
             yield line
 
 
-def _told(loop: ControlLoop, do: str, values: Mapping[str, Any]) -> None:
-    if do == "request":
-        arrays = {name: _array(values[name]) for name in ("prefill", "decode")}
-        loop.observe(RequestSeen(**(dict(values) | arrays)))
-    elif do == "load":
-        loop.observe(LoadSeen(**(dict(values) | {"tokens": _array(values["tokens"])})))
+def _feed(loop: ControlLoop, do: str, values: Mapping[str, Any]) -> None:
+    if do in ("request", "load"):
+        arrays = {name: _array(values[name]) for name in ("prefill", "decode", "tokens") if name in values}
+        loop.observe((RequestSeen if do == "request" else LoadSeen)(**(dict(values) | arrays)))
     elif do == "ignored":
         loop.intake.ignore(values["reason"], values["worker"])
     elif do in ("swapped", "swap_failed"):
@@ -107,17 +103,9 @@ def _told(loop: ControlLoop, do: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"do={do!r} is no input of a loop")
 
 
-def _candidate(path: Path, loop: ControlLoop, job: FitJob | None, values: Mapping[str, Any]) -> None:
-    fit = loop.fit if job is None else job.run()
-    if job is not None and digest(fit) != values["fit"]:
-        raise TraceError(path, "candidate", "the job gives another fit than the logged one: was the loop made alike?")
-    loop.candidate(fit, _time(values["seconds"]))
-
-
 def digest(fit: RouterFit) -> str:
     """Return a hash of the values of a fit."""
-    learned = fit.learned
-    parts = learned.profiles, learned.centroids, learned.shares
+    parts = fit.learned.profiles, fit.learned.centroids, fit.learned.shares
     return blake2b(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), digest_size=8).hexdigest()
 
 

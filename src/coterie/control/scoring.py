@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.control.traffic import Kept
+from coterie.control.traffic import Kept, activations_per_token
 from coterie.costs.lines import DecodeStepPrices, decode_us
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.routing import Request, Router, RouterFit
 from coterie.routing.fleet import MOST_CERTAIN
 
@@ -90,14 +90,10 @@ class Scorer:
         """Compare two fits on the same requests. `sure` is the one-sided confidence of the bound."""
         from scipy.special import stdtrit  # slow to import
 
-        logs = [_logs(one) for one in requests]
-        old = self.token_us(in_force, requests, workers, logs)
-        new = self.token_us(candidate, requests, workers, logs)
-        cut = (
-            [piece.mean() for piece in np.array_split(old, pieces)],
-            [piece.mean() for piece in np.array_split(new, pieces)],
-        )
-        savings = 1.0 - np.array(cut[1]) / np.array(cut[0])
+        logs = [_logs(request) for request in requests]
+        old, new = (self.token_us(fit, requests, workers, logs) for fit in (in_force, candidate))
+        before, after = (np.array([piece.mean() for piece in np.array_split(us, pieces)]) for us in (old, new))
+        savings = 1.0 - after / before
         half = float(stdtrit(pieces - 1, sure) * savings.std(ddof=1) / np.sqrt(pieces))
         mean = float(savings.mean())
         return FitComparison(mean, mean - half, float(old.mean()), float(new.mean()), len(requests), pieces)
@@ -106,15 +102,13 @@ class Scorer:
         self, fit: RouterFit, requests: Sequence[Kept], workers: int, logs: Sequence[NDArray[np.float32]] | None = None
     ) -> Array:
         """Return [request] microseconds per output token, mean over the rounds."""
-        if len(requests) < 2:
-            raise ConfigError(f"requests={len(requests)} must be at least 2 to score a fit")
-        return _ClosedLoop(self, fit, requests, workers, logs or [_logs(one) for one in requests]).run()
+        check(len(requests) >= 2, f"requests={len(requests)} must be at least 2 to score a fit")
+        return _ClosedLoop(self, fit, requests, workers, logs or [_logs(request) for request in requests]).run()
 
 
-def _logs(one: Kept) -> NDArray[np.float32]:
+def _logs(request: Kept) -> NDArray[np.float32]:
     """Return [expert index] log(1 - p), where p are the request's activations per decoded token."""
-    chance = one.decode.ravel() / np.float32(max(1.0, one.tokens))
-    return np.log1p(-np.minimum(chance, np.float32(MOST_CERTAIN))).astype(np.float32)
+    return np.log1p(-np.minimum(activations_per_token(request), np.float32(MOST_CERTAIN))).astype(np.float32)
 
 
 class _Running(NamedTuple):
@@ -150,31 +144,34 @@ class _ClosedLoop:
         """[worker] time at which `tokens` was last updated."""
         self.running: dict[int, _Running] = {}
         self.order = np.arange(len(requests))
-        self.prompts = [float(one.prefill.sum()) / one.decode.sum() * one.tokens for one in requests]
+        self.prompts = [float(kept.prefill.sum()) / kept.decode.sum() * kept.tokens for kept in requests]
 
     def run(self) -> Array:
         count = len(self.requests)
-        found, left, uses, now_us = np.zeros(count), ROUNDS * count, 0, 0.0
+        token_us, left, uses, now_us = np.zeros(count), ROUNDS * count, 0, 0.0
         while left:
             while len(self.running) < self.in_flight:
                 self._begin(uses, now_us)
                 uses += 1
-            use, now_us = self._next_end()
-            took_us = now_us - self.running[use].since_us
-            at = self._end(use, now_us)
+            use = min(self.running, key=self._end_us)
+            now_us = self._end_us(use)
+            worker, at, since_us, _ = self.running.pop(use)
+            self.fleet.finish(str(use))
+            self._advance(worker, now_us)
+            self._change(worker, at, -1)
             if count <= use < (ROUNDS + 1) * count:
-                found[at] += took_us / max(1.0, self.requests[at].tokens) / ROUNDS
+                token_us[at] += (now_us - since_us) / max(1.0, self.requests[at].tokens) / ROUNDS
                 left -= 1
-        return found
+        return token_us
 
     def _begin(self, use: int, now_us: float) -> None:
         at = self._order(use)
-        one, prompt = self.requests[at], int(self.prompts[at])
-        decision = self.router.route(Request(str(use), prompt, one.prefill), self.fleet)
+        kept, prompt = self.requests[at], int(self.prompts[at])
+        decision = self.router.route(Request(str(use), prompt, kept.prefill), self.fleet)
         worker = int(decision.worker)
         self.fleet.admit(str(use), worker, prompt, decision.profile)
         self._advance(worker, now_us)
-        self.running[use] = _Running(worker, at, now_us, self.tokens[worker] + max(1.0, one.tokens))
+        self.running[use] = _Running(worker, at, now_us, self.tokens[worker] + max(1.0, kept.tokens))
         self._change(worker, at, 1)
 
     def _order(self, use: int) -> int:
@@ -188,18 +185,6 @@ class _ClosedLoop:
             rng, half = np.random.default_rng([turn, count]), count // 2
             self.order = np.concatenate([rng.permutation(half), half + rng.permutation(count - half)])
         return int(self.order[place])
-
-    def _end(self, use: int, now_us: float) -> int:
-        worker, at, _, _ = self.running.pop(use)
-        self.fleet.finish(str(use))
-        self._advance(worker, now_us)
-        self._change(worker, at, -1)
-        return at
-
-    def _next_end(self) -> tuple[int, float]:
-        """Return the use that ends next, and its end time."""
-        use = min(self.running, key=self._end_us)
-        return use, self._end_us(use)
 
     def _end_us(self, use: int) -> float:
         worker, _, _, ends_after = self.running[use]

@@ -16,7 +16,6 @@ class Known(NamedTuple):
     newest: int
     """Serial number of the newest of these requests; -1 for the fit that the loop started with."""
     sample: TrafficSample
-    requests: int
 
 
 class RunningJob(NamedTuple):
@@ -24,10 +23,6 @@ class RunningJob(NamedTuple):
 
     job: FitJob
     sample: TrafficSample
-
-    @property
-    def requests(self) -> int:
-        return len(self.job.calibration.requests)
 
 
 class Candidate(NamedTuple):

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control.base import ControlSettings, LoopShape, RequestSeen
-from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator
+from coterie.placement.triggers.drift import DriftEstimator
 from coterie.routing import Calibration, RouterFit
 
 WINDOWS = 64
@@ -44,6 +44,11 @@ class Kept(NamedTuple):
     decode: NDArray[np.uint32]
     tokens: float
     """Number of decoded tokens."""
+
+
+def activations_per_token(kept: Kept) -> NDArray[np.floating]:
+    """Return [expert index] the request's activations per decoded token."""
+    return kept.decode.ravel() / np.float32(max(1.0, kept.tokens))
 
 
 class TrafficSample(NamedTuple):
@@ -100,13 +105,12 @@ class Traffic:
         self.drift = DriftEstimator(shape.num_layers, shape.num_experts)
         self.serial = 0
         """Serial number of the next request."""
-        self._by_worker: dict[str, int] = {}
         self._open: list[Kept] = []
 
     def add(self, seen: RequestSeen) -> bool:
         """Store a request; return True if it completes a window."""
         tokens = float(seen.decode.sum()) / (self.shape.num_layers * self.shape.top_k)
-        one = Kept(
+        kept = Kept(
             self.serial,
             float(seen.at_s),
             seen.worker,
@@ -115,29 +119,17 @@ class Traffic:
             tokens,
         )
         self.serial += 1
-        if len(self.kept) >= self.most:
-            self._drop(one.worker)
-        self.kept.append(one)
-        self._by_worker[one.worker] = self._by_worker.get(one.worker, 0) + 1
-        self._open.append(one)
+        if len(self.kept) >= self.most:  # drop the oldest, or the worker's own oldest if it has more than half of all
+            own = [at for at, older in enumerate(self.kept) if older.worker == kept.worker]
+            del self.kept[own[0] if self.shape.workers > 1 and 2 * len(own) > self.most else 0]
+        self.kept.append(kept)
+        self._open.append(kept)
         if len(self._open) < self.settings.window:
             return False
         self.windows.append(sample_of(self._open))
         self.drift.update(np.stack([kept.decode for kept in self._open]).sum(axis=0, dtype=np.float64))
         self._open = []
         return True
-
-    def _drop(self, worker: str) -> None:
-        """Drop one request: the oldest of `worker` if it has more than half of the kept ones, else the oldest."""
-        own = self._by_worker.get(worker, 0)
-        if self.shape.workers > 1 and 2 * own > self.most:
-            at = next(at for at, kept in enumerate(self.kept) if kept.worker == worker)
-            del self.kept[at]
-        else:
-            worker = self.kept.popleft().worker
-        self._by_worker[worker] -= 1
-        if not self._by_worker[worker]:
-            del self._by_worker[worker]
 
     def newer(self, serial: int) -> list[Kept]:
         """Return the kept requests with a higher serial number, oldest first."""
@@ -156,28 +148,25 @@ class Traffic:
 
     def shown_ratio(self, reference: TrafficSample) -> float:
         """Return the least drift ratio of the newest `drift_windows` windows to a reference; 0 if there are fewer."""
-        count = self.settings.drift_windows
-        if len(self.windows) < count:
-            return 0.0
-        return min(drift_ratio(window, reference) for window in list(self.windows)[-count:])
+        newest = self._newest()
+        return min(drift_ratio(window, reference) for window in newest) if newest else 0.0
 
     def drifted(self, reference: TrafficSample) -> bool | None:
         """Return whether the newest `drift_windows` windows all differ from a reference; None if there are fewer."""
-        newest = list(self.windows)[-self.settings.drift_windows :]
-        if len(newest) < self.settings.drift_windows:
-            return None
-        return all(differs(window, reference, self.settings.drift_ratio) for window in newest)
+        newest = self._newest()
+        return all(differs(window, reference, self.settings.drift_ratio) for window in newest) if newest else None
 
-    def estimate(self) -> DriftEstimate:
-        """Estimate how fast the load drifts from window to window."""
-        return self.drift.estimate()
+    def _newest(self) -> list[TrafficSample]:
+        """Return the newest `drift_windows` windows; none if there are fewer."""
+        count = self.settings.drift_windows
+        return list(self.windows)[-count:] if len(self.windows) >= count else []
 
     def calibration(self, requests: list[Kept]) -> Calibration:
         return Calibration(
-            prefill=np.stack([one.prefill for one in requests]),
-            decode=np.stack([one.decode for one in requests]),
+            prefill=np.stack([kept.prefill for kept in requests]),
+            decode=np.stack([kept.decode for kept in requests]),
             gates=None,
-            requests=np.array([one.serial for one in requests], np.int64),
+            requests=np.array([kept.serial for kept in requests], np.int64),
             halved=False,
             model=self.shape.model,
             top_k=self.shape.top_k,
@@ -185,7 +174,7 @@ class Traffic:
 
 
 def sample_of(requests: list[Kept]) -> TrafficSample:
-    chances = np.stack([one.decode.ravel() / np.float32(max(1.0, one.tokens)) for one in requests]).astype(np.float32)
+    chances = np.stack([activations_per_token(kept) for kept in requests]).astype(np.float32)
     mean = chances.mean(axis=0)
     products = (chances - mean) @ (chances - mean).T
     total, squares = float(np.trace(products)), float((products**2).sum())

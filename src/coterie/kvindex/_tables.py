@@ -51,8 +51,7 @@ def fold(words: Words, tag: np.uint64, seeds: Words, keys: Words) -> None:
         for column in range(words.shape[1]):
             first = _mixed(first ^ words[item, column])
             second = _mixed(second + words[item, column] * _SPREAD)
-        keys[item, 0] = first | _ONE
-        keys[item, 1] = second
+        keys[item, 0], keys[item, 1] = first | _ONE, second
 
 
 @njit()
@@ -71,8 +70,7 @@ def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Wo
             first += weights[0, token] * words[token]
         for token in range(size):
             second += weights[1, token] * words[token]
-        keys[index, 0] = first
-        keys[index, 1] = second
+        keys[index, 0], keys[index, 1] = first, second
     left, right = above[0], above[1]
     for index in range(count):
         first = keys[index, 0] + weights[0, size] * left + weights[0, size + 1] * right
@@ -82,10 +80,8 @@ def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Wo
             first += weights[0, size + 2] * one + weights[0, size + 3] * two
             second += weights[1, size + 2] * one + weights[1, size + 3] * two
         left, right = _mixed(first) | _ONE, _mixed(second)
-        keys[index, 0] = left
-        keys[index, 1] = right
-    above[0] = left
-    above[1] = right
+        keys[index, 0], keys[index, 1] = left, right
+    above[0], above[1] = left, right
 
 
 @njit()
@@ -106,8 +102,7 @@ def _insert(table: Words, used: NDArray[np.int64], first: np.uint64, second: np.
     entry = _find(table, first, second)
     if entry < 0:
         entry = -1 - entry
-        table[entry, 0] = first
-        table[entry, 1] = second
+        table[entry, 0], table[entry, 1] = first, second
         used[0] += 1
     return entry
 
@@ -200,8 +195,7 @@ def store(
         old_above, old_below = held[entry, 2], held[entry, 3]
         if old_above == above and old_below == below:
             continue
-        held[entry, 2] = above
-        held[entry, 3] = below
+        held[entry, 2], held[entry, 3] = above, below
         if old_above != _ZERO:
             _release(contents, contents_used, old_above, old_below, worker)
         if _find(held, above ^ _VEIL, below ^ _VEIL) >= 0:
@@ -240,6 +234,7 @@ def remove(
 @njit()
 def release_all(
     held: Words,
+    held_used: NDArray[np.int64],  # noqa: ARG001  # as in `store` and `remove`
     hashes: Words,
     hashes_used: NDArray[np.int64],
     contents: Words,
@@ -261,8 +256,7 @@ def content_of(held: Words, keys: Words, out: Words) -> bool:
     entry = _find(held, keys[0, 0], keys[0, 1])
     if entry < 0 or held[entry, 2] == _ZERO:
         return False
-    out[0] = held[entry, 2]
-    out[1] = held[entry, 3]
+    out[0], out[1] = held[entry, 2], held[entry, 3]
     return True
 
 
@@ -302,8 +296,7 @@ def _finish(blocks: int, alive: Words, depth: NDArray[np.int64]) -> None:
 @njit()
 def match_keys(rows: Words, keys: Words, depth: NDArray[np.int64]) -> None:
     """Count the leading blocks that each worker holds, by the keys of their hashes."""
-    alive = np.empty(rows.shape[1] - 2, np.uint64)
-    alive[:] = ~_ZERO
+    alive = np.full(rows.shape[1] - 2, ~_ZERO)
     if _run(rows, keys, 0, keys.shape[0], alive, depth):
         _finish(keys.shape[0], alive, depth)
 
@@ -313,8 +306,7 @@ def match_tokens(rows: Words, tokens: Words, contexts: Words, weights: Words, de
     """Count the leading blocks that each worker holds, by the prompt's tokens."""
     size = weights.shape[1] - 4
     blocks = tokens.shape[0] // size
-    alive = np.empty(rows.shape[1] - 2, np.uint64)
-    alive[:] = ~_ZERO
+    alive = np.full(rows.shape[1] - 2, ~_ZERO)
     keys = np.empty((_CHUNK, 2), np.uint64)
     above = np.zeros(2, np.uint64)
     for start in range(0, blocks, _CHUNK):

@@ -89,30 +89,25 @@ class HeldBlocks(NamedTuple):
 class _Table:
     """A hash table that only grows. Doubling a million rows takes tens of milliseconds; a `capacity` avoids it."""
 
-    __slots__ = ("entries", "limit", "used")
+    __slots__ = ("entries", "used")
 
     def __init__(self, width: int, capacity: int = 0) -> None:
         self.entries: _Words = np.zeros((_tables.SMALLEST, 2 + width), np.uint64)
         self.used: _Used = np.zeros(1, np.int64)
-        self.limit = int(_tables.SMALLEST * _FILL)
         self.reserve(capacity)
 
     def reserve(self, more: int) -> None:
-        need = self.used.item() + more
-        if need <= self.limit:
-            return
         entries = len(self.entries)
-        while need > entries * _FILL:
+        while self.used.item() + more > entries * _FILL:
             entries *= 2
-        grown = np.zeros((entries, self.entries.shape[1]), np.uint64)
-        _tables.rehash(self.entries, grown)
-        self.entries, self.limit = grown, int(entries * _FILL)
+        if entries > len(self.entries):
+            grown = np.zeros((entries, self.entries.shape[1]), np.uint64)
+            _tables.rehash(self.entries, grown)
+            self.entries = grown
 
     def widen(self, width: int) -> None:
         """Add columns of zeros. No entry moves, because its position depends on its key alone."""
-        more = 2 + width - self.entries.shape[1]
-        if more:
-            self.entries = np.pad(self.entries, ((0, 0), (0, more)))
+        self.entries = np.pad(self.entries, ((0, 0), (0, 2 + width - self.entries.shape[1])))
 
 
 class _Waiting(NamedTuple):
@@ -159,19 +154,14 @@ class KVDirectory:
     ) -> None:
         check_at_least(1, num_workers=num_workers, block_size=block_size, max_blocks=max_blocks)
         check_at_least(0, group=group)
-        self.num_workers = num_workers
-        self.block_size = block_size
-        self.group = group
-        self.max_blocks = max_blocks
+        self.num_workers, self.block_size, self.group, self.max_blocks = num_workers, block_size, group, max_blocks
         self.limits: dict[int, int] = {}
         self.counters = DirectoryCounts()
         # Results do not depend on these numbers; if they are secret, nobody can construct prompts that collide.
         rng = np.random.default_rng() if rng is None else rng
         self._seeds = rng.integers(0, 1 << 64, 2, np.uint64)
         self._weights = rng.integers(0, 1 << 64, (2, block_size + 4), np.uint64) | np.uint64(1)
-        words = -(-num_workers // 64)
-        self._hashes = _Table(words, capacity)
-        self._contents = _Table(words, capacity)
+        self._hashes, self._contents = (_Table(-(-num_workers // 64), capacity) for _ in range(2))
         self._workers = [_Worker(group) for _ in range(num_workers)]
 
     def grow(self, num_workers: int) -> None:
@@ -200,16 +190,15 @@ class KVDirectory:
             return
         if not event.block_hashes or not self._has_room(worker, state, len(event.block_hashes)):
             return
-        above = event.parent_block_hash
-        family = event.block_hashes if above is None else [above, *event.block_hashes]
-        family_keys = hash_keys(family, self._seeds)
-        keys = family_keys if above is None else family_keys[1:]
+        above = [] if event.parent_block_hash is None else [event.parent_block_hash]
+        family_keys = hash_keys([*above, *event.block_hashes], self._seeds)
+        keys = family_keys[len(above) :]
         tokens, contexts_ = event_tokens(event, self.block_size), event_contexts(event)
         parent = np.zeros(2, np.uint64)
         if tokens is None or contexts_ is None:
             self.counters.without_content += len(keys)
             self._store(worker, state, keys, _NO_TOKENS, NO_CONTEXTS, parent)
-        elif above is None or _tables.content_of(state.held.entries, family_keys, parent):
+        elif not above or _tables.content_of(state.held.entries, family_keys, parent):
             self._store(worker, state, keys, tokens, contexts_, parent)
             self._join(worker, state, keys)
         else:
@@ -272,8 +261,7 @@ class KVDirectory:
             raise InputError("extra_keys hold a value that msgpack cannot encode")
         depth = np.zeros(self.num_workers, np.int64)
         _tables.match_tokens(self._contents.entries, words, keys, self._weights, depth)
-        depth *= self.block_size
-        return depth
+        return depth * self.block_size
 
     def held(self, worker: int) -> HeldBlocks:
         state = self._state(worker)
@@ -300,9 +288,12 @@ class KVDirectory:
         if by_worker != bits:
             raise InputError(f"workers hold {by_worker} blocks, the table of hashes says {bits}")
 
-    def _state(self, worker: int) -> _Worker:
+    def check_worker(self, worker: int) -> None:
         if not 0 <= worker < self.num_workers:
             raise InputError(f"worker={worker} must be at least 0 and below num_workers={self.num_workers}")
+
+    def _state(self, worker: int) -> _Worker:
+        self.check_worker(worker)
         return self._workers[worker]
 
     def _has_room(self, worker: int, state: _Worker, blocks: int) -> bool:
@@ -345,9 +336,9 @@ class KVDirectory:
         parent: NDArray[np.uint64],
     ) -> None:
         more = len(keys)
-        state.held.reserve(2 * more)  # an entry for the block, and possibly one for a mark
-        self._hashes.reserve(more)
-        self._contents.reserve(more)
+        # A worker's table gets an entry for each block, and possibly one for a mark.
+        for table, entries in ((state.held, 2 * more), (self._hashes, more), (self._contents, more)):
+            table.reserve(entries)
         tally = np.zeros(2, np.int64)
         _tables.store(*self._arrays(state), worker, keys, tokens, contexts_, self._weights, parent, tally)
         new, ambiguous = tally.tolist()
@@ -365,63 +356,53 @@ class KVDirectory:
         contexts_: NDArray[np.uint64],
     ) -> None:
         """Store blocks under an unknown parent: each waits for the block before it, unless its content is known."""
-        above, size, found = parent_key, self.block_size, np.zeros(2, np.uint64)
+        above, size, content = parent_key, self.block_size, np.zeros(2, np.uint64)
         if len(state.waiting) + len(keys) > MAX_WAITING:
             self._refuse(len(keys), f"worker {worker}: {len(keys)} blocks more wait for a parent, over {MAX_WAITING}")
-            self._store(worker, state, keys, _NO_TOKENS, NO_CONTEXTS, found)
+            self._store(worker, state, keys, _NO_TOKENS, NO_CONTEXTS, content)
             return
         for block in range(len(keys)):
-            key = keys[block : block + 1]
+            key, context = keys[block : block + 1], contexts_[block : block + 1]
             part = tokens[block * size : (block + 1) * size]
-            context = contexts_[block : block + 1]
-            if _tables.content_of(state.held.entries, above, found):
-                self._store(worker, state, key, part, context, found)
+            if _tables.content_of(state.held.entries, above, content):
+                self._store(worker, state, key, part, context, content)
                 self._join(worker, state, key)
             else:
-                self._store(worker, state, key, _NO_TOKENS, NO_CONTEXTS, found)
+                self._store(worker, state, key, _NO_TOKENS, NO_CONTEXTS, content)
                 self.counters.unknown_parents += 1
-                if not _tables.content_of(state.held.entries, key, found):
+                if not _tables.content_of(state.held.entries, key, content):
                     name = key.tobytes()
-                    self._forget_waiting(state, name)
+                    self._stop_waiting(state, key)
                     state.waiting[name] = _Waiting(above.copy(), key.copy(), part.copy(), context.copy())
                     state.children.setdefault(above.tobytes(), set()).add(name)
             above = key
 
     def _join(self, worker: int, state: _Worker, keys: NDArray[np.uint64]) -> None:
         """Resolve the blocks that wait for `keys`, whose content became known, and their waiting descendants."""
-        if not state.waiting:
-            return
         self._stop_waiting(state, keys)
-        ready = [keys[block : block + 1] for block in range(len(keys))]
+        ready = [keys[block : block + 1] for block in range(len(keys))] if state.waiting else []
         parent = np.zeros(2, np.uint64)
         while ready:
             key = ready.pop()
             for name in list(state.children.get(key.tobytes(), ())):
                 child = state.waiting[name]
-                self._forget_waiting(state, name)
+                self._stop_waiting(state, child.key)
                 _tables.content_of(state.held.entries, key, parent)
                 self._store(worker, state, child.key, child.tokens, child.contexts, parent)
                 ready.append(child.key)
 
-    def _stop_waiting(self, state: _Worker, keys: NDArray[np.uint64]) -> None:
-        if state.waiting:
-            for block in range(len(keys)):
-                self._forget_waiting(state, keys[block].tobytes())
-
     @staticmethod
-    def _forget_waiting(state: _Worker, name: bytes) -> None:
-        waiting = state.waiting.pop(name, None)
-        if waiting is not None:
-            parent = waiting.parent.tobytes()
-            state.children[parent].discard(name)
-            if not state.children[parent]:
-                del state.children[parent]
+    def _stop_waiting(state: _Worker, keys: NDArray[np.uint64]) -> None:
+        for key in keys if state.waiting else ():
+            if (waiting := state.waiting.pop(key.tobytes(), None)) is not None:
+                parent = waiting.parent.tobytes()
+                state.children[parent].discard(key.tobytes())
+                if not state.children[parent]:
+                    del state.children[parent]
 
     def _empty(self, worker: int, state: _Worker) -> int:
-        held, hashes, contents = state.held, self._hashes, self._contents
-        _tables.release_all(held.entries, hashes.entries, hashes.used, contents.entries, contents.used, worker)
-        blocks, state.blocks = state.blocks, 0
-        state.held = _Table(2)
+        _tables.release_all(*self._arrays(state), worker)
+        blocks, state.blocks, state.held = state.blocks, 0, _Table(2)
         state.waiting.clear()
         state.children.clear()
         return blocks

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from coterie.errors import CoterieError, InputError
 from coterie.kvindex.directory import KVDirectory
@@ -42,7 +43,9 @@ class Follower:
 
         For a first message or after a restart these are all numbers below `seq`, at most MOST_GAP.
         """
-        self._check(worker, seq)
+        self.directory.check_worker(worker)
+        if not 0 <= seq < REPLAY_END:
+            raise InputError(f"seq={seq} must be at least 0 and below {REPLAY_END}")
         expected = self._next[worker]
         if expected is None or not 0 <= seq - expected <= MOST_GAP:
             expected = max(0, seq - MOST_GAP)
@@ -75,9 +78,8 @@ class Follower:
                 lost = len(missing) - len(run)
                 counters.gaps += 1
                 counters.lost += lost
-                with self.lock:
-                    if lost and wanted():
-                        self.directory.forget(worker)
+                if lost:
+                    self._forget(worker, wanted)
             for frame in run:
                 self._apply(worker, frame.payload, wanted)
         self._apply(worker, payload, wanted)
@@ -105,12 +107,7 @@ class Follower:
         except BaseException:
             self.directory.forget(worker)
             raise
-        run: list[Frame] = []
-        for seq in reversed(missing):
-            if seq not in frames:
-                break
-            run.append(frames[seq])
-        return run[::-1]
+        return [frames[seq] for seq in takewhile(frames.__contains__, reversed(missing))][::-1]
 
     def _apply(self, worker: int, payload: bytes, wanted: Callable[[], bool]) -> None:
         try:
@@ -118,17 +115,14 @@ class Follower:
         except InputError as error:
             self.directory.counters.undecodable += 1
             self.directory.counters.last_error = str(error)
-            with self.lock:
-                if wanted():
-                    self.directory.forget(worker)
+            self._forget(worker, wanted)
             return
         for event in events:  # lock per event: a query waits for one event, not for a whole message
             with self.lock:
                 if wanted():
                     self.directory.apply(worker, event)
 
-    def _check(self, worker: int, seq: int) -> None:
-        if not 0 <= worker < self.directory.num_workers:
-            raise InputError(f"worker={worker} must be at least 0 and below num_workers={self.directory.num_workers}")
-        if not 0 <= seq < REPLAY_END:
-            raise InputError(f"seq={seq} must be at least 0 and below {REPLAY_END}")
+    def _forget(self, worker: int, wanted: Callable[[], bool]) -> None:
+        with self.lock:
+            if wanted():
+                self.directory.forget(worker)

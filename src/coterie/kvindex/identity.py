@@ -11,6 +11,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -28,29 +29,17 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def hash_keys(hashes: Sequence[BlockHash] | NDArray[np.uint64], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Compute keys [block, 2] of engine hashes; a tag of their type and length keeps integers and bytes apart."""
-    keys = np.empty((len(hashes), 2), np.uint64)
     if isinstance(hashes, np.ndarray):
-        _fold(writeable(np.ascontiguousarray(hashes, np.uint64)).reshape(-1, 1), 0, seeds, keys)
-        return keys
-    if not hashes:
-        return keys
-    try:
-        if isinstance(hashes[0], bytes):
-            joined = bytearray().join(hashes)  # type: ignore[arg-type]
-            lengths = set(map(len, hashes))  # type: ignore[arg-type]
-            if len(lengths) == 1 and len(hashes[0]) % _WORD == 0:
-                words = np.frombuffer(joined, np.uint64).reshape(len(hashes), len(hashes[0]) // _WORD)
-                _fold(words, 1 + 4 * len(hashes[0]), seeds, keys)
-                return keys
-        else:
-            numbers = array("Q", hashes)  # type: ignore[type-var]
-            _fold(np.frombuffer(numbers, np.uint64).reshape(-1, 1), 0, seeds, keys)
-            return keys
-    except (TypeError, OverflowError):
-        pass  # mixed types, or an integer outside 64 bits: fold each hash by itself
-    for index, item in enumerate(hashes):
-        _fold_one(item, seeds, keys[index : index + 1])
-    return keys
+        return _folded(writeable(np.ascontiguousarray(hashes, np.uint64)).reshape(-1, 1), 0, seeds)
+    with suppress(TypeError, OverflowError):  # mixed types, or an integer outside 64 bits: fold each hash by itself
+        if not isinstance(hashes[0], bytes):
+            return _folded(np.frombuffer(array("Q", hashes), np.uint64).reshape(-1, 1), 0, seeds)  # type: ignore[type-var]
+        joined = bytearray().join(hashes)  # type: ignore[arg-type]
+        length, *others = set(map(len, hashes))  # type: ignore[arg-type]
+        if not others and length % _WORD == 0:
+            words = np.frombuffer(joined, np.uint64).reshape(len(hashes), length // _WORD)
+            return _folded(words, 1 + 4 * length, seeds)
+    return np.concatenate([_folded(*_words(item), seeds) for item in hashes])
 
 
 def writeable(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -58,11 +47,14 @@ def writeable(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words if words.flags.writeable else words.copy()
 
 
-def _fold(words: NDArray[np.uint64], tag: int, seeds: NDArray[np.uint64], keys: NDArray[np.uint64]) -> None:
+def _folded(words: NDArray[np.uint64], tag: int, seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    keys = np.empty((len(words), 2), np.uint64)
     _tables.fold(words, np.uint64(tag), seeds, keys)
+    return keys
 
 
-def _fold_one(item: BlockHash, seeds: NDArray[np.uint64], keys: NDArray[np.uint64]) -> None:
+def _words(item: BlockHash) -> tuple[NDArray[np.uint64], int]:
+    """Return a hash as words [1, word], and its tag."""
     if isinstance(item, bytes):
         kind, raw = 1, item
     elif 0 <= item < 1 << 64:
@@ -71,47 +63,38 @@ def _fold_one(item: BlockHash, seeds: NDArray[np.uint64], keys: NDArray[np.uint6
         kind, raw = 2, item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True)
     padded = bytearray(raw + b"\0" * (-len(raw) % _WORD))
     words = np.frombuffer(padded, np.uint64).reshape(1, len(padded) // _WORD)
-    _fold(words, kind + 4 * len(raw) if kind else 0, seeds, keys)
+    return words, kind + 4 * len(raw) if kind else 0
 
 
 def event_tokens(event: BlockStored, block_size: int) -> NDArray[np.uint64] | None:
     """Return the token ids [token] of the event's blocks; None if they do not fill blocks of `block_size`."""
-    blocks = len(event.block_hashes)
-    if event.block_size != block_size or len(event.token_ids) != blocks * block_size:
-        return None
-    try:
-        return np.frombuffer(array("q", event.token_ids), np.uint64)
-    except OverflowError:
-        return None
+    with suppress(OverflowError):
+        if event.block_size == block_size and len(event.token_ids) == len(event.block_hashes) * block_size:
+            return np.frombuffer(array("q", event.token_ids), np.uint64)
+    return None
 
 
 def event_contexts(event: BlockStored) -> NDArray[np.uint64] | None:
     """Return contexts [block, 2] of the event's blocks, [0, 2] if no block has any; None if its keys are unreadable."""
     lora = event.lora_id if event.lora_name is None else event.lora_name
     salt = event.cache_salt if event.parent_block_hash is None else None
-    extra_keys = event.extra_keys
-    if extra_keys is not None and not (
-        isinstance(extra_keys, list | tuple) and len(extra_keys) == len(event.block_hashes)
-    ):
+    extra_keys, blocks = event.extra_keys, len(event.block_hashes)
+    if extra_keys is not None and not (isinstance(extra_keys, list | tuple) and len(extra_keys) == blocks):
         return None
-    return contexts(len(event.block_hashes), lora, salt, extra_keys)
+    return contexts(blocks, lora, salt, extra_keys)
 
 
 def contexts(
     blocks: int, lora: str | int | None, cache_salt: str | None, extra_keys: Sequence[Any] | None
 ) -> NDArray[np.uint64] | None:
     """Compute contexts [block, 2] from the first block on, [0, 2] if no block has any; None if a key is unencodable."""
-    if lora is None and not cache_salt and not extra_keys:
-        return NO_CONTEXTS
     special = {block: keys for block, keys in enumerate(map(_listed, extra_keys or ())) if keys and block < blocks}
     if cache_salt and blocks and cache_salt not in special.get(0, ()):
         special[0] = [*special.get(0, ()), cache_salt]
     if lora is None and not special:
         return NO_CONTEXTS
-    out = np.zeros((blocks, 2), np.uint64)
     try:
-        if lora is not None:
-            out[:] = _context(lora, [])
+        out = np.tile(_context(lora, []), (blocks, 1))
         for block, keys in special.items():
             out[block] = _context(lora, keys)
     except (TypeError, ValueError, OverflowError, RecursionError):

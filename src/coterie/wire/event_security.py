@@ -43,7 +43,7 @@ def _domain(secret: str) -> str:
 def secure_publisher(socket: zmq.Socket[Any], secret: str) -> None:
     """Let only subscribers with the fleet's secret connect to a socket that will be bound. Call before `bind`."""
     _check_curve()
-    _zap_of(socket.context).allow(_domain(secret), _pair(secret, "subscriber").public)
+    _zap_of(socket.context).allowed[_domain(secret)] = zmq.utils.z85.decode(_pair(secret, "subscriber").public)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, _domain(secret))
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuse every client if no ZAP handler runs
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -53,10 +53,9 @@ def secure_publisher(socket: zmq.Socket[Any], secret: str) -> None:
 def secure_subscriber(socket: zmq.Socket[Any], secret: str) -> None:
     """Encrypt a socket that will be connected to a publisher, or to its replay endpoint. Call before `connect`."""
     _check_curve()
-    mine = _pair(secret, "subscriber")
     socket.setsockopt(zmq.CURVE_SERVERKEY, _pair(secret, "publisher").public)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, mine.private)
+    for option, key in zip((zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY), _pair(secret, "subscriber"), strict=True):
+        socket.setsockopt(option, key)
 
 
 def _check_curve() -> None:
@@ -70,34 +69,30 @@ class _Zap:
     def __init__(self, context: int) -> None:
         """`context` is the address of a ZMQ context, which has one handler even if several Python objects wrap it."""
         self._context = context
-        self._allowed: dict[str, bytes] = {}
+        self.allowed: dict[str, bytes] = {}
+        """ZAP domain → public key of the clients to admit."""
         # A shadow context: `Context.destroy` closes the sockets made by that object, even while a thread uses them.
         socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(_ZAP)
         threading.Thread(target=self._answer, args=(socket,), name="coterie-zap", daemon=True).start()
 
-    def allow(self, domain: str, public: bytes) -> None:
-        self._allowed[domain] = zmq.utils.z85.decode(public)
-
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # raised when the context is terminated
             while True:
                 asked = socket.recv_multipart()
                 good = len(asked) >= 7 and self._right(asked)
-                status, text = (b"200", b"OK") if good else (b"400", b"not of this fleet")
-                request_id = asked[1] if len(asked) > 1 else b""
-                socket.send_multipart([_ZAP_VERSION, request_id, status, text, b"fleet" if good else b"", b""])
+                answer = [b"200", b"OK", b"fleet"] if good else [b"400", b"not of this fleet", b""]
+                socket.send_multipart([_ZAP_VERSION, asked[1] if len(asked) > 1 else b"", *answer, b""])
         with _making:  # before the context is freed: a new context may get the same address
             _handlers.pop(self._context, None)
         socket.close()
 
     def _right(self, asked: list[bytes]) -> bool:
         version, _, domain, _, _, mechanism, credential = asked[:7]
-        allowed = self._allowed.get(domain.decode("latin-1"))
-        if allowed is None or version != _ZAP_VERSION or mechanism != b"CURVE":
-            return False
-        return hmac.compare_digest(credential, allowed)
+        allowed = self.allowed.get(domain.decode("latin-1"))
+        curve = version == _ZAP_VERSION and mechanism == b"CURVE"
+        return allowed is not None and curve and hmac.compare_digest(credential, allowed)
 
 
 _handlers: dict[int, _Zap] = {}

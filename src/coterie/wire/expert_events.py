@@ -62,17 +62,18 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
     ) -> RequestExperts:
         """Make an event from arrays [token, layer, k], [token] and [token]; raises InputError if shapes disagree."""
         if expert_ids.ndim != 3 or not len(expert_ids) == len(token_ids) == len(known):
-            problem = f"expert_ids {expert_ids.shape} must be [token, layer, k] with one row a token"
-            raise InputError(f"{problem}; token_ids has {len(token_ids)}, known {len(known)}")
+            raise InputError(
+                f"expert_ids {expert_ids.shape} must be [token, layer, k] with one row a token; "
+                f"token_ids has {len(token_ids)}, known {len(known)}"
+            )
         all_known = bool(known.all())
         if not all_known:
             expert_ids = np.where(known[:, None, None], expert_ids, 0)
         if expert_ids.size and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
-            found = f"expert_ids from {expert_ids.min()} to {expert_ids.max()}"
-            raise InputError(f"{found}, expected 0 … {num_experts - 1}")
-        dtype = narrowest_uint(num_experts - 1).newbyteorder("<")
+            low, high = expert_ids.min(), expert_ids.max()
+            raise InputError(f"expert_ids from {low} to {high}, expected 0 … {num_experts - 1}")
         return cls(
-            expert_ids=np.ascontiguousarray(expert_ids, dtype).tobytes(),
+            expert_ids=np.ascontiguousarray(expert_ids, narrowest_uint(num_experts - 1).newbyteorder("<")).tobytes(),
             token_ids=np.ascontiguousarray(token_ids, "<i4").tobytes(),
             known=b"" if all_known else np.packbits(known).tobytes(),
             num_experts=num_experts,
@@ -83,8 +84,10 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
     def ids(self) -> NDArray[np.unsignedinteger]:
         """Decode expert ids [token, layer, k]; raises InputError if bytes and shape disagree or an id is too large."""
         if not 1 <= self.top_k <= self.num_experts <= MAX_EXPERTS or not self.layer_ids:
-            problem = f"num_experts={self.num_experts}, top_k={self.top_k}, {len(self.layer_ids)} layers"
-            raise InputError(f"{problem}: expected 1 <= top_k <= num_experts <= {MAX_EXPERTS} and a layer")
+            raise InputError(
+                f"num_experts={self.num_experts}, top_k={self.top_k}, {len(self.layer_ids)} layers: "
+                f"expected 1 <= top_k <= num_experts <= {MAX_EXPERTS} and a layer"
+            )
         dtype = narrowest_uint(self.num_experts - 1).newbyteorder("<")
         shape = (len(self.tokens()), len(self.layer_ids), self.top_k)
         if len(self.expert_ids) != math.prod(shape) * dtype.itemsize:

@@ -79,9 +79,8 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise InputError(f"is not a footprint: {error}") from None
     _check_header(packed)
-    size = packed.layers * packed.experts * packed.itemsize
+    size, inflate = packed.layers * packed.experts * packed.itemsize, zlib.decompressobj()
     try:
-        inflate = zlib.decompressobj()
         data = inflate.decompress(packed.counts, size + 1)  # the extra byte detects a longer stream cheaply
     except zlib.error as error:
         raise InputError(f"is a damaged footprint: {error}") from None
@@ -121,8 +120,8 @@ def check_possible(footprint: WireFootprint, shape: tuple[int, ...] | None = Non
     per_token = counts.sum(axis=1, dtype=np.float64) / tokens
     k = float(top_k or per_token[0])
     if not 1 - SLACK <= k <= counts.shape[1] or np.abs(per_token - k).max() > SLACK * k:
-        experts = f"{per_token.min():g} to {per_token.max():g}"
-        raise InputError(f"is a footprint of {experts} experts a token, expected {k:g} in every layer")
+        low, high = per_token.min(), per_token.max()
+        raise InputError(f"is a footprint of {low:g} to {high:g} experts a token, expected {k:g} in every layer")
 
 
 def attach_footprint(params: MutableMapping[str, Any], footprint: WireFootprint) -> None:

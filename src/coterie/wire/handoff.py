@@ -29,16 +29,11 @@ REMOTE_DECODE: dict[str, Any] = {
 
 def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body for the prefill worker: one output token, not streamed."""
-    out = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
-    out.update(stream=False, max_tokens=1, kv_transfer_params=dict(REMOTE_DECODE))
-    if "max_completion_tokens" in body:
-        out["max_completion_tokens"] = 1
-    return out
+    kept = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
+    one_token = {"max_tokens": 1} | ({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})
+    return kept | one_token | {"stream": False, "kv_transfer_params": dict(REMOTE_DECODE)}
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the body for the decode worker: the client's body with the prefill answer's ``kv_transfer_params``."""
-    out = dict(body)
-    if params:
-        out["kv_transfer_params"] = dict(params)
-    return out
+    return {**body, "kv_transfer_params": dict(params)} if params else dict(body)

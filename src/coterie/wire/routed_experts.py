@@ -30,14 +30,12 @@ def decode_npy(data: bytes) -> NDArray[Any]:
     NumPy's own reader is not used: it allocates the size in the header before it checks the number of bytes.
     """
     stream = io.BytesIO(data)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
         version = np.lib.format.read_magic(stream)
-        if version == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-        elif version == (2, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-        else:
+        if version not in readers:
             raise InputError(f"is .npy version {version}, expected (1, 0) or (2, 0)")
+        shape, fortran, dtype = readers[version](stream)
     except InputError:
         raise
     except Exception as error:  # NumPy's header parser raises any exception on a damaged header

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from coterie.batching.base import Strategy, Window
 from coterie.batching.picking import must_take
-from coterie.batching.waiting.views import BatchDecision, ServerView, WaitingCounters, WaitingReport
+from coterie.batching.waiting.views import BatchDecision, ServerView, WaitingReport
 from coterie.errors import ConfigError
 
 T = TypeVar("T", bound=Hashable)
@@ -55,17 +55,13 @@ class Chooser(Generic[T]):
         self.batch_size = batch_size
         self.strict = strict
         self.report = report or WaitingReport()
+        self.counters = self.report.counters
         self._rng = rng
         self._decided = decided
 
-    @property
-    def counters(self) -> WaitingCounters:
-        return self.report.counters
-
     def warm_up(self, shape: tuple[int, int]) -> None:
         """Compile the strategy's loops now, not while requests wait; for loads of this shape [layer, expert]."""
-        layers, experts = shape
-        window = Window(np.ones((2, max(1, layers), max(1, experts))), np.zeros(2, np.int64), 2)
+        window = Window(np.ones((2, *np.maximum(shape, 1))), np.zeros(2, np.int64), 2)
         try:
             self.strategy.select(window, window.no_load(), 2, np.random.default_rng(0))
         except Exception as error:
@@ -87,7 +83,14 @@ class Chooser(Generic[T]):
             return None
         self.counters.selections += 1
         if self._decided is not None:
-            self._log(queue, window, skips, queued, size, choice)
+            names = [self.view.name(request) for request in window]
+            running = [self.view.name(request) for request in self.view.running()]
+            order = [names[index] for index in choice.order]
+            try:
+                self._decided(BatchDecision(queue, names, skips, queued, size, running, order, choice.reason))
+            except Exception as error:
+                self._decided = None
+                self.report.failed("writing 'decisions'", error)
         return choice
 
     def _in_turn(self, order: NDArray[np.integer], window: Window, size: int) -> list[int]:
@@ -111,14 +114,3 @@ class Chooser(Generic[T]):
         if self.strict:
             raise error
         self.report.failed(f"strategy {type(self.strategy).__name__}", error)
-
-    def _log(self, queue: str, window: list[T], skips: list[int], queued: int, size: int, choice: WindowChoice) -> None:
-        assert self._decided is not None
-        names = [self.view.name(request) for request in window]
-        running = [self.view.name(request) for request in self.view.running()]
-        order = [names[index] for index in choice.order]
-        try:
-            self._decided(BatchDecision(queue, names, skips, queued, size, running, order, choice.reason))
-        except Exception as error:
-            self._decided = None
-            self.report.failed("writing 'decisions'", error)

@@ -22,7 +22,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import count, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -49,48 +50,39 @@ class ChosenBatch(NamedTuple, Generic[T]):
     """Reason for the choice, as text."""
 
 
+@dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
     """A waiting request with its sort key and skips."""
 
-    __slots__ = ("key", "request", "skips")
-
-    def __init__(self, key: Key, request: T) -> None:
-        self.key = key
-        self.request = request
-        self.skips = 0
+    key: Key
+    request: T
+    skips: int = 0
 
 
 _key = attrgetter("key")
 
 
-class _Selected(NamedTuple, Generic[T]):
-    """A fresh selection."""
+@dataclass(slots=True, eq=False)
+class _Plan(Generic[T]):
+    """A selection whose requests are handed out, all at once or one by one."""
 
+    rank: Any
     window: list[_Entry[T]]
     """Window as the strategy saw it, oldest first."""
-    order: list[int]
-    """Indices into the window, in the order in which requests are handed out."""
+    rest: deque[int]
+    """Indices into the window still to be handed out, in that order."""
+    size: int
+    """Number of requests selected."""
     last: Key | None
     """Key of the youngest request of a full window: later keys are beyond the window. None if it was not full."""
     reason: str | None
     """The strategy's reason; None if the strategy did not choose."""
-
-
-class _Plan(Generic[T]):
-    """A selection whose requests are handed out one by one."""
-
-    def __init__(self, rank: Any, selected: _Selected[T], running: frozenset[T]) -> None:
-        self.rank = rank
-        self.window, order, self.last, self.reason = selected
-        self.rest = deque(order)
-        """Indices still to be handed out."""
-        self.size = len(order)
-        self.running = running
-        """Requests that ran when the selection was made."""
-        self.taken: set[int] = set()
-        """Indices handed out; the window's length stands for a request younger than all in the window."""
-        self._gone: set[int] = set()
-        """Indices of requests that no longer wait."""
+    running: frozenset[T]
+    """Requests that ran when the selection was made."""
+    taken: set[int] = field(default_factory=set)
+    """Indices handed out; the window's length stands for a request younger than all in the window."""
+    gone: set[int] = field(default_factory=set)
+    """Indices of requests that no longer wait."""
 
     def sees(self, key: Key) -> bool:
         """Return whether a new request with this key belongs in the window, or goes before all requests in it."""
@@ -99,16 +91,20 @@ class _Plan(Generic[T]):
             return bool(rank < self.rank)
         return lane == NORMAL and (self.last is None or key < self.last)
 
+    def has_outlived(self, running: Callable[[], Iterable[T]]) -> bool:
+        """Return whether more requests left the server since the selection than it holds."""
+        return len(self.running) > self.size and len(self.running.difference(running())) > self.size
+
     def take(self, entry: _Entry[T]) -> bool:
         """Mark a request as taken; return whether an older request of the window still waits."""
         index = self.drop(entry)
         self.taken.add(index)
-        return any(older not in self._gone for older in range(index))
+        return any(older not in self.gone for older in range(index))
 
     def drop(self, entry: _Entry[T]) -> int:
         """Mark a request as no longer waiting; return its index, or the window's length if it is not in the window."""
         index = self.window.index(entry) if entry in self.window else len(self.window)
-        self._gone.add(index)
+        self.gone.add(index)
         if index in self.rest:
             self.rest.remove(index)
         return index
@@ -132,7 +128,7 @@ class WaitingList(Generic[T]):
         self.name = name
         self._chooser = chooser
         self._rank = rank
-        self._urgent = urgent
+        self._is_urgent = urgent or (lambda _: False)
         self._blocked = blocked
         self._entries: list[_Entry[T]] = []
         """Entries in waiting order."""
@@ -212,10 +208,10 @@ class WaitingList(Generic[T]):
         rank, lane, _, _ = self._entries[0].key
         if lane == URGENT:
             raise ConfigError(f"{self._entries[0].request!r} is urgent: such requests go one by one")
-        window, order, _, reason = self._select(rank, size)
-        del order[size:]  # if all are blocked, the selection holds all of them
-        entries, taken = [window[index] for index in order], set(order)
-        stayed = passed_over(window, taken)
+        plan = self._select(rank, size)
+        order = list(plan.rest)[:size]  # if all are blocked, the selection holds all of them
+        entries, taken = [plan.window[index] for index in order], set(order)
+        stayed = passed_over(plan.window, taken)
         if self._blocked is None:  # the window is the head of the list
             self._entries[: len(order) + len(stayed)] = stayed
             for entry in entries:
@@ -223,16 +219,13 @@ class WaitingList(Generic[T]):
         else:
             for entry in entries:
                 self._drop(entry)
-        batch = ChosenBatch([entry.request for entry in entries], [entry.skips for entry in entries], reason or ARRIVAL)
-        self._handed_out = dict(zip(batch.items, entries, strict=True))
+        requests, skips = [entry.request for entry in entries], [entry.skips for entry in entries]
+        self._handed_out = dict(zip(requests, entries, strict=True))
         self._pass_over(stayed)
-        oldest = 0  # index of the oldest request that stays
-        while oldest in taken:
-            oldest += 1
-        counters = self._chooser.counters
-        counters.handed_out += len(order)
-        counters.moved += len(order) - oldest
-        return batch
+        self._chooser.counters.handed_out += len(order)
+        oldest = next(index for index in count() if index not in taken)  # of the requests that stay
+        self._chooser.counters.moved += len(order) - oldest
+        return ChosenBatch(requests, skips, plan.reason or ARRIVAL)
 
     def upcoming(self) -> list[T]:
         """Return all requests: urgent ones, then the selection (made if needed), then the others in waiting order."""
@@ -251,23 +244,14 @@ class WaitingList(Generic[T]):
         the server than it holds."""
         plan, self._head = self._plan, None
         self._handed_out.clear()
-        if plan is None:
-            return
-        if plan.reason is None:
+        if plan is not None and (plan.reason is None or plan.has_outlived(self._chooser.view.running)):
             self._retire()
-        elif len(plan.running) > plan.size:
-            left = plan.running.difference(self._chooser.view.running())
-            if len(left) > plan.size:
-                self._retire()
 
     def skips(self, request: T) -> int:
         """Return how often a waiting request was passed over."""
         return self._entry_of[request].skips
 
     # Internal.
-
-    def _is_urgent(self, request: T) -> bool:
-        return self._urgent is not None and self._urgent(request)
 
     def _insert(self, request: T, age: Any) -> None:
         if request in self._entry_of:
@@ -303,18 +287,15 @@ class WaitingList(Generic[T]):
     def _make_plan(self, rank: Any) -> _Plan[T]:
         """Make a selection to be handed out one by one."""
         self._retire()
-        view = self._chooser.view
-        selected = self._select(rank, max(1, self._chooser.batch_size, view.free_places()))
-        plan = self._plan = _Plan(rank, selected, frozenset(view.running()))
+        plan = self._plan = self._select(rank, max(1, self._chooser.batch_size, self._chooser.view.free_places()))
         return plan
 
-    def _select(self, rank: Any, size: int) -> _Selected[T]:
+    def _select(self, rank: Any, size: int) -> _Plan[T]:
         """Make a selection of a class, which must have waiting requests that are not urgent."""
         limit, entries = self._chooser.window_size, self._entries
         start, end = self._bounds(rank)
-        window = entries[start : min(end, start + limit)]
-        if self._blocked is not None:
-            blocked = self._blocked
+        window, running = entries[start : min(end, start + limit)], frozenset(self._chooser.view.running())
+        if (blocked := self._blocked) is not None:
             free = (entry for entry in islice(entries, start, end) if not blocked(entry.request))
             window = list(islice(free, limit))
         last = window[-1].key if len(window) == limit else None
@@ -322,10 +303,10 @@ class WaitingList(Generic[T]):
             requests, skips = [entry.request for entry in window], [entry.skips for entry in window]
             choice = self._chooser.choose(self.name, requests, skips, end - start, size)
             if choice is not None:
-                return _Selected(window, choice.order, last, choice.reason)
+                return _Plan(rank, window, deque(choice.order), len(choice.order), last, choice.reason, running)
             end = min(end, start + size)
         window = entries[start:end]  # in waiting order, blocked requests included
-        return _Selected(window, list(range(len(window))), last, None)
+        return _Plan(rank, window, deque(range(len(window))), len(window), last, None, running)
 
     def _bounds(self, rank: Any) -> tuple[int, int]:
         """Return the start and end of a class's requests that are not urgent."""
@@ -343,10 +324,7 @@ class WaitingList(Generic[T]):
 
     def _pass_over(self, entries: list[_Entry[T]]) -> None:
         """Count one skip for each entry: a younger request was taken instead."""
-        counters = self._chooser.counters
-        worst = counters.worst_skips
         for entry in entries:
-            entry.skips = skips = entry.skips + 1
-            if skips > worst:
-                worst = skips
-        counters.worst_skips = worst
+            entry.skips += 1
+        counters = self._chooser.counters
+        counters.worst_skips = max([counters.worst_skips, *(entry.skips for entry in entries)])

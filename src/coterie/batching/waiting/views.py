@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -106,12 +106,15 @@ class ServerView(Protocol[T]):
         """Return [layer, expert] tokens of a step of the running requests. Called after :meth:`loads` gave loads."""
         ...
 
+    @abstractmethod
     def running(self) -> Sequence[T]: ...
 
+    @abstractmethod
     def free_places(self) -> int:
         """Return the number of requests that could start now."""
         ...
 
+    @abstractmethod
     def name(self, request: T) -> str:
         """Return the name of a request in decisions."""
         ...
@@ -142,7 +145,7 @@ class RowView:
         return str(request)
 
 
-class RequestView(ABC, Generic[T]):
+class RequestView(ServerView[T]):
     """View with a load per request: its share (activations per token) times its tokens in a step.
 
     A share is computed once while its request waits or runs. A request whose share is unknown, or whose computation
@@ -165,15 +168,6 @@ class RequestView(ABC, Generic[T]):
     def tokens(self, request: T) -> float:
         """Return the request's number of tokens in a step, whether it waits or runs."""
 
-    @abstractmethod
-    def running(self) -> Sequence[T]: ...
-
-    @abstractmethod
-    def free_places(self) -> int: ...
-
-    @abstractmethod
-    def name(self, request: T) -> str: ...
-
     def loads(self, requests: Sequence[T]) -> Loads | None:
         self._trim(requests)
         known = {at: load for at, request in enumerate(requests) if (load := self._share(request)) is not None}
@@ -182,11 +176,9 @@ class RequestView(ABC, Generic[T]):
         loads = np.empty((len(requests), *self._shape))
         for at, share in known.items():
             np.multiply(share, self.tokens(requests[at]), out=loads[at])
-        if len(known) < len(requests):
-            mean = loads[list(known)].mean(axis=0)
-            for at in range(len(requests)):
-                if at not in known:
-                    loads[at] = mean
+        unknown = [at for at in range(len(requests)) if at not in known]
+        if unknown:
+            loads[unknown] = loads[list(known)].mean(axis=0)
         return loads
 
     def running_load(self) -> Loads:
@@ -212,8 +204,7 @@ class RequestView(ABC, Generic[T]):
         try:
             share = self.share(request)
             if share is not None:
-                if self._shape is None:
-                    self._shape = share.shape
+                self._shape = self._shape or share.shape
                 if share.shape != self._shape:
                     raise InputError(f"a load of shape {share.shape}; those before have {self._shape}")
         except Exception as error:

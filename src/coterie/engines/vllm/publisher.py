@@ -1,7 +1,7 @@
 """Publish expert events on ZMQ from a separate thread, so that serving never waits for a subscriber.
 
 A message is dropped and counted if the thread's queue is full. The XPUB socket reports subscriptions, so that events
-are built only if there is a subscriber. `coterie.wire.publishing` explains how full subscribers are detected.
+are built only if there is a subscriber. `coterie.wire.framing` explains how full subscribers are detected.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import zmq
 from coterie.errors import UnavailableError
 from coterie.wire.event_security import secure_publisher
 from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
-from coterie.wire.framing import to_frames
-from coterie.wire.publishing import limit_queues, send_to_all
+from coterie.wire.framing import limit_queues, send_to_all, to_frames
 
 Event = RequestExperts | ExpertLoad
 Build = Callable[[], Event]

@@ -1,7 +1,7 @@
 """Event streams on ZMQ that never block the engine.
 
 A subscriber that reads too slowly loses messages and sees a gap in their sequence numbers. Other subscribers lose
-nothing: see `coterie.wire.publishing`.
+nothing: see `coterie.wire.framing`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from coterie.footprints import accumulate_load
 from coterie.wire.event_security import secure_publisher
 from coterie.wire.expert_events import TOPIC as EXPERT_TOPIC
 from coterie.wire.expert_events import ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
-from coterie.wire.framing import REPLAY_END, to_frames
+from coterie.wire.framing import REPLAY_END, limit_queues, send_to_all, to_frames
 from coterie.wire.kv_events import KVEvent, KVEvents, encode_kv_events
-from coterie.wire.publishing import limit_queues, send_to_all
 
 KV_TOPIC = b"kv"
 MAX_ASKED = 4096
@@ -114,7 +113,7 @@ class Replay:
             try:
                 asked = socket.recv_multipart()
                 if len(asked) == 3 and asked[1] == b"" and len(asked[2]) == 8:
-                    socket.getsockopt(zmq.EVENTS)  # makes libzmq process pending commands: see coterie.wire.publishing
+                    socket.getsockopt(zmq.EVENTS)  # makes libzmq process pending commands: see coterie.wire.framing
                     for frames in self._since(int.from_bytes(asked[2], "big")):
                         socket.send_multipart([asked[0], b"", *frames])
             except zmq.ContextTerminated:
