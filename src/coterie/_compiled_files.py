@@ -65,9 +65,8 @@ class ByContent(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> Any:
-        if not Path(py_file).resolve().is_relative_to(PACKAGE):
-            return None
-        return super().from_function(py_func, py_file)
+        ours = Path(py_file).resolve().is_relative_to(PACKAGE)
+        return super().from_function(py_func, py_file) if ours else None
 
 
 @cache

@@ -128,8 +128,6 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # noqa: PTH123
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as lines:  # noqa: PTH123
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.machine()

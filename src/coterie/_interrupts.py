@@ -83,11 +83,10 @@ def handle_interrupts() -> Iterator[None]:
 
     def send_again(lost: Any) -> None:
         """Send the signal again: Python drops an exception raised in a callback, such as that of a weak reference."""
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, os.kill, (os.getpid(), interrupted_by() - 128)).start()
+        else:
             others.append(traceback.format_exception(lost.exc_value))
-            return
-        number = signal.SIGTERM if _terminated else signal.SIGINT
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
 
     sys.unraisablehook = send_again
     if ours:
@@ -118,14 +117,11 @@ def interrupted_by() -> int:
     return TERMINATED if _terminated else INTERRUPTED
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def _terminate(_number: int, frame: FrameType | None) -> None:
     global _terminated
     _terminated = True
-    handler = signal.getsignal(signal.SIGINT)
-    if callable(handler):
-        handler(signal.SIGINT, frame)
-    else:  # a shell's background job ignores Ctrl-C
-        _interrupt(number, frame)
+    handler = signal.getsignal(signal.SIGINT)  # none in a shell's background job, which ignores Ctrl-C
+    (handler if callable(handler) else _interrupt)(signal.SIGINT, frame)
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:

@@ -92,8 +92,7 @@ def active_params(spec: ModelSpec) -> int:
     Counts both embeddings, as most model cards do (gpt-oss's leave out the input embedding). Low-rank queries matter
     more here than in :func:`total_params`: the result for DeepSeek-V3 is a fifth above the published 37 billion.
     """
-    idle = (spec.num_experts - spec.top_k) * spec.expert_params
-    return total_params(spec) - spec.num_moe_layers * idle
+    return total_params(spec) - spec.num_moe_layers * (spec.num_experts - spec.top_k) * spec.expert_params
 
 
 def _attention_params(spec: ModelSpec) -> int:
@@ -113,9 +112,9 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     """
     path = Path("config.json" if isinstance(config, Mapping) else config)
     path = path / "config.json" if path.is_dir() else path
-    found = _flatten(config if isinstance(config, Mapping) else _read_json(path))
-    reader = _Config(path, found)
-    name = name or str(found.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1] or found.get("model_type")
+    content = _flatten(config if isinstance(config, Mapping) else _read_json(path))
+    reader = _Config(path, content)
+    name = name or str(content.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1] or content.get("model_type")
     try:
         return _spec(reader, str(name or "unnamed").lower())
     except ConfigError as error:
@@ -123,7 +122,7 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
 
 
 def _spec(reader: _Config, name: str) -> ModelSpec:
-    if reader.found.get("enable_moe_block") is False:
+    if reader.content.get("enable_moe_block") is False:
         reader.fail("enable_moe_block", "is false: a dense model, expected a Mixture-of-Experts one")
     num_experts = reader.number("num_experts", NUM_EXPERTS, hint="is this a dense model?")
     num_layers = reader.number("num_layers", ("num_hidden_layers", "num_layers", "n_layer"))
@@ -132,16 +131,13 @@ def _spec(reader: _Config, name: str) -> ModelSpec:
     num_heads = reader.number("num_heads", ("num_attention_heads",))
     num_kv_heads = reader.number("num_kv_heads", ("num_key_value_heads", "num_kv_heads"), default=num_heads)
     latent = reader.number("kv_lora_rank", ("kv_lora_rank",), default=0, least=0)
-    if latent:
+    head_dim = reader.number(
+        "head_dim",
         # In configs with latent attention `head_dim` is the rotary part's width (GLM-5), or absent.
-        head_dim = reader.number("head_dim", ("v_head_dim",))
-    else:
-        head_dim = reader.number(
-            "head_dim",
-            ("head_dim", "attention_head_dim"),
-            default=None if hidden % num_heads else hidden // num_heads,
-            hint=f"hidden_size={hidden} is no multiple of num_heads={num_heads}",
-        )
+        ("v_head_dim",) if latent else ("head_dim", "attention_head_dim"),
+        default=None if latent or hidden % num_heads else hidden // num_heads,
+        hint="" if latent else f"hidden_size={hidden} is no multiple of num_heads={num_heads}",
+    )
     width = reader.number("expert_intermediate_size", EXPERT_WIDTH)
     has_dense = len(moe_layers) < num_layers
     return ModelSpec(
@@ -162,20 +158,20 @@ def _spec(reader: _Config, name: str) -> ModelSpec:
         kv_lora_rank=latent,
         rope_head_dim=reader.number("rope_head_dim", ("qk_rope_head_dim",)) if latent else 0,
         weight_dtype=_weight_dtype(reader),
-        source=f"{reader.path.name}, model_type {reader.found.get('model_type', 'not given')}",
+        source=f"{reader.path.name}, model_type {reader.content.get('model_type', 'not given')}",
     )
 
 
 def _shared_width(reader: _Config, hidden: int, expert_width: int) -> int:
     """Return the summed inner width of the MLPs that every token uses beside its routed experts."""
-    found = reader.found
-    if found.get("use_residual") is True:  # Arctic: a residual MLP as wide as the model
+    content = reader.content
+    if content.get("use_residual") is True:  # Arctic: a residual MLP as wide as the model
         return hidden
-    if "top_k_experts" in found:  # Gemma 4: the layer's ordinary MLP runs beside the experts
+    if "top_k_experts" in content:  # Gemma 4: the layer's ordinary MLP runs beside the experts
         return reader.number("shared_intermediate_size", ("intermediate_size",))
-    if "interleave_moe_layer_step" in found:  # Llama 4: one shared expert as wide as a routed one, without a key
+    if "interleave_moe_layer_step" in content:  # Llama 4: one shared expert as wide as a routed one, without a key
         return expert_width
-    if any(key in found for key in SHARED_WIDTH):
+    if any(key in content for key in SHARED_WIDTH):
         return reader.number("shared_intermediate_size", SHARED_WIDTH, least=0)
     return expert_width * reader.number("n_shared_experts", NUM_SHARED, default=0, least=0)
 
@@ -187,8 +183,7 @@ def _moe_layers(reader: _Config, num_layers: int) -> range:
     ids = _moe_layer_ids(reader, num_layers)
     if not ids:
         reader.fail("MoE layers", f"none of the {num_layers} layers is one")
-    step = ids[1] - ids[0] if len(ids) > 1 else num_layers - ids[0]
-    pattern = range(ids[0], num_layers, step)
+    pattern = range(ids[0], num_layers, ids[1] - ids[0] if len(ids) > 1 else num_layers - ids[0])
     if list(pattern) != ids:
         shown = ", ".join(map(str, ids[:12])) + (" …" if len(ids) > 12 else "")
         reader.fail("MoE layers", f"{shown} of {num_layers} follow no pattern of a first layer and a fixed step")
@@ -203,9 +198,9 @@ def _moe_layer_ids(reader: _Config, num_layers: int) -> list[int]:
         "moe_layer_freq": lambda flag: not flag,
     }
     for key, is_dense in dense_kinds.items():
-        if key in reader.found and (key != "moe_layer_freq" or isinstance(reader.found[key], list)):
+        if key in reader.content and (key != "moe_layer_freq" or isinstance(reader.content[key], list)):
             return [i for i, kind in enumerate(reader.per_layer(key, num_layers)) if not is_dense(kind)]
-    if reader.found.get("moe_layers"):
+    if reader.content.get("moe_layers"):
         return sorted(reader.ids("moe_layers", num_layers))
 
     first = reader.number("first_k_dense_replace", FIRST_MOE, default=0, least=0)
@@ -222,7 +217,7 @@ def _moe_layer_ids(reader: _Config, num_layers: int) -> list[int]:
 
 
 def _weight_dtype(reader: _Config) -> WeightDtype:
-    quantization = reader.found.get("quantization_config") or reader.found.get("quantization")
+    quantization = reader.content.get("quantization_config") or reader.content.get("quantization")
     if quantization is not None:
         said = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
         for key in ("quant_method", "format", "quant_algo"):
@@ -230,7 +225,7 @@ def _weight_dtype(reader: _Config) -> WeightDtype:
                 return _QUANTIZED[method]
         known = ", ".join(_QUANTIZED)
         reader.fail("quantization_config", f"found quant_method {said.get('quant_method')!r}, expected one of {known}")
-    dtype = reader.found.get("dtype", reader.found.get("torch_dtype", "bfloat16"))  # default: nearly all are bf16
+    dtype = reader.content.get("dtype", reader.content.get("torch_dtype", "bfloat16"))  # default: nearly all are bf16
     plain = str(dtype).removeprefix("torch.")
     if plain not in _DTYPES:
         reader.fail("torch_dtype", f"found {dtype!r}, expected one of {', '.join(_DTYPES)}")
@@ -242,7 +237,7 @@ class _Config:
     """Keys of a config without nulls; errors name the file."""
 
     path: Path
-    found: Mapping[str, Any]
+    content: Mapping[str, Any]
 
     def fail(self, field: str, problem: str) -> NoReturn:
         raise TraceError(self.path, field, problem)
@@ -252,8 +247,8 @@ class _Config:
     ) -> int:
         """Return the value of the first key present; it must be a whole number of at least `least`."""
         for key in keys:
-            if key in self.found:
-                value = self.found[key]
+            if key in self.content:
+                value = self.content[key]
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     self.fail(key, f"found {value!r}, expected a whole number of at least {least}")
                 return value
@@ -262,14 +257,14 @@ class _Config:
         return default
 
     def per_layer(self, key: str, num_layers: int) -> list[Any] | str:
-        value = self.found[key]
+        value = self.content[key]
         if not isinstance(value, list | str) or len(value) != num_layers:
             size = f"{len(value)} of them" if isinstance(value, list | str) else repr(value)
             self.fail(key, f"found {size}, expected an entry for each of the {num_layers} layers")
         return value
 
     def ids(self, key: str, num_layers: int) -> list[int]:
-        value = self.found.get(key, [])
+        value = self.content.get(key, [])
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < num_layers for i in value):
             self.fail(key, f"found {value!r}, expected a list of layers in 0 … {num_layers - 1}")
         return value

@@ -94,7 +94,9 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _prompt(path: Path, line: int, row: Mapping[str, Any]) -> Prompt:
     defaults = {"prompt": None, "id": f"{path.stem}-{line}", "domain": "", "lang": ""}
-    values = {name: default if row.get(name) is None else row[name] for name, default in defaults.items()}
+    values: dict[str, Any] = {
+        name: default if row.get(name) is None else row[name] for name, default in defaults.items()
+    }
     if isinstance(values["id"], int):
         values["id"] = str(values["id"])
     for name, value in values.items():

@@ -202,8 +202,10 @@ class Placement:
         remainder = shape[1] % ranks
         check(not remainder, f"num_slots={shape[1]} must be a multiple of num_ranks={ranks} (remainder {remainder})")
         low, high = int(self.slot_experts.min(initial=0)), int(self.slot_experts.max(initial=0))
-        inside = low >= 0 and high < self.num_experts
-        check(inside, f"slot_experts holds {low if low < 0 else high}; it must be in 0 … {self.num_experts - 1}")
+        check(
+            low >= 0 and high < self.num_experts,
+            f"slot_experts holds {low if low < 0 else high}; it must be in 0 … {self.num_experts - 1}",
+        )
         held = np.zeros((self.num_layers, self.num_experts), np.bool_)
         held[np.arange(self.num_layers)[:, None], self.slot_experts] = True
         if not held.all():
@@ -216,8 +218,7 @@ class Placement:
         """Place expert e in slot e and replicas of the first experts in the remaining slots: every engine's default."""
         count = num_experts if num_slots is None else num_slots
         check(num_slots is None or count <= MAX_SLOTS, f"num_slots={count} must be at most {MAX_SLOTS}")
-        slots = np.arange(count, dtype=np.int32) % num_experts
-        return cls(np.tile(slots, (num_layers, 1)), num_ranks, num_experts)
+        return cls(np.tile(np.arange(count, dtype=np.int32) % num_experts, (num_layers, 1)), num_ranks, num_experts)
 
     @property
     def num_layers(self) -> int:

@@ -67,7 +67,7 @@ def test_a_loaded_rank_waits() -> None:
 def test_wrong_input_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scores has shape \(3,\)"):
         schedule_requests([1.0, 2.0, 3.0])
-    with pytest.raises(ConfigError, match=r"load has shape \(1,\); it must be \[2\]"):
+    with pytest.raises(ConfigError, match=r"load=\[1.0\] must be 2 "):
         schedule_requests([[1.0, 2.0]], load=[1.0])
     with pytest.raises(ConfigError, match="turns="):
         schedule_requests([[1.0, 2.0]], turns=[-1, 2])

@@ -3,9 +3,17 @@
 from coterie.batching.base import Selection, Strategy, Window, passed_over, strategies
 from coterie.batching.baselines import Fcfs, RandomSample
 from coterie.batching.by_weight import KarmarkarKarp, Lpt
-from coterie.batching.greedy import BestFit, Differencing, GreedyDotProduct, GreedyVariance, LptBalanced, NormMinimizing
+from coterie.batching.greedy import (
+    BestFit,
+    Differencing,
+    GreedyDotProduct,
+    GreedyVariance,
+    LptBalanced,
+    NormMinimizing,
+    PowerOfD,
+    PowerOfDDot,
+)
 from coterie.batching.latency_aware import LatencyAware
-from coterie.batching.power_of_d import PowerOfD, PowerOfDDot
 from coterie.registry import import_modules
 
 import_modules(__name__)  # importing a module registers its strategies: a new one needs no line here

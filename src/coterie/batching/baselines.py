@@ -8,7 +8,7 @@ from numpy.random import Generator
 
 from coterie._numba import njit
 from coterie.batching.base import Loads, Selection, Window, strategies
-from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, fill_up, first_picks, not_in, selection
+from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, first_picks, in_order, not_in, selection
 
 
 @strategies.register("fcfs")
@@ -26,9 +26,7 @@ class Fcfs(Skipping):
 
 @njit()
 def _oldest(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
-    order, forced = first_picks(skipped, size, max_skips)
-    fill_up(order, forced, not_in(order[:forced], len(skipped)))
-    return order, forced
+    return in_order(skipped, size, max_skips)
 
 
 @strategies.register("random")

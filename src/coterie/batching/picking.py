@@ -136,11 +136,11 @@ def totals_of(rows: Loads) -> Loads:
 
 
 @helper()
-def in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
-    """Return the oldest requests, overdue ones first."""
+def in_order(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
+    """Return the oldest requests, overdue ones first, and the number of forced picks."""
     order, forced = first_picks(skipped, size, max_skips)
     fill_up(order, forced, not_in(order[:forced], len(skipped)))
-    return order
+    return order, forced
 
 
 @helper()

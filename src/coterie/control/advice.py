@@ -248,8 +248,7 @@ class PlacementAdvisor:
         self._tokens, self._steps, self._seconds = np.zeros_like(tokens), Counter(), {}
         if total < self.settings.min_steps:
             return None, total
-        sources = None if tokens[-1].any() else tokens[:-1]
-        return Load(tokens.sum(axis=0), steps, sources), total
+        return Load(tokens.sum(axis=0), steps, None if tokens[-1].any() else tokens[:-1]), total
 
     def _rng(self) -> np.random.Generator:
         """Return a generator seeded by the window, so that a replay draws the same steps."""
@@ -298,8 +297,7 @@ class PlacementAdvisor:
         self._newest = requests[-1].serial if requests else -1
         self._for_mean = None
         if load.scenarios is not None:
-            objective = replace(self.objective, horizon=decision.horizon)
-            planner = planners[self.settings.planner](objective=objective)
+            planner = planners[self.settings.planner](objective=replace(self.objective, horizon=decision.horizon))
             self._for_mean = planner.plan(load.mean, self.topology, self.placement).placement
         return self._make(load, decision.plan, decision.reason, now_s)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ from coterie.control.base import (
 )
 from coterie.control.intake import Intake, is_number, worker_of
 from coterie.control.scoring import FitComparison, Scorer
-from coterie.control.state import Candidate, Known, RunningJob, Swap, Watch
-from coterie.control.traffic import Kept, Traffic, reference_of, sample_of
+from coterie.control.traffic import Kept, Traffic, TrafficSample, reference_of, sample_of
 from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import check, check_at_least
 from coterie.routing import Router, RouterFit
@@ -43,6 +42,43 @@ EARLY = 0.2
 """Share of the allowed error probability that the early score of a candidate, on half of the requests, may use."""
 FALL_BACK_CHECKS = 4
 """Times that the previous fit is scored after a swap, each after twice as many requests as the time before."""
+
+
+class Known(NamedTuple):
+    """A fit and the requests that it was made from."""
+
+    fit: RouterFit
+    newest: int
+    """Serial number of the newest of these requests; -1 for the fit that the loop started with."""
+    sample: TrafficSample
+
+
+class Candidate(NamedTuple):
+    """A fit that waits to be scored."""
+
+    known: Known
+    since_s: float
+    looked: bool = False
+    """Whether the candidate was already scored on half of the requests."""
+
+
+class Watch(NamedTuple):
+    """The fit that was in force before the last swap, scored for some time in case it is better."""
+
+    known: Known
+    since: int
+    """Serial number of the newest request at the swap."""
+    after: int
+    """Number of requests since the swap at which the fit is next scored."""
+    checks: int
+
+
+class Swap(NamedTuple):
+    """A fit handed to the driver, which has not confirmed the swap yet."""
+
+    known: Known
+    back: bool
+    at_s: float
 
 
 class ControlLoop:
@@ -84,7 +120,8 @@ class ControlLoop:
         sample = reference_of(fit)
         self._in_force = Known(fit.widened(shape.workers), -1, sample)
         self._looked_at = sample
-        self._job: RunningJob | None = None
+        self._job: tuple[FitJob, TrafficSample] | None = None
+        """A re-fit that the driver is running, and the sample of its requests."""
         self._candidate: Candidate | None = None
         self._watch: Watch | None = None
         self._swap: Swap | None = None
@@ -133,8 +170,7 @@ class ControlLoop:
         if self._job is None:
             self._tell("refit_kept", "no job was under way")
             return
-        job, sample = self._job
-        self._job = None
+        (job, sample), self._job = self._job, None
         if job.workers != self.shape.workers:
             self._tell("refit_kept", f"it is for {job.workers} workers; there are {self.shape.workers} now")
             return
@@ -149,8 +185,7 @@ class ControlLoop:
         """Record that the job raised an error."""
         self._log("fit_failed", problem=str(problem)[:500])
         if self._job is not None:
-            self._looked_at = self._job.sample
-            self._job = None
+            self._looked_at, self._job = self._job[1], None
         self._tell("refit_failed", str(problem)[:500], count="refits_failed")
 
     def swapped(self, now_s: float) -> None:
@@ -158,17 +193,14 @@ class ControlLoop:
         self._log("swapped", now_s=now_s)
         if self._swap is None:
             return
-        known, back, _ = self._swap
-        self._swap = None
-        before = self._in_force
+        (known, back, _), before, self._swap = self._swap, self._in_force, None
         self._in_force = known._replace(fit=known.fit.widened(self.shape.workers))
         # After a fall back, drift is measured against the present traffic: the older fit was scored better on it.
         alike = self.traffic.alike() if back else []
         self._looked_at = sample_of(alike) if alike else known.sample
         self.counters["swaps"] += 1
         self._swapped_s = float(now_s) if is_number(now_s) else self.intake.now_s
-        watch = Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
-        self._watch = None if back else watch
+        self._watch = None if back else Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
 
     def swap_failed(self, now_s: float, problem: str) -> None:
         """Record that the fit of the last `Tick.use` could not be put in force; the previous fit still is."""
@@ -177,8 +209,7 @@ class ControlLoop:
 
     def _swap_failed(self, now_s: float, problem: str) -> None:
         if self._swap is not None:
-            self._looked_at = self._swap.known.sample
-            self._swap = None
+            self._looked_at, self._swap = self._swap.known.sample, None
         values: dict[str, float | str] = {"at_s": now_s} if is_number(now_s) else {}
         self._tell("swap_failed", str(problem)[:500], values, count="swaps_failed")
 
@@ -215,8 +246,8 @@ class ControlLoop:
                 self._add(event)
         except Exception as error:  # a plugin's planner may raise anything
             self._tell("plan_kept", f"planning failed: {error}"[:500], count="plans_failed")
-        told, self._tick_events = self._tick_events, []
-        return Tick(told, job, use)
+        events, self._tick_events = self._tick_events, []
+        return Tick(events, job, use)
 
     def _weigh(self) -> RouterFit | None:
         """Score the candidate or the previous fit if due; return a fit to swap in, or None."""
@@ -242,8 +273,7 @@ class ControlLoop:
             if self.intake.now_s - candidate.since_s > settings.candidate_s:
                 self._keep(known, f"{len(newer)} newer requests came in {settings.candidate_s:g} s", {})
             return None
-        error = (1.0 - settings.confidence) * (1.0 if whole else EARLY)
-        scored = self._compare(known.fit, newer, 1.0 - error)
+        scored = self._compare(known.fit, newer, 1.0 - (1.0 - settings.confidence) * (1.0 if whole else EARLY))
         better = scored.saving > settings.margin and scored.bound > 0
         if not whole and not better:
             self._candidate = candidate._replace(looked=True)
@@ -307,12 +337,14 @@ class ControlLoop:
         settings = self.settings
         if self._resized:
             return f"the fleet has {self.shape.workers} workers now"
+        much = f"differ {ratio:.3g} times as much as chance gives"
         if drifted:
-            words = f"{settings.drift_windows} windows differ {ratio:.3g} times as much as chance gives"
-            self._once("drift", words, {"ratio": ratio, "half_life_windows": self.traffic.drift.estimate().half_life})
+            half_life = self.traffic.drift.estimate().half_life
+            values: dict[str, float | str] = {"ratio": ratio, "half_life_windows": half_life}
+            self._once("drift", f"{settings.drift_windows} windows {much}", values)
             return "the traffic changed"
         if drifted is not None:
-            self._once("no_drift", f"the newest windows differ {ratio:.3g} times as much as chance gives")
+            self._once("no_drift", f"the newest windows {much}")
         fitted = self._looked_at.requests
         grown = fitted < settings.fit_requests and alike >= settings.growth * fitted
         return f"{alike} requests of the traffic that {fitted} were fitted on" if grown else None
@@ -323,7 +355,7 @@ class ControlLoop:
         job = FitJob(
             self.traffic.calibration(alike), self.shape.workers, self.batch, seed, self.fit.weighting, self.fit.profiles
         )
-        self._job, self._started_s, self._resized = RunningJob(job, sample_of(alike)), self.intake.now_s, False
+        self._job, self._started_s, self._resized = (job, sample_of(alike)), self.intake.now_s, False
         self._told_of.pop("waiting", None)
         self._tell("refit_started", f"{why}: {len(alike)} requests", values, count="refits_started")
         return job

@@ -116,8 +116,7 @@ def _plain(value: Any) -> Any:
         narrow = value.astype("<f8" if value.dtype.kind == "f" else "<i8")
         data = base64.b64encode(zlib.compress(narrow.tobytes(), 1)).decode()
         return {"dtype": narrow.dtype.str, "shape": narrow.shape, "data": data}
-    if isinstance(value, np.generic):
-        return value.item()
+    value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not is_number(value) else value
 
 
@@ -127,5 +126,4 @@ def _time(value: Any) -> float:
 
 
 def _array(value: Mapping[str, Any]) -> NDArray[Any]:
-    data = zlib.decompress(base64.b64decode(value["data"]))
-    return np.frombuffer(data, value["dtype"]).reshape(value["shape"])
+    return np.frombuffer(zlib.decompress(base64.b64decode(value["data"])), value["dtype"]).reshape(value["shape"])

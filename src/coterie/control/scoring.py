@@ -108,7 +108,7 @@ class Scorer:
 
 def _logs(request: Kept) -> NDArray[np.float32]:
     """Return [expert index] log(1 - p), where p are the request's activations per decoded token."""
-    return np.log1p(-np.minimum(activations_per_token(request), np.float32(MOST_CERTAIN))).astype(np.float32)
+    return np.asarray(np.log1p(-np.minimum(activations_per_token(request), np.float32(MOST_CERTAIN))), np.float32)
 
 
 class _Running(NamedTuple):

@@ -96,10 +96,8 @@ class Traffic:
 
     def __init__(self, shape: LoopShape, settings: ControlSettings) -> None:
         self.shape, self.settings = shape, settings
-        size = shape.num_layers * shape.num_experts
-        room = settings.kept_bytes // (8 * size)
-        most = settings.fit_requests + settings.score_requests
-        self.most = int(min(most, max(room, settings.min_requests + settings.score_requests)))
+        room = settings.kept_bytes // (8 * shape.num_layers * shape.num_experts) - settings.score_requests
+        self.most = min(settings.fit_requests, max(room, settings.min_requests)) + settings.score_requests
         self.kept: deque[Kept] = deque()
         self.windows: deque[TrafficSample] = deque(maxlen=WINDOWS)
         self.drift = DriftEstimator(shape.num_layers, shape.num_experts)

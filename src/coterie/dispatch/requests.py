@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import check
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -62,14 +62,15 @@ def schedule_requests(
     load is 0 and each request adds 1. `turns` [rank] are the turns left by an earlier call.
     """
     values = np.array(scores, np.float64)
-    if values.ndim != 2 or not values.shape[1]:
-        raise ConfigError(f"scores has shape {values.shape}; it must be [request, rank] with at least one rank")
-    if not np.isfinite(values).all():
-        raise ConfigError("scores must be finite numbers")
+    check(
+        values.ndim == 2 and values.shape[1],
+        f"scores has shape {values.shape}; it must be [request, rank] with at least one rank",
+    )
+    check(np.isfinite(values).all(), "scores must be finite numbers")
     requests, ranks = values.shape
     loads = _amounts("load", load, ranks, 0.0)
     works = _amounts("work", work, requests, 1.0)
-    left = _turns_given(turns, ranks)
+    left = _amounts("turns", turns, ranks, 0.0).astype(np.int64)
     mean = float(works.mean()) if works.any() else 1.0
     chosen, rounds = np.empty(requests, np.int64), np.empty(requests, np.int64)
     masks = np.empty((requests, ranks), np.bool_)
@@ -79,7 +80,9 @@ def schedule_requests(
             left = _turns_of_round(loads, mean)
             number += request > 0
         masks[request] = left > 0
-        rank = _best(values[request], masks[request], loads)
+        masked = np.where(masks[request], values[request], -np.inf)
+        tied = np.flatnonzero(masked == masked.max())
+        rank = int(tied[np.argmin(loads[tied])])
         chosen[request], rounds[request] = rank, number
         left[rank] -= 1
         loads[rank] += works[request]
@@ -96,23 +99,10 @@ def _turns_of_round(load: Floats, work: float) -> Ints:
     return turns
 
 
-def _best(scores: Floats, open_ranks: NDArray[np.bool_], load: Floats) -> int:
-    masked = np.where(open_ranks, scores, -np.inf)
-    tied = np.flatnonzero(masked == masked.max())
-    return int(tied[np.argmin(load[tied])])
-
-
 def _amounts(name: str, given: ArrayLike | None, count: int, default: float) -> Floats:
     values = np.full(count, default) if given is None else np.array(given, np.float64)
-    if values.shape != (count,):
-        raise ConfigError(f"{name} has shape {values.shape}; it must be [{count}]")
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise ConfigError(f"{name} must hold finite numbers of at least 0")
+    check(
+        values.shape == (count,) and ((values >= 0) & (values < np.inf)).all(),
+        f"{name}={values.tolist()} must be {count} finite numbers of at least 0",
+    )
     return values
-
-
-def _turns_given(turns: ArrayLike | None, ranks: int) -> Ints:
-    left = np.zeros(ranks, np.int64) if turns is None else np.array(turns, np.int64)
-    if left.shape != (ranks,) or (left < 0).any():
-        raise ConfigError(f"turns={left.tolist()} must be {ranks} numbers of at least 0, one per rank")
-    return left

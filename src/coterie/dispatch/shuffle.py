@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError, check, check_at_least
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -80,8 +80,7 @@ def _checked(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None) -> 
     sure = np.zeros(len(wanted)) if confidence is None else np.ascontiguousarray(confidence, np.float64)
     if sure.shape != wanted.shape:
         raise ConfigError(f"confidence has shape {sure.shape}; ranks has {wanted.shape}")
-    if not np.isfinite(sure).all():
-        raise ConfigError("confidence must hold finite numbers")
+    check(np.isfinite(sure).all(), "confidence must hold finite numbers")
     return wanted, sure
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 Ints = NDArray[np.int64]
 
@@ -33,11 +33,12 @@ class SlotTable(NamedTuple):
     def of(cls, row: Sequence[int] | NDArray[np.integer], num_experts: int, num_ranks: int) -> SlotTable:
         """Make the table from one layer of a placement: [slot] expert."""
         experts = np.asarray(row, np.int64)
-        if len(experts) % num_ranks:
-            raise ConfigError(f"{len(experts)} slots must be a multiple of num_ranks={num_ranks}")
+        check(len(experts) % num_ranks == 0, f"{len(experts)} slots must be a multiple of num_ranks={num_ranks}")
         replicas = np.bincount(experts, minlength=num_experts)
-        if len(replicas) > num_experts or not replicas.all():
-            raise ConfigError(f"the row must hold every expert in 0 … {num_experts - 1} and no other")
+        check(
+            len(replicas) == num_experts and replicas.all(),
+            f"the row must hold every expert in 0 … {num_experts - 1} and no other",
+        )
         by_expert = np.argsort(experts, kind="stable")
         starts = np.cumsum(replicas) - replicas
         turn = np.arange(replicas.max())[None, :]
@@ -53,9 +54,8 @@ def choose_slots(experts: NDArray[np.integer], rank: int, table: SlotTable) -> I
         raise ConfigError(f"experts holds {wrong}; it must be in 0 … {len(table.replicas) - 1}")
     options = table.slots[flat]  # [activation, replica]
     own = options // table.per_rank == rank
-    here = own.any(axis=1)
     chosen = options[np.arange(len(flat)), own.argmax(axis=1)]
-    away = np.flatnonzero(~here)
+    away = np.flatnonzero(~own.any(axis=1))
     turn = _occurrence(flat[away]) + rank
     chosen[away] = options[away, turn % table.replicas[flat[away]]]
     return np.asarray(chosen.reshape(np.shape(experts)))
@@ -64,8 +64,6 @@ def choose_slots(experts: NDArray[np.integer], rank: int, table: SlotTable) -> I
 def _occurrence(values: Ints) -> Ints:
     """Return [i] the number of earlier entries equal to entry i."""
     order = np.argsort(values, kind="stable")
-    grouped = values[order]
-    first = np.searchsorted(grouped, grouped)
-    found = np.empty(len(values), np.int64)
-    found[order] = np.arange(len(values)) - first
-    return found
+    earlier = np.empty(len(values), np.int64)
+    earlier[order] = np.arange(len(values)) - np.searchsorted(values, values[order], sorter=order)
+    return earlier

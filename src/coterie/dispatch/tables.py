@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from coterie.dispatch.requests import RequestSchedule, schedule_requests
 from coterie.dispatch.shuffle import ShuffleSchedule, shuffle_schedule
-from coterie.errors import ConfigError, TraceError, check_new_file
+from coterie.errors import ConfigError, TraceError, check, check_new_file, check_within
 from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts
 from coterie.traces.store import ArrayFile, write_described
 from coterie.types import MAX_SLOTS, ModelSpec, Placement, narrowest_uint
@@ -101,34 +101,30 @@ class RankTables:
             ("context_confidence", np.uint8, (rows,)),
         ):
             array = getattr(self, name)
-            if array.dtype != dtype or array.shape != shape:
-                raise ConfigError(f"{name} is {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}")
-        if not 1 <= self.top_k <= self.placement.num_experts:
-            raise ConfigError(f"top_k={self.top_k} must be in 1 … num_experts={self.placement.num_experts}")
-        if self.layer_ids is not None and len(self.layer_ids) != layers:
-            raise ConfigError(f"layer_ids has {len(self.layer_ids)} entries; the placement has {layers} layers")
-        if tokens and (int(self.token_ids[0]) < 0 or (np.diff(self.token_ids) <= 0).any()):
-            raise ConfigError("token_ids must rise, from 0 or more")
+            check(
+                array.dtype == dtype and array.shape == shape,
+                f"{name} is {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}",
+            )
+        experts, named = self.placement.num_experts, layers if self.layer_ids is None else len(self.layer_ids)
+        check(1 <= self.top_k <= experts, f"top_k={self.top_k} must be in 1 … num_experts={experts}")
+        check(named == layers, f"layer_ids has {named} entries; the placement has {layers} layers")
+        check((np.diff(self.token_ids, prepend=-1) > 0).all(), "token_ids must rise, from 0 or more")
         for name in ("token_ranks", "context_ranks"):
             highest = int(getattr(self, name).max(initial=0))
-            if highest >= ranks:
-                raise ConfigError(f"{name} holds {highest}; it must be below num_ranks={ranks}")
+            check(highest < ranks, f"{name} holds {highest}; it must be below num_ranks={ranks}")
         self._check_contexts()
 
     def _check_contexts(self) -> None:
-        if not 1 <= self.order <= MAX_ORDER:
-            raise ConfigError(f"order={self.order} must be in 1 … {MAX_ORDER}")
-        starts = key_starts(self.placement.num_ranks, self.order)
-        ends = self.offsets
-        if int(ends[0]) != 0 or int(ends[-1]) != len(self.keys) or (np.diff(ends) < 1).any():
-            raise ConfigError(f"offsets must rise from 0 to the {len(self.keys)} contexts")
+        check_within(1, MAX_ORDER, order=self.order)
+        starts, ends = key_starts(self.placement.num_ranks, self.order), self.offsets
+        check(
+            ends[0] == 0 and ends[-1] == len(self.keys) and (np.diff(ends) >= 1).all(),
+            f"offsets must rise from 0 to the {len(self.keys)} contexts",
+        )
         for layer in range(self.num_layers):
-            keys = self.keys[ends[layer] : ends[layer + 1]]
-            if int(keys[0]) != 0 or (np.diff(keys) <= 0).any():
-                raise ConfigError(f"keys of layer {layer} must rise from 0")
-            most = int(starts[min(self.order, layer) + 1])
-            if int(keys[-1]) >= most:
-                raise ConfigError(f"keys of layer {layer} holds {int(keys[-1])}; it must be below {most}")
+            keys, most = self.keys[ends[layer] : ends[layer + 1]], starts[min(self.order, layer) + 1]
+            check(keys[0] == 0 and (np.diff(keys) > 0).all(), f"keys of layer {layer} must rise from 0")
+            check(keys[-1] < most, f"keys of layer {layer} holds {keys[-1]}; it must be below {most}")
 
     @classmethod
     def of(
@@ -151,20 +147,20 @@ class RankTables:
         num_ranks, layers = placement.num_ranks, placement.num_layers
         shape = (layers, len(token_ids))
         for name, array in (("ranks", ranks), ("confidence", confidence)):
-            if array.shape not in (shape, (1, shape[1])):
-                raise ConfigError(f"{name} has shape {array.shape}; expected [layer, token] = {shape}")
-        chosen, sure = np.broadcast_to(ranks, shape), np.broadcast_to(confidence, shape)
+            check(
+                array.shape in (shape, (1, shape[1])),
+                f"{name} has shape {array.shape}; expected [layer, token] = {shape}",
+            )
+        chosen, sure = _ranks("ranks", np.broadcast_to(ranks, shape), num_ranks), np.broadcast_to(confidence, shape)
         if affinity is None:
-            _check_ranks("ranks", chosen, num_ranks)
             votes = np.zeros((len(token_ids), num_ranks))
-            at = np.arange(len(token_ids))
             for layer in range(layers):
-                votes[at, chosen[layer]] += sure[layer]
+                votes[np.arange(len(token_ids)), chosen[layer]] += sure[layer]
             affinity = votes / layers
         return cls(
             placement=placement,
             token_ids=np.asarray(token_ids, np.int32),
-            token_ranks=_ranks("ranks", chosen, num_ranks),
+            token_ranks=chosen,
             token_confidence=_fixed("confidence", sure, ONE, np.uint8),
             affinity=_fixed("affinity", affinity, AFFINITY_ONE, np.uint16),
             order=contexts.order,
@@ -229,8 +225,8 @@ class RankTables:
         self, token_ids: NDArray[np.integer], layer: int, previous: NDArray[np.integer] | None = None
     ) -> ShuffleSchedule:
         """Return the shuffle of a step's tokens to their ranks in a layer, in equal blocks (attention-TP)."""
-        found = self.ranks_of(token_ids, layer, previous)
-        return shuffle_schedule(found.ranks, self.placement.num_ranks, found.confidence)
+        ranks, confidence = self.ranks_of(token_ids, layer, previous)
+        return shuffle_schedule(ranks, self.placement.num_ranks, confidence)
 
     def request_ranks(self, requests: Sequence[NDArray[np.integer]], load: ArrayLike | None = None) -> RequestSchedule:
         """Assign requests, given by their token ids, to ranks (attention-DP); `load` [rank] is the present load."""
@@ -242,31 +238,28 @@ class RankTables:
 
         Tokens never seen are left out; if no token is left, every rank scores 1 / ranks.
         """
-        rows = self.rows_of(token_ids)
-        known = rows[rows >= 0]
-        if not len(known):
-            return np.full(self.placement.num_ranks, 1.0 / self.placement.num_ranks)
-        return np.asarray(self.affinity[known].sum(axis=0, dtype=np.int64) / (len(known) * AFFINITY_ONE))
+        rows, ranks = self.rows_of(token_ids), self.placement.num_ranks
+        known = self.affinity[rows[rows >= 0]].astype(np.int64)
+        return known.sum(axis=0) / (len(known) * AFFINITY_ONE) if len(known) else np.full(ranks, 1.0 / ranks)
 
     def check_fits(self, spec: ModelSpec) -> None:
         """Raise ConfigError if the tables are of another model than `spec`."""
-        for name, found, right in (
+        for name, own, right in (
             ("MoE layers", self.num_layers, spec.num_moe_layers),
             ("experts", self.placement.num_experts, spec.num_experts),
             ("top_k", self.top_k, spec.top_k),
         ):
-            if found != right:
-                raise ConfigError(f"the rank tables of {self.model!r} have {name}={found}; {spec.name} has {right}")
-        if self.layer_ids is not None and self.layer_ids != spec.moe_layer_ids:
-            raise ConfigError(f"the rank tables of {self.model!r} have other MoE layers than {spec.name}")
-        if len(self.token_ids) and int(self.token_ids[-1]) >= spec.vocab_size:
-            last = int(self.token_ids[-1])
-            raise ConfigError(f"the rank tables hold token {last}; {spec.name} has vocab_size={spec.vocab_size}")
+            check(own == right, f"the rank tables of {self.model!r} have {name}={own}; {spec.name} has {right}")
+        check(
+            self.layer_ids in (None, spec.moe_layer_ids),
+            f"the rank tables of {self.model!r} have other MoE layers than {spec.name}",
+        )
+        last, size = int(self.token_ids.max(initial=-1)), spec.vocab_size
+        check(last < size, f"the rank tables hold token {last}; {spec.name} has vocab_size={size}")
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file; the same tables give the same bytes. Refuses to overwrite."""
-        file = Path(path)
-        check_new_file(file)
+        check_new_file(Path(path))
         about = {
             "format": FORMAT,
             "version": VERSION,
@@ -277,7 +270,7 @@ class RankTables:
             "order": self.order,
             "layer_ids": None if self.layer_ids is None else list(self.layer_ids),
         }
-        write_described(file, self._arrays(), about)
+        write_described(Path(path), self._arrays(), about)
 
     @classmethod
     def load(cls, path: str | Path) -> RankTables:
@@ -285,22 +278,22 @@ class RankTables:
         file = Path(path)
         arrays = ArrayFile(file)
         about = arrays.about(FORMAT, VERSION)
-        found = {name: arrays[name] for name in _STORED}
+        stored = {name: arrays[name] for name in _STORED}
         slots = arrays["slot_experts"]
         if slots.dtype != np.int32 or slots.ndim != 2 or 0 in slots.shape or slots.shape[1] > MAX_SLOTS:
             problem = f"is {slots.dtype} {slots.shape}; expected int32 [layer, slot], none 0, at most {MAX_SLOTS} slots"
             raise TraceError(file, "slot_experts", problem)
         try:
             experts, layers = int(about["num_experts"]), about["layer_ids"]
-            if not 1 <= experts <= slots.shape[1]:  # every expert needs a slot; Placement allocates by this number
-                raise ConfigError(f"num_experts={experts} must be in 1 … num_slots={slots.shape[1]}")
+            # Every expert needs a slot; Placement allocates by this number.
+            check(1 <= experts <= slots.shape[1], f"num_experts={experts} must be in 1 … num_slots={slots.shape[1]}")
             return cls(
                 placement=Placement(slots, int(about["num_ranks"]), experts),
                 model=str(about["model"]),
                 top_k=int(about["top_k"]),
                 order=int(about["order"]),
                 layer_ids=None if layers is None else tuple(int(n) for n in layers),
-                **found,
+                **stored,
             )
         except KeyError as error:
             raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
@@ -324,19 +317,13 @@ _STORED = (
 )
 
 
-def _check_ranks(name: str, ranks: NDArray[np.integer], num_ranks: int) -> None:
-    low, high = int(ranks.min(initial=0)), int(ranks.max(initial=0))
-    if low < 0 or high >= num_ranks:
-        raise ConfigError(f"{name} holds {low if low < 0 else high}; it must be in 0 … {num_ranks - 1}")
-
-
 def _ranks(name: str, ranks: NDArray[np.integer], num_ranks: int) -> NDArray[np.unsignedinteger]:
-    _check_ranks(name, ranks, num_ranks)
+    low, high = int(ranks.min(initial=0)), int(ranks.max(initial=0))
+    check(low >= 0 and high < num_ranks, f"{name} holds {low if low < 0 else high}; it must be in 0 … {num_ranks - 1}")
     return ranks.astype(narrowest_uint(num_ranks - 1))
 
 
-def _fixed(name: str, values: NDArray[np.floating], one: int, dtype: type[np.unsignedinteger[Any]]) -> NDArray[Any]:
+def _fixed(name: str, values: NDArray[np.floating], scale: int, dtype: type[np.unsignedinteger[Any]]) -> NDArray[Any]:
     """Return shares in 0 … 1 as fixed-point integers, rounded to the nearest."""
-    if not np.isfinite(values).all() or float(values.min(initial=0)) < 0 or float(values.max(initial=0)) > 1 + 1e-6:
-        raise ConfigError(f"{name} must be in 0 … 1")
-    return np.asarray(np.rint(np.minimum(values, 1.0) * one), dtype)
+    check(((values >= 0) & (values <= 1 + 1e-6)).all(), f"{name} must be in 0 … 1")  # false for NaN as well
+    return np.asarray(np.rint(np.minimum(values, 1.0) * scale), dtype)

@@ -76,9 +76,9 @@ def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Wo
         first = keys[index, 0] + weights[0, size] * left + weights[0, size + 1] * right
         second = keys[index, 1] + weights[1, size] * left + weights[1, size + 1] * right
         if contexts.shape[0] > start + index:
-            one, two = contexts[start + index, 0], contexts[start + index, 1]
-            first += weights[0, size + 2] * one + weights[0, size + 3] * two
-            second += weights[1, size + 2] * one + weights[1, size + 3] * two
+            third, fourth = contexts[start + index, 0], contexts[start + index, 1]
+            first += weights[0, size + 2] * third + weights[0, size + 3] * fourth
+            second += weights[1, size + 2] * third + weights[1, size + 3] * fourth
         left, right = _mixed(first) | _ONE, _mixed(second)
         keys[index, 0], keys[index, 1] = left, right
     above[0], above[1] = left, right

@@ -37,8 +37,7 @@ def hash_keys(hashes: Sequence[BlockHash] | NDArray[np.uint64], seeds: NDArray[n
         joined = bytearray().join(hashes)  # type: ignore[arg-type]
         length, *others = set(map(len, hashes))  # type: ignore[arg-type]
         if not others and length % _WORD == 0:
-            words = np.frombuffer(joined, np.uint64).reshape(len(hashes), length // _WORD)
-            return _folded(words, 1 + 4 * length, seeds)
+            return _folded(np.frombuffer(joined, np.uint64).reshape(len(hashes), -1), 1 + 4 * length, seeds)
     return np.concatenate([_folded(*_words(item), seeds) for item in hashes])
 
 
@@ -62,8 +61,7 @@ def _words(item: BlockHash) -> tuple[NDArray[np.uint64], int]:
     else:
         kind, raw = 2, item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True)
     padded = bytearray(raw + b"\0" * (-len(raw) % _WORD))
-    words = np.frombuffer(padded, np.uint64).reshape(1, len(padded) // _WORD)
-    return words, kind + 4 * len(raw) if kind else 0
+    return np.frombuffer(padded, np.uint64)[None, :], kind + 4 * len(raw) if kind else 0
 
 
 def event_tokens(event: BlockStored, block_size: int) -> NDArray[np.uint64] | None:
@@ -79,9 +77,8 @@ def event_contexts(event: BlockStored) -> NDArray[np.uint64] | None:
     lora = event.lora_id if event.lora_name is None else event.lora_name
     salt = event.cache_salt if event.parent_block_hash is None else None
     extra_keys, blocks = event.extra_keys, len(event.block_hashes)
-    if extra_keys is not None and not (isinstance(extra_keys, list | tuple) and len(extra_keys) == blocks):
-        return None
-    return contexts(blocks, lora, salt, extra_keys)
+    readable = extra_keys is None or (isinstance(extra_keys, list | tuple) and len(extra_keys) == blocks)
+    return contexts(blocks, lora, salt, extra_keys) if readable else None
 
 
 def contexts(
@@ -103,9 +100,7 @@ def contexts(
 
 
 def _listed(entry: Any) -> list[Any]:
-    if isinstance(entry, list | tuple):
-        return list(entry)
-    return [] if entry is None else [entry]
+    return list(entry) if isinstance(entry, list | tuple) else [] if entry is None else [entry]
 
 
 def _context(lora: str | int | None, keys: list[Any]) -> NDArray[np.uint64]:

@@ -37,8 +37,7 @@ class RoundRobin:
     """Round robin: choose workers in cyclic order. Each gets the same number of requests, whatever their durations."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
-        turn = next_living(fleet.alive, fleet.routed)
-        ahead = (np.arange(len(fleet)) - turn) % len(fleet)
+        ahead = (np.arange(len(fleet)) - next_living(fleet.alive, fleet.routed)) % len(fleet)
         worker, scores = best(ahead.astype(np.float64), fleet)
         return Decision(worker, scores, f"number {fleet.routed} goes to the next")
 
@@ -75,15 +74,15 @@ class PowerOfTwo:
 
 @njit()
 def _less_loaded(
-    one: int,
-    two: int,
+    first_draw: int,
+    second_draw: int,
     alive: NDArray[np.bool_],
     running: NDArray[np.int64],
     places: NDArray[np.int64],
     speeds: NDArray[np.float64],
     scores: NDArray[np.float64],
 ) -> tuple[np.int64, np.int64]:
-    """Pick two open workers with the random numbers `one` and `two`; return the less loaded, then the other.
+    """Pick two open workers with two random numbers; return the less loaded, then the other.
 
     Both are -1 if no worker is open. Fills `scores` [worker].
     """
@@ -95,8 +94,8 @@ def _less_loaded(
             count += 1
     if count == 0:
         return NONE, NONE
-    place = one % count
-    first, second = allowed[place], allowed[(place + 1 + two % max(1, count - 1)) % count]
+    place = first_draw % count
+    first, second = allowed[place], allowed[(place + 1 + second_draw % max(1, count - 1)) % count]
     for worker in (first, second):
         scores[worker] = (running[worker] + 1) / speeds[worker]
     return (first, second) if scores[first] <= scores[second] else (second, first)
@@ -129,8 +128,10 @@ class Domain:
 
 def share_out(requests: Mapping[str, int], workers: int) -> dict[str, tuple[int, ...]]:
     """Assign workers to labels in proportion to requests. Labels share workers if they outnumber them."""
-    sound = workers >= 1 and requests and min(requests.values()) >= 0
-    check(sound, f"workers={workers} and {len(requests)} labels must be at least 1, requests not negative")
+    check(
+        workers >= 1 and requests and min(requests.values()) >= 0,
+        f"workers={workers} and {len(requests)} labels must be at least 1, requests not negative",
+    )
     labels = sorted(requests, key=lambda label: (-requests[label], label))
     if len(labels) > workers:
         load = np.zeros(workers)

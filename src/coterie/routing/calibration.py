@@ -33,9 +33,11 @@ class Calibration(NamedTuple):
     top_k: int
 
     def take(self, rows: NDArray[np.integer]) -> Calibration:
-        gates = None if self.gates is None else self.gates[rows]
         return self._replace(
-            prefill=self.prefill[rows], decode=self.decode[rows], gates=gates, requests=self.requests[rows]
+            prefill=self.prefill[rows],
+            decode=self.decode[rows],
+            gates=None if self.gates is None else self.gates[rows],
+            requests=self.requests[rows],
         )
 
     @property
@@ -46,10 +48,8 @@ class Calibration(NamedTuple):
     @property
     def digests(self) -> NDArray[np.uint64]:
         """[request] 64-bit hash of the request's counts: the same for one recording in any file format or order."""
-        made = [
-            blake2b(before.tobytes() + after.tobytes(), digest_size=8).digest()
-            for before, after in zip(self.prefill, self.decode, strict=True)
-        ]
+        counts = zip(self.prefill, self.decode, strict=True)
+        made = (blake2b(before.tobytes() + after.tobytes(), digest_size=8).digest() for before, after in counts)
         return np.frombuffer(b"".join(made), "<u8").astype(np.uint64)
 
 
@@ -62,8 +62,7 @@ def activation_probabilities(counts: Counts, top_k: int) -> NDArray[np.float32]:
 
 def counted_tokens(counts: Counts, top_k: int) -> NDArray[np.float64]:
     """Return [request] the number of tokens behind the counts [request, layer, expert]; at least 1."""
-    sums = counts.sum(axis=(1, 2), dtype=np.float64)
-    return np.asarray(np.maximum(sums / (counts.shape[1] * top_k), 1.0), np.float64)
+    return np.asarray(np.maximum(counts.sum(axis=(1, 2), dtype=np.float64) / (counts.shape[1] * top_k), 1.0))
 
 
 def calibration(
@@ -92,11 +91,10 @@ def calibration(
             kept.append(row)
         if progress is not None:
             progress("Counting requests", row + 1, len(wanted))
-    rows = np.array(kept, np.int64)
     counted = Calibration(
         prefill=prefill, decode=decode, gates=gates, requests=wanted, halved=halved, model=meta.model, top_k=meta.top_k
     )
-    return counted if len(rows) == len(wanted) else counted.take(rows)
+    return counted if len(kept) == len(wanted) else counted.take(np.array(kept, np.int64))
 
 
 @njit()

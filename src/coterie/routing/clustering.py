@@ -65,10 +65,14 @@ def capacities(requests: int, workers: int, speeds: NDArray[np.floating] | None 
 
 def assign(costs: NDArray[np.floating], limits: NDArray[np.integer]) -> Labels:
     """Return [request] worker such that the sum of costs [request, worker] is least and no worker exceeds its limit."""
-    fits = costs.ndim == 2 and costs.shape[1] == len(limits)
-    check(fits, f"costs {costs.shape} must be [request, worker] for {len(limits)} limits")
-    enough = limits.sum() >= len(costs) and limits.min(initial=0) >= 0
-    check(enough, f"limits={limits.tolist()} must be 0 or more and hold all {len(costs)} requests")
+    check(
+        costs.ndim == 2 and costs.shape[1] == len(limits),
+        f"costs {costs.shape} must be [request, worker] for {len(limits)} limits",
+    )
+    check(
+        limits.sum() >= len(costs) and limits.min(initial=0) >= 0,
+        f"limits={limits.tolist()} must be 0 or more and hold all {len(costs)} requests",
+    )
     check(np.isfinite(costs).all(), "costs must be finite")
     start = costs.argmin(axis=1).astype(np.int64)
     return np.asarray(_assign(np.ascontiguousarray(costs, np.float32), np.asarray(limits, np.int64), start), np.int64)

@@ -126,12 +126,6 @@ class RouterFit:
         """[worker, expert index] mean activation probabilities in decode."""
         return self.learned.profiles
 
-    def with_signature(self, signature: Signature, centroids: NDArray[np.float32]) -> RouterFit:
-        """Return a copy of the fit with another signature and its centroids."""
-        other = RouterFit(self.workers, self.batch, self.weighting, self.speeds)
-        other.learned_ = self.learned.changed(signature=signature, centroids=centroids)
-        return other
-
     def widened(self, workers: int) -> RouterFit:
         """Return the fit extended to more workers without fitting again; for as many or fewer, the fit itself.
 
@@ -155,8 +149,8 @@ class RouterFit:
 
         `settings` are the router's own, such as ``band=0.05``; a `cost` among them replaces the prices.
         """
-        context = {"fitted": self, "cost": DecodeStepPrices.of(model, self.batch), "seed": 0}
-        return routers.make(name, context, **settings)
+        cost = DecodeStepPrices.of(model, self.batch)
+        return routers.make(name, {"fitted": self, "cost": cost, "seed": 0}, **settings)
 
     def fleet(self, places: int, speeds: NDArray[np.floating] | list[float] | None = None) -> Fleet:
         """Make an empty fleet of workers that run `places` requests each, with the fitted profiles as priors.
@@ -234,7 +228,7 @@ class RouterFit:
         file = Path(path)
         arrays = ArrayFile(file)
         about = arrays.about(FORMAT, VERSION)
-        found = {name: np.array(arrays[name]) for name in _STORED}
+        found: dict[str, Any] = {name: np.array(arrays[name]) for name in _STORED}
         for name, array in found.items():
             dtype = np.dtype(np.int64 if name == "layers" else np.float32)
             if array.dtype != dtype:
@@ -248,14 +242,18 @@ class RouterFit:
             signature = Signature.restored(str(about["weighting"]), found["weights"], found["layers"])
             forecast = DecodeForecast.restored(
                 **{name: found[name] for name in ("before", "after", "inward", "outward")},
-                **{name: float(about[name]) for name in ("own", "noise", "ridge")},
+                own=float(about["own"]),
+                noise=float(about["noise"]),
+                ridge=float(about["ridge"]),
             )
             fitted = cls(len(found["centroids"]), int(about["batch"]), cast(Weighting, signature.weighting))
             fitted.learned_ = Learned.of(
                 model=str(about["model"]),
                 signature=signature,
                 forecast=forecast,
-                **{name: int(about[name]) for name in ("num_layers", "num_experts", "top_k")},
+                num_layers=int(about["num_layers"]),
+                num_experts=int(about["num_experts"]),
+                top_k=int(about["top_k"]),
                 **{name: found[name] for name in ("centroids", "profiles", "shares")},
                 seen=None if seen is None else np.array(seen),
             )

@@ -54,8 +54,10 @@ STALE = 0.1
 def checked_speeds(speeds: NDArray[np.floating] | list[float] | None, workers: int) -> NDArray[np.float64]:
     """Return [worker] relative speeds, copied; 1 for all if None."""
     known = np.ones(workers) if speeds is None else np.array(speeds, np.float64)
-    sound = known.shape == (workers,) and ((known > 0) & (known < np.inf)).all()
-    check(sound, f"speeds={known.tolist()} must be {workers} finite numbers above 0")
+    check(
+        known.shape == (workers,) and ((known > 0) & (known < np.inf)).all(),
+        f"speeds={known.tolist()} must be {workers} finite numbers above 0",
+    )
     return known
 
 
@@ -83,12 +85,16 @@ class Fleet:
         """
         self.places = np.array(places, np.int64)
         workers = len(self.places)
-        sound = workers >= 1 and self.places.min() >= 1
-        check(sound, f"places={self.places.tolist()} must be at least 1 for at least one worker")
+        check(
+            workers >= 1 and self.places.min() >= 1,
+            f"places={self.places.tolist()} must be at least 1 for at least one worker",
+        )
         self.speeds = checked_speeds(speeds, workers)
         self._prior = np.zeros((workers, 0), np.float32) if prior is None else np.array(prior, np.float32)
-        sound = self._prior.ndim == 2 and len(self._prior) == workers
-        check(sound, f"prior has shape {self._prior.shape}; expected [worker, expert index], {workers} workers")
+        check(
+            self._prior.ndim == 2 and len(self._prior) == workers,
+            f"prior has shape {self._prior.shape}; expected [worker, expert index], {workers} workers",
+        )
         size = self._prior.shape[1]
         self.running = np.zeros(workers, np.int64)
         """Number of requests admitted and not finished, waiting ones included."""

@@ -123,16 +123,18 @@ class DecodeForecast:
         alike = prefill.ndim == 2 and prefill.shape == decode.shape and len(tokens) == len(prefill)
         shapes = f"prefill {prefill.shape} and decode {decode.shape} must both be [request, expert index]"
         check(alike, f"{shapes}, with tokens {tokens.shape} of each request")
-        enough = len(tokens) >= 3 and tokens.min() >= 1
-        check(enough, f"{len(tokens)} requests of at least {tokens.min(initial=0)} tokens; needed are 3 of at least 1")
+        check(
+            len(tokens) >= 3 and tokens.min() >= 1,
+            f"{len(tokens)} requests of at least {tokens.min(initial=0)} tokens; needed are 3 of at least 1",
+        )
         before, after = (np.asarray(p.mean(axis=0), np.float32) for p in (prefill, decode))
         z, y = np.asarray(prefill - before, np.float32), np.asarray(decode - after, np.float32)
         own, noise = _own_share(z, y, np.asarray(tokens, np.float64))
         z *= np.asarray(tokens / (tokens + noise), np.float32)[:, None]
         ridges = SCALE / np.asarray(tokens, np.float64)  # [request] for a ridge of 1
         some = np.sort(rng.permutation(len(z))[:CHOICE_REQUESTS])
-        candidates = RIDGES if self.ridge is None else (self.ridge,)
-        own, ridge = _best_left_out(z[some], y[some], ridges[some], own, candidates)
+        asked = RIDGES if self.ridge is None else (self.ridge,)
+        own, ridge = _best_left_out(z[some], y[some], ridges[some], own, asked)
         y -= np.float32(own) * z
         inward, outward = _low_rank(z, y, ridge * ridges, min(self.rank, len(z) - 1), rng)
         self.map_ = DecodeForecast.restored(
@@ -208,8 +210,7 @@ def _low_rank(
         span, _ = np.linalg.qr(smooth @ (y @ (y.T @ (smooth.T @ span))))
     _, _, right = np.linalg.svd((span.T @ smooth) @ y, full_matrices=False)
     outward = np.ascontiguousarray(right[:rank], np.float32)
-    inward = (np.asarray(solve, np.float32) @ (y @ outward.T)).T @ z
-    return np.ascontiguousarray(inward, np.float32), outward
+    return np.ascontiguousarray((np.asarray(solve, np.float32) @ (y @ outward.T)).T @ z, np.float32), outward
 
 
 @njit(fastmath=True)

@@ -84,7 +84,8 @@ class Joint:
         if not room.any():
             room = np.where(fleet.alive, len(requests), 0)
         workers = _trimmed(_together(scores, bits, room), scores, fleet.alive, room)
-        return [score.decision(*rest) for score, *rest in zip(weighed, requests, workers, strict=True)]
+        chosen = zip(weighed, requests, workers, strict=True)
+        return [score.decision(request, worker) for score, request, worker in chosen]
 
     def _bits(self, request: Request) -> NDArray[np.uint64] | None:
         """Return [layer, word] bitmask of the experts the request is predicted to use; None without a footprint."""

@@ -170,8 +170,10 @@ def check_ranges(learned: Learned) -> None:
     per_token = float(learned.top_k * learned.num_layers)
     for name, array, most in (("profiles", learned.profiles, learned.top_k), ("shares", learned.shares, 1)):
         low, high = float(array.min()), float(array.max())
-        inside = low >= 0 and high <= most * (1 + SLACK)
-        check(inside, f"{name} hold {low if low < 0 else high:g}; they must be in 0 … {most}")
+        check(
+            low >= 0 and high <= most * (1 + SLACK),
+            f"{name} hold {low if low < 0 else high:g}; they must be in 0 … {most}",
+        )
     lengths = np.linalg.norm(learned.centroids.astype(np.float64), axis=1)
     sums = learned.profiles.sum(axis=1, dtype=np.float64)
     for name, values, right in (

@@ -40,7 +40,7 @@ def lowest_scored(
 ) -> np.int64:
     """Compiled form of `best`: return the worker or -1; `allowed` [worker] becomes the scores of open workers."""
     free = any_free(alive, running, places)
-    found, least, start = NONE, np.inf, next_living(alive, routed)
+    lowest, least, start = NONE, np.inf, next_living(alive, routed)
     for turn in range(len(scores)):
         worker = start + turn
         if worker >= len(scores):
@@ -48,8 +48,8 @@ def lowest_scored(
         may = alive[worker] and (running[worker] < places[worker] or not free)
         allowed[worker] = scores[worker] if may else np.inf
         if allowed[worker] < least:
-            found, least = np.int64(worker), allowed[worker]
-    return found
+            lowest, least = np.int64(worker), allowed[worker]
+    return lowest
 
 
 @njit()

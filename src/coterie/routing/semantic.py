@@ -50,10 +50,9 @@ class Semantic:
         scores = fleet.running / fleet.speeds if local is None else 1.0 - local
         worker, scores = best(np.where(self._masked(fleet), np.inf, scores), fleet)
         among = f"of {int(np.isfinite(scores).sum())} ranks left in this round"
-        reason = f"nothing is known of its experts: the least busy {among}"
-        if local is not None:
-            reason = f"{local[worker]:.0%} of its activations are local, the most {among}"
-        return Decision(worker, scores, reason)
+        unknown = f"nothing is known of its experts: the least busy {among}"
+        known = None if local is None else f"{local[worker]:.0%} of its activations are local, the most {among}"
+        return Decision(worker, scores, known or unknown)
 
     def _local(self, request: Request) -> NDArray[np.float64] | None:
         """Return [rank] the share of the footprint whose experts the rank holds; None if it is missing or all 0."""

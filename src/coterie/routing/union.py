@@ -93,16 +93,20 @@ def union_clusters(
     effort: float = EFFORT,
 ) -> UnionClusters:
     """Return the best clusters found from `starts` and `restarts` random assignments; p is [request, expert index]."""
-    enough = p.ndim == 2 and len(p) >= workers
-    check(enough, f"p {p.shape} must be [request, expert index] of at least {workers} requests, one for each worker")
+    check(
+        p.ndim == 2 and len(p) >= workers,
+        f"p {p.shape} must be [request, expert index] of at least {workers} requests, one for each worker",
+    )
     check_at_least(1, batch=batch)
     check(starts or restarts >= 1, f"restarts={restarts} must be at least 1 where no start is given")
     limits = capacities(len(p), workers, speeds)
     rows = np.ascontiguousarray(p, np.float32)
     begin = [np.array(start, np.int64) for start in starts]
     for labels in begin:
-        sound = labels.shape == (len(p),) and (np.bincount(labels, minlength=workers) <= limits).all()
-        check(sound, f"a start must label {len(p)} requests within the limits {limits.tolist()}")
+        check(
+            labels.shape == (len(p),) and (np.bincount(labels, minlength=workers) <= limits).all(),
+            f"a start must label {len(p)} requests within the limits {limits.tolist()}",
+        )
     spare = np.repeat(np.arange(workers), np.maximum(limits - 1, 0))  # every worker gets one request at least
     seats = np.concatenate([np.arange(workers), rng.permutation(spare)])[: len(p)]
     begin += [rng.permutation(seats) for _ in range(restarts)]
@@ -202,12 +206,12 @@ def _sweep(
                 for j in candidates[b, a]:
                     if a > b or i < 0 or j < 0 or labels[i] != a or labels[j] != b:
                         continue
-                    one = _union(sums[a], rows[j], rows[i], sizes[a], batch, bases, missed)
-                    other = _union(sums[b], rows[i], rows[j], sizes[b], batch, bases, missed)
-                    if one + other < (unions[a] + unions[b]) * _LOWER:
+                    ours = _union(sums[a], rows[j], rows[i], sizes[a], batch, bases, missed)
+                    theirs = _union(sums[b], rows[i], rows[j], sizes[b], batch, bases, missed)
+                    if ours + theirs < (unions[a] + unions[b]) * _LOWER:
                         _shift(sums[a], rows[j], rows[i])
                         _shift(sums[b], rows[i], rows[j])
-                        unions[a], unions[b], labels[i], labels[j] = one, other, b, a
+                        unions[a], unions[b], labels[i], labels[j] = ours, theirs, b, a
                         changes += 1
     return changes
 

@@ -61,9 +61,9 @@ def check_planner(make: Callable[[], Planner], seed: int = 0) -> None:
 def _streaming(planner: Any) -> Any:
     """Return the planner with streaming and the exchange of rows priced; None if it has no objective to replace."""
     objective = getattr(planner, "objective", None)
-    if not is_dataclass(planner) or not isinstance(objective, Objective):
-        return None
-    return replace(planner, objective=replace(objective, touch_s=2e-5, row_bytes=4096.0))  # type: ignore[type-var]
+    if is_dataclass(planner) and isinstance(objective, Objective):
+        return replace(planner, objective=replace(objective, touch_s=2e-5, row_bytes=4096.0))  # type: ignore[type-var]
+    return None
 
 
 def _snapshots(rng: Generator) -> list[_Snapshot]:
@@ -170,8 +170,10 @@ def _check_moves(plan: Plan, case: _Snapshot, where: str) -> None:
     require(listed == needed, f"{where}: moves by layer and slot must be {needed}; found {listed}")
     for layer, expert, source in zip(moves.layer.tolist(), moves.expert.tolist(), moves.source.tolist(), strict=True):
         living = [rank for rank in range(len(alive)) if alive[rank] and (layer, expert, rank) in holders]
-        sound = source in living or (source == HOST and not living)
-        require(sound, f"{where}: layer {layer}, expert {expert} comes from {source}; living ranks {living} have it")
+        require(
+            source in living or (source == HOST and not living),
+            f"{where}: layer {layer}, expert {expert} comes from {source}; living ranks {living} have it",
+        )
     require(len(moves.seconds) == len(moves), f"{where}: moves must each have their seconds")
     explained = bool((plan.skip_reason or "").strip())
     require(explained != bool(len(moves)), f"{where}: {len(moves)} moves, and yet skip_reason={plan.skip_reason!r}")
@@ -188,15 +190,18 @@ def _check_numbers(planner: Planner, plan: Plan, case: _Snapshot, where: str) ->
         again = problem.plan(plan.placement.slot_experts, plan.shares, split=plan.split)
         for name in names:
             said, right = getattr(plan, name), getattr(again, name)
-            same = np.isclose(said, right, rtol=1e-9, atol=1e-15)
-            require(same, f"{where}: {name}={said}, the objective says {right}")
+            require(
+                np.isclose(said, right, rtol=1e-9, atol=1e-15), f"{where}: {name}={said}, the objective says {right}"
+            )
         for name, placement, shares in (
             ("before_s", case.current, case.shares),
             ("after_s", plan.placement, plan.shares),
         ):
             said, plain = getattr(plan, name), _plain_s(objective, case, placement, shares)
-            same = plain is None or np.isclose(said, plain, rtol=1e-6, atol=1e-15)
-            require(same, f"{where}: {name}={said}; by the definition of the objective it is {plain}")
+            require(
+                plain is None or np.isclose(said, plain, rtol=1e-6, atol=1e-15),
+                f"{where}: {name}={said}; by the definition of the objective it is {plain}",
+            )
 
 
 def _plain_s(

@@ -60,8 +60,10 @@ def check_predictor(make: Callable[[], FittablePredictor], seed: int = 0) -> Non
         _check_fitted(make, trace, requests, phase, f"{where}, fitted on {name}")
     once, twice = (make().fit(trace, np.array(which)) for which in ([0, 1], [1, 0, 1]))
     for name, request, _ in _requests(trace, default_rng(seed)):
-        same = np.array_equal(once.predict(request), twice.predict(request))
-        require(same, f"{where}, {name}: a request that fit() is given twice must count once")
+        require(
+            np.array_equal(once.predict(request), twice.predict(request)),
+            f"{where}, {name}: a request that fit() is given twice must count once",
+        )
 
 
 def _trace(rng: Generator) -> ActivationTrace:
@@ -141,8 +143,10 @@ def _check_prediction(
     require(np.isfinite(load).all(), f"{where}: predicted loads must be finite")
     require((load >= 0).all(), f"{where}: predicted loads must not be negative; found {load.min()}")
     sums, expected = load.sum(axis=1), tokens * TOP_K
-    even = np.allclose(sums, expected, rtol=1e-6, atol=1e-9)
-    require(even, f"{where}: layers sum to {sums.tolist()}; expected tokens={tokens} x top_k={TOP_K} = {expected}")
+    require(
+        np.allclose(sums, expected, rtol=1e-6, atol=1e-9),
+        f"{where}: layers sum to {sums.tolist()}; expected tokens={tokens} x top_k={TOP_K} = {expected}",
+    )
     kept = load.copy()
     load[:] = -1.0
     require(np.array_equal(_predict(predictor, request, where), kept), f"{where}: a second call gave another load")
@@ -152,19 +156,25 @@ def _check_prediction(
 def _predict(predictor: FittablePredictor, request: PredictRequest, where: str) -> Load:
     with no_error(f"{where}: predict"):
         load = predictor.predict(request)
-    whole = isinstance(load, np.ndarray) and load.dtype == np.float64 and load.shape == (LAYERS, EXPERTS)
-    require(whole, f"{where}: predict must return float64 [layer, expert] = {LAYERS, EXPERTS}; found {load!r}")
+    require(
+        isinstance(load, np.ndarray) and load.dtype == np.float64 and load.shape == (LAYERS, EXPERTS),
+        f"{where}: predict must return float64 [layer, expert] = {LAYERS, EXPERTS}; found {load!r}",
+    )
     return load
 
 
 def _check_unknown(predictor: FittablePredictor, where: str) -> None:
     size = predictor.predict(PredictRequest(num_tokens=5))
     unknown = predictor.predict(PredictRequest(num_tokens=5, id="nobody", domain="nowhere"))
-    same = np.allclose(unknown, size, rtol=1e-9, atol=0.0)
-    require(same, f"{where}: an unknown id and domain must be predicted as if they were not given")
+    require(
+        np.allclose(unknown, size, rtol=1e-9, atol=0.0),
+        f"{where}: an unknown id and domain must be predicted as if they were not given",
+    )
     larger = predictor.predict(PredictRequest(num_tokens=10))
-    in_step = np.allclose(larger, 2.0 * size, rtol=1e-9, atol=0.0)
-    require(in_step, f"{where}: of a request of which only its size is known, the load must grow with its tokens")
+    require(
+        np.allclose(larger, 2.0 * size, rtol=1e-9, atol=0.0),
+        f"{where}: of a request of which only its size is known, the load must grow with its tokens",
+    )
     other = PredictRequest(footprint=np.ones((LAYERS + 1, EXPERTS)))
     _raises(ConfigError, lambda: predictor.predict(other), f"{where}: a footprint of another model must be refused")
     less = PredictRequest(num_tokens=-1)

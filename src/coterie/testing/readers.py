@@ -35,8 +35,10 @@ def check_reader(reader: Reader, file: Path, options: ReadOptions | None = None,
     is a valid shorter file, which `read` may return. In a folder, the largest file is cut.
     """
     options = options or ReadOptions()
-    help_is_one_line = isinstance(reader.help, str) and bool(reader.help.strip()) and "\n" not in reader.help
-    require(help_is_one_line, f"help={reader.help!r} must be one line of words")
+    require(
+        isinstance(reader.help, str) and bool(reader.help.strip()) and "\n" not in reader.help,
+        f"help={reader.help!r} must be one line of words",
+    )
     with tempfile.TemporaryDirectory() as folder:
         _check_sniff(reader, file, Path(folder))
         _check_read(reader, file, options, Path(folder))
@@ -44,8 +46,10 @@ def check_reader(reader: Reader, file: Path, options: ReadOptions | None = None,
 
 
 def _check_sniff(reader: Reader, file: Path, folder: Path) -> None:
-    own = _sniff(reader, file, f"{file.name}, of its own format")
-    require(own, f"sniff({file.name}) must be true: the file is of its own format")
+    require(
+        _sniff(reader, file, f"{file.name}, of its own format"),
+        f"sniff({file.name}) must be true: the file is of its own format",
+    )
     for name, data in (("empty", b""), *FOREIGN.items()):
         foreign = folder / f"foreign{file.suffix}"
         foreign.write_bytes(data)
@@ -79,8 +83,10 @@ def _check_read(reader: Reader, file: Path, options: ReadOptions, folder: Path) 
 
 
 def _check_valid(trace: Trace, where: str) -> None:
-    known = isinstance(trace, ActivationTrace | LoadTable | RequestTrace)
-    require(known, f"{where} returned {type(trace).__name__}; expected an ActivationTrace, a LoadTable or RequestTrace")
+    require(
+        isinstance(trace, ActivationTrace | LoadTable | RequestTrace),
+        f"{where} returned {type(trace).__name__}; expected an ActivationTrace, a LoadTable or RequestTrace",
+    )
     if isinstance(trace, ActivationTrace):
         trace.validate()  # mapped arrays are not checked when opened
         rows = len(trace.requests)
@@ -88,10 +94,9 @@ def _check_valid(trace: Trace, where: str) -> None:
 
 
 def _contents(path: Path) -> dict[str, bytes]:
-    """Return the contents of every file by its path in the folder; a single file has an empty path."""
-    if path.is_file():
-        return {"": path.read_bytes()}
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    """Return the contents of every file by its path in the folder; the path of a single file is `.`."""
+    files = sorted(file for file in (path, *path.rglob("*")) if file.is_file())
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def _check_cut(reader: Reader, file: Path, options: ReadOptions, folder: Path, counted: bool) -> None:
@@ -102,11 +107,11 @@ def _check_cut(reader: Reader, file: Path, options: ReadOptions, folder: Path, c
             with no_error(f"{where}: read must raise TraceError; it", but=TraceError):
                 trace = reader.read(path, options)
             _check_valid(trace, where)
-            shorter = not counted and length > 0
-            require(shorter, f"{where}: read must raise TraceError; it returned a {type(trace).__name__}")
+            require(
+                not counted and length > 0, f"{where}: read must raise TraceError; it returned a {type(trace).__name__}"
+            )
         except TraceError as error:
-            named = str(path) in str(error)
-            require(named, f"{where}: the TraceError must name the file {path}; it says: {error}")
+            require(str(path) in str(error), f"{where}: the TraceError must name the file {path}; it says: {error}")
 
 
 def _cut(file: Path, folder: Path) -> Iterator[tuple[int, Path]]:

@@ -80,5 +80,7 @@ def _check_route(make: Callable[[], Router], router: Router, where: str, request
     require((scores[~allowed] == np.inf).all(), f"{where}: a worker that must not be chosen has a finite score")
     require(decision.reason, f"{where} gives no reason")
     again = make().route(request, fleet)
-    same = again.worker == decision.worker and np.array_equal(again.scores, scores) and again.reason == decision.reason
-    require(same, f"{where} gave another decision for the same snapshot")
+    require(
+        again.worker == decision.worker and np.array_equal(again.scores, scores) and again.reason == decision.reason,
+        f"{where} gave another decision for the same snapshot",
+    )

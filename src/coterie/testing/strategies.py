@@ -92,8 +92,10 @@ def _checked_order(selected: Selection, case: _Case, where: str) -> list[int]:
     """Return the picks; they must be min(size, window) different requests of the window."""
     require(isinstance(selected, Selection), f"{where}: select returned {type(selected).__name__}, not a Selection")
     array, waiting = selected.order, len(case.window.loads)
-    whole = isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"
-    require(whole, f"{where}: order must be a NumPy array [pick] of whole numbers; found {array!r}")
+    require(
+        isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu",
+        f"{where}: order must be a NumPy array [pick] of whole numbers; found {array!r}",
+    )
     order = [int(request) for request in array]
     outside = [request for request in order if not 0 <= request < waiting]
     require(not outside, f"{where}: picked {outside}, which must be in 0 … {waiting - 1}")

@@ -30,24 +30,21 @@ class _KeyPair(NamedTuple):
 
 def _pair(secret: str, role: str) -> _KeyPair:
     """Derive the key pair of a role, as Z85 text; everyone who knows the secret derives the same pair."""
-    private = hmac.digest(secret.encode(), f"coterie event streams 1: {role}".encode(), "sha256")
-    encoded = zmq.utils.z85.encode(private)
-    return _KeyPair(zmq.curve_public(encoded), encoded)
-
-
-def _domain(secret: str) -> str:
-    """Return the fleet's ZAP domain: a hash of the publisher's public key, which does not reveal the secret."""
-    return hashlib.sha256(_pair(secret, "publisher").public).hexdigest()[:16]
+    derived = hmac.digest(secret.encode(), f"coterie event streams 1: {role}".encode(), "sha256")
+    private = zmq.utils.z85.encode(derived)
+    return _KeyPair(zmq.curve_public(private), private)
 
 
 def secure_publisher(socket: zmq.Socket[Any], secret: str) -> None:
     """Let only subscribers with the fleet's secret connect to a socket that will be bound. Call before `bind`."""
     _check_curve()
-    _zap_of(socket.context).allowed[_domain(secret)] = zmq.utils.z85.decode(_pair(secret, "subscriber").public)
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, _domain(secret))
+    mine = _pair(secret, "publisher")
+    domain = hashlib.sha256(mine.public).hexdigest()[:16]  # does not reveal the secret
+    _zap_of(socket.context).allowed[domain] = zmq.utils.z85.decode(_pair(secret, "subscriber").public)
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuse every client if no ZAP handler runs
     socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, _pair(secret, "publisher").private)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, mine.private)
 
 
 def secure_subscriber(socket: zmq.Socket[Any], secret: str) -> None:

@@ -76,9 +76,7 @@ def routed_layers(expert_ids: NDArray[np.integer]) -> NDArray[np.int64]:
     A router picks k *different* experts, so for k > 1 a row of zeros cannot come from a router. At k = 1 it can: a
     dense layer looks like one that always picked expert 0, so every layer counts as routed.
     """
-    if expert_ids.shape[2] == 1:
-        return np.arange(expert_ids.shape[1])
-    return np.flatnonzero(expert_ids.any(axis=(0, 2)))
+    return np.flatnonzero(expert_ids.any(axis=(0, 2)) | (expert_ids.shape[2] == 1))
 
 
 def _decode_base64(payload: str | bytes) -> bytes:

@@ -87,9 +87,8 @@ class _Plan(Generic[T]):
     def sees(self, key: Key) -> bool:
         """Return whether a new request with this key belongs in the window, or goes before all requests in it."""
         rank, lane = key[:2]
-        if rank != self.rank:
-            return bool(rank < self.rank)
-        return lane == NORMAL and (self.last is None or key < self.last)
+        inside = lane == NORMAL and (self.last is None or key < self.last)
+        return inside if rank == self.rank else bool(rank < self.rank)
 
     def has_outlived(self, running: Callable[[], Iterable[T]]) -> bool:
         """Return whether more requests left the server since the selection than it holds."""
@@ -256,9 +255,7 @@ class WaitingList(Generic[T]):
     def _insert(self, request: T, age: Any) -> None:
         if request in self._entry_of:
             self.remove([request])
-        rank: Any = 0
-        if self._rank is not None:
-            rank, age = self._rank(request)
+        rank, age = (0, age) if self._rank is None else self._rank(request)
         key = (rank, URGENT if self._is_urgent(request) else NORMAL, age, self._number)
         self._number += 1
         entry = self._entry_of[request] = _Entry(key, request)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -41,13 +41,13 @@ class WaitingCounters:
     """Largest number of times that a request was passed over."""
 
 
+@dataclass
 class WaitingReport:
     """Counters, and messages about problems, one per kind of problem."""
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        self.counters = WaitingCounters()
-        self._tell = tell
-        self._told: set[str] = set()
+    tell: Callable[[str], None] = lambda _: None
+    counters: WaitingCounters = field(default_factory=WaitingCounters)
+    _told: set[str] = field(default_factory=set)
 
     def failed(self, what: str, error: Exception) -> None:
         """Count a failure after which serving continues, and report it once."""
@@ -58,8 +58,7 @@ class WaitingReport:
     def once(self, kind: str, message: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
-            if self._tell is not None:
-                self._tell(message)
+            self.tell(message)
 
 
 class BatchDecision(NamedTuple):

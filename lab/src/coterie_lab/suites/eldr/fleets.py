@@ -136,4 +136,6 @@ def with_clusters(
         signature = Signature(weighting).fit(shown, known.decode, rng)
         signatures = signature.transform_all(shown)
     found = cluster(signatures, bench.config.decode_workers, rng, balanced=balanced)
-    return replace(bench, fitted=bench.fitted.with_signature(signature, found.centroids), requests=served)
+    fitted = replace(bench.fitted)
+    fitted.learned_ = bench.fitted.learned.changed(signature=signature, centroids=found.centroids)
+    return replace(bench, fitted=fitted, requests=served)
