@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from coterie.errors import check, check_at_least, check_not_negative, check_positive, check_positive_share
 from coterie.footprints.signatures import Weighting
 from coterie.routing import Calibration, RouterFit
+from coterie.routing.clustering import best_columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +44,9 @@ class FitJob:
 
 def _reorder(fit: RouterFit, like: NDArray[np.float32]) -> None:
     """Assign clusters to workers so that the summed squared distance to the old profiles is least."""
-    from scipy.optimize import linear_sum_assignment  # slow to import
-
     learned = fit.learned
     distance = ((like**2).sum(axis=1)[:, None] + (learned.profiles**2).sum(axis=1)) - 2 * like @ learned.profiles.T
-    rows = linear_sum_assignment(distance)[1]
+    rows = best_columns(-distance)
     fit.learned_ = learned.changed(
         centroids=learned.centroids[rows], profiles=learned.profiles[rows], shares=learned.shares[rows]
     )

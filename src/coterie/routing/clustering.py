@@ -116,10 +116,15 @@ def centroids_of(signatures: NDArray[np.float32], labels: Labels, workers: int) 
 
 def match(old: NDArray[np.floating], new: NDArray[np.floating]) -> NDArray[np.int64]:
     """Return [worker] the row of `new` matched to each row of `old` such that the sum of similarities is greatest."""
+    check(old.shape == new.shape, f"centroids {old.shape} and {new.shape} must have equal shapes")
+    return best_columns(old @ new.T)
+
+
+def best_columns(values: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Return [row] a column of its own for each row, such that the sum of `values` [row, column] is greatest."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
-    check(old.shape == new.shape, f"centroids {old.shape} and {new.shape} must have equal shapes")
-    return np.asarray(linear_sum_assignment(old @ new.T, maximize=True)[1], np.int64)
+    return np.asarray(linear_sum_assignment(values, maximize=True)[1], np.int64)
 
 
 def recluster(

@@ -25,7 +25,7 @@ from coterie.errors import ConfigError, InputError, TraceError, check, check_at_
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing.base import Router, routers
 from coterie.routing.calibration import Calibration, activation_probabilities, calibration, counted_tokens
-from coterie.routing.clustering import Labels, cluster
+from coterie.routing.clustering import Labels, best_columns, cluster
 from coterie.routing.fleet import Fleet
 from coterie.routing.forecast import DecodeForecast
 from coterie.routing.learned import Learned, check_ranges
@@ -290,10 +290,8 @@ def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.fl
 
     A cluster stays with workers of its speed.
     """
-    from scipy.optimize import linear_sum_assignment  # slow to import
-
     shared = np.zeros((workers, workers))
     np.add.at(shared, (labels, leading), 1.0)
     if speeds is not None:
         shared[np.not_equal.outer(np.asarray(speeds), np.asarray(speeds))] = -float(len(labels))
-    return np.asarray(linear_sum_assignment(shared, maximize=True)[1][labels], np.int64)
+    return best_columns(shared)[labels]
