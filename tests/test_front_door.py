@@ -43,7 +43,7 @@ def test_what_it_offers() -> None:
     assert dir(coterie) == NAMES
     for name in NAMES:
         assert getattr(coterie, name) is not None
-    with pytest.raises(AttributeError, match="module 'coterie' has no attribute 'routers'"):
+    with pytest.raises(AttributeError, match="'routers'"):
         coterie.routers  # noqa: B018
 
 
@@ -65,9 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(folder: Path) -> ActivationTrace:
-    found = coterie.open_trace(folder)
-    assert isinstance(found, ActivationTrace)
-    return found
+    opened = coterie.open_trace(folder)
+    assert isinstance(opened, ActivationTrace)
+    return opened
 
 
 @pytest.fixture(scope="module")
@@ -119,18 +119,16 @@ def test_the_example_simulates(trace: ActivationTrace) -> None:
 def test_wrong_calls_fail_loudly(trace: ActivationTrace, fitted: RouterFit, tmp_path: Path) -> None:
     model = coterie.step_model(MODEL)
     requests = RequestTrace(np.array([3, 4]), np.array([1, 1]))
-    with pytest.raises(ConfigError, match="a router is fitted on activations; this is a RequestTrace"):
+    with pytest.raises(ConfigError, match="RequestTrace"):
         coterie.fit_router(requests, workers=2)
-    with pytest.raises(ConfigError, match="a fleet replays activations; this is a RequestTrace"):
+    with pytest.raises(ConfigError, match="RequestTrace"):
         coterie.simulate(requests, model=model)
-    with pytest.raises(ConfigError, match="router 'latency_aware' needs fitted: a fit to a trace"):
+    with pytest.raises(ConfigError, match="'latency_aware' needs fitted"):
         routers.make("latency_aware")
-    with pytest.raises(
-        ConfigError, match=r"needs cost: the prices of a decode step; make them with DecodeStepPrices\.of"
-    ):
+    with pytest.raises(ConfigError, match=r"needs cost.*DecodeStepPrices\.of"):
         routers.make("latency_aware", {"fitted": fitted})
     assert routers.make("latency_aware", {"fitted": fitted, "cost": DecodeStepPrices.of(model)})
-    with pytest.raises(ConfigError, match="router 'latency_aware' has no setting 'band'; it has fitted, cost"):
+    with pytest.raises(ConfigError, match=r"'latency_aware' has no setting 'band'.*fitted, cost"):
         fitted.router("latency_aware", model, band=0.1)
     with pytest.raises(UnknownNameError, match="Did you mean 'latency_aware'"):
         fitted.router("latency-aware", model)

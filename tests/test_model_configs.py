@@ -254,7 +254,7 @@ class TestBadConfigs:
         )
 
     def test_dense_gemma(self) -> None:
-        with pytest.raises(TraceError, match="enable_moe_block: is false: a dense model"):
+        with pytest.raises(TraceError, match="enable_moe_block: is false"):
             model_from_config({"text_config": {"enable_moe_block": False, "num_experts": None}})
 
     @pytest.mark.parametrize(
@@ -274,15 +274,15 @@ class TestBadConfigs:
 
     @pytest.mark.parametrize("value", ["8", 8.0, True, [8], 0, -1])
     def test_wrong_type_or_size(self, value: object) -> None:
-        with pytest.raises(TraceError, match=r"num_local_experts: found .*, expected a whole number of at least 1"):
+        with pytest.raises(TraceError, match="num_local_experts: found "):
             model_from_config(changed(num_local_experts=value))
 
     def test_head_dim_that_cannot_be_derived(self) -> None:
-        with pytest.raises(TraceError, match=r"head_dim: is missing; .*hidden_size=4096 is no multiple of num_heads"):
+        with pytest.raises(TraceError, match=r"head_dim: .*hidden_size=4096"):
             model_from_config(changed(num_attention_heads=30))
 
     def test_relation_between_fields(self) -> None:
-        with pytest.raises(TraceError, match="shape: mixtral: top_k=9 must be at most num_experts=8"):
+        with pytest.raises(TraceError, match=r"mixtral: top_k=9 .*num_experts=8"):
             model_from_config(changed(num_experts_per_tok=9))
 
     @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_register_returns_the_thing() -> None:
 def test_a_name_is_given_once() -> None:
     registry: Registry[int] = Registry("strategy")
     registry.add("fcfs", 1)
-    with pytest.raises(ConfigError, match="strategy 'fcfs' is registered already, as 1"):
+    with pytest.raises(ConfigError, match=r"strategy 'fcfs' .* 1"):
         registry.add("fcfs", 2)
     assert registry["fcfs"] == 1
 
@@ -92,7 +92,7 @@ def test_a_known_name_imports_no_plugin(plugin: str) -> None:
     registry: Registry[str] = Registry("planner", group=f"{plugin}.broken")
     registry.add("eplb", "built in")
     assert registry["eplb"] == "built in"
-    with pytest.warns(UserWarning, match="planner plugin .* cannot be loaded: .*coterie_test_missing"):
+    with pytest.warns(UserWarning, match=r"planner plugin .*coterie_test_missing"):
         assert registry.names() == ["eplb"], "one broken plugin does not take the built-ins with it"
 
 
@@ -102,9 +102,9 @@ def test_without_a_group_no_entry_point_is_read(plugin: str) -> None:
 
 
 def test_examples_of_the_docstrings_run() -> None:
-    found = doctest.testmod(coterie.registry)
-    assert found.attempted >= 9
-    assert found.failed == 0
+    outcome = doctest.testmod(coterie.registry)
+    assert outcome.attempted >= 9
+    assert outcome.failed == 0
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class TestPlacement:
         assert balancedness(even) == 1.0
 
     def test_linear_needs_experts_that_divide(self) -> None:
-        with pytest.raises(ConfigError, match=r"num_slots=10 must be a multiple of num_ranks=4 \(remainder 2\)"):
+        with pytest.raises(ConfigError, match=r"num_slots=10 .*num_ranks=4 \(remainder 2\)"):
             Placement.linear(1, 10, 4)
 
     @pytest.mark.parametrize(

@@ -91,19 +91,23 @@ def roots() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     points = [*project["scripts"].values()]
     points += [point for group in project["entry-points"].values() for point in group.values()]
-    found = {point.partition(":")[0] for point in points}
-    found |= {name for name in modules() if name.startswith(("coterie.cli.verbs", "coterie.testing"))}
-    found |= {"coterie", "coterie._front", "coterie._compiled_files"}  # the last is named in Makefile's environment
-    found |= {name for name in modules() if name.endswith(".__main__")}
+    modules_named = {point.partition(":")[0] for point in points}
+    modules_named |= {name for name in modules() if name.startswith(("coterie.cli.verbs", "coterie.testing"))}
+    modules_named |= {
+        "coterie",
+        "coterie._front",
+        "coterie._compiled_files",
+    }  # the last is named in Makefile's environment
+    modules_named |= {name for name in modules() if name.endswith(".__main__")}
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.partition("\n## Documented modules\n")[2].partition("\n## ")[0]
     for line in section.splitlines():
         if line.startswith("| `"):
             package, *more = re.findall(r"`([\w.]+)`", line)
-            found |= {package, *(f"{package}.{module}" for module in more)}
+            modules_named |= {package, *(f"{package}.{module}" for module in more)}
     for dotted in re.findall(r"coterie(?:\.\w+)+", "\n".join(pages())):
-        found |= {dotted, dotted.rpartition(".")[0]}  # a module, or a name in one
-    return found
+        modules_named |= {dotted, dotted.rpartition(".")[0]}  # a module, or a name in one
+    return modules_named
 
 
 @cache

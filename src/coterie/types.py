@@ -99,10 +99,13 @@ class ModelSpec:
             check(getattr(self, field) >= 1, f"{self.name}: {field}={getattr(self, field)} must be at least 1")
         name, layers = self.name, self.num_layers
         check(layers <= 10_000, f"{name}: num_layers={layers} must be at most 10000")
-        known = f"num_experts={self.num_experts}"
-        check(self.top_k <= self.num_experts, f"{name}: top_k={self.top_k} must be at most {known}")
-        first = self.first_moe_layer
-        check(0 <= first < layers, f"{name}: first_moe_layer={first} must be in 0 … {layers - 1}")
+        check(
+            self.top_k <= self.num_experts, f"{name}: top_k={self.top_k} must be at most num_experts={self.num_experts}"
+        )
+        check(
+            0 <= self.first_moe_layer < layers,
+            f"{name}: first_moe_layer={self.first_moe_layer} must be in 0 … {layers - 1}",
+        )
         check_dtype(self.weight_dtype)
 
     @property

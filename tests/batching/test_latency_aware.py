@@ -119,12 +119,12 @@ def test_step_cost_follows_the_whole_model(model: str, ranks: int, phase: str, r
     """Predicted by the linearised cost from whole loads, timed by the whole model: alike in size and in rank."""
     spec = get_model(model)
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
-    found = step_model(spec, "h200", "bf16", Topology(ranks))
-    timer = StepTimer(found, placement)
+    priced = step_model(spec, "h200", "bf16", Topology(ranks))
+    timer = StepTimer(priced, placement)
     tokens = 512 if phase == "prefill" else 1
     batch = Batch(prefill_tokens=8 * tokens // ranks or 1) if phase == "prefill" else Batch(decode_requests=32 // ranks)
     requests = 8 if phase == "prefill" else 32
-    cost = StepCost.of(found, batch, placement, requests * tokens * spec.top_k / spec.num_experts)
+    cost = StepCost.of(priced, batch, placement, requests * tokens * spec.top_k / spec.num_experts)
     ours, whole = [], []
     for _ in range(40):
         hot = rng.integers(2, spec.num_experts)
@@ -176,7 +176,7 @@ def test_trust_is_high_where_bursts_are_known_and_none_where_predictions_are_noi
 
 def test_trust_needs_a_stream() -> None:
     loads = np.ones((10, 1, 4))
-    with pytest.raises(ConfigError, match="the stream has 10 requests; it must have 40 or more"):
+    with pytest.raises(ConfigError, match=r"10 requests.* 40"):
         measure_trust(SpreadCost(), loads, loads, np.arange(10))
     with pytest.raises(ConfigError, match="must be of the same requests"):
         measure_trust(SpreadCost(), loads, loads[:5], np.arange(50) % 5)

@@ -118,10 +118,10 @@ TestAgainstAList.settings = settings(max_examples=40, stateful_step_count=30)
 
 def scheduler_of(strategy: Any, count: int, **how: Any) -> Scheduler:
     """With all requests waiting."""
-    found = Scheduler(SchedulerConfig(**how), strategy, np.ones((count, *SHAPE)), np.random.default_rng(0))
+    scheduler = Scheduler(SchedulerConfig(**how), strategy, np.ones((count, *SHAPE)), np.random.default_rng(0))
     for number in range(count):
-        found.push(number, 0.0)
-    return found
+        scheduler.push(number, 0.0)
+    return scheduler
 
 
 def test_nothing_is_kept_of_requests_that_left() -> None:
@@ -215,12 +215,12 @@ def written(folder: Path, text: str | bytes) -> Path:
 
 
 def test_the_published_file_reads_and_is_the_default(tmp_path: Path) -> None:
-    found = CapsConfig.read(written(tmp_path, PUBLISHED))
-    assert found.model_name == "Qwen/Qwen1.5-MoE-A2.7B-Chat"
-    assert found.quantization == "nf4"
-    assert msgspec.structs.replace(found, model_name=None, quantization=None) == CapsConfig()
-    assert found.scheduler.max_skips == 64, "the publication has no cap; ours is on unless turned off"
-    assert isinstance(found.scheduler.make(), Strategy)
+    config = CapsConfig.read(written(tmp_path, PUBLISHED))
+    assert config.model_name == "Qwen/Qwen1.5-MoE-A2.7B-Chat"
+    assert config.quantization == "nf4"
+    assert msgspec.structs.replace(config, model_name=None, quantization=None) == CapsConfig()
+    assert config.scheduler.max_skips == 64, "the publication has no cap; ours is on unless turned off"
+    assert isinstance(config.scheduler.make(), Strategy)
 
 
 @given(

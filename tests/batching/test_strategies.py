@@ -170,7 +170,7 @@ def test_the_published_names_are_registered_and_public() -> None:
 @pytest.mark.parametrize("kind", PUBLISHED.values())
 @pytest.mark.parametrize("max_skips", [0, -1, 2.5, True, "many"])
 def test_a_bad_limit_is_refused(kind: Callable[..., Any], max_skips: Any) -> None:
-    with pytest.raises(ConfigError, match=r"max_skips=.* must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match="max_skips="):
         kind(max_skips=max_skips)
 
 
@@ -188,9 +188,9 @@ def test_a_snapshot_that_does_not_fit_together_is_refused(kind: Callable[..., An
     window, running, _ = snapshot(np.ones((3, 2, 4)), 2)
     with pytest.raises(ConfigError, match=r"running has shape \(4,\)"):
         kind().select(window, running[0], 2, rng)
-    with pytest.raises(ConfigError, match="skipped has 2 requests; loads has 3"):
+    with pytest.raises(ConfigError, match="skipped has 2"):
         kind().select(window._replace(skipped=window.skipped[:2]), running, 2, rng)
-    with pytest.raises(ConfigError, match=r"loads \(3, 2, 2\) must be contiguous"):
+    with pytest.raises(ConfigError, match=r"loads \(3, 2, 2\)"):
         kind().select(window._replace(loads=window.loads[:, :, ::2]), running[:, ::2], 2, rng)
     with pytest.raises(ConfigError, match="size=-1 must be at least 0"):
         kind().select(window, running, -1, rng)
@@ -372,12 +372,12 @@ def differencing_sides(totals: list[int]) -> list[bool]:
         edges[first].append(second)
         edges[second].append(first)
         heapq.heappush(heap, (large - small, first))
-    side, found = {0: True}, [0]
-    for request in found:
+    side, reached = {0: True}, [0]
+    for request in reached:
         for other in edges[request]:
             if other not in side:
                 side[other] = not side[request]
-                found.append(other)
+                reached.append(other)
     return [side[r] for r in range(len(totals))]
 
 

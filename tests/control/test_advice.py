@@ -130,8 +130,8 @@ def test_more_time_than_there_was_is_refused() -> None:
     advisor = advisor_of()
     advisor.tick(0.0)
     tokens = np.ones((LAYERS, EXPERTS))
-    found = [advisor.observe(LoadSeen(1.0, "w0", tokens, 5, 9.0)) for _ in range(4)]
-    assert found == [True, True, False, False]
+    accepted = [advisor.observe(LoadSeen(1.0, "w0", tokens, 5, 9.0)) for _ in range(4)]
+    assert accepted == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("replicas", "expected"), [(0, False), (4, True)])

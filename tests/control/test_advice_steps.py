@@ -27,12 +27,12 @@ TOGETHER = 3
 def requests(count: int, first: int, seed: int) -> list[Kept]:
     """Finished requests, each of one of three subjects."""
     rng = np.random.default_rng(seed)
-    found = []
+    kept = []
     for serial in range(first, first + count):
         taste = TASTES[rng.integers(3)]
         counts = np.array([rng.multinomial(TOP_K * TOKENS, layer) for layer in taste], np.uint32)
-        found.append(Kept(serial, 0.0, "w0", np.zeros_like(counts), counts, float(TOKENS)))
-    return found
+        kept.append(Kept(serial, 0.0, "w0", np.zeros_like(counts), counts, float(TOKENS)))
+    return kept
 
 
 def load_of(some: list[Kept]) -> np.ndarray:
@@ -44,16 +44,16 @@ def load_of(some: list[Kept]) -> np.ndarray:
 def test_steps_have_the_load_s_mean_and_the_requests_spread() -> None:
     some = requests(64, 0, 0)
     load = Load(4 * load_of(some), STEPS)
-    found = with_steps(load, some, np.random.default_rng(0))
-    assert found.scenarios is not None
-    assert found.num_scenarios == SCENARIOS
-    np.testing.assert_allclose(found.scenarios.mean(axis=0), load.tokens / load.steps)
-    spread = found.scenarios.std(axis=0).sum()
+    sampled = with_steps(load, some, np.random.default_rng(0))
+    assert sampled.scenarios is not None
+    assert sampled.num_scenarios == SCENARIOS
+    np.testing.assert_allclose(sampled.scenarios.mean(axis=0), load.tokens / load.steps)
+    spread = sampled.scenarios.std(axis=0).sum()
     many = with_steps(Load(40 * load.tokens, STEPS), some, np.random.default_rng(0))
     assert many.scenarios is not None
-    assert spread / found.tokens.sum() > 2 * many.scenarios.std(axis=0).sum() / many.tokens.sum(), "more in a step"
+    assert spread / sampled.tokens.sum() > 2 * many.scenarios.std(axis=0).sum() / many.tokens.sum(), "more in a step"
     again = with_steps(load, some, np.random.default_rng(0))
-    np.testing.assert_array_equal(again.scenarios, found.scenarios)
+    np.testing.assert_array_equal(again.scenarios, sampled.scenarios)
 
 
 @pytest.mark.parametrize("some", [[], requests(FEWEST - 1, 0, 0)])

@@ -35,8 +35,8 @@ def fits() -> tuple[RouterFit, RouterFit]:
 
 def test_a_request_alone_takes_the_price_of_its_own_experts(fits: tuple[RouterFit, RouterFit]) -> None:
     requests = kept_of(NEW, 2, 2)
-    found = Scorer(band, 1, PRICES).token_us(fits[0], requests, workers=1)  # one in flight
-    for us, one in zip(found, requests, strict=True):
+    token_us = Scorer(band, 1, PRICES).token_us(fits[0], requests, workers=1)  # one in flight
+    for us, one in zip(token_us, requests, strict=True):
         chance = np.minimum(one.decode / one.tokens, MOST_CERTAIN)
         context = 20 + one.tokens / 2
         assert us == pytest.approx(50.0 + 2.0 * chance.sum() + 0.5 + 0.01 * context, rel=1e-4)

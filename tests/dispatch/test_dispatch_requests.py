@@ -20,13 +20,13 @@ def requests(draw: st.DrawFn) -> np.ndarray:
 @given(requests())
 def test_idle_ranks_get_one_request_a_round(scores: np.ndarray) -> None:
     """The published algorithm: a rank is masked once it has its request, and all open when all have one."""
-    found = schedule_requests(scores)
+    schedule = schedule_requests(scores)
     ranks = scores.shape[1]
-    np.testing.assert_array_equal(found.rounds, np.arange(len(scores)) // ranks)
+    np.testing.assert_array_equal(schedule.rounds, np.arange(len(scores)) // ranks)
     for number in range(len(scores) // ranks):
-        assert sorted(found.ranks[found.rounds == number]) == list(range(ranks))
-    for request, rank in enumerate(found.ranks):
-        mask = found.open_ranks[request]
+        assert sorted(schedule.ranks[schedule.rounds == number]) == list(range(ranks))
+    for request, rank in enumerate(schedule.ranks):
+        mask = schedule.open_ranks[request]
         assert scores[request, rank] == scores[request][mask].max()
 
 
@@ -36,10 +36,10 @@ def test_loads_come_together(scores: np.ndarray, given_load: list[int]) -> None:
     ranks = scores.shape[1]
     scores = scores[: len(scores) // ranks * ranks]
     load = np.array(given_load[:ranks], np.float64)
-    found = schedule_requests(scores, load)
-    assert found.load.sum() == load.sum() + len(scores)
-    got = found.load > load
-    assert not got.any() or found.load[got].max() - found.load.min() <= 1
+    schedule = schedule_requests(scores, load)
+    assert schedule.load.sum() == load.sum() + len(scores)
+    got = schedule.load > load
+    assert not got.any() or schedule.load[got].max() - schedule.load.min() <= 1
 
 
 @given(requests(), st.integers(0, 25))
@@ -51,15 +51,17 @@ def test_one_by_one_is_as_all_at_once(scores: np.ndarray, cut: int) -> None:
 
 
 def test_reasons_name_what_was_masked() -> None:
-    found = schedule_requests([[0.9, 0.1], [0.8, 0.3], [0.7, 0.2]])
-    assert found.ranks.tolist() == [0, 1, 0]
-    assert found.reason(0) == "rank 0 (score 0.9) in round 0: the highest score"
-    assert found.reason(1) == "rank 1 (score 0.3) in round 0: rank 0 (score 0.8) had no turn left; 1 ranks were masked"
+    schedule = schedule_requests([[0.9, 0.1], [0.8, 0.3], [0.7, 0.2]])
+    assert schedule.ranks.tolist() == [0, 1, 0]
+    assert schedule.reason(0) == "rank 0 (score 0.9) in round 0: the highest score"
+    assert (
+        schedule.reason(1) == "rank 1 (score 0.3) in round 0: rank 0 (score 0.8) had no turn left; 1 ranks were masked"
+    )
 
 
 def test_a_loaded_rank_waits() -> None:
-    found = schedule_requests(np.tile([1.0, 0.0], (6, 1)), load=[4, 0])
-    assert found.ranks.tolist() == [1, 1, 1, 1, 0, 1]
+    schedule = schedule_requests(np.tile([1.0, 0.0], (6, 1)), load=[4, 0])
+    assert schedule.ranks.tolist() == [1, 1, 1, 1, 0, 1]
     heavy = schedule_requests(np.tile([1.0, 0.0], (4, 1)), work=[10, 1, 1, 1])
     assert heavy.ranks.tolist() == [0, 1, 1, 1], "the second round sees that the first request was heavy"
 

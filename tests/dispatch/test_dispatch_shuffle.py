@@ -58,28 +58,28 @@ def check_sound(schedule: ShuffleSchedule, tokens: int, num_ranks: int) -> None:
 @given(batches())
 def test_sound_and_equal_to_the_reference(batch: tuple[np.ndarray, int, np.ndarray]) -> None:
     ranks, num_ranks, sure = batch
-    found, reference = (make(ranks, num_ranks, sure) for make in (shuffle_schedule, reference_schedule))
-    check_sound(found, len(ranks), num_ranks)
-    np.testing.assert_array_equal(found.order, reference.order)
-    np.testing.assert_array_equal(found.inverse, reference.inverse)
+    schedule, reference = (make(ranks, num_ranks, sure) for make in (shuffle_schedule, reference_schedule))
+    check_sound(schedule, len(ranks), num_ranks)
+    np.testing.assert_array_equal(schedule.order, reference.order)
+    np.testing.assert_array_equal(schedule.inverse, reference.inverse)
 
 
 @given(batches())
 def test_as_little_confidence_is_lost_as_can_be(batch: tuple[np.ndarray, int, np.ndarray]) -> None:
     """A rank keeps per_rank tokens at most, so what it must give up is its least sure ones, and no others."""
     ranks, num_ranks, sure = batch
-    found = shuffle_schedule(ranks, num_ranks, sure)
+    schedule = shuffle_schedule(ranks, num_ranks, sure)
     for rank in range(num_ranks):
         wanted = np.flatnonzero(ranks == rank)
-        kept = wanted[found.homes[wanted] == rank]
-        assert len(kept) == min(len(wanted), found.per_rank)
-        assert sure[kept].sum() == pytest.approx(np.sort(sure[wanted])[::-1][: found.per_rank].sum())
+        kept = wanted[schedule.homes[wanted] == rank]
+        assert len(kept) == min(len(wanted), schedule.per_rank)
+        assert sure[kept].sum() == pytest.approx(np.sort(sure[wanted])[::-1][: schedule.per_rank].sum())
 
 
 def test_a_small_case_by_hand() -> None:
-    found = shuffle_schedule([1, 1, 0, 1, 1], 2, [0.9, 0.1, 0.5, 0.8, 0.7])
-    assert found.order.tolist() == [1, 2, PADDING, 0, 3, 4]
-    assert found.inverse.tolist() == [3, 0, 1, 4, 5]
+    schedule = shuffle_schedule([1, 1, 0, 1, 1], 2, [0.9, 0.1, 0.5, 0.8, 0.7])
+    assert schedule.order.tolist() == [1, 2, PADDING, 0, 3, 4]
+    assert schedule.inverse.tolist() == [3, 0, 1, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def test_wrong_settings_and_arguments() -> None:
         with pytest.raises(ConfigError, match="must be at least"):
             KVDirectory(**wrong)
     blocks = directory(2)
-    with pytest.raises(InputError, match="worker=2 must be at least 0 and below num_workers=2"):
+    with pytest.raises(InputError, match=r"worker=2 .*num_workers=2"):
         blocks.cleared(2)
     with pytest.raises(InputError, match="expected integers"):
         blocks.match_tokens([[1, 2]])

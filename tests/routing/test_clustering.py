@@ -79,31 +79,31 @@ def test_equal_domains_are_found_again() -> None:
     label = np.repeat(np.arange(6), 20)
     rows = (centres[label] * rng.gamma(20.0, 1.0, (120, 40))).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    found = cluster(rows, 6, rng, restarts=6)
+    clusters = cluster(rows, 6, rng, restarts=6)
     for group in range(6):
-        assert len(set(found.labels[label == group].tolist())) == 1
+        assert len(set(clusters.labels[label == group].tolist())) == 1
 
 
 def test_faster_workers_take_more() -> None:
     rows, _ = signatures(np.random.default_rng(3), 120)
-    found = cluster(rows, 3, np.random.default_rng(0), speeds=np.array([1.0, 1.0, 2.0]))
-    assert np.bincount(found.labels).tolist() == [30, 30, 60]
+    clusters = cluster(rows, 3, np.random.default_rng(0), speeds=np.array([1.0, 1.0, 2.0]))
+    assert np.bincount(clusters.labels).tolist() == [30, 30, 60]
 
 
 def test_copies_of_one_signature_still_fill_every_worker() -> None:
     rows = np.tile(np.array([[1.0, 0.0]], np.float32), (9, 1))
     for balanced in (True, False):
-        found = cluster(rows, 3, np.random.default_rng(0), balanced=balanced)
-        assert np.bincount(found.labels, minlength=3).min() > 0
-        assert found.distance == pytest.approx(0.0, abs=1e-5)
+        clusters = cluster(rows, 3, np.random.default_rng(0), balanced=balanced)
+        assert np.bincount(clusters.labels, minlength=3).min() > 0
+        assert clusters.distance == pytest.approx(0.0, abs=1e-5)
 
 
 def test_many_signatures_stay_within_limits() -> None:
     rows, _ = signatures(np.random.default_rng(4), 8_000, groups=40, cells=64, skew=0.5)
     small = cluster(rows[:400], 64, np.random.default_rng(0))
-    found = cluster(rows, 64, np.random.default_rng(0), restarts=1)
-    assert np.bincount(found.labels, minlength=64).max() <= capacities(8_000, 64).max()
-    assert found.distance / 8_000 < 1.2 * small.distance / 400 + 0.05
+    clusters = cluster(rows, 64, np.random.default_rng(0), restarts=1)
+    assert np.bincount(clusters.labels, minlength=64).max() <= capacities(8_000, 64).max()
+    assert clusters.distance / 8_000 < 1.2 * small.distance / 400 + 0.05
 
 
 @given(st.integers(0, 100))

@@ -51,17 +51,17 @@ def fitted(known: Calibration) -> RouterFit:
 
 def test_counts_are_those_of_the_phases() -> None:
     trace = generate(SETTINGS, np.random.default_rng(1), requests=20)
-    found = calibration(trace, np.array([3, 7]))
-    assert not found.halved
+    counted = calibration(trace, np.array([3, 7]))
+    assert not counted.halved
     for row, request in enumerate((3, 7)):
         tokens = trace.request(request)
-        for phase, counts in ((0, found.prefill), (1, found.decode)):
+        for phase, counts in ((0, counted.prefill), (1, counted.decode)):
             expected = np.zeros((4, 16), int)
             for ids in tokens.only(phase):
                 for layer in range(4):
                     np.add.at(expected[layer], ids[layer], 1)
             np.testing.assert_array_equal(counts[row], expected)
-    before, after = found.probabilities
+    before, after = counted.probabilities
     np.testing.assert_allclose(before.reshape(2, 4, 16).sum(axis=2), 2.0, rtol=1e-5)
     np.testing.assert_allclose(after.reshape(2, 4, 16).sum(axis=2), 2.0, rtol=1e-5)
 
@@ -83,9 +83,9 @@ def test_gate_mass_is_summed() -> None:
     meta = TraceMeta("m", num_experts=4, num_layers=1, top_k=2)
     ids = np.array([[[0, 1]], [[0, 2]], [[3, 2]], [[1, 2]]])
     weights = np.array([[[0.75, 0.25]], [[0.5, 0.5]], [[1, 0]], [[1, 0]]], np.float16)
-    found = calibration(ActivationTrace.from_arrays(meta, ids, np.array([0, 4]), gate_weights=weights))
-    assert found.gates is not None
-    assert found.gates[0, 0].tolist() == [1.25, 0.25, 0.5, 0.0]
+    counted = calibration(ActivationTrace.from_arrays(meta, ids, np.array([0, 4]), gate_weights=weights))
+    assert counted.gates is not None
+    assert counted.gates[0, 0].tolist() == [1.25, 0.25, 0.5, 0.0]
 
 
 def test_profiles_belong_to_the_workers_of_the_centroids(known: Calibration, fitted: RouterFit) -> None:
@@ -163,11 +163,11 @@ def test_a_failed_write_leaves_the_old_file(fitted: RouterFit, tmp_path: Path, m
 def test_files_of_others_are_refused(fitted: RouterFit, tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     fitted.save(path)
-    with pytest.raises(InputError, match="model 'synthetic'; the fleet serves 'gpt-oss-20b'"):
+    with pytest.raises(InputError, match=r"'synthetic'.*'gpt-oss-20b'"):
         RouterFit.load(path, model="gpt-oss-20b")
-    with pytest.raises(InputError, match="for 5 workers; the fleet has 8"):
+    with pytest.raises(InputError, match=r"5 workers.* 8"):
         RouterFit.load(path, workers=8)
-    with pytest.raises(ConfigError, match="for 5 workers; the fleet has 6"):
+    with pytest.raises(ConfigError, match=r"5 workers.* 6"):
         fitted.check_workers(6)
     arrays = load_file(path)
     save_file(arrays, tmp_path / "foreign.safetensors")
@@ -207,7 +207,7 @@ def test_arrays_that_do_not_fit_are_refused(
 
 def test_too_few_requests_and_gates_are_refused(known: Calibration) -> None:
     rng = np.random.default_rng(0)
-    with pytest.raises(ConfigError, match="4 calibration requests have both phases; 5 workers need 5"):
+    with pytest.raises(ConfigError, match="4 calibration requests"):
         RouterFit(5).fit(known.take(np.arange(4)), rng)
     with pytest.raises(ConfigError, match="gate"):
         RouterFit(5, weighting="gate")
@@ -222,8 +222,8 @@ def test_the_same_seed_gives_the_same_router(known: Calibration, fitted: RouterF
 
 def test_faster_workers_get_a_larger_share(known: Calibration) -> None:
     speeds = np.array([1.0, 2.0, 1.0])
-    found = RouterFit(3, speeds=speeds).fit(known.take(np.arange(120)), np.random.default_rng(0))
-    np.testing.assert_allclose(found.learned.shares, [0.25, 0.5, 0.25])
+    refitted = RouterFit(3, speeds=speeds).fit(known.take(np.arange(120)), np.random.default_rng(0))
+    np.testing.assert_allclose(refitted.learned.shares, [0.25, 0.5, 0.25])
 
 
 def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
@@ -233,14 +233,14 @@ def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(len(known.prefill))
         fit, test = known.take(np.sort(order[:205])), known.take(np.sort(order[205:]))
-        found = RouterFit(8).fit(fit, np.random.default_rng(seed))
+        refitted = RouterFit(8).fit(fit, np.random.default_rng(seed))
         truth = test.probabilities[1]
         best = union_clusters(truth, 8, 16, np.random.default_rng(0), restarts=5)
         limit = expected_distinct_saving(truth, best.labels, 16)
         limits = capacities(len(truth), 8)
-        similar = np.stack([found.similarities(counts) for counts in test.prefill])
-        expected = np.stack([found.profile(counts) for counts in test.prefill])
-        slopes, _ = tangents(found.profiles, 16)
+        similar = np.stack([refitted.similarities(counts) for counts in test.prefill])
+        expected = np.stack([refitted.profile(counts) for counts in test.prefill])
+        slopes, _ = tangents(refitted.profiles, 16)
         for name, costs in (("cosine", -similar), ("union", expected @ slopes.T)):
             reached[name].append(expected_distinct_saving(truth, assign(costs, limits), 16) / limit)
     assert np.mean(reached["cosine"]) > 0.75
@@ -255,7 +255,7 @@ def test_a_report_names_every_part(known: Calibration) -> None:
 
 
 def test_what_is_not_fitted_says_so() -> None:
-    with pytest.raises(NotFittedError, match=r"not fitted: call fit\(\) first"):
+    with pytest.raises(NotFittedError, match=r"fit\(\)"):
         RouterFit(3).fleet(4)
 
 
@@ -269,9 +269,9 @@ def test_every_router_is_made_of_a_fit(known: Calibration, fitted: RouterFit) ->
         decision = fitted.router(name, model, **own.get(name, {})).route(request, fitted.fleet(places=8))
         assert 0 <= decision.worker < 5
     assert fitted.router("locality_band", model, band=0.5) == LocalityBand(fitted, 0.5)
-    with pytest.raises(ConfigError, match="router 'domain' needs labels: label → workers"):
+    with pytest.raises(ConfigError, match="'domain' needs labels"):
         fitted.router("domain", model)
-    with pytest.raises(ConfigError, match="router 'random' has no setting 'band'; it has seed"):
+    with pytest.raises(ConfigError, match=r"'random' has no setting 'band'.*seed"):
         fitted.router("random", model, band=0.5)
 
 

@@ -26,8 +26,8 @@ def recount(residents: dict[str, tuple[int, np.ndarray]], fleet: Fleet, worker: 
     mine = [np.log1p(-p) for where, p in profiles if where == worker]
     expected = (len(mine) + fleet.running.mean()) / 2
     mean = (np.mean(mine, axis=0) + np.log1p(-prior)) / 2 if mine else np.log1p(-prior)
-    found: np.ndarray = np.exp(expected * mean)
-    return found
+    missed: np.ndarray = np.exp(expected * mean)
+    return missed
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40), st.integers(0, 99))

@@ -33,14 +33,14 @@ def test_full_rank_is_ridge_regression() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(20, 200, 24)
     before, after = phases(rng, 24, tokens)
-    found = DecodeForecast(rank=60, ridge=2.0).fit(before, after, tokens, rng)
-    trust = (tokens / (tokens + found.map.noise))[:, None]
+    forecast = DecodeForecast(rank=60, ridge=2.0).fit(before, after, tokens, rng)
+    trust = (tokens / (tokens + forecast.map.noise))[:, None]
     z = trust * (before - before.mean(axis=0))
-    y = after - after.mean(axis=0) - found.map.own * z
+    y = after - after.mean(axis=0) - forecast.map.own * z
     trusted = z.T * (tokens / (2.0 * SCALE))
     weights = np.linalg.solve(trusted @ z + np.eye(60), trusted @ y)
-    expected = np.clip(after.mean(axis=0) + found.map.own * z + z @ weights, 0, 1)
-    np.testing.assert_allclose(predictions(found, before, tokens), expected, atol=2e-3)
+    expected = np.clip(after.mean(axis=0) + forecast.map.own * z + z @ weights, 0, 1)
+    np.testing.assert_allclose(predictions(forecast, before, tokens), expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 7, 8, 9, 19])
@@ -64,8 +64,8 @@ def test_beats_the_prefill_and_popularity_on_other_requests() -> None:
     rng = np.random.default_rng(1)
     tokens = rng.integers(20, 300, 400)
     before, after = phases(rng, 400, tokens)
-    found = DecodeForecast().fit(before[:200], after[:200], tokens[:200], rng)
-    error = ((predictions(found, before[200:], tokens[200:]) - after[200:]) ** 2).mean()
+    forecast = DecodeForecast().fit(before[:200], after[:200], tokens[:200], rng)
+    error = ((predictions(forecast, before[200:], tokens[200:]) - after[200:]) ** 2).mean()
     raw = ((before[200:] - after[200:]) ** 2).mean()
     popularity = ((after[:200].mean(axis=0) - after[200:]) ** 2).mean()
     assert error < 0.5 * min(raw, popularity)
@@ -75,9 +75,9 @@ def test_short_prefixes_predict_what_is_popular() -> None:
     rng = np.random.default_rng(2)
     tokens = np.full(100, 60)
     before, after = phases(rng, 100, tokens)
-    found = DecodeForecast().fit(before, after, tokens, rng)
-    np.testing.assert_array_equal(found.predict(np.zeros(60), 0), found.map.after)
-    far = [np.abs(found.predict(before[0] * n, n) - found.map.after).sum() for n in (0.5, 5, 50, 5000)]
+    forecast = DecodeForecast().fit(before, after, tokens, rng)
+    np.testing.assert_array_equal(forecast.predict(np.zeros(60), 0), forecast.map.after)
+    far = [np.abs(forecast.predict(before[0] * n, n) - forecast.map.after).sum() for n in (0.5, 5, 50, 5000)]
     assert far == sorted(far)
     assert far[0] < 0.5 * far[-1]
 
@@ -107,9 +107,9 @@ def test_predictions_are_probabilities() -> None:
     rng = np.random.default_rng(4)
     tokens = rng.integers(1, 5, 30)
     before, after = phases(rng, 30, tokens)
-    found = predictions(DecodeForecast(ridge=0.01).fit(before, after, tokens, rng), before, tokens)
-    assert found.min() >= 0
-    assert found.max() <= 1
+    predicted = predictions(DecodeForecast(ridge=0.01).fit(before, after, tokens, rng), before, tokens)
+    assert predicted.min() >= 0
+    assert predicted.max() <= 1
 
 
 def top(values: np.ndarray, k: int) -> np.ndarray:
@@ -124,9 +124,9 @@ def test_real_routing(data_dir: Path) -> None:
     order = np.random.default_rng(0).permutation(len(known.prefill))
     fit, test = known.take(order[:205]), known.take(order[205:])
     before, after = fit.probabilities
-    found = DecodeForecast().fit(before, after, cast(Any, counted_tokens(fit.prefill, 4)), np.random.default_rng(0))
+    forecast = DecodeForecast().fit(before, after, cast(Any, counted_tokens(fit.prefill, 4)), np.random.default_rng(0))
     raw, truth = test.probabilities
-    guess = predictions(found, raw, counted_tokens(test.prefill, 4))
+    guess = predictions(forecast, raw, counted_tokens(test.prefill, 4))
     popular = np.tile(after.mean(axis=0), (len(truth), 1))
     error = {name: ((p - truth) ** 2).mean() for name, p in (("us", guess), ("raw", raw), ("popular", popular))}
     assert error["us"] < 0.7 * error["raw"]
@@ -146,15 +146,15 @@ def test_what_cannot_be_fitted_is_refused() -> None:
         DecodeForecast().fit(np.zeros((4, 3)), np.zeros((4, 2)), np.ones(4, int), rng)
     with pytest.raises(ConfigError, match="needed"):
         DecodeForecast().fit(np.zeros((4, 3)), np.zeros((4, 3)), np.array([1, 1, 0, 1]), rng)
-    found = DecodeForecast().fit(rng.random((5, 3)), rng.random((5, 3)), np.full(5, 9), rng)
+    forecast = DecodeForecast().fit(rng.random((5, 3)), rng.random((5, 3)), np.full(5, 9), rng)
     with pytest.raises(ConfigError, match="3 expert indices"):
-        found.predict(np.zeros(4), 1)
+        forecast.predict(np.zeros(4), 1)
     with pytest.raises(ConfigError, match="must match"):
         DecodeForecast.restored(
             before=np.zeros(2, np.float32),
-            after=found.map.after,
-            inward=found.map.inward,
-            outward=found.map.outward,
+            after=forecast.map.after,
+            inward=forecast.map.inward,
+            outward=forecast.map.outward,
             own=1.0,
             noise=1.0,
             ridge=1.0,

@@ -135,7 +135,7 @@ def test_the_band_refuses_another_fleet_and_being_unfitted() -> None:
     request = Request("r", 10, draw(1, 0).prefill[0])
     with pytest.raises(ConfigError, match="6 workers"):
         LocalityBand(fitted()).route(request, Fleet([4] * 5))
-    with pytest.raises(ConfigError, match="router 'locality_band' needs fitted: a fit to a trace"):
+    with pytest.raises(ConfigError, match="'locality_band' needs fitted"):
         routers.make("locality_band")
     with pytest.raises(ConfigError, match="band"):
         LocalityBand(fitted(), 1.5)
@@ -191,13 +191,13 @@ def test_latency_aware_scores_are_its_formula() -> None:
 
 def test_latency_aware_refuses_a_fleet_of_another_model() -> None:
     request = Request("r", 10, draw(1, 0).prefill[0])
-    with pytest.raises(ConfigError, match="fitted for 24 expert indices; the fleet has 30"):
+    with pytest.raises(ConfigError, match=r"24 expert indices.* 30"):
         latency_aware().route(request, Fleet([4] * WORKERS, np.zeros((WORKERS, 30))))
-    with pytest.raises(ConfigError, match=r"shape \(8, 3\); test was fitted for \(3, 8\)"):
+    with pytest.raises(ConfigError, match=r"\(8, 3\).*\(3, 8\)"):
         latency_aware().route(request._replace(footprint=draw(1, 0).prefill[0].T), fitted().fleet(4))
     with pytest.raises(ConfigError, match="the fleet tracks no experts"):
         latency_aware().route(request, Fleet([4] * WORKERS))
-    with pytest.raises(ConfigError, match="router 'latency_aware' needs cost: the prices of a decode step"):
+    with pytest.raises(ConfigError, match="'latency_aware' needs cost"):
         routers.make("latency_aware", {"fitted": fitted()})
 
 

@@ -134,10 +134,10 @@ def test_without_a_footprint_the_least_busy_rank_of_the_round() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     placement = Placement.linear(LAYERS, EXPERTS, RANKS)
-    with pytest.raises(ConfigError, match="router 'semantic' needs placement: where the experts live"):
+    with pytest.raises(ConfigError, match="'semantic' needs placement"):
         routers.make("semantic", {"seed": 0})
     router = routers.make("semantic", {"placement": placement, "seed": 0})
-    with pytest.raises(ConfigError, match="4 ranks; the fleet has 3 workers"):
+    with pytest.raises(ConfigError, match=r"4 ranks.* 3 workers"):
         router.route(Request("r"), Fleet([4] * 3))
     with pytest.raises(ConfigError, match=r"footprint has shape \(2, 8\)"):
         router.route(Request("r", 1, np.ones((2, EXPERTS))), Fleet([4] * RANKS))

@@ -51,9 +51,9 @@ def test_power_of_any_batch(batch: int, size: int, seed: int) -> None:
     rows = rng.random((size, 2100)).astype(np.float32)  # past a block
     plus, minus = rng.random(2100).astype(np.float32), rows[0]
     scratch = np.empty(1024, np.float32), np.empty(1024, np.float32)
-    found = _union(rows.sum(axis=0), plus, minus, size, np.int64(batch), *scratch)  # type: ignore[arg-type]  # a compiled argument
+    union = _union(rows.sum(axis=0), plus, minus, size, np.int64(batch), *scratch)  # type: ignore[arg-type]  # a compiled argument
     mean = (rows.sum(axis=0, dtype=np.float64) + plus - minus) / size
-    assert found == pytest.approx(size * (1 - (1 - mean) ** batch).sum(), rel=1e-4)
+    assert union == pytest.approx(size * (1 - (1 - mean) ** batch).sum(), rel=1e-4)
 
 
 @given(st.integers(0, 200), st.integers(2, 20))
@@ -75,33 +75,33 @@ def test_small_cases_reach_the_optimum() -> None:
         rng = np.random.default_rng(seed)
         p = activations(rng, 6, groups=3)
         best = min(expected_distinct_of(p, np.array(labels), 4) for labels in set(permutations([0, 0, 1, 1, 2, 2])))
-        found = union_clusters(p, 3, 4, rng, restarts=5)
-        assert found.distinct == pytest.approx(best, rel=1e-5)
+        clusters = union_clusters(p, 3, 4, rng, restarts=5)
+        assert clusters.distinct == pytest.approx(best, rel=1e-5)
 
 
 def test_no_swap_is_left() -> None:
     rng = np.random.default_rng(1)
     p = activations(rng, 40)
-    found = union_clusters(p, 4, 8, rng, restarts=1)
+    clusters = union_clusters(p, 4, 8, rng, restarts=1)
     for i in range(40):
         for j in range(i):
-            if found.labels[i] != found.labels[j]:
-                swapped = found.labels.copy()
+            if clusters.labels[i] != clusters.labels[j]:
+                swapped = clusters.labels.copy()
                 swapped[[i, j]] = swapped[[j, i]]
-                assert expected_distinct_of(p, swapped, 8) >= found.distinct * (1 - 1e-6)
+                assert expected_distinct_of(p, swapped, 8) >= clusters.distinct * (1 - 1e-6)
 
 
 def test_moves_are_tried_where_there_is_room() -> None:
     rng = np.random.default_rng(2)
     p = activations(rng, 22)
-    found = union_clusters(p, 4, 8, rng, restarts=3)  # limits of 6: two places are free
-    sizes = np.bincount(found.labels, minlength=4)
+    clusters = union_clusters(p, 4, 8, rng, restarts=3)  # limits of 6: two places are free
+    sizes = np.bincount(clusters.labels, minlength=4)
     assert sizes.max() <= 6
     for i in range(22):
         for worker in np.flatnonzero(sizes < 6):
-            moved = found.labels.copy()
+            moved = clusters.labels.copy()
             moved[i] = worker
-            assert expected_distinct_of(p, moved, 8) >= found.distinct * (1 - 1e-6)
+            assert expected_distinct_of(p, moved, 8) >= clusters.distinct * (1 - 1e-6)
 
 
 def test_better_than_its_starts_and_than_cosine() -> None:
@@ -109,10 +109,10 @@ def test_better_than_its_starts_and_than_cosine() -> None:
     p = activations(rng, 120, groups=7, layers=4, experts=24)
     rows = p / np.linalg.norm(p, axis=1, keepdims=True)
     start = cluster(rows, 8, rng, restarts=4).labels
-    found = union_clusters(p, 8, 12, rng, starts=(start,), restarts=0)
-    assert found.distinct < expected_distinct_of(p, start, 12)
-    assert expected_distinct_saving(p, found.labels, 12) > expected_distinct_saving(p, start, 12) > 0
-    np.testing.assert_allclose(found.profiles, [p[found.labels == w].mean(axis=0) for w in range(8)], rtol=1e-4)
+    clusters = union_clusters(p, 8, 12, rng, starts=(start,), restarts=0)
+    assert clusters.distinct < expected_distinct_of(p, start, 12)
+    assert expected_distinct_saving(p, clusters.labels, 12) > expected_distinct_saving(p, start, 12) > 0
+    np.testing.assert_allclose(clusters.profiles, [p[clusters.labels == w].mean(axis=0) for w in range(8)], rtol=1e-4)
 
 
 def test_effort_bounds_the_search_and_none_leaves_the_descent() -> None:
@@ -126,8 +126,8 @@ def test_effort_bounds_the_search_and_none_leaves_the_descent() -> None:
 def test_requests_not_seen_gain_too() -> None:
     rng = np.random.default_rng(5)
     p = activations(rng, 400, groups=8, layers=6, experts=24)
-    found = union_clusters(p[:200], 8, 16, rng, restarts=3)
-    slopes, _ = tangents(found.profiles, 16)
+    clusters = union_clusters(p[:200], 8, 16, rng, restarts=3)
+    slopes, _ = tangents(clusters.profiles, 16)
     labels = assign(p[200:] @ slopes.T, capacities(200, 8))
     alone = expected_distinct_saving(p[200:], rng.permutation(np.arange(200) % 8), 16)
     assert expected_distinct_saving(p[200:], labels, 16) > alone + 0.05

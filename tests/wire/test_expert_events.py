@@ -49,13 +49,13 @@ sizes = st.integers(1, 4)
 @given(st.integers(0, 20), sizes, sizes, st.sampled_from([4, 256, 257, 65536]), st.integers(0, 99))
 def test_a_request_round_trips(tokens: int, layers: int, top_k: int, experts: int, seed: int) -> None:
     sent, ids, token_ids, known = event(tokens, layers, top_k, experts, seed)
-    (found,) = travel(sent)
-    assert found == sent
-    np.testing.assert_array_equal(found.ids()[known], ids[known])
-    assert not found.ids()[~known].any(), "what was not seen is sent as zeros, not as whatever the memory held"
-    np.testing.assert_array_equal(found.tokens(), token_ids)
-    np.testing.assert_array_equal(found.seen(), known)
-    assert found.ids().dtype.itemsize == (1 if experts <= 256 else 2)
+    (received,) = travel(sent)
+    assert received == sent
+    np.testing.assert_array_equal(received.ids()[known], ids[known])
+    assert not received.ids()[~known].any(), "what was not seen is sent as zeros, not as whatever the memory held"
+    np.testing.assert_array_equal(received.tokens(), token_ids)
+    np.testing.assert_array_equal(received.seen(), known)
+    assert received.ids().dtype.itemsize == (1 if experts <= 256 else 2)
 
 
 def test_a_message_keeps_its_time_rank_and_order() -> None:
@@ -136,9 +136,9 @@ def test_garbage_of_unseen_tokens_is_not_an_expert() -> None:
     ],
 )
 def test_an_event_that_contradicts_itself(change: dict[str, Any], read: str, problem: str) -> None:
-    (found,) = travel(msgspec.structs.replace(event()[0], **change))
+    (received,) = travel(msgspec.structs.replace(event()[0], **change))
     with pytest.raises(InputError) as caught:
-        getattr(found, read)()
+        getattr(received, read)()
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -147,10 +147,10 @@ def test_an_event_that_contradicts_itself(change: dict[str, Any], read: str, pro
 def test_a_load_is_an_array_of_its_shape_or_an_error(layers: list[int], experts: int, counts: bytes) -> None:
     load = ExpertLoad(model="m", layer_ids=layers, num_experts=experts, seconds=1.0, steps=1, tokens=1, counts=counts)
     try:
-        found = load.load()
+        decoded = load.load()
     except InputError:
         return
-    assert found.shape == (len(layers), experts)
+    assert decoded.shape == (len(layers), experts)
 
 
 FIELDS = st.fixed_dictionaries(
@@ -176,10 +176,10 @@ FIELDS = st.fixed_dictionaries(
 
 @given(FIELDS)
 def test_well_typed_nonsense_raises_only_input_errors(fields: dict[str, Any]) -> None:
-    (found,) = decode_expert_events(msgspec.msgpack.encode([0.0, [fields], 0])).events
-    for read in ("load",) if isinstance(found, ExpertLoad) else ("ids", "tokens", "seen"):
+    (received,) = decode_expert_events(msgspec.msgpack.encode([0.0, [fields], 0])).events
+    for read in ("load",) if isinstance(received, ExpertLoad) else ("ids", "tokens", "seen"):
         with suppress(InputError):
-            getattr(found, read)()
+            getattr(received, read)()
 
 
 @pytest.mark.parametrize(

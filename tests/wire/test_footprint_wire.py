@@ -42,9 +42,9 @@ def same(left: WireFootprint, right: WireFootprint) -> bool:
 @given(all_counts, st.integers(0, 2**40), st.integers(0, 2**40), st.booleans())
 def test_round_trip(counts: np.ndarray, tokens: int, missing: int, deflate: bool) -> None:
     sent = WireFootprint(counts, tuple(range(3, 3 + 2 * len(counts), 2)), tokens, missing)
-    found = decode_footprint(encode_footprint(sent, deflate))
-    assert same(found, sent)
-    assert found.counts.dtype == np.min_scalar_type(int(counts.max())), "the narrowest that holds them"
+    received = decode_footprint(encode_footprint(sent, deflate))
+    assert same(received, sent)
+    assert received.counts.dtype == np.min_scalar_type(int(counts.max())), "the narrowest that holds them"
 
 
 def test_any_integer_dtype_and_order_sends_the_same() -> None:
@@ -198,10 +198,10 @@ def test_any_damage_is_an_input_error_or_a_footprint(at: int, byte: int, cut: bo
     at %= len(data)
     damaged = bytes(data[:at]) if cut else bytes(data[:at]) + bytes([byte]) + bytes(data[at + 1 :])
     try:
-        found = decode_footprint(base64.b64encode(damaged))
+        received = decode_footprint(base64.b64encode(damaged))
     except InputError:
         return
-    assert found.counts.shape[0] == len(found.layer_ids)
+    assert received.counts.shape[0] == len(received.layer_ids)
 
 
 @given(st.binary(max_size=60))
@@ -218,9 +218,9 @@ def test_travels_beside_a_connectors_own_parameters() -> None:
     before = dict(params)
     attach_footprint(params, SMALL)
     assert set(params) == {*before, KEY}
-    found = footprint_of(params)
-    assert found is not None
-    assert same(found, SMALL)
+    received = footprint_of(params)
+    assert received is not None
+    assert same(received, SMALL)
     assert without_footprint(params) == before
     assert KEY in params, "a copy: the answer itself is left as it was"
 

@@ -91,13 +91,13 @@ def test_vllm_reads_what_is_written_here() -> None:
         warnings.simplefilter("ignore")
         theirs = pytest.importorskip("vllm.distributed.kv_events")
     sent = KVEvents(1.5, [*VLLM_EVENTS, BlockStored(block_hashes=[1]), BlockRemoved(block_hashes=[])], 1)
-    found = msgspec.msgpack.decode(encode_kv_events(sent), type=theirs.KVEventBatch)
-    assert (found.ts, found.data_parallel_rank, len(found.events)) == (1.5, 1, 7)
-    for ours, event in zip(sent.events, found.events, strict=True):
+    received = msgspec.msgpack.decode(encode_kv_events(sent), type=theirs.KVEventBatch)
+    assert (received.ts, received.data_parallel_rank, len(received.events)) == (1.5, 1, 7)
+    for ours, event in zip(sent.events, received.events, strict=True):
         assert type(event).__name__ == type(ours).__name__
         for field in set(ours.__struct_fields__) - {"cache_salt", "extra_keys"}:
             assert getattr(event, field) == getattr(ours, field)
-    again = decode_kv_events(msgspec.msgpack.encode(found))
+    again = decode_kv_events(msgspec.msgpack.encode(received))
     assert again.events == sent.events
 
 
@@ -230,8 +230,8 @@ def test_the_array_form_of_any_batch(batch: KVEvents) -> None:
         names = event.__struct_fields__[: fields[kind.__name__]]
         arrays.append([kind.__name__, *(getattr(event, name) for name in names)])
         expected.append(kind(**{name: getattr(event, name) for name in names}))
-    found = decode_kv_events(msgspec.msgpack.encode([batch.timestamp, arrays, batch.rank]))
-    assert found == KVEvents(batch.timestamp, expected, batch.rank)
+    received = decode_kv_events(msgspec.msgpack.encode([batch.timestamp, arrays, batch.rank]))
+    assert received == KVEvents(batch.timestamp, expected, batch.rank)
 
 
 # ----------------------------------------------------------------------------------------------------- damaged, unknown

@@ -109,7 +109,7 @@ def test_any_damage_is_an_input_error_or_an_array(at: int, byte: int, cut: bool)
     at %= len(data)
     damaged = bytes(data[:at]) if cut else bytes(data[:at]) + bytes([byte]) + bytes(data[at + 1 :])
     try:
-        found = decode_npy(damaged)
+        array = decode_npy(damaged)
     except InputError:
         return
-    assert found.nbytes <= len(damaged)
+    assert array.nbytes <= len(damaged)

@@ -59,8 +59,10 @@ class DecodeBatcher:
 
     def select(self, remote: NDArray[np.floating], skipped: NDArray[np.integer]) -> DecodeBatch:
         """Choose by `remote` [request], a token's activations on other ranks, and `skipped` [request] steps."""
-        sizes = f"remote has {len(remote)} requests, skipped {len(skipped)}"
-        check(len(remote) == len(skipped) > 0, f"{sizes}; it must be the same, not 0")
+        check(
+            len(remote) == len(skipped) > 0,
+            f"remote has {len(remote)} requests, skipped {len(skipped)}; it must be the same, not 0",
+        )
         bad = np.flatnonzero(~((remote >= 0) & (remote < np.inf)))
         if bad.size:
             raise ConfigError(f"remote[{bad[0]}] is {remote[bad[0]]}; it must be finite and not negative")

@@ -39,8 +39,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             min_batch_trigger=self.min_batch_trigger,
             max_skips=self.max_skips,
         )
-        window, batch = self.window_size, self.max_batch_size
-        check(window >= batch, f"window_size={window} must be at least max_batch_size={batch}")
+        check(
+            self.window_size >= self.max_batch_size,
+            f"window_size={self.window_size} must be at least max_batch_size={self.max_batch_size}",
+        )
         check_not_negative(scheduling_interval_ms=self.scheduling_interval_ms)
 
     def make(self, context: Mapping[str, Any] | None = None) -> Strategy:
@@ -60,8 +62,10 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def __post_init__(self) -> None:
-        top_k, experts = self.top_k_experts, self.num_experts
-        check(1 <= top_k <= experts, f"top_k_experts={top_k} must be in 1 … num_experts={experts}")
+        check(
+            1 <= self.top_k_experts <= self.num_experts,
+            f"top_k_experts={self.top_k_experts} must be in 1 … num_experts={self.num_experts}",
+        )
 
     @classmethod
     def read(cls, path: Path) -> CapsConfig:

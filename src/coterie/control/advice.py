@@ -321,14 +321,14 @@ class PlacementAdvisor:
             rank_s_after=tuple(problem.rank_s(plan.placement.slot_experts, shares).mean(axis=0).tolist()),
             model=self.shape.model,
         )
-        values: dict[str, float | str] = {"id": float(self._ids), "gain_pct": gain, "moves": float(moves)}
+        values = {"id": float(self._ids), "gain_pct": gain, "moves": float(moves)}
         return self._told(ControlEvent(now_s, "plan_made", reason, values))
 
     def _keep(self, now_s: float, reason: str, tell: bool) -> list[ControlEvent]:
         self._ids += 1
         self._kept = Advice(self._ids, now_s, reason, actions=self._actions, model=self.shape.model)
-        repeated = self._last_kind == "plan_kept" and not tell
-        return [] if repeated else self._told(ControlEvent(now_s, "plan_kept", reason))
+        told = tell or self._last_kind != "plan_kept"
+        return self._told(ControlEvent(now_s, "plan_kept", reason)) if told else []
 
     def _act(self, now_s: float) -> list[ControlEvent]:
         """Recommend replicas and swaps from the demand of each rank; only if the workers are the ranks."""
@@ -343,10 +343,8 @@ class PlacementAdvisor:
             return []
         best = max(self._actions, key=lambda action: action.saving_s)
         words = f"{len(cycle.actions)} actions would pay, the best: {best.kind} expert {best.expert}, {best.reason}"
-        values: dict[str, float | str] = {
-            "actions": float(len(cycle.actions)),
-            "saving_us": 1e6 * sum(action.saving_s for action in cycle.actions),
-        }
+        saving_us = 1e6 * sum(action.saving_s for action in cycle.actions)
+        values = {"actions": float(len(cycle.actions)), "saving_us": saving_us}
         return self._told(ControlEvent(now_s, "action", words, values))
 
     def _told(self, event: ControlEvent) -> list[ControlEvent]:

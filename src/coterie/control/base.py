@@ -186,6 +186,11 @@ class ControlSettings:
         check_not_negative(margin=self.margin, cooldown_s=self.cooldown_s, seed=self.seed)
         check_positive(candidate_s=self.candidate_s, ahead_s=self.ahead_s, late_s=self.late_s)
         check_positive_share(confidence=self.confidence)
-        fit, least, score, pieces = self.fit_requests, self.min_requests, self.score_requests, self.pieces
-        check(fit >= least, f"fit_requests={fit} must be at least min_requests={least}")
-        check(score >= 2 * pieces, f"score_requests={score} must be at least twice pieces={pieces}")
+        check(
+            self.fit_requests >= self.min_requests,
+            f"fit_requests={self.fit_requests} must be at least min_requests={self.min_requests}",
+        )
+        check(
+            self.score_requests >= 2 * self.pieces,
+            f"score_requests={self.score_requests} must be at least twice pieces={self.pieces}",
+        )

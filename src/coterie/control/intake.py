@@ -137,8 +137,8 @@ class Intake:
         if self.now_s < self._told_s.get(reason, -math.inf) + AGAIN_S:
             return
         self._told_s[reason] = self.now_s
-        values: dict[str, float | str] = {"reason": reason, "worker": worker}
-        self.untold.append(ControlEvent(self.now_s, "ignored", f"a value was left out: {reason}", values))
+        words, values = f"a value was left out: {reason}", {"reason": reason, "worker": worker}
+        self.untold.append(ControlEvent(self.now_s, "ignored", words, values))
         del self.untold[: -self.settings.events]
 
     def tick(self, now_s: float) -> bool:

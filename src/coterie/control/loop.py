@@ -13,7 +13,7 @@ candidate was made from, so that only different traffic, or much more of the sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,10 +106,11 @@ class ControlLoop:
         """
         shape.check()
         check_at_least(1, batch=batch)
-        layers, experts = fit.learned.shape
-        same = (layers, experts) == (shape.num_layers, shape.num_experts)
-        of_loop = f"the loop for {shape.num_layers} of {shape.num_experts}"
-        check(same, f"the fit is for {layers} layers of {experts} experts; {of_loop}")
+        check(
+            fit.learned.shape == (shape.num_layers, shape.num_experts),
+            f"the fit is for {fit.num_layers} layers of {fit.num_experts} experts; "
+            f"the loop for {shape.num_layers} of {shape.num_experts}",
+        )
         self.shape, self.settings, self.batch = shape, settings or ControlSettings(), batch
         self.intake = Intake(shape, self.settings, now_s, names)
         self.counters = self.intake.counters
@@ -210,7 +211,7 @@ class ControlLoop:
     def _swap_failed(self, now_s: float, problem: str) -> None:
         if self._swap is not None:
             self._looked_at, self._swap = self._swap.known.sample, None
-        values: dict[str, float | str] = {"at_s": now_s} if is_number(now_s) else {}
+        values = {"at_s": now_s} if is_number(now_s) else {}
         self._tell("swap_failed", str(problem)[:500], values, count="swaps_failed")
 
     def resize(self, workers: int, names: Collection[str] | None = None) -> None:
@@ -287,7 +288,7 @@ class ControlLoop:
         self._swap = Swap(known, False, self.intake.now_s)
         return known.fit
 
-    def _keep(self, known: Known, reason: str, values: dict[str, float | str]) -> None:
+    def _keep(self, known: Known, reason: str, values: Mapping[str, float | str]) -> None:
         self._candidate = None
         self._looked_at = known.sample
         self._tell("refit_kept", reason, values, count="refits_kept")
@@ -321,7 +322,7 @@ class ControlLoop:
         why = self._why(traffic.drifted(self._looked_at), ratio, len(alike))
         if why is None:
             return None
-        values: dict[str, float | str] = {"ratio": ratio, "requests": float(len(alike))}
+        values = {"ratio": ratio, "requests": float(len(alike))}
         needed = max(settings.min_requests, 4 * self.shape.workers)
         if len(alike) < needed:
             self._once("too_little", f"{why}; {len(alike)} requests of it, {needed} are needed", values)
@@ -339,8 +340,7 @@ class ControlLoop:
             return f"the fleet has {self.shape.workers} workers now"
         much = f"differ {ratio:.3g} times as much as chance gives"
         if drifted:
-            half_life = self.traffic.drift.estimate().half_life
-            values: dict[str, float | str] = {"ratio": ratio, "half_life_windows": half_life}
+            values = {"ratio": ratio, "half_life_windows": self.traffic.drift.estimate().half_life}
             self._once("drift", f"{settings.drift_windows} windows {much}", values)
             return "the traffic changed"
         if drifted is not None:
@@ -349,7 +349,7 @@ class ControlLoop:
         grown = fitted < settings.fit_requests and alike >= settings.growth * fitted
         return f"{alike} requests of the traffic that {fitted} were fitted on" if grown else None
 
-    def _start(self, alike: list[Kept], why: str, values: dict[str, float | str]) -> FitJob:
+    def _start(self, alike: list[Kept], why: str, values: Mapping[str, float | str]) -> FitJob:
         seed = int(np.random.SeedSequence([self.settings.seed, self._jobs]).generate_state(1)[0])
         self._jobs += 1
         job = FitJob(
@@ -381,7 +381,7 @@ class ControlLoop:
             "counters": dict(self.counters),
         }
 
-    def _once(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
+    def _once(self, kind: Kind, reason: str, values: Mapping[str, float | str] | None = None) -> None:
         """Make an event unless the last one of its group was of the same kind.
 
         The groups are the state of the traffic, and the condition that delays a re-fit.
@@ -392,7 +392,7 @@ class ControlLoop:
             self._tell(kind, reason, values)
 
     def _tell(
-        self, kind: Kind, reason: str, values: dict[str, float | str] | None = None, count: str | None = None
+        self, kind: Kind, reason: str, values: Mapping[str, float | str] | None = None, count: str | None = None
     ) -> None:
         """Make an event, and count it under the name `count`, if given."""
         if count is not None:

@@ -82,8 +82,8 @@ def reference_of(fit: RouterFit) -> TrafficSample:
 def drift_ratio(window: TrafficSample, other: TrafficSample) -> float:
     """Return the squared distance of two samples ÷ its expectation by chance; near 1 if the traffic is the same."""
     gap = window.mean - other.mean
-    scatter = max(window.scatter, other.scatter, 1e-12)
-    return float(gap @ gap) / (scatter * (1.0 / window.requests + 1.0 / other.requests))
+    by_chance = max(window.scatter, other.scatter, 1e-12) * (1.0 / window.requests + 1.0 / other.requests)
+    return float(gap @ gap) / by_chance
 
 
 def differs(window: TrafficSample, other: TrafficSample, least: float) -> bool:
@@ -107,14 +107,13 @@ class Traffic:
 
     def add(self, seen: RequestSeen) -> bool:
         """Store a request; return True if it completes a window."""
-        tokens = float(seen.decode.sum()) / (self.shape.num_layers * self.shape.top_k)
         kept = Kept(
-            self.serial,
-            float(seen.at_s),
-            seen.worker,
-            seen.prefill.astype(np.uint32),
-            seen.decode.astype(np.uint32),
-            tokens,
+            serial=self.serial,
+            at_s=float(seen.at_s),
+            worker=seen.worker,
+            prefill=seen.prefill.astype(np.uint32),
+            decode=seen.decode.astype(np.uint32),
+            tokens=float(seen.decode.sum()) / (self.shape.num_layers * self.shape.top_k),
         )
         self.serial += 1
         if len(self.kept) >= self.most:  # drop the oldest, or the worker's own oldest if it has more than half of all
@@ -176,10 +175,8 @@ def sample_of(requests: list[Kept]) -> TrafficSample:
     mean = chances.mean(axis=0)
     products = (chances - mean) @ (chances - mean).T
     total, squares = float(np.trace(products)), float((products**2).sum())
-    directions = total**2 / squares if squares > 0 else 1.0
-    return TrafficSample(
-        requests[0].serial, len(requests), mean, total / max(1, len(requests) - 1), max(1.0, directions)
-    )
+    directions = max(1.0, total**2 / squares) if squares > 0 else 1.0
+    return TrafficSample(requests[0].serial, len(requests), mean, total / max(1, len(requests) - 1), directions)
 
 
 def _pooled(a: TrafficSample, b: TrafficSample) -> TrafficSample:

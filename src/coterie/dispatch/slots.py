@@ -56,8 +56,7 @@ def choose_slots(experts: NDArray[np.integer], rank: int, table: SlotTable) -> I
     own = options // table.per_rank == rank
     chosen = options[np.arange(len(flat)), own.argmax(axis=1)]
     away = np.flatnonzero(~own.any(axis=1))
-    turn = _occurrence(flat[away]) + rank
-    chosen[away] = options[away, turn % table.replicas[flat[away]]]
+    chosen[away] = options[away, (_occurrence(flat[away]) + rank) % table.replicas[flat[away]]]
     return np.asarray(chosen.reshape(np.shape(experts)))
 
 

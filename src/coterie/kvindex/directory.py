@@ -274,8 +274,8 @@ class KVDirectory:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables, without waiting blocks."""
-        tables = [self._hashes, self._contents, *(state.held for state in self._workers)]
-        return sum(table.entries.nbytes for table in tables)
+        held = sum(state.held.entries.nbytes for state in self._workers)
+        return self._hashes.entries.nbytes + self._contents.entries.nbytes + held
 
     def check_integrity(self) -> None:
         """Raise InputError if the tables contradict each other; for tests and idle times."""

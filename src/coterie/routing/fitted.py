@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,8 +61,10 @@ class RouterFit:
     def __post_init__(self) -> None:
         check_at_least(1, workers=self.workers)
         check_within(1, MOST_BATCH, batch=self.batch)
-        problem = "weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights"
-        check(self.weighting != "gate", problem)
+        check(
+            self.weighting != "gate",
+            "weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights",
+        )
 
     def fit(
         self,
@@ -135,8 +137,7 @@ class RouterFit:
         if workers <= self.workers:
             return self
         rows = self.learned.rows_for(workers)
-        speeds = None if self.speeds is None else np.asarray(self.speeds)[rows]
-        wider = RouterFit(workers, self.batch, self.weighting, speeds)
+        wider = replace(self, workers=workers, speeds=None if self.speeds is None else np.asarray(self.speeds)[rows])
         wider.learned_ = self.learned.changed(
             centroids=self.learned.centroids[rows],
             profiles=self.learned.profiles[rows],

@@ -90,9 +90,11 @@ class DecodeForecast:
     ) -> DecodeForecast:
         """Make a fitted forecast from saved values."""
         size, rank = len(after), len(inward)
-        alike = before.shape == (size,) and inward.shape == outward.shape == (rank, size)
-        shapes = f"before {before.shape}, inward {inward.shape} and outward {outward.shape}"
-        check(alike, f"{shapes} must match the {size} expert indices of after")
+        check(
+            before.shape == (size,) and inward.shape == outward.shape == (rank, size),
+            f"before {before.shape}, inward {inward.shape} and outward {outward.shape} must match "
+            f"the {size} expert indices of after",
+        )
         ahead, behind = -(-rank // IN) * IN, -(-(2 + rank) // OUT) * OUT
         rows = _aligned(ahead + behind, -(-size // LINE) * LINE + APART)
         rows[:rank, :size] = inward
@@ -120,9 +122,11 @@ class DecodeForecast:
         self, prefill: NDArray[np.floating], decode: NDArray[np.floating], tokens: NDArray[np.integer], rng: Generator
     ) -> DecodeForecast:
         """Learn from activation probabilities [request, expert index] of both phases, and prefill tokens [request]."""
-        alike = prefill.ndim == 2 and prefill.shape == decode.shape and len(tokens) == len(prefill)
-        shapes = f"prefill {prefill.shape} and decode {decode.shape} must both be [request, expert index]"
-        check(alike, f"{shapes}, with tokens {tokens.shape} of each request")
+        check(
+            prefill.ndim == 2 and prefill.shape == decode.shape and len(tokens) == len(prefill),
+            f"prefill {prefill.shape} and decode {decode.shape} must both be [request, expert index], "
+            f"with tokens {tokens.shape} of each request",
+        )
         check(
             len(tokens) >= 3 and tokens.min() >= 1,
             f"{len(tokens)} requests of at least {tokens.min(initial=0)} tokens; needed are 3 of at least 1",
@@ -155,8 +159,8 @@ class DecodeForecast:
     def read(self, counts: NDArray[np.integer] | NDArray[np.floating]) -> tuple[NDArray[np.float32], float]:
         """Return the counts as float32 [expert index], the input of :func:`turn_to_forecast`, and their sum."""
         if counts.size != len(self.map.after):
-            problem = f"do not match the {len(self.map.after)} expert indices of the forecast"
-            raise ConfigError(f"counts {counts.shape} {problem}")
+            size = len(self.map.after)
+            raise ConfigError(f"counts {counts.shape} do not match the {size} expert indices of the forecast")
         profile = np.empty(counts.size, np.float32)
         return profile, _read(counts.ravel(), profile)
 

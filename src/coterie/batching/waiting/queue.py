@@ -222,8 +222,8 @@ class WaitingList(Generic[T]):
         self._handed_out = dict(zip(requests, entries, strict=True))
         self._pass_over(stayed)
         self._chooser.counters.handed_out += len(order)
-        oldest = next(index for index in count() if index not in taken)  # of the requests that stay
-        self._chooser.counters.moved += len(order) - oldest
+        # All but those older than any request that stays.
+        self._chooser.counters.moved += len(order) - next(index for index in count() if index not in taken)
         return ChosenBatch(requests, skips, plan.reason or ARRIVAL)
 
     def upcoming(self) -> list[T]:
