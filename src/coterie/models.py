@@ -139,6 +139,7 @@ def _spec(reader: _Config, name: str) -> ModelSpec:
         hint="" if latent else f"hidden_size={hidden} is no multiple of num_heads={num_heads}",
     )
     width = reader.number("expert_intermediate_size", EXPERT_WIDTH)
+    has_dense = len(moe_layers) < num_layers
     return ModelSpec(
         name=name,
         num_layers=num_layers,
@@ -153,9 +154,7 @@ def _spec(reader: _Config, name: str) -> ModelSpec:
         first_moe_layer=moe_layers.start,
         moe_layer_step=moe_layers.step,
         shared_intermediate_size=_shared_width(reader, hidden, width),
-        dense_intermediate_size=0
-        if len(moe_layers) == num_layers
-        else reader.number("dense_intermediate_size", DENSE_WIDTH),
+        dense_intermediate_size=reader.number("dense_intermediate_size", DENSE_WIDTH) if has_dense else 0,
         kv_lora_rank=latent,
         rope_head_dim=reader.number("rope_head_dim", ("qk_rope_head_dim",)) if latent else 0,
         weight_dtype=_weight_dtype(reader),
