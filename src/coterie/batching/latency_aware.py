@@ -74,11 +74,11 @@ class LatencyAware(Skipping):
         cap, expected_gain = self.max_skips or NEVER, trust * max(0, window.queued - SOON * size)
         if isinstance(cost, StepCost):
             loads, load = cost.slot_loads(window.loads), cost.slot_loads(running)
-            order, budget, gain = by_step(
+            order, budget, gain = _by_step(
                 loads, load, window.skipped, expected_gain, size, cap, cost.numbers(), cost.num_ranks
             )
         else:
-            order, budget, gain = by_spread(
+            order, budget, gain = _by_spread(
                 window.loads, running, window.skipped, expected_gain, size, cap, cost.sensitivity
             )
         reason = f"predicted {gain:.1%} faster than in order of arrival; up to {budget} skips each"
@@ -129,11 +129,11 @@ def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> tuple[float, floa
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running, prices = cost.slot_loads(loads), cost.slot_loads(running), cost.numbers()
-        time = step_us(loads, running, everyone, prices, cost.num_ranks)
-        return time, step_avoidable(loads, running, everyone, time, prices, cost.num_ranks)
+        time = _step_us(loads, running, everyone, prices, cost.num_ranks)
+        return time, _step_avoidable(loads, running, everyone, time, prices, cost.num_ranks)
     rows, load = loads.reshape(len(loads), -1), running.ravel()
-    time = spread(rows, load, everyone, cost.sensitivity)
-    return time, spread_avoidable(rows, load, everyone, time)
+    time = _spread(rows, load, everyone, cost.sensitivity)
+    return time, _spread_avoidable(rows, load, everyone, time)
 
 
 # Compiled loops that minimise a SpreadCost, ``1 + sensitivity x CV`` of the load.
@@ -143,27 +143,27 @@ BY_DOT = np.int64(DOT)
 
 
 @njit()
-def by_spread(
+def _by_spread(
     loads: Loads, running: Loads, skipped: Indices, expected_gain: float, size: int, max_skips: int, sensitivity: float
 ) -> tuple[Indices, int, float]:
     arrived, _ = in_order(skipped, size, max_skips)
     if len(arrived) == len(loads):
         return arrived, 0, 0.0
     rows, load = loads.reshape(len(loads), loads.shape[1] * loads.shape[2]), running.ravel()
-    time = spread(rows, load, arrived, sensitivity)
-    budget = allowed_skips(spread_avoidable(rows, load, arrived, time), expected_gain, max_skips)
+    time = _spread(rows, load, arrived, sensitivity)
+    budget = allowed_skips(_spread_avoidable(rows, load, arrived, time), expected_gain, max_skips)
     if budget == 0:
         return arrived, 0, 0.0
     order, forced = due(skipped, size, max_skips, budget)
     if forced < len(order):
         # Dot product, not the least CV of this batch: over many batches it passes the same requests over least often.
         order = pick_greedily(loads, running, skipped, size, budget, BY_DOT)[0]
-    gain = 1.0 - spread(rows, load, order, sensitivity) / time
+    gain = 1.0 - _spread(rows, load, order, sensitivity) / time
     return (order, budget, gain) if gain > 0.0 else (arrived, 0, 0.0)
 
 
 @njit()
-def spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) -> float:
+def _spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) -> float:
     """Return the share of `time` that unevenness costs, divided by the share of the load that `arrived` brings."""
     brought = 0.0
     for request in arrived:
@@ -172,7 +172,7 @@ def spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) ->
 
 
 @njit(fastmath=True)
-def spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> float:
+def _spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> float:
     """Return 1 + sensitivity x CV of the load with the requests in `order`."""
     batch = load.copy()
     for request in order:
@@ -195,7 +195,7 @@ ALMOST_NEVER = 1e-3
 
 
 @njit()
-def by_step(
+def _by_step(
     loads: Loads,
     running: Loads,
     skipped: Indices,
@@ -208,8 +208,8 @@ def by_step(
     arrived, _ = in_order(skipped, size, max_skips)
     if len(arrived) == len(loads):
         return arrived, 0, 0.0
-    time = step_us(loads, running, arrived, parameters, ranks)
-    budget = allowed_skips(step_avoidable(loads, running, arrived, time, parameters, ranks), expected_gain, max_skips)
+    time = _step_us(loads, running, arrived, parameters, ranks)
+    budget = allowed_skips(_step_avoidable(loads, running, arrived, time, parameters, ranks), expected_gain, max_skips)
     if budget == 0:
         return arrived, 0, 0.0
     order, forced = due(skipped, size, max_skips, budget)
@@ -219,7 +219,7 @@ def by_step(
 
 
 @njit()
-def step_avoidable(
+def _step_avoidable(
     loads: Loads, running: Loads, arrived: Indices, time: float, parameters: NDArray[np.float64], ranks: int
 ) -> float:
     """Return the share of the step's time that depends on the choice of requests, divided by their share of the tokens.
@@ -232,7 +232,7 @@ def step_avoidable(
     if parameters[5] > 0.0:
         least = _even_us(before + brought, loads, parameters, ranks)
     else:
-        least = step_us(loads, running, arrived[:0], parameters, ranks)
+        least = _step_us(loads, running, arrived[:0], parameters, ranks)
     return float((1.0 - least / time) * (before + brought) / brought)
 
 
@@ -276,7 +276,7 @@ def _brought(loads: Loads, requests: Indices) -> float:
 # Arrays below are [layer x rank, …, slot of the rank], so that inner loops run over whole rows: loops that begin or end
 # inside a row are not vectorised. Whole-array statements would take seconds to compile.
 @njit()
-def step_us(loads: Loads, running: Loads, order: Indices, parameters: NDArray[np.float64], ranks: int) -> float:
+def _step_us(loads: Loads, running: Loads, order: Indices, parameters: NDArray[np.float64], ranks: int) -> float:
     """Return the time in microseconds of a step of the requests in `order` and the running load."""
     brings = loads.reshape(len(loads), loads.shape[1] * ranks, loads.shape[2] // ranks)
     rows, cold = _together(brings, running, order)
