@@ -171,7 +171,7 @@ def test_lying_footprints_are_counted_and_served(lie: Any, tmp_path: Path) -> No
             for _ in range(3):
                 assert (await found.client.complete()).status == 200
             assert found.metrics[DAMAGED] == 3
-            assert found.running.parts.knowledge.footprints.counters.learned == 0
+            assert found.running.parts.knowledge.footprints.learned == 0
             idle(found)
 
     run(test)

@@ -294,26 +294,16 @@ class GatewayParts:
         )
 
     def _tokenised(self) -> dict[tuple[str, ...], float]:
-        counters = self.knowledge.tokens.counters
-        counts = {
-            "cached": counters.hits,
-            "exact": counters.made,
-            "late": counters.late,
-            "busy": counters.busy,
-            "too_long": counters.too_long,
-            "none": counters.refused,
-            "failed": counters.failed,
-        }
-        return {(outcome,): float(count) for outcome, count in counts.items()}
+        return {(outcome,): float(count) for outcome, count in self.knowledge.tokens.counters.items()}
 
     def _kv_events(self) -> dict[tuple[str, ...], float]:
         streams = self.knowledge.streams.values()
         return {
-            ("applied",): float(sum(stream.counters.messages for stream in streams)),
+            ("applied",): float(sum(stream.counters["messages"] for stream in streams)),
             ("replayed",): float(sum(stream.directory.counters.replayed for stream in streams)),
             ("gap",): float(sum(stream.directory.counters.gaps for stream in streams)),
             ("malformed",): float(
-                sum(stream.counters.malformed + stream.directory.counters.undecodable for stream in streams)
+                sum(stream.counters["malformed"] + stream.directory.counters.undecodable for stream in streams)
             ),
             ("refused",): float(sum(stream.directory.counters.refused for stream in streams)),
         }

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from coterie.gateway.watching.metrics import PREFIX, Metrics
+from coterie.gateway.watching.instruments import PREFIX
+from coterie.gateway.watching.metrics import Metrics
 
 DASHBOARD: dict[str, Any] = json.loads(files("coterie").joinpath("data/grafana/coterie-gateway.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
@@ -19,8 +20,8 @@ SHOWN = [panel for panel in PANELS if panel["type"] != "row"]
 def series() -> dict[str, set[str]]:
     """Name of a series → its labels, those of Prometheus included."""
     found: dict[str, set[str]] = {}
-    for row in Metrics().table():
-        labels = {*row.labels, "instance", "job"}
+    for row in Metrics().all:
+        labels = {*row.labels.names, "instance", "job"}
         if row.kind == "histogram":
             found |= {f"{row.name}_bucket": {*labels, "le"}, f"{row.name}_sum": labels, f"{row.name}_count": labels}
         else:

@@ -14,8 +14,8 @@ from prometheus_client import Histogram as ClientHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from coterie.gateway.watching import instruments
-from coterie.gateway.watching.instruments import Histogram, Labels
-from coterie.gateway.watching.metrics import PREFIX, Metrics
+from coterie.gateway.watching.instruments import PREFIX, Histogram
+from coterie.gateway.watching.metrics import Metrics
 from pages import PAGES
 
 
@@ -49,7 +49,7 @@ def test_counts_are_scraped() -> None:
 @given(st.lists(st.floats(0, 100), max_size=50))
 def test_a_histogram_is_that_of_the_prometheus_client(values: list[float]) -> None:
     bounds = (0.0, 0.5, 1.0, 10.0)
-    ours, theirs = Histogram("h", "h", Labels({}), bounds), ClientHistogram("h", "h", registry=None, buckets=bounds)
+    ours, theirs = Histogram("h", "h", bounds), ClientHistogram(f"{PREFIX}h", "h", registry=None, buckets=bounds)
     for value in values:
         ours.observe(value)
         theirs.observe(value)
@@ -135,14 +135,14 @@ def test_label_values_are_escaped() -> None:
 
 
 def test_names_and_help_hold() -> None:
-    table = Metrics().table()
+    table = Metrics().all
     assert len({row.name for row in table}) == len(table)
     for row in table:
         assert re.fullmatch(r"coterie_gateway_[a-z0-9_]+", row.name)
         assert row.name.endswith("_total") == (row.kind == "counter")
         assert row.help[0].isupper() or row.help[0].isdigit()
         assert not row.help.endswith(".")
-        assert not {"request", "id", "prompt", "expert", "caller"} & set(row.labels)
+        assert not {"request", "id", "prompt", "expert", "caller"} & set(row.labels.names)
 
 
 def test_bounds_increase_and_cover_what_is_measured() -> None:
@@ -156,8 +156,8 @@ def test_bounds_increase_and_cover_what_is_measured() -> None:
 
 def test_the_page_lists_every_metric() -> None:
     rows = [
-        f"| `{row.name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels)} | {row.help} |"
-        for row in Metrics().table()
+        f"| `{row.name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels.names)} | {row.help} |"
+        for row in Metrics().all
     ]
     shown = [
         line for line in PAGES["docs/gateway/watching"].read_text().splitlines() if line.startswith(f"| `{PREFIX}")

@@ -108,9 +108,10 @@ class Knowledge:
 
     def last_errors(self) -> dict[str, str]:
         """Return the last error of each source that has one."""
-        errors = {f"kv_events of {name}": streams.counters.last_error for name, streams in self.streams.items()}
-        errors |= {f"kv_directory of {name}": one.directory.counters.last_error for name, one in self.streams.items()}
-        errors["predictor"] = self.footprints.counters.last_error
+        errors = {"predictor": self.footprints.last_error}
+        for pool, streams in self.streams.items():
+            errors[f"kv_events of {pool}"] = streams.last_error
+            errors[f"kv_directory of {pool}"] = streams.directory.counters.last_error
         return {source: error for source, error in errors.items() if error}
 
     def _forget(self, pool: str, row: int) -> None:

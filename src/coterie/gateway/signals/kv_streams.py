@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -65,26 +65,6 @@ _MONITORED = (
 _monitors = count()
 
 
-@dataclass(slots=True)
-class StreamCounters:
-    """Counts over all workers of a pool; gaps, replays and blocks are counted by the directory."""
-
-    messages: int = 0
-    malformed: int = 0
-    """Messages that are not frames of a KV event stream."""
-    unanswered: int = 0
-    """Replays that were not answered, or not completely."""
-    connections: int = 0
-    disconnections: int = 0
-    """Connections that ended, by a restart or a message that is too long."""
-    refused: int = 0
-    """Handshakes that failed, because of wrong keys or a peer that is not ZMQ."""
-    failed: int = 0
-    """Unexpected errors, each of which ended a connection."""
-    last_error: str = ""
-    """Text of the last problem of any kind, with its worker."""
-
-
 @dataclass(slots=True, eq=False)
 class _Stream:
     worker_id: str
@@ -122,7 +102,13 @@ class KvStreams:
     def __init__(self, *, block_size: int = 16, replay_s: float = 10.0, max_blocks: int = MAX_BLOCKS) -> None:
         check_positive(replay_s=replay_s)
         self.directory = KVDirectory(1, block_size=block_size, max_blocks=max_blocks)
-        self.counters = StreamCounters()
+        self.counters: Counter[str] = Counter()
+        """Counts over all workers: messages; malformed ones, which are not frames of a stream; connections;
+        disconnections, by a restart or a message that is too long; refused handshakes, by wrong keys or a peer that is
+        not ZMQ; failed connections, by an unexpected error; unanswered replays. The directory counts gaps, replays and
+        blocks."""
+        self.last_error = ""
+        """Text of the last problem of any kind, with its worker."""
         self.context_tokens = DEFAULT_CONTEXT
         """Longest context of the workers in tokens, which limits the messages of later connections."""
         self._replay_s = replay_s
@@ -211,10 +197,7 @@ class KvStreams:
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:  # at its end it cancels the remaining streams
-            runner.run(self._wait())
-
-    async def _wait(self) -> None:
-        await self._ended.wait()
+            runner.run(self._ended.wait())
 
     def _begin(self, stream: _Stream) -> None:
         """Start reading a stream, or end it if it is closed."""
@@ -230,8 +213,7 @@ class KvStreams:
             try:
                 await self._session(stream)
             except Exception as error:  # a stream never takes the gateway down
-                self.counters.failed += 1
-                self._problem(stream, f"{type(error).__name__}: {error}")
+                self._count("failed", stream, f"{type(error).__name__}: {error}")
             ended = 0 if stream.connected else ended + 1
             stream.connected = False
             self._follower.drop_worker(stream.row)
@@ -266,17 +248,15 @@ class KvStreams:
         while True:
             event = (await recv_monitor_message(monitor))["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.counters.connections += 1
+                self.counters["connections"] += 1
                 stream.connected = True
                 stream.up.set()
             elif event == zmq.EVENT_DISCONNECTED:
                 if stream.up.is_set():
-                    self.counters.disconnections += 1
-                    self._problem(stream, f"the connection ended; messages have at most {self._message_bytes} bytes")
-                    return
+                    reason = f"the connection ended; messages have at most {self._message_bytes} bytes"
+                    return self._count("disconnections", stream, reason)
             else:
-                self.counters.refused += 1
-                self._problem(stream, "the handshake failed: the keys differ, or it is no ZMQ")
+                self._count("refused", stream, "the handshake failed: the keys differ, or it is no ZMQ")
 
     async def _read(self, stream: _Stream, socket: zmq.asyncio.Socket) -> None:
         await stream.up.wait()
@@ -287,11 +267,11 @@ class KvStreams:
             stream.replayed = range(run[0].seq, run[-1].seq + 1)
         while True:
             parts = await socket.recv_multipart()
-            self.counters.messages += 1
+            self.counters["messages"] += 1
             try:
                 await self._follow(stream, from_frames(parts))
             except InputError as error:
-                self._malformed(stream, error)
+                self._count("malformed", stream, str(error))
 
     def _socket(self, kind: int, stream: _Stream) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -309,12 +289,9 @@ class KvStreams:
     def _message_bytes(self) -> int:
         return min(max(LEAST_MESSAGE, TOKEN_BYTES * self.context_tokens), MOST_MESSAGE)
 
-    def _problem(self, stream: _Stream, reason: str) -> None:
-        self.counters.last_error = f"{stream.worker_id}: {reason}"
-
-    def _malformed(self, stream: _Stream, error: InputError) -> None:
-        self.counters.malformed += 1
-        self._problem(stream, str(error))
+    def _count(self, kind: str, stream: _Stream, reason: str) -> None:
+        self.counters[kind] += 1
+        self.last_error = f"{stream.worker_id}: {reason}"
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -341,7 +318,7 @@ class KvStreams:
             return ()
         frames: deque[Frame] = deque()
         socket = self._socket(zmq.DEALER, stream)
-        kept, read = 0, 0
+        kept, read, problem = 0, 0, f"it has more than {REPLAY_BYTES} bytes"
         try:
             socket.connect(stream.replay)
             async with asyncio.timeout(self._replay_s):
@@ -352,7 +329,7 @@ class KvStreams:
                     try:  # a REQ socket's reply begins with an empty part
                         frame = from_frames(parts[1:] if len(parts) > 2 and not parts[0] else parts)
                     except InputError as error:
-                        self._malformed(stream, error)
+                        self._count("malformed", stream, str(error))
                         continue
                     if frame.seq == REPLAY_END:
                         return frames
@@ -362,11 +339,11 @@ class KvStreams:
                         kept -= len(frames.popleft().payload)
         except (TimeoutError, zmq.ZMQError) as error:
             stream.replay_after = now + self._replay_s + REPLAY_PAUSE_S
-            self._problem(stream, f"the replay was not answered: {type(error).__name__} {error}")
+            problem = f"{type(error).__name__} {error}"
         finally:
             stream.spend(REPLAYED_S * len(frames), asyncio.get_running_loop().time())
             socket.close(linger=0)
-        self.counters.unanswered += 1
+        self._count("unanswered", stream, f"the replay was not answered: {problem}")
         return frames
 
 

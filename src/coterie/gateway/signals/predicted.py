@@ -11,7 +11,6 @@ do; the number of tokens without known experts is in `missing`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -45,19 +44,6 @@ class Predicted(NamedTuple):
     counts: Profile | None
     """Expected activations, [layer, expert], read-only; None if nothing is known."""
     source: Source
-
-
-@dataclass(slots=True)
-class FootprintCounters:
-    learned: int = 0
-    failed: int = 0
-    """Predictions that raised or returned an invalid array."""
-    last_error: str = ""
-    """Reason why the last prediction failed."""
-    prefix: int = 0
-    predictor: int = 0
-    popularity: int = 0
-    none: int = 0
 
 
 class _Known(NamedTuple):
@@ -94,7 +80,10 @@ class Footprints:
         check_at_least(1, max_bytes=max_bytes, sampled=sampled, top_k=top_k)
         check_share(min_share=min_share)
         self.top_k, self.predictor = top_k, predictor
-        self.counters = FootprintCounters()
+        self.learned = 0
+        """Number of footprints learned."""
+        self.last_error = ""
+        """Reason why the last prediction failed: it raised, or returned an invalid array; empty if none has."""
         self._min_share, self._sampled, self._max_bytes = min_share, sampled, max_bytes
         self._seed = np.random.default_rng(seed).integers(0, 1 << 64, dtype=np.uint64)
         self._known: dict[int, _Known] = {}  # most recently used last
@@ -122,22 +111,15 @@ class Footprints:
         A prediction by popularity is the activations of one mean token, not scaled to the prompt's length.
         """
         if ids is None and self.predictor is None and self._popularity is not None:
-            self.counters.popularity += 1
             return self._mean_token
         tokens = max(1, min(int(tokens), MOST_TOKENS))
         if ids is not None and len(ids):
-            found = self._by_prefix(ids)
-            if found is not None:
-                self.counters.prefix += 1
-                return Predicted(found * np.float32(tokens), "prefix")
+            profile = self._by_prefix(ids)
+            if profile is not None:
+                return Predicted(profile * np.float32(tokens), "prefix")
         if self.predictor is not None and (load := self._by_predictor(ids, tokens, domain)) is not None:
-            self.counters.predictor += 1
             return Predicted(load, "predictor")
-        if self._popularity is not None:
-            self.counters.popularity += 1
-            return self._mean_token
-        self.counters.none += 1
-        return Predicted(None, "none")
+        return self._mean_token if self._popularity is not None else Predicted(None, "none")
 
     def learn(self, ids: NDArray[np.int64] | None, footprint: WireFootprint) -> bool:
         """Learn from a footprint that was checked; return False if it has more tokens than the prompt."""
@@ -146,7 +128,7 @@ class Footprints:
             return False
         profile = np.ascontiguousarray(footprint.counts, np.float32) / np.float32(tokens)
         self.shape = profile.shape
-        self.counters.learned += 1
+        self.learned += 1
         known = self._popularity
         # A new array each time: earlier predictions still hold the old one.
         self._popularity = profile.copy() if known is None else known + np.float32(1 - DECAY) * (profile - known)
@@ -181,14 +163,12 @@ class Footprints:
             ids = ids[np.linspace(0, len(ids) - 1, self._sampled).astype(np.int64)]
         try:
             load = self.predictor.predict(PredictRequest(token_ids=ids, domain=domain, num_tokens=tokens))
-            found = np.asarray(load, np.float32)
-            if found.shape == self.shape and np.isfinite(found.sum()) and found.min() >= 0:
-                return found
-            problem = f"{found.shape} from {found.min():g} to {found.max():g}, expected finite loads {self.shape}"
+            load = np.asarray(load, np.float32)
+            if load.shape == self.shape and np.isfinite(load.sum()) and load.min() >= 0:
+                return load
+            self.last_error = f"{load.shape} from {load.min():g} to {load.max():g}, expected finite loads {self.shape}"
         except Exception as error:  # a plugin's bug must not fail a request
-            problem = f"{type(error).__name__}: {error}"
-        self.counters.failed += 1
-        self.counters.last_error = problem
+            self.last_error = f"{type(error).__name__}: {error}"
         return None
 
     def _keep(self, ids: NDArray[np.int64], profile: Profile) -> None:
@@ -215,10 +195,9 @@ class Footprints:
         gone = self._known.pop(number)
         self.nbytes -= gone.nbytes
         for key in gone.keys:
-            numbers = self._requests_at.get(key)
-            if numbers is not None:
-                if number in numbers:
-                    numbers.remove(number)
+            numbers = self._requests_at.get(key, [])
+            if number in numbers:
+                numbers.remove(number)
                 if not numbers:
                     del self._requests_at[key]
 
@@ -227,8 +206,7 @@ class Footprints:
         tokens = np.ascontiguousarray(ids, np.int64)
         if not tokens.flags.writeable:  # Numba would compile for a read-only array again, which takes a second
             tokens = tokens.copy()
-        keys: list[int] = _prefix_keys(tokens, BOUNDS, self._seed).tolist()
-        return keys
+        return _prefix_keys(tokens, BOUNDS, self._seed).tolist()
 
 
 def warm_up() -> None:

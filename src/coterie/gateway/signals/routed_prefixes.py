@@ -91,11 +91,8 @@ class RoutedPrefixes:
         """Note that a prompt was sent to a worker."""
         blocks = self._blocks
         for key in prompt.keys:
-            told = blocks.pop(key, None)
-            if told is None:
-                told = {}
-            told[row] = now
-            blocks[key] = told
+            times = blocks[key] = blocks.pop(key, {})
+            times[row] = now
         while len(blocks) > self.max_blocks:
             del blocks[next(iter(blocks))]
 

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,25 +50,6 @@ class Tokens(NamedTuple):
     """Reason why there are no ids, or why they are not exact."""
 
 
-@dataclass(slots=True)
-class TokenCounters:
-    hits: int = 0
-    """Requests answered from the cache."""
-    made: int = 0
-    """Texts that were tokenised."""
-    busy: int = 0
-    """Requests given up at once, because the queue was full."""
-    late: int = 0
-    """Requests given up at the deadline."""
-    too_long: int = 0
-    refused: int = 0
-    """Bodies whose ids cannot be known: images, their own template, several prompts."""
-    failed: int = 0
-    """Unexpected errors of a tokenizer."""
-    last_error: str = ""
-    """The tokenizer's last unexpected error; it may quote a prompt."""
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     task: asyncio.Task[Tokens] | None = None
@@ -99,7 +81,10 @@ class TokenService:
         check_at_least(0, cache_bytes=cache_bytes)
         check_positive(deadline_s=deadline_s)
         self.tokenizer = tokenizer
-        self.counters = TokenCounters()
+        self.counters: Counter[str] = Counter()
+        """Prompts by how their ids were found. With ids: cached; exact, tokenised here. Without: busy, the queue was
+        full; late, at the deadline; too_long; none, for images, an own template or several prompts; failed, by an
+        unexpected error."""
         self._none = Tokens(None, False, reason)
         self._queue, self._deadline_s = queue, deadline_s
         self._cache_bytes, self._max_bytes = cache_bytes, max_bytes
@@ -117,20 +102,18 @@ class TokenService:
         try:
             asked = self._asked(path, body)
         except NoTokensError as error:
-            self.counters.refused += 1
-            return Tokens(None, False, str(error))
+            return self._without("none", str(error))
         if isinstance(asked, Tokens):
             return asked
-        found = self._kept.pop(asked.key, None)
-        if found is not None:
-            self._kept[asked.key] = found
-            self.counters.hits += 1
-            return found
+        tokens = self._kept.pop(asked.key, None)
+        if tokens is not None:
+            self._kept[asked.key] = tokens
+            self.counters["cached"] += 1
+            return tokens
         job = self._jobs.get(asked.key)
         if job is None:
             if len(self._jobs) >= self._queue:
-                self.counters.busy += 1
-                return Tokens(None, False, f"{self._queue} texts are waiting for the tokenizer")
+                return self._without("busy", f"{self._queue} texts are waiting for the tokenizer")
             job = self._jobs[asked.key] = _Job()
             job.task = asyncio.get_running_loop().create_task(self._make(asked, job))
         return await self._wait(asked.key, job)
@@ -155,8 +138,7 @@ class TokenService:
                 self._end(key, job)
                 task.cancel()
         if not done:
-            self.counters.late += 1
-            return Tokens(None, False, f"the tokenizer took longer than {self._deadline_s:g} s")
+            return self._without("late", f"the tokenizer took longer than {self._deadline_s:g} s")
         return Tokens(None, False, "the service was closed") if task.cancelled() else task.result()
 
     def _end(self, key: bytes, job: _Job) -> None:
@@ -172,24 +154,23 @@ class TokenService:
             work = self._pool.submit(self._tokenise, asked)
             # Released by the thread's work, not by this task, which may be cancelled while the thread still runs.
             work.add_done_callback(lambda _: _call_soon(loop, self._free.release))
-            found = await asyncio.wrap_future(work)
-            if found.ids is not None or found.reason:
-                self._keep(asked.key, found)
-            self.counters.made += 1
+            tokens = await asyncio.wrap_future(work)
+            self.counters["exact"] += 1
             if self.observe is not None:
                 self.observe(time.perf_counter() - began)
-            return found
         except NoTokensError as error:
-            self.counters.refused += 1
-            found = Tokens(None, False, str(error))
-            self._keep(asked.key, found)
-            return found
+            tokens = self._without("none", str(error))
         except Exception as error:  # a tokenizer's bug must not fail a request
-            self.counters.failed += 1
-            self.counters.last_error = f"{type(error).__name__}: {error}"
-            return Tokens(None, False, f"the tokenizer failed: {type(error).__name__}")
+            return self._without("failed", f"the tokenizer failed: {type(error).__name__}")
         finally:
             self._end(asked.key, job)
+        self._keep(asked.key, tokens)
+        return tokens
+
+    def _without(self, kind: str, reason: str) -> Tokens:
+        """Count a prompt without ids, and return the reason."""
+        self.counters[kind] += 1
+        return Tokens(None, False, reason)
 
     def _tokenise(self, asked: _Asked) -> Tokens:
         assert self.tokenizer is not None
@@ -197,12 +178,11 @@ class TokenService:
             return Tokens(self.tokenizer.encode(asked.text, asked.ends), True)
         return Tokens(self.tokenizer.chat(asked.body), not self.tokenizer.exact_chat, self.tokenizer.exact_chat)
 
-    def _keep(self, key: bytes, found: Tokens) -> None:
-        size = _size(found)
-        if size > self._cache_bytes or key in self._kept:
-            return
-        self._kept[key] = found
-        self.kept_bytes += size
+    def _keep(self, key: bytes, tokens: Tokens) -> None:
+        size = _size(tokens)
+        if size <= self._cache_bytes and key not in self._kept:
+            self._kept[key] = tokens
+            self.kept_bytes += size
         while self.kept_bytes > self._cache_bytes:
             self.kept_bytes -= _size(self._kept.pop(next(iter(self._kept))))
 
@@ -249,8 +229,7 @@ class TokenService:
         return _Asked(digest.digest(), prompt, ends, None)
 
     def _long(self, size: int) -> Tokens:
-        self.counters.too_long += 1
-        return Tokens(None, False, f"the prompt has {size} bytes, more than {self._max_bytes}")
+        return self._without("too_long", f"the prompt has {size} bytes, more than {self._max_bytes}")
 
 
 class _Asked(NamedTuple):
@@ -266,8 +245,8 @@ class _Asked(NamedTuple):
 _PACK = msgspec.msgpack.Encoder().encode
 
 
-def _size(found: Tokens) -> int:
-    return _ENTRY_BYTES + (0 if found.ids is None else found.ids.nbytes)
+def _size(tokens: Tokens) -> int:
+    return _ENTRY_BYTES + (0 if tokens.ids is None else tokens.ids.nbytes)
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -13,10 +13,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, product
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+PREFIX = "coterie_gateway_"
 OTHER = "other"
 MAX_SERIES = 2048
 
@@ -58,10 +59,12 @@ class Labels:
 
 class _Number:
     __slots__ = ("_values", "help", "labels", "name", "read")
+    family: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
 
-    def __init__(self, name: str, help: str, labels: Labels) -> None:
-        self.name, self.help, self.labels = name, help, labels
-        self._values: dict[tuple[str, ...], float] = dict.fromkeys(labels.known, 0.0)
+    def __init__(self, name: str, help: str, **labels: Sequence[str] | None) -> None:
+        """`labels` maps the name of each label to its allowed values; None for any."""
+        self.name, self.help, self.labels = PREFIX + name, help, Labels(labels)
+        self._values: dict[tuple[str, ...], float] = dict.fromkeys(self.labels.known, 0.0)
         self.read: Read | None = None
         """Function that returns all values at collection, in place of the stored ones; None to use those."""
 
@@ -71,18 +74,24 @@ class _Number:
     def values(self) -> Values:
         if self.read is None:
             return self._values
-        found: dict[tuple[str, ...], float] = dict.fromkeys(self.labels.known, 0.0)
+        values: dict[tuple[str, ...], float] = dict.fromkeys(self.labels.known, 0.0)
         for key, value in self.read().items():
-            series = self.labels.bounded(key, len(found))
-            found[series] = found.get(series, 0.0) + value
-        return found
+            series = self.labels.bounded(key, len(values))
+            values[series] = values.get(series, 0.0) + value
+        return values
+
+    def collect(self) -> CounterMetricFamily | GaugeMetricFamily:
+        family = self.family(self.name.removesuffix("_total"), self.help, labels=self.labels.names)
+        for key, value in self.values().items():
+            family.add_metric(key, value)
+        return family
 
 
 class Counter(_Number):
     """A monotonically increasing total."""
 
     __slots__ = ()
-    kind = "counter"
+    kind, family = "counter", CounterMetricFamily
 
     def inc(self, *labels: str, by: float = 1.0) -> None:
         values = self._values
@@ -92,28 +101,16 @@ class Counter(_Number):
             series = self.labels.bounded(labels, len(values))
             values[series] = values.get(series, 0.0) + by
 
-    def collect(self) -> CounterMetricFamily:
-        family = CounterMetricFamily(self.name.removesuffix("_total"), self.help, labels=self.labels.names)
-        for key, value in self.values().items():
-            family.add_metric(key, value)
-        return family
-
 
 class Gauge(_Number):
     """A current value, which may rise and fall."""
 
     __slots__ = ()
-    kind = "gauge"
+    kind, family = "gauge", GaugeMetricFamily
 
     def set(self, value: float, *labels: str) -> None:
         values = self._values
         values[labels if labels in values else self.labels.bounded(labels, len(values))] = value
-
-    def collect(self) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(self.name, self.help, labels=self.labels.names)
-        for key, value in self.values().items():
-            family.add_metric(key, value)
-        return family
 
 
 class Histogram:
@@ -122,10 +119,11 @@ class Histogram:
     __slots__ = ("_counts", "_sums", "bounds", "help", "labels", "name")
     kind = "histogram"
 
-    def __init__(self, name: str, help: str, labels: Labels, bounds: Sequence[float]) -> None:
-        self.name, self.help, self.labels, self.bounds = name, help, labels, list(bounds)
-        self._counts = {key: [0] * (len(self.bounds) + 1) for key in labels.known}
-        self._sums: dict[tuple[str, ...], float] = dict.fromkeys(labels.known, 0.0)
+    def __init__(self, name: str, help: str, bounds: Sequence[float], **labels: Sequence[str] | None) -> None:
+        """`labels` maps the name of each label to its allowed values; None for any."""
+        self.name, self.help, self.labels, self.bounds = PREFIX + name, help, Labels(labels), list(bounds)
+        self._counts = {key: [0] * (len(self.bounds) + 1) for key in self.labels.known}
+        self._sums: dict[tuple[str, ...], float] = dict.fromkeys(self.labels.known, 0.0)
 
     def observe(self, value: float, *labels: str) -> None:
         """Count a value. Negative and non-finite values are ignored: one would spoil the sum for good."""

@@ -11,7 +11,6 @@ wait, further ones are dropped and counted, and the count is logged.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -127,12 +126,6 @@ class Log:
                 cached_tokens=cached_tokens,
             )
 
-    def capture(self, *names: str) -> None:
-        """Log warnings of these Python loggers as events: the message's format string, without its values."""
-        for name in names:
-            logger = logging.getLogger(name)
-            logger.handlers, logger.propagate = [_Captured(self)], False
-
     def close(self, timeout_s: float = 2.0) -> None:
         """Write the waiting lines; give up after `timeout_s` if nobody reads."""
         if not self._closed:
@@ -164,16 +157,6 @@ class Log:
                 self.lost += 1
 
 
-class _Captured(logging.Handler):
-    def __init__(self, log: Log) -> None:
-        super().__init__(logging.WARNING)
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else None
-        self._log._put("library", logger=record.name, level=record.levelname, message=str(record.msg), error=error)
-
-
 def _line(event: _Event) -> str:
     when = datetime.fromtimestamp(event.time_s, UTC).isoformat(timespec="milliseconds")
     fields = {name: _short(value) for name, value in event.fields.items() if value is not None}
@@ -189,7 +172,5 @@ def _short(value: Any) -> Any:
     if isinstance(value, str):
         return value[:MAX_TEXT].encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded in UTF-8
     if isinstance(value, dict):
-        return {_short(key): _short(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_short(one) for one in value]
-    return value
+        return {_short(key): _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list) else value

@@ -11,18 +11,16 @@ Values that another object keeps anyway are read at collection, at no cost per r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from coterie.control.base import KINDS
-from coterie.gateway.watching.instruments import OTHER, Counter, Gauge, Histogram, Labels
+from coterie.gateway.watching.instruments import OTHER, Counter, Gauge, Histogram
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-PREFIX = "coterie_gateway_"
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", OTHER)
 OUTCOMES = ("ok", "refused", "invalid", "failed", "broken", "cancelled", OTHER)
@@ -65,119 +63,105 @@ TOKENISE_BOUNDS = (1e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0
 EXPERT_BOUNDS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-class Described(NamedTuple):
-    """Description of one metric."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    help: str
-
-
 class Metrics(Collector):
     """All metrics of one gateway."""
 
     def __init__(self, version: str = "") -> None:
-        self._all: list[Counter | Gauge | Histogram] = []
         self.before_reading: Callable[[], None] | None = None
         """Function called before collection, to count events that are still buffered elsewhere."""
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        self.requests = Counter("requests_total", "Requests that ended", path=PATHS, outcome=OUTCOMES)
+        self.rejected = Counter("rejected_total", "Requests the gateway refused, by limit", reason=REJECTED)
+        self.in_flight = Gauge("in_flight", "Requests begun and not ended")
+        self.request_seconds = Histogram("request_seconds", "From a request's head to its answer's end", REQUEST_BOUNDS)
+        self.ttft_seconds = Histogram("ttft_seconds", "From a request's head to its first token", TTFT_BOUNDS)
+        self.tpot_seconds = Histogram("tpot_seconds", "Mean time between a request's later tokens", TPOT_BOUNDS)
+        self.prompt_tokens = Counter("prompt_tokens_total", "Prompt tokens, as workers report them")
+        self.output_tokens = Counter("output_tokens_total", "Tokens generated, as workers report them")
 
-        self.requests = counter("requests_total", "Requests that ended", path=PATHS, outcome=OUTCOMES)
-        self.rejected = counter("rejected_total", "Requests the gateway refused, by limit", reason=REJECTED)
-        self.in_flight = gauge("in_flight", "Requests begun and not ended")
-        self.request_seconds = histogram("request_seconds", "From a request's head to its answer's end", REQUEST_BOUNDS)
-        self.ttft_seconds = histogram("ttft_seconds", "From a request's head to its first token", TTFT_BOUNDS)
-        self.tpot_seconds = histogram("tpot_seconds", "Mean time between a request's later tokens", TPOT_BOUNDS)
-        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens, as workers report them")
-        self.output_tokens = counter("output_tokens_total", "Tokens generated, as workers report them")
-
-        self.decision_seconds = histogram("decision_seconds", "Time to choose a worker", DECISION_BOUNDS, pool=None)
-        self.routed = counter("routed_total", "Requests sent to a worker, retries too", pool=None, worker=None)
-        self.fallbacks = counter(
+        self.decision_seconds = Histogram("decision_seconds", "Time to choose a worker", DECISION_BOUNDS, pool=None)
+        self.routed = Counter("routed_total", "Requests sent to a worker, retries too", pool=None, worker=None)
+        self.fallbacks = Counter(
             "fallbacks_total", "Requests sent to the shortest queue because the router failed", reason=None
         )
-        self.retries = counter("retries_total", "Requests sent to another worker before their first byte", pool=None)
-        self.handoffs = counter("handoffs_total", "Requests of prefill and decode pairs, by handoff", outcome=HANDOFFS)
+        self.retries = Counter("retries_total", "Requests sent to another worker before their first byte", pool=None)
+        self.handoffs = Counter("handoffs_total", "Requests of prefill and decode pairs, by handoff", outcome=HANDOFFS)
 
-        self.queue_length = gauge("queue_length", "Requests that wait for a place in the fleet")
-        self.queue_seconds = histogram("queue_seconds", "Wait for a place in the fleet", QUEUE_BOUNDS)
+        self.queue_length = Gauge("queue_length", "Requests that wait for a place in the fleet")
+        self.queue_seconds = Histogram("queue_seconds", "Wait for a place in the fleet", QUEUE_BOUNDS)
 
-        self.worker_running = gauge("worker_running", "Requests sent to a worker and not ended", worker=None)
-        self.worker_places = gauge("worker_places", "Requests that a worker may run at once", worker=None)
-        self.worker_healthy = gauge("worker_healthy", "1 if the worker's health checks pass", worker=None)
-        self.breaker_state = gauge("breaker_state", "0: closed, 1: half open, 2: open, gets no requests", worker=None)
-        self.worker_failures = counter(
+        self.worker_running = Gauge("worker_running", "Requests sent to a worker and not ended", worker=None)
+        self.worker_places = Gauge("worker_places", "Requests that a worker may run at once", worker=None)
+        self.worker_healthy = Gauge("worker_healthy", "1 if the worker's health checks pass", worker=None)
+        self.breaker_state = Gauge("breaker_state", "0: closed, 1: half open, 2: open, gets no requests", worker=None)
+        self.worker_failures = Counter(
             "worker_failures_total", "Exchanges in which a worker failed", worker=None, kind=FAILURES
         )
 
-        self.cached_tokens = counter(
+        self.cached_tokens = Counter(
             "cached_tokens_total",
             "Prompt tokens in the chosen worker's cache: expected by the directory, reported by the worker",
             pool=POOLS,
             source=CACHED,
         )
-        self.predicted_experts = histogram(
+        self.predicted_experts = Histogram(
             "predicted_experts", "Distinct experts a layer in a request's footprint, mean over layers", EXPERT_BOUNDS
         )
-        self.distinct_experts = gauge(
+        self.distinct_experts = Gauge(
             "distinct_experts", "Distinct experts a layer expected of a step of the worker's requests", worker=None
         )
-        self.footprints = counter("footprints_total", "Requests by where their footprint came from", source=FOOTPRINTS)
-        self.tokenise_seconds = histogram(
+        self.footprints = Counter("footprints_total", "Requests by where their footprint came from", source=FOOTPRINTS)
+        self.tokenise_seconds = Histogram(
             "tokenise_seconds", "Time to tokenise a prompt, cached ones left out", TOKENISE_BOUNDS
         )
-        self.tokenised = counter("tokenised_total", "Prompts by how their token ids were found", outcome=TOKENISED)
-        self.kv_events = counter(
+        self.tokenised = Counter("tokenised_total", "Prompts by how their token ids were found", outcome=TOKENISED)
+        self.kv_events = Counter(
             "kv_events_total", "Batches of KV events from workers; blocks that were refused", outcome=EVENTS
         )
-        self.kv_claims_believed = gauge(
+        self.kv_claims_believed = Gauge(
             "kv_claims_believed", "Share of the worker's cached tokens, by its KV events, that is believed", worker=None
         )
 
-        self.control_events = counter("control_events_total", "Decisions of the control loop", kind=CONTROL_EVENTS)
-        self.control_refits = counter("control_refits_total", "Fits that the control loop made", outcome=REFITS)
-        self.control_swaps = counter("control_swaps_total", "Fits of the control loop that were put in force")
-        self.control_fit_seconds = gauge("control_fit_seconds", "Time that the last fit of the control loop took")
-        self.control_ignored = counter(
+        self.control_events = Counter("control_events_total", "Decisions of the control loop", kind=CONTROL_EVENTS)
+        self.control_refits = Counter("control_refits_total", "Fits that the control loop made", outcome=REFITS)
+        self.control_swaps = Counter("control_swaps_total", "Fits of the control loop that were put in force")
+        self.control_fit_seconds = Gauge("control_fit_seconds", "Time that the last fit of the control loop took")
+        self.control_ignored = Counter(
             "control_ignored_total", "Expert events that the control loop left out", reason=IGNORED
         )
-        self.control_stream = counter(
+        self.control_stream = Counter(
             "control_stream_total",
             "Messages of the workers' expert-event streams, those that were lost too",
             kind=STREAM,
         )
-        self.control_restarts = counter(
+        self.control_restarts = Counter(
             "control_restarts_total", "Times that the control loop's process had to be started again"
         )
 
-        self.connections = gauge("connections", "Open client connections")
-        self.connections_accepted = counter("connections_accepted_total", "Client connections accepted")
-        self.connections_refused = counter("connections_refused_total", "Client connections past the limit")
-        self.connection_timeouts = counter("connection_timeouts_total", "Clients that were too slow", kind=None)
-        self.malformed = counter("malformed_total", "Requests that are not valid HTTP")
-        self.disconnects = counter("disconnects_total", "Clients that left before their answer's end")
-        self.errors = counter("errors_total", "Unexpected exceptions, by class; each is a fault to report", kind=None)
-        self.tasks = gauge("tasks", "Tasks of the event loop: requests, health checks")
-        self.reloads = counter("reloads_total", "Reloads of the configuration", outcome=RELOADS)
-        self.build = gauge("build_info", "1, with the version of Coterie", version=None)
+        self.connections = Gauge("connections", "Open client connections")
+        self.connections_accepted = Counter("connections_accepted_total", "Client connections accepted")
+        self.connections_refused = Counter("connections_refused_total", "Client connections past the limit")
+        self.connection_timeouts = Counter("connection_timeouts_total", "Clients that were too slow", kind=None)
+        self.malformed = Counter("malformed_total", "Requests that are not valid HTTP")
+        self.disconnects = Counter("disconnects_total", "Clients that left before their answer's end")
+        self.errors = Counter("errors_total", "Unexpected exceptions, by class; each is a fault to report", kind=None)
+        self.tasks = Gauge("tasks", "Tasks of the event loop: requests, health checks")
+        self.reloads = Counter("reloads_total", "Reloads of the configuration", outcome=RELOADS)
+        self.build = Gauge("build_info", "1, with the version of Coterie", version=None)
         self.build.set(1.0, version)
+        self.all = [metric for metric in vars(self).values() if isinstance(metric, Counter | Gauge | Histogram)]
+        """All metrics, in order of definition."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def forget_worker(self, worker: str) -> None:
         """Remove the series of a worker that left."""
-        for metric in self._all:
+        for metric in self.all:
             metric.forget("worker", worker)
-
-    def table(self) -> list[Described]:
-        """Return the descriptions of all metrics, in order of definition."""
-        return [Described(metric.name, metric.kind, metric.labels.names, metric.help) for metric in self._all]
 
     def collect(self) -> Iterator[Metric]:
         if self.before_reading is not None:
             self.before_reading()
-        for metric in self._all:
+        for metric in self.all:
             try:
                 family = metric.collect()
             except Exception as error:  # a failing source must not hide the other metrics
@@ -188,18 +172,3 @@ class Metrics(Collector):
     def render(self) -> bytes:
         """Return all metrics in Prometheus text format 0.0.4."""
         return generate_latest(self._registry)
-
-    def _counter(self, name: str, help: str, **labels: Sequence[str] | None) -> Counter:
-        metric = Counter(PREFIX + name, help, Labels(labels))
-        self._all.append(metric)
-        return metric
-
-    def _gauge(self, name: str, help: str, **labels: Sequence[str] | None) -> Gauge:
-        metric = Gauge(PREFIX + name, help, Labels(labels))
-        self._all.append(metric)
-        return metric
-
-    def _histogram(self, name: str, help: str, bounds: Sequence[float], **labels: Sequence[str] | None) -> Histogram:
-        metric = Histogram(PREFIX + name, help, Labels(labels), bounds)
-        self._all.append(metric)
-        return metric

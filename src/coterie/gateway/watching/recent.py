@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coterie.errors import check_at_least, check_positive
@@ -21,19 +21,19 @@ SHORTEST_S, LONGEST_S = 1e-6, 1e5
 class Times:
     """A histogram of times with logarithmic steps of 5%."""
 
-    __slots__ = ("_counts", "_told")
+    __slots__ = ("_counts", "_quantiles")
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Iterable[Times] = ()) -> None:
+        """Make a histogram of all values of `parts`."""
         self._counts: Counter[int] = Counter()
-        self._told: tuple[int, dict[str, float | None]] = (-1, {})
+        for part in parts:
+            self._counts.update(part._counts)
+        self._quantiles: tuple[int, dict[str, float | None]] = (-1, {})
         """Cache of the quantiles, with the number of values they were computed from: most bins no longer change."""
 
     def add(self, seconds: float) -> None:
         if seconds == seconds:
             self._counts[round(math.log(min(max(seconds, SHORTEST_S), LONGEST_S)) / STEP)] += 1
-
-    def merge(self, other: Times) -> None:
-        self._counts.update(other._counts)
 
     def __len__(self) -> int:
         return self._counts.total()
@@ -47,23 +47,23 @@ class Times:
                 return math.exp(step * STEP)
         return None
 
-    def told(self) -> dict[str, float | None]:
+    def quantiles(self) -> dict[str, float | None]:
         """Return the median and 95th percentile in milliseconds; None without values."""
-        if self._told[0] != len(self):
-            found = {"p50": self.quantile(0.5), "p95": self.quantile(0.95)}
-            told = {name: None if value is None else float(f"{1e3 * value:.4g}") for name, value in found.items()}
-            self._told = (len(self), told)
-        return self._told[1]
+        if self._quantiles[0] != len(self):
+            seconds = {"p50": self.quantile(0.5), "p95": self.quantile(0.95)}
+            rounded = {name: None if value is None else float(f"{1e3 * value:.4g}") for name, value in seconds.items()}
+            self._quantiles = (len(self), rounded)
+        return self._quantiles[1]
 
 
 class Bin:
     """Counts and times of the requests that ended within one time bin."""
 
-    __slots__ = ("failed", "number", "ok", "output_tokens", "tpot", "ttft")
+    __slots__ = ("ended", "failed", "number", "output_tokens", "tpot", "ttft")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.ok = self.failed = self.output_tokens = 0
+        self.ended = self.failed = self.output_tokens = 0
         self.ttft, self.tpot = Times(), Times()
 
 
@@ -82,10 +82,8 @@ class Recent:
         if not self._ring or number > self._ring[-1].number:
             self._ring.append(Bin(number))
         newest = self._ring[-1]
-        if ok:
-            newest.ok += 1
-        else:
-            newest.failed += 1
+        newest.ended += 1
+        newest.failed += not ok
         newest.output_tokens += output_tokens
         if ttft_s is not None:
             newest.ttft.add(ttft_s)
@@ -98,34 +96,30 @@ class Recent:
         Times are None in bins without values.
         """
         last = int(now_s // self.bin_s)
-        known = {one.number: one for one in self._ring}
-        found = [known.get(number) for number in range(last - self.bins + 1, last + 1)]
+        known = {bin.number: bin for bin in self._ring}
+        bins = [known.get(number) or Bin(number) for number in range(last - self.bins + 1, last + 1)]
         return {
             "bin_s": self.bin_s,
-            "ended": [0 if one is None else one.ok + one.failed for one in found],
-            "failed": [0 if one is None else one.failed for one in found],
-            "ttft_ms": _columns(None if one is None else one.ttft for one in found),
-            "tpot_ms": _columns(None if one is None else one.tpot for one in found),
+            "ended": [bin.ended for bin in bins],
+            "failed": [bin.failed for bin in bins],
+            "ttft_ms": _columns([bin.ttft for bin in bins]),
+            "tpot_ms": _columns([bin.tpot for bin in bins]),
         }
 
     def over(self, now_s: float, seconds: float) -> dict[str, Any]:
         """Return totals and quantiles of the requests that ended in the last `seconds`, including the current bin."""
         last = int(now_s // self.bin_s)
-        bins = [one for one in self._ring if last - seconds / self.bin_s < one.number <= last]
-        ttft, tpot = Times(), Times()
-        for one in bins:
-            ttft.merge(one.ttft)
-            tpot.merge(one.tpot)
+        bins = [bin for bin in self._ring if last - seconds / self.bin_s < bin.number <= last]
         return {
             "seconds": seconds,
-            "ended": sum(one.ok + one.failed for one in bins),
-            "failed": sum(one.failed for one in bins),
-            "output_tokens": sum(one.output_tokens for one in bins),
-            "ttft_ms": ttft.told(),
-            "tpot_ms": tpot.told(),
+            "ended": sum(bin.ended for bin in bins),
+            "failed": sum(bin.failed for bin in bins),
+            "output_tokens": sum(bin.output_tokens for bin in bins),
+            "ttft_ms": Times(bin.ttft for bin in bins).quantiles(),
+            "tpot_ms": Times(bin.tpot for bin in bins).quantiles(),
         }
 
 
-def _columns(bins: Iterable[Times | None]) -> dict[str, list[float | None]]:
-    told = [None if one is None or not len(one) else one.told() for one in bins]
-    return {name: [None if one is None else one[name] for one in told] for name in ("p50", "p95")}
+def _columns(times: Sequence[Times]) -> dict[str, list[float | None]]:
+    rows = [bin_times.quantiles() for bin_times in times]
+    return {name: [row[name] for row in rows] for name in ("p50", "p95")}
