@@ -13,6 +13,8 @@ decode: {router: latency_aware, fit: router.safetensors}
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,14 +171,12 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"worker {self.id!r}: {error}") from None
         if parts.path.strip("/") or parts.fragment:
             raise ConfigError(f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT")
-        check_at_least(1, places=self.places)
-        if self.places > MOST_PLACES:
-            raise ConfigError(f"worker {self.id!r}: places={self.places} must be at most {MOST_PLACES}")
-        if self.bootstrap_port is not None and self.bootstrap_port > 65535:
-            raise ConfigError(f"worker {self.id!r}: bootstrap_port={self.bootstrap_port} must be in 1 … 65535")
+        for name, value, most in (("places", self.places, MOST_PLACES), ("bootstrap_port", self.bootstrap_port, 65535)):
+            if value is not None and not 1 <= value <= most:
+                raise ConfigError(f"worker {self.id!r}: {name}={value} must be in 1 … {most}")
         check_positive(speed=self.speed)
         check_at_least(0, data_parallel_rank=self.data_parallel_rank, placement_rank=self.placement_rank)
-        check_at_least(1, bootstrap_port=self.bootstrap_port, kv_blocks=self.kv_blocks)
+        check_at_least(1, kv_blocks=self.kv_blocks)
         for name in ("kv_events", "kv_replay", "expert_events"):
             endpoint = getattr(self, name)
             if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
@@ -267,10 +267,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         check_at_least(1, block_size=self.block_size, decisions=self.decisions)
         check_positive(drain_s=self.drain_s)
-        ids = [worker.id for worker in self.workers]
-        twice = next((worker_id for worker_id in ids if ids.count(worker_id) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"worker id {twice!r} is there twice")
+        check_ids(self.workers)
         for worker in self.workers:
             check_role(self.handshake, worker)
         self.address  # noqa: B018  the property raises if `listen` is malformed
@@ -286,6 +283,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def loopback(self) -> bool:
         return is_loopback(self.address[0])
+
+
+def check_ids(workers: Sequence[WorkerEntry]) -> None:
+    """Raise ConfigError if two workers have the same id."""
+    twice = next((id for id, count in Counter(worker.id for worker in workers).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"worker id {twice!r} is there twice")
 
 
 def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
@@ -333,8 +337,7 @@ def _value(text: str, path: Path) -> Any:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise TraceError(path, _line(event), f"is nested more than {MAX_DEPTH} deep")
-    node = yaml.compose(text, Loader=LOADER)
-    _check_repeated(node, path)
+    _check_repeated(yaml.compose(text, Loader=LOADER), path)
     return yaml.load(text, Loader=LOADER)
 
 
@@ -343,9 +346,9 @@ def _check_repeated(node: Any, path: Path) -> None:
         seen = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise TraceError(path, f"line {key.start_mark.line + 1}", "has a key that is not a name")
+                raise TraceError(path, _line(key), "has a key that is not a name")
             if key.value in seen:
-                raise TraceError(path, f"line {key.start_mark.line + 1}: {key.value}", "is there twice")
+                raise TraceError(path, f"{_line(key)}: {key.value}", "is there twice")
             seen.add(str(key.value))
             _check_repeated(value, path)
     elif isinstance(node, yaml.SequenceNode):
@@ -353,5 +356,6 @@ def _check_repeated(node: Any, path: Path) -> None:
             _check_repeated(item, path)
 
 
-def _line(event: Any) -> str:
-    return f"line {event.start_mark.line + 1}"
+def _line(place: Any) -> str:
+    """Return the line of an event or a node of the file."""
+    return f"line {place.start_mark.line + 1}"

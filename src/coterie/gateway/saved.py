@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from coterie.errors import ConfigError, check_input_file
-from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.config import GatewayConfig, WorkerEntry, check_ids
 from coterie.gateway.fleet.spec import RouterSpec
 
 FORMAT, VERSION = "coterie-gateway-state", 1
@@ -34,12 +34,11 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     removed: list[str] = []
     """Ids of workers that the config lists but that were removed at run time."""
 
+    format: str = FORMAT
+    version: int = VERSION
+
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for worker in self.workers:
-            if worker.id in seen:
-                raise ConfigError(f"two workers have the id {worker.id!r}")
-            seen.add(worker.id)
+        check_ids(self.workers)
 
     def over(self, config: GatewayConfig) -> GatewayConfig:
         """Return the config with these changes applied. Raises ConfigError if the two do not fit together."""
@@ -85,11 +84,6 @@ class Loaded(NamedTuple):
     """What is wrong with the file and where it was moved, in one sentence; None if nothing is wrong."""
 
 
-class _File(SavedState, frozen=True, forbid_unknown_fields=True):
-    format: str = FORMAT
-    version: int = VERSION
-
-
 class _Head(msgspec.Struct):
     """Fields that every version of the file has."""
 
@@ -100,7 +94,7 @@ class _Head(msgspec.Struct):
 def save_state(path: str | Path, state: SavedState) -> None:
     """Replace the file atomically; it is on the disk when this returns. Raises ConfigError if it cannot be written."""
     file = Path(path)
-    data = msgspec.json.format(msgspec.json.encode(_File(state.workers, state.routers, state.removed)))
+    data = msgspec.json.format(msgspec.json.encode(state))
     part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with part.open("wb") as stream:
@@ -161,11 +155,9 @@ def load_state(path: str | Path) -> Loaded:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != FORMAT or head.version != VERSION:
             raise ConfigError(f"it is {head.format!r} version {head.version}; expected {FORMAT!r} version {VERSION}")
-        saved = msgspec.json.decode(data, type=_File)
+        return Loaded(msgspec.json.decode(data, type=SavedState))
     except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
-        kept = set_aside(file)
-        return Loaded(None, f"{file}: the saved state cannot be used: {error}; it was kept as {kept}")
-    return Loaded(SavedState(saved.workers, saved.routers, saved.removed))
+        return Loaded(None, f"{file}: the saved state cannot be used: {error}; it was kept as {set_aside(file)}")
 
 
 def set_aside(file: Path) -> Path:

@@ -12,6 +12,7 @@ disconnected by the server's `write_s` limit, which ends its task.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 from urllib.parse import parse_qs
@@ -71,44 +72,39 @@ class Live:
     async def _send(self, asked: PageQuery, responder: Responder) -> None:
         shown: object = self  # view of the last heat map sent; self stands for none
         while not self._closed.is_set():
-            control = self.parts.control
-            view = None if control is None else control.view
+            view = None if self.parts.control is None else self.parts.control.view
             responder.write(self._snapshot(asked))
             if view is not shown:
                 shown = view
                 responder.write(_event("heat", heat(self.parts, asked.heat)))
             await responder.drain()
-            left_s = self.period_s - time.monotonic() % self.period_s
-            try:
-                async with asyncio.timeout(left_s):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.period_s - time.monotonic() % self.period_s):
                     await self._closed.wait()
-            except TimeoutError:
-                continue
 
     def _snapshot(self, asked: PageQuery) -> bytes:
         tick = int(time.monotonic() / self.period_s)
         if tick != self._tick:
             self._tick = tick
             self._made.clear()
-        made = self._made.get(asked)
-        if made is None:
+        if asked not in self._made:
             self.computed += 1
-            made = self._made[asked] = _event("snapshot", snapshot(self.parts, time.time(), asked))
-        return made
+            self._made[asked] = _event("snapshot", snapshot(self.parts, time.time(), asked))
+        return self._made[asked]
 
 
 def asked_for(query: str) -> PageQuery:
     """Parse the query ``heat=ID&pool=NAME&worker=ID``. Raises HttpError for any other."""
     try:
-        found = parse_qs(query, max_num_fields=8, keep_blank_values=False)
+        fields = parse_qs(query, max_num_fields=8, keep_blank_values=False)
     except ValueError:
         raise HttpError(400, "the query has too many fields") from None
-    for name, values in found.items():
+    for name, values in fields.items():
         if name not in ("heat", "pool", "worker"):
             raise HttpError(400, f"{name[:40]!r} is not known; known: heat, pool, worker")
         if len(values[-1]) > MOST_NAME:
             raise HttpError(400, f"{name} has {len(values[-1])} characters, more than {MOST_NAME}", param=name)
-    return PageQuery(**{name: values[-1] for name, values in found.items()})
+    return PageQuery(**{name: values[-1] for name, values in fields.items()})
 
 
 def _event(name: str, value: dict[str, Any]) -> bytes:

@@ -41,15 +41,13 @@ class PageQuery(msgspec.Struct, frozen=True):
 
 def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, Any]:
     """Return the values of all panels but the heat map; `now_s` is the time in seconds since 1970."""
-    decisions = [_decision(one) for one in parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)]
-    workers = _workers(parts)
-    recent = parts.watcher.recent
-    minute = recent.over(now_s, MINUTE_S)
-    loop = _loop(parts)
-    said = verdict(workers, minute, decisions, loop["events"])
+    last = parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)
+    decisions = [_decision(decision) for decision in last]
+    workers, loop = _workers(parts), _loop(parts)
+    minute = parts.watcher.recent.over(now_s, MINUTE_S)
     return {
         "at_s": now_s,
-        "verdict": said,
+        "verdict": verdict(workers, minute, decisions, loop["events"]),
         "workers": workers[:MOST_WORKERS],
         "workers_left_out": max(0, len(workers) - MOST_WORKERS),
         "pools": [{"name": name, "router": cut(pool.spec.router, 100)} for name, pool in parts.pools.items()],
@@ -58,7 +56,7 @@ def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, A
         "decided": parts.decisions.recorded,
         "decisions": decisions,
         "minute": minute,
-        "series": recent.series(now_s),
+        "series": parts.watcher.recent.series(now_s),
         "comparison": parts.comparison,
         "loop": loop,
     }
@@ -72,48 +70,43 @@ def heat(parts: GatewayParts, worker: str | None) -> dict[str, Any]:
     known = [cut(name, 128) for name in sorted(view.loads)[:MOST_WORKERS]]
     if worker is None and known:
         worker = known[0]
-    found = view.loads.get(worker or "")
-    if found is None or not found.layers * found.experts:
+    load = view.loads.get(worker or "")
+    if load is None or not load.layers * load.experts:
         said = "No worker has" if worker is None else f"{cut(worker, 128)} has not"
         return {"worker": worker, "workers": known, "reason": f"{said} told of its experts yet."}
     return {
         "worker": worker,
         "workers": known,
-        "layers": found.layers,
-        "layers_left_out": found.layers_left_out,
-        "experts": found.experts,
-        "values": msgspec.Raw(found.values),
+        "layers": load.layers,
+        "layers_left_out": load.layers_left_out,
+        "experts": load.experts,
+        "values": msgspec.Raw(load.values),
     }
 
 
 def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
-    rows = []
-    for pool in parts.pools.values():
-        now = pool.clock()
-        for id, member in pool.members.items():
-            row = pool.keeper.members[id].row
-            rows.append(
-                {
-                    "id": cut(id, 128),
-                    "pool": pool.name,
-                    "role": member.entry.role,
-                    "running": int(pool.keeper.fleet.running[row]),
-                    "places": member.entry.places,
-                    "open": pool.keeper.members[id].open,
-                    "healthy": member.health.healthy,
-                    "checked": member.health.checks > 0,
-                    "breaker": str(member.breaker.state(now)),
-                    "experts": _rounded(float(pool.keeper.fleet.distinct[row])),
-                    "kv_events": parts.knowledge.streams[pool.name].connected(id),
-                }
-            )
-    return rows
+    return [
+        {
+            "id": cut(id, 128),
+            "pool": pool.name,
+            "role": member.entry.role,
+            "running": pool.keeper.running(id),
+            "places": member.entry.places,
+            "open": pool.keeper.members[id].open,
+            "healthy": member.health.healthy,
+            "checked": member.health.checks > 0,
+            "breaker": str(member.breaker.state(pool.clock())),
+            "experts": _rounded(float(pool.keeper.fleet.distinct[pool.row_of(member)])),
+            "kv_events": parts.knowledge.streams[pool.name].connected(id),
+        }
+        for pool in parts.pools.values()
+        for id, member in pool.members.items()
+    ]
 
 
 def _decision(one: Mapping[str, Any]) -> dict[str, Any]:
     """Return a decision with its best candidates, which include the chosen worker."""
-    scores: dict[str, float | None] = one["scores"]
-    chosen = one["worker"]
+    scores, chosen = one["scores"], one["worker"]
     order = sorted(scores, key=lambda name: (name != chosen, math.inf if scores[name] is None else scores[name]))
     kept = set(order[:MOST_CANDIDATES])
     return {
@@ -155,29 +148,32 @@ def _event(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _advice(advice: Mapping[str, Any]) -> dict[str, Any]:
-    found = _plain(advice)
-    for side in ("before", "after"):
-        told = advice.get(side)
-        found[side] = _ranks(told) if isinstance(told, Mapping) else None
-    actions = advice.get("actions")
-    found["actions"] = [_action(one) for one in actions[:MOST_ACTIONS]] if isinstance(actions, list) else []
-    found["actions_left_out"] = max(0, len(actions) - MOST_ACTIONS) if isinstance(actions, list) else 0
-    return found
+    actions = _listed(advice.get("actions"))
+    return {
+        **_plain(advice),
+        "before": _ranks(advice.get("before")),
+        "after": _ranks(advice.get("after")),
+        "actions": [_action(action) for action in actions[:MOST_ACTIONS]],
+        "actions_left_out": max(0, len(actions) - MOST_ACTIONS),
+    }
 
 
-def _ranks(told: Mapping[str, Any]) -> dict[str, Any]:
+def _ranks(side: object) -> dict[str, Any] | None:
     """Return the balance of a placement, and the microseconds of each rank in a mean layer of a step."""
-    rank_s = told.get("rank_s")
-    seconds = rank_s[:MOST_RANKS] if isinstance(rank_s, list) else []
-    return {"balance": _rounded(told.get("balance")), "rank_us": [1e6 * (_rounded(one) or 0.0) for one in seconds]}
+    if not isinstance(side, Mapping):
+        return None
+    rank_us = [1e6 * (_rounded(seconds) or 0.0) for seconds in _listed(side.get("rank_s"))[:MOST_RANKS]]
+    return {"balance": _rounded(side.get("balance")), "rank_us": rank_us}
 
 
-def _action(one: object) -> dict[str, Any]:
-    if not isinstance(one, Mapping):
-        return {"action": cut(one, MOST_TEXT)}
-    layers = one.get("layers")
-    named = [_rounded(layer) for layer in layers[:MOST_LAYERS]] if isinstance(layers, list | tuple) else []
-    return {**_plain(one), "layers": named}
+def _action(action: object) -> dict[str, Any]:
+    if not isinstance(action, Mapping):
+        return {"action": cut(action, MOST_TEXT)}
+    return {**_plain(action), "layers": [_rounded(layer) for layer in _listed(action.get("layers"))[:MOST_LAYERS]]}
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _plain(values: object) -> dict[str, Any]:
@@ -223,25 +219,20 @@ def verdict(workers: Sequence[Told], minute: Told, decisions: Sequence[Told], ev
 def _fleet(workers: Sequence[Told]) -> str:
     if not workers:
         return "The fleet has no workers: every request is refused"
-    well = sum(bool(worker["open"]) for worker in workers)
+    away = [str(worker["id"]) for worker in workers if not worker["open"]]
+    if len(away) == len(workers):
+        return f"None of {len(workers)} workers is open: requests wait or are refused"
     running = sum(int(worker["running"]) for worker in workers)
     requests = "no request" if not running else f"{running} request{'s' if running > 1 else ''}"
-    if well == len(workers):
-        named = f"All {len(workers)} workers are" if len(workers) > 1 else "The one worker is"
-    elif well:
-        away = ", ".join(str(worker["id"]) for worker in workers if not worker["open"])
-        named = f"{well} of {len(workers)} workers are open (not {_cut(away, 60)}) and"
-        return f"{named} serve {requests} now"
-    else:
-        return f"None of {len(workers)} workers is open: requests wait or are refused"
-    return f"{named} open and serve{'' if len(workers) > 1 else 's'} {requests} now"
+    if away:
+        left = len(workers) - len(away)
+        return f"{left} of {len(workers)} workers are open (not {_cut(', '.join(away), 60)}) and serve {requests} now"
+    who = "The one worker is open and serves" if len(workers) == 1 else f"All {len(workers)} workers are open and serve"
+    return f"{who} {requests} now"
 
 
 def _minute(minute: Told) -> str:
-    ended, seconds = int(minute["ended"]), float(minute["seconds"])
-    if not ended:
-        return f"; none ended in the last {seconds:g} s"
-    said = f"; {ended} ended in the last {seconds:g} s"
+    said = f"; {minute['ended'] or 'none'} ended in the last {minute['seconds']:g} s"
     if minute["failed"]:
         said += f", {minute['failed']} of them without an answer"
     medians = [
@@ -268,8 +259,7 @@ def _changed(events: Sequence[Told]) -> str:
 
 
 def _cut(value: object, most: int) -> str:
-    text = str(value).rstrip(". ")
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return cut(str(value).rstrip(". "), most)
 
 
 def _ms(value: float) -> str:
