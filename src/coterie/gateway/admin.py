@@ -49,7 +49,7 @@ class Admin:
             "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
             "reload": {"POST": self._reloaded},
             "comparison": {"GET": self._comparison, "PUT": self._set_comparison},
-            "live": {"GET": self._stream},
+            "live": {"GET": lambda *asked: self._live.stream(*asked[:2])},
         }
         ways = every.get(head)
         if ways is None or (name and head not in ("workers", "routers")):
@@ -57,8 +57,7 @@ class Admin:
         way = ways.get("GET" if method == "HEAD" else method)
         if way is None:
             allowed = ", ".join(ways)
-            message = f"{path[:200]} takes {allowed}, not {method}"
-            raise HttpError(405, message, headers=[(b"allow", allowed.encode())])
+            raise HttpError(405, f"{path[:200]} takes {allowed}, not {method}", headers=[(b"allow", allowed.encode())])
         if method not in ("GET", "HEAD", "DELETE") and head != "reload":
             kind = (request.header(b"content-type") or b"").partition(b";")[0].strip()
             if kind != b"application/json":  # CSRF: a foreign web page cannot send JSON without preflight
@@ -83,20 +82,17 @@ class Admin:
         last = asked.get("last", "100")
         if not (last.isascii() and last.isdigit() and len(last) < 9):
             raise HttpError(400, f"last={last[:20]!r} must be a number of decisions", param="last")
-        most = min(int(last), MOST_DECISIONS)
-        loop = self.parts.control
+        most, loop = min(int(last), MOST_DECISIONS), self.parts.control
         events = [] if loop is None or not most else list(loop.events)[-most:]
-        pool, worker = asked.get("pool"), asked.get("worker")
-        responder.send(200, self.parts.decisions.as_json(most, pool=pool, worker=worker, control=events))
+        decisions = self.parts.decisions.last(most, pool=asked.get("pool"), worker=asked.get("worker"))
+        recorded, kept = self.parts.decisions.recorded, len(self.parts.decisions)
+        _send(responder, {"recorded": recorded, "kept": kept, "decisions": decisions, "control": events})
 
     def _advice(self, _: HttpRequest, responder: Responder, __: str) -> None:
         """Send the last placement advice, or the reason why there is none."""
         loop = self.parts.control
-        view = None if loop is None else loop.view
-        if view is not None and view.advice is not None:
-            _send(responder, {"advice": view.advice})
-            return
-        _send(responder, {"advice": None, "reason": _no_advice(loop)})
+        advice = None if loop is None or loop.view is None else loop.view.advice
+        _send(responder, {"advice": advice} if advice is not None else {"advice": None, "reason": _no_advice(loop)})
 
     def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
         rows = [
@@ -152,9 +148,6 @@ class Admin:
         """Store the comparison of routers that the dashboard shows, until the next PUT."""
         self.parts.comparison = _read(request, Comparison)
         _send(responder, {"rows": len(self.parts.comparison.rows)})
-
-    async def _stream(self, request: HttpRequest, responder: Responder, _: str) -> None:
-        await self._live.stream(request, responder)
 
     def _keep(self, changes: SavedState) -> None:
         try:

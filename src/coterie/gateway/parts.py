@@ -24,6 +24,7 @@ from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.saved import SavedState, save_state
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
+from coterie.gateway.watching.instruments import Counter, Gauge, Read
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import BREAKER_STATES, Metrics
 from coterie.gateway.watching.spans import Spans
@@ -272,40 +273,36 @@ class GatewayParts:
 
     def _gauges(self) -> None:
         """Register the gauges: functions that read current values when metrics are collected."""
-        metrics = self.metrics
-        metrics.in_flight.read = lambda: {(): float(self.line.in_use)}
-        metrics.queue_length.read = lambda: {(): float(self.line.waiting)}
-        metrics.worker_running.read = functools.partial(
-            self._each, lambda pool, member: pool.keeper.running(member.entry.id)
-        )
-        metrics.worker_places.read = functools.partial(self._each, lambda _, member: member.entry.places)
-        metrics.worker_healthy.read = functools.partial(self._each, lambda _, member: member.health.healthy)
-        metrics.breaker_state.read = functools.partial(
-            self._each, lambda pool, member: BREAKER_STATES[member.breaker.state(pool.clock())]
-        )
-        metrics.tokenised.read = self._tokenised
-        metrics.kv_events.read = self._kv_events
-        metrics.kv_claims_believed.read = functools.partial(
-            self._each, lambda pool, member: self.knowledge.claims[pool.name].belief(pool.row_of(member))
-        )
-        self.knowledge.tokens.observe = metrics.tokenise_seconds.observe
-        metrics.distinct_experts.read = functools.partial(
-            self._each, lambda pool, member: pool.keeper.fleet.distinct[pool.row_of(member)]
-        )
-
-    def _tokenised(self) -> dict[tuple[str, ...], float]:
-        return {(outcome,): float(count) for outcome, count in self.knowledge.tokens.counters.items()}
+        metrics, knowledge = self.metrics, self.knowledge
+        reads: dict[Counter | Gauge, Read] = {
+            metrics.in_flight: lambda: self.line.in_use,
+            metrics.queue_length: lambda: self.line.waiting,
+            metrics.tokenised: lambda: {(outcome,): count for outcome, count in knowledge.tokens.counters.items()},
+            metrics.kv_events: self._kv_events,
+        }
+        by_worker: dict[Gauge, Callable[[Pool, Member], float]] = {
+            metrics.worker_running: lambda pool, member: pool.keeper.running(member.entry.id),
+            metrics.worker_places: lambda _, member: member.entry.places,
+            metrics.worker_healthy: lambda _, member: member.health.healthy,
+            metrics.breaker_state: lambda pool, member: BREAKER_STATES[member.breaker.state(pool.clock())],
+            metrics.kv_claims_believed: lambda pool, member: knowledge.claims[pool.name].belief(pool.row_of(member)),
+            metrics.distinct_experts: lambda pool, member: pool.keeper.fleet.distinct[pool.row_of(member)],
+        }
+        reads |= {gauge: functools.partial(self._each, value) for gauge, value in by_worker.items()}
+        for metric, read in reads.items():
+            metric.read = read
+        knowledge.tokens.observe = metrics.tokenise_seconds.observe
 
     def _kv_events(self) -> dict[tuple[str, ...], float]:
         streams = self.knowledge.streams.values()
         return {
-            ("applied",): float(sum(stream.counters["messages"] for stream in streams)),
-            ("replayed",): float(sum(stream.directory.counters.replayed for stream in streams)),
-            ("gap",): float(sum(stream.directory.counters.gaps for stream in streams)),
-            ("malformed",): float(
-                sum(stream.counters["malformed"] + stream.directory.counters.undecodable for stream in streams)
+            ("applied",): sum(stream.counters["messages"] for stream in streams),
+            ("replayed",): sum(stream.directory.counters.replayed for stream in streams),
+            ("gap",): sum(stream.directory.counters.gaps for stream in streams),
+            ("malformed",): sum(
+                stream.counters["malformed"] + stream.directory.counters.undecodable for stream in streams
             ),
-            ("refused",): float(sum(stream.directory.counters.refused for stream in streams)),
+            ("refused",): sum(stream.directory.counters.refused for stream in streams),
         }
 
     def _each(self, value: Callable[[Pool, Member], float]) -> dict[tuple[str, ...], float]:

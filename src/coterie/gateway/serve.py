@@ -23,8 +23,9 @@ from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
+from coterie.gateway.watching.instruments import Counter, Gauge, Read
 from coterie.gateway.watching.logs import Log
-from coterie.net.access import FleetAccess
+from coterie.net.access import Address, FleetAccess
 from coterie.net.http1.server import HttpServer, most_connections
 from coterie.net.processes import bind
 
@@ -53,8 +54,7 @@ def run_gateway(
     config: GatewayConfig, path: Path | None, ready: Ready, log: Log | None = None, access: FleetAccess | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT. `path` is the config file, which a reload reads again."""
-    host, port = config.address
-    listener = bind(host, port)
+    listener = bind(*config.address)
     _allow_files(most_connections(config.limits.connections) + config.limits.in_flight)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config, path, listener, ready, log, access))
@@ -116,10 +116,10 @@ def _saved(config: GatewayConfig) -> tuple[SavedState, str | None]:
         return SavedState(), problem
     try:
         check_config(state.over(config))
+        return state, None
     except InputError as error:
         kept = set_aside(Path(config.state))
         return SavedState(), f"{config.state}: does not fit the config: {error}; it was kept as {kept}"
-    return state, None
 
 
 class RunningGateway:
@@ -146,8 +146,7 @@ class RunningGateway:
         self._reloading = asyncio.Lock()
 
     async def start(self, listener: socket.socket) -> None:
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://{Address(*listener.getsockname()[:2])}"
         await self.parts.start()
         await asyncio.to_thread(self.parts.knowledge.warm_up)
         self._gauges()
@@ -242,11 +241,15 @@ class RunningGateway:
 
     def _gauges(self) -> None:
         metrics, counters = self.parts.metrics, self.server.counters
-        metrics.tasks.read = lambda: {(): float(len(asyncio.all_tasks()))}
-        metrics.connections.read = lambda: {(): float(len(self.server.connections))}
-        metrics.connections_accepted.read = lambda: {(): float(counters.accepted)}
-        metrics.connections_refused.read = lambda: {(): float(counters.refused)}
-        metrics.connection_timeouts.read = lambda: {(kind,): float(n) for kind, n in counters.timeouts.items()}
-        metrics.errors.read = lambda: {("handler",): float(counters.errors)}
-        metrics.malformed.read = lambda: {(): float(counters.malformed)}
-        metrics.disconnects.read = lambda: {(): float(counters.disconnects)}
+        reads: dict[Counter | Gauge, Read] = {
+            metrics.tasks: lambda: len(asyncio.all_tasks()),
+            metrics.connections: lambda: len(self.server.connections),
+            metrics.connections_accepted: lambda: counters.accepted,
+            metrics.connections_refused: lambda: counters.refused,
+            metrics.connection_timeouts: lambda: {(kind,): count for kind, count in counters.timeouts.items()},
+            metrics.errors: lambda: {("handler",): counters.errors},
+            metrics.malformed: lambda: counters.malformed,
+            metrics.disconnects: lambda: counters.disconnects,
+        }
+        for metric, read in reads.items():
+            metric.read = read

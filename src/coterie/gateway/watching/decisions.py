@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -103,26 +102,9 @@ class Decisions:
         )
         return [_plain(record) for record in islice(wanted, max(0, most))]
 
-    def as_json(
-        self,
-        most: int = 100,
-        *,
-        pool: str | None = None,
-        worker: str | None = None,
-        control: Sequence[Mapping[str, Any]] = (),
-    ) -> bytes:
-        """Return the last decisions as JSON. A thousand decisions among eight workers block the event loop for 10 ms.
-
-        `control` are decisions of the control loop, which are appended.
-        """
-        decisions = self.last(most, pool=pool, worker=worker)
-        told = {"recorded": self.recorded, "kept": len(self), "decisions": decisions, "control": control}
-        return msgspec.json.encode(told)
-
 
 def _plain(record: _Record) -> dict[str, Any]:
-    scores = _numbers(record.decision.scores) or []
-    cached = _numbers(record.cached)
+    scores, cached = _numbers(record.decision.scores) or [], _numbers(record.cached)
     named = [(row, id) for row, id in enumerate(record.ids) if id is not None]
     chosen = next((row for row, id in named if id == record.worker), None)
     return {
@@ -150,10 +132,10 @@ def _plain(record: _Record) -> dict[str, Any]:
 def _numbers(values: Any) -> list[Any] | None:
     """Return an array [row] as a list; None if it is missing or a plugin returned anything else."""
     try:
-        found = None if values is None else np.asarray(values)
+        rows = np.asarray(values)
     except ValueError:  # rows of different lengths
         return None
-    return None if found is None or found.ndim != 1 or found.dtype.kind not in "iuf" else found.tolist()
+    return rows.tolist() if rows.ndim == 1 and rows.dtype.kind in "iuf" else None
 
 
 def _finite(score: float) -> float | None:

@@ -23,8 +23,9 @@ MAX_SERIES = 2048
 
 Values = Mapping[tuple[str, ...], float]
 """Label values → value. A metric without labels has one value, at the empty tuple."""
-Read = Callable[[], Values | Mapping[tuple[()], float] | Mapping[tuple[str], float] | Mapping[tuple[str, str], float]]
-"""Function that returns the values. Mapping's key type is invariant, so each number of labels is listed."""
+Read = Callable[[], float | Values | Mapping[tuple[()], float] | Mapping[tuple[str], float]]
+"""Function that returns the value of a metric without labels, or all values. Mapping's key type is invariant, so each
+number of labels is listed."""
 
 
 class Labels:
@@ -75,7 +76,8 @@ class _Number:
         if self.read is None:
             return self._values
         values: dict[tuple[str, ...], float] = dict.fromkeys(self.labels.known, 0.0)
-        for key, value in self.read().items():
+        read = self.read()
+        for key, value in (read if isinstance(read, Mapping) else {(): read}).items():
             series = self.labels.bounded(key, len(values))
             values[series] = values.get(series, 0.0) + value
         return values
