@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import extract_tb
-from typing import Protocol, cast
+from typing import cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
@@ -48,22 +50,31 @@ CheckHead = Callable[[HttpRequest], int | None]
 """Check of a request's head before its body is read: raises HttpError to refuse, may return a body limit in bytes."""
 
 
-class Host(Protocol):
-    """The part of the server that a connection uses."""
+@dataclass(eq=False)
+class Host(ABC):
+    """The part of a server that its connections use."""
 
     handler: Handler
-    limits: Limits
-    check_head: CheckHead | None
-    clock: Callable[[], float]
-    seconds: dict[str, float]
-    counters: ServerCounters
-    draining: bool
-    connections: set[Connection]
-    lingering: set[Connection]
+    limits: Limits = Limits()  # noqa: RUF009 (frozen)
+    check_head: CheckHead | None = None
+    clock: Callable[[], float] = time.monotonic
+    counters: ServerCounters = field(default_factory=ServerCounters)
+    draining: bool = False
+    connections: set[Connection] = field(default_factory=set)
+    lingering: set[Connection] = field(default_factory=set)
+    """Refused connections that may still read their answer: at most `LINGERING`, for `LINGER_S` each."""
 
-    def admit(self, connection: Connection) -> str | None: ...
-    def forget(self, connection: Connection) -> None: ...
-    def outlive(self, task: asyncio.Task[None]) -> None: ...
+    @abstractmethod
+    def admit(self, connection: Connection) -> str | None:
+        """Count a new connection; return the reason if it is refused, else None."""
+
+    @abstractmethod
+    def forget(self, connection: Connection) -> None:
+        """Stop counting a connection that has ended."""
+
+    @abstractmethod
+    def outlive(self, task: asyncio.Task[None]) -> None:
+        """Keep track of a handler that may run on after its answer or its connection has ended."""
 
 
 @dataclass(slots=True)
@@ -82,6 +93,8 @@ class Connection(asyncio.Protocol):
         self.server = server
         self.loop = loop
         self.limits = server.limits
+        self.seconds = {"head": self.limits.head_s, "body": self.limits.body_s, "idle": self.limits.idle_s}
+        """Seconds that each phase of reading may take."""
         self.peer = ""
         self.transport: asyncio.Transport
         self.parser: HttpRequestParser | None = HttpRequestParser(self)
@@ -182,7 +195,7 @@ class Connection(asyncio.Protocol):
 
     def _await(self, kind: str) -> None:
         self.deadline_kind = kind
-        self.deadline = self.server.clock() + self.server.seconds[kind]
+        self.deadline = self.server.clock() + self.seconds[kind]
         if kind == "body" and self.continue_owed:
             self.continue_owed = False
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -83,22 +83,20 @@ class ServerCounters:
     """Handlers that raised an exception other than HttpError."""
 
 
+@dataclass(slots=True, eq=False)
 class HttpRequest:
     """One request, with its whole body (empty while its head is checked)."""
 
-    __slots__ = ("body", "context", "headers", "method", "path", "peer", "query")
-
-    def __init__(self, method: str, path: str, query: str, headers: Headers, body: bytes, peer: str) -> None:
-        self.method = method
-        self.path = path
-        """Path as sent, without the query and not percent-decoded."""
-        self.query = query
-        self.headers = headers
-        self.body = body
-        self.peer = peer
-        """IP address of the client."""
-        self.context: Any = None
-        """Value that the check of the head passes to the handler."""
+    method: str
+    path: str
+    """Path as sent, without the query and not percent-decoded."""
+    query: str
+    headers: Headers
+    body: bytes
+    peer: str
+    """IP address of the client."""
+    context: Any = None
+    """Value that the check of the head passes to the handler."""
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of a header, given its name in lower case."""
@@ -144,12 +142,9 @@ def _error_type(status: int) -> str:
 
 
 def status_line(status: int) -> bytes:
-    line = _STATUS_LINES.get(status)
-    if line is None:
-        if not 200 <= status <= 599:
-            raise ConfigError(f"status={status} of an answer must be in 200 … 599")
-        line = b"HTTP/1.1 %d \r\n" % status
-    return line
+    if not 200 <= status <= 599:
+        raise ConfigError(f"status={status} of an answer must be in 200 … 599")
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 _STATUS_LINES = {

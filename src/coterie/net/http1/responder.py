@@ -12,11 +12,20 @@ class Line(Protocol):
     """The part of the connection that an answer uses."""
 
     @property
-    def draining(self) -> bool: ...
-    def push(self, data: bytes) -> None: ...
-    def finish(self, last: bytes, keep_alive: bool) -> None: ...
-    async def drain(self) -> None: ...
-    def cut(self) -> None: ...
+    def draining(self) -> bool:
+        """Whether the server shuts down, so that the connection ends after this answer."""
+
+    def push(self, data: bytes) -> None:
+        """Write a piece of the answer."""
+
+    def finish(self, last: bytes, keep_alive: bool) -> None:
+        """Write the end of the answer; begin the next request or end the connection."""
+
+    async def drain(self) -> None:
+        """Wait while the client's buffer is full."""
+
+    def cut(self) -> None:
+        """Close the connection at once."""
 
 
 class Responder:

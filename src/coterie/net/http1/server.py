@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import attrgetter
 
-from coterie.net.http1.connection import LINGER_S, CheckHead, Connection
-from coterie.net.http1.messages import Limits, ServerCounters
+from coterie.net.http1.connection import LINGER_S, CheckHead, Connection, Host
+from coterie.net.http1.messages import ServerCounters
 from coterie.net.http1.responder import Handler, Responder
 
 FLUSH_S = 0.01
@@ -32,34 +31,18 @@ def most_connections(connections: int) -> int:
     return connections + max(1, connections // RESERVE)
 
 
-class HttpServer:
+@dataclass(eq=False)
+class HttpServer(Host):
     """Accepts connections from a listening socket and hands each request to a handler."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
-        check_head: CheckHead | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.handler = handler
-        self.limits = limits
-        self.check_head = check_head
-        self.clock = clock
-        self.seconds = {"head": limits.head_s, "body": limits.body_s, "idle": limits.idle_s}
-        """Seconds that each phase of reading may take."""
-        self.counters = ServerCounters()
-        self.draining = False
-        self.connections: set[Connection] = set()
-        self.lingering: set[Connection] = set()
-        """Refused connections that may still read their answer: at most `LINGERING`, for `LINGER_S` each."""
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Handlers that still run after their answer ended or their client left."""
-        self.peers: Counter[str] = Counter()
-        self._server: asyncio.Server | None = None
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._drain: asyncio.Timeout | None = None
-        self._emptied: asyncio.Event = asyncio.Event()
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Handlers that still run after their answer ended or their client left."""
+    peers: Counter[str] = field(default_factory=Counter)
+    """IP address → number of connections from it."""
+    _server: asyncio.Server | None = None
+    _sweeper: asyncio.TimerHandle | None = None
+    _drain: asyncio.Timeout | None = None
+    _emptied: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self, listener: socket.socket) -> None:
         """Start accepting connections. The server takes over the socket and closes it."""
@@ -69,11 +52,8 @@ class HttpServer:
         self._schedule(loop, max(0.01, shortest / 4))
 
     def _schedule(self, loop: asyncio.AbstractEventLoop, period_s: float) -> None:
-        def again() -> None:
-            self.sweep()
-            self._sweeper = loop.call_later(period_s, again)
-
-        self._sweeper = loop.call_later(period_s, again)
+        self._sweeper = loop.call_later(period_s, self._schedule, loop, period_s)
+        self.sweep()
 
     def sweep(self) -> None:
         """Time out the connections that have passed a deadline."""
@@ -137,7 +117,6 @@ class HttpServer:
             await asyncio.wait(self.tasks)
 
     def admit(self, connection: Connection) -> str | None:
-        """Count a new connection; return the reason if it is refused, else None."""
         limits = self.limits
         if limits.connections_per_peer and self.peers[connection.peer] >= limits.connections_per_peer:
             return "too many connections from this address"
@@ -174,6 +153,5 @@ class HttpServer:
             self._emptied.set()
 
     def outlive(self, task: asyncio.Task[None]) -> None:
-        """Keep track of a handler that may run on after its answer or its connection has ended."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

@@ -12,7 +12,7 @@ import math
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -36,21 +36,20 @@ class UpstreamError(CoterieError):
         """Whether the head of an answer had arrived."""
 
 
+@dataclass(slots=True, eq=False)
 class Answer:
     """An answer whose head has arrived. Read the body, iterate over its pieces, or close it."""
 
-    __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "begun", "complete", "headers", "status")
-
-    def __init__(self, connection: _Connection, status: int, headers: Headers) -> None:
-        self._connection = connection
-        self._pieces: list[bytes] = []
-        self._buffered = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: UpstreamError | None = None
-        self.status = status
-        self.headers = headers
-        self.complete = False
-        self.begun = False  # a piece of the body has arrived
+    _connection: _Connection
+    status: int
+    headers: Headers
+    complete: bool = False
+    begun: bool = False
+    """Whether a piece of the body has arrived."""
+    _pieces: list[bytes] = field(default_factory=list)
+    _buffered: int = 0
+    _waiter: asyncio.Future[None] | None = None
+    _error: UpstreamError | None = None
 
     async def read(self, limit: int | None = None) -> bytes:
         """Return the rest of the body; raise UpstreamError if it exceeds `limit` bytes (default: `body_bytes`)."""
@@ -98,7 +97,7 @@ class Answer:
         """Abandon the answer; if it is incomplete, its connection is closed."""
         if not self.complete and self._error is None:
             self._error = UpstreamError("reset", "the answer was closed", answered=True)
-            self._connection.drop()
+            self._connection.transport.abort()
 
     def add(self, piece: bytes) -> bool:
         """Buffer a piece of the body; return whether reading must pause."""
@@ -120,8 +119,6 @@ class Answer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-
-__all__ = ["Answer", "Kind", "Upstream", "UpstreamError", "UpstreamLimits"]
 
 SWEEP_S = 0.25
 MOST_FIRST_LINES = 16
@@ -220,8 +217,8 @@ class Upstream:
 
     def _first(self, method: str, target: str) -> bytes:
         """Return the request line and the Host line, cached for the first `MOST_FIRST_LINES` targets."""
-        target_of = self._base, check_target(target.encode())
-        lines = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (check_target(method.encode()), *target_of, self.host)
+        named, path = check_target(method.encode()), check_target(target.encode())
+        lines = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (named, self._base, path, self.host)
         if len(self._first_lines) < MOST_FIRST_LINES:
             self._first_lines[method, target] = lines
         return lines
@@ -232,7 +229,7 @@ class Upstream:
             connection = self._idle.pop()
             if connection.since > oldest and not connection.transport.is_closing():
                 return connection
-            connection.drop()
+            connection.transport.abort()
         return None
 
     async def _connect(self) -> _Connection:
@@ -244,22 +241,17 @@ class Upstream:
             async with asyncio.timeout(self.limits.connect_s):
                 _, connection = await loop.create_connection(lambda: _Connection(self, loop), host, port, ssl=self._ssl)
         except TimeoutError:
-            message = f"{self.url}: no connection within {self.limits.connect_s} s"
-            raise UpstreamError("connect", message) from None
+            raise UpstreamError("connect", f"{self.url}: no connection within {self.limits.connect_s} s") from None
         except (OSError, ValueError) as error:  # a bad host name is a ValueError
             raise UpstreamError("connect", f"{self.url}: no connection: {error}") from None
-        self._watch(connection)
+        if connection.parser is not None:  # else the connection is lost already
+            # Not in connection_made: if connecting is cancelled after it, uvloop closes without connection_lost.
+            self.connections.add(connection)
+            if self._closed:  # closed while connecting
+                connection.transport.abort()
+            elif self._sweeper is None:
+                self._sweeper = loop.call_later(SWEEP_S, self._sweep_again, loop)
         return connection
-
-    def _watch(self, connection: _Connection) -> None:
-        # Not in connection_made: if connecting is cancelled after it, uvloop closes without connection_lost.
-        if connection.parser is None:
-            return  # the connection is lost already
-        self.connections.add(connection)
-        if self._closed:  # closed while connecting
-            connection.drop()
-        elif self._sweeper is None:
-            self._sweeper = connection.loop.call_later(SWEEP_S, self._sweep_again, connection.loop)
 
     def give_back(self, connection: _Connection) -> None:
         """Return a connection whose answer is complete to the pool; close it if the pool is full or no longer used."""
@@ -267,7 +259,7 @@ class Upstream:
             connection.since = self.clock()
             self._idle.append(connection)
         else:
-            connection.drop()
+            connection.transport.abort()
 
     def _sweep_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self.sweep()
@@ -278,7 +270,7 @@ class Upstream:
         now = self.clock()
         oldest = now - self.limits.keep_s
         while self._idle and self._idle[0].since <= oldest:  # the list is oldest first
-            self._idle.pop(0).drop()
+            self._idle.pop(0).transport.abort()
         for connection in [connection for connection in self.connections if now >= connection.deadline]:
             connection.time_out()
 
@@ -292,13 +284,13 @@ class Upstream:
         """Close unused connections, now and from now on; answers in progress continue to their end."""
         self._retired = True
         while self._idle:
-            self._idle.pop().drop()
+            self._idle.pop().transport.abort()
 
     async def close(self) -> None:
         """Close all connections; incomplete answers fail."""
         self._closed = True
         for connection in list(self.connections):
-            connection.drop()
+            connection.transport.abort()
         self._idle.clear()
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -338,20 +330,16 @@ class _Connection(asyncio.Protocol):
         self.heard = False
         self.quiet_bytes = 0
         self.deadline = self.upstream.clock() + head_s
-        waiter: asyncio.Future[Answer] = self.loop.create_future()
-        self.waiter = waiter
+        self.waiter = waiter = self.loop.create_future()
         self.transport.write(message)
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter.cancelled() or waiter.exception() is not None:
-                self.drop()
+                self.transport.abort()
             else:  # the head arrived just now; if the answer is complete, its connection is back in the pool
                 waiter.result().close()
             raise
-
-    def drop(self) -> None:
-        self.transport.abort()
 
     def resume(self) -> None:
         if not self.transport.is_closing():
@@ -359,13 +347,10 @@ class _Connection(asyncio.Protocol):
             self.deadline = self.upstream.clock() + self.upstream.limits.idle_s
 
     def time_out(self) -> None:
-        limits = self.upstream.limits
-        what = (
-            f"no further piece within {limits.idle_s} s"
-            if self.answer is not None and self.answer.begun
-            else "no answer in time"
+        begun = self.answer is not None and self.answer.begun
+        self.fail(
+            "timeout", f"no further piece within {self.upstream.limits.idle_s} s" if begun else "no answer in time"
         )
-        self.fail("timeout", what)
 
     def fail(self, kind: Kind, what: str) -> None:
         """Fail the current request with an error and close the connection."""
