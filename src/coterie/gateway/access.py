@@ -49,8 +49,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def as_yaml(self) -> str:
         """Return the line to add to a keys file."""
-        fields = yaml.safe_dump(msgspec.to_builtins(self), default_flow_style=True, sort_keys=False, width=10_000)
-        return f"- {fields}"
+        return "- " + yaml.safe_dump(msgspec.to_builtins(self), default_flow_style=True, sort_keys=False, width=10_000)
 
 
 class NewKey(NamedTuple):

@@ -95,7 +95,7 @@ class Admin:
         _send(responder, {"advice": advice} if advice is not None else {"advice": None, "reason": _no_advice(loop)})
 
     def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        rows = [
+        workers = [
             {
                 **msgspec.to_builtins(member.entry),
                 "pool": pool.name,
@@ -108,7 +108,7 @@ class Admin:
             for pool in self.parts.pools.values()
             for id, member in pool.members.items()
         ]
-        _send(responder, {"workers": rows, "last_errors": self.parts.knowledge.last_errors()})
+        _send(responder, {"workers": workers, "last_errors": self.parts.knowledge.last_errors()})
 
     def _add(self, request: HttpRequest, responder: Responder, _: str) -> None:
         entry = _read(request, WorkerEntry)

@@ -26,7 +26,6 @@ from coterie.costs.movement import Movement
 from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.net.access import is_loopback
 from coterie.net.http1.upstream import parse_origin
 
 DEFAULTS = ControlSettings()
@@ -279,10 +278,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"listen={self.listen!r} must be HOST:PORT, with a port in 0 … 65535")
         return host.strip("[]") or "127.0.0.1", int(port)
-
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.address[0])
 
 
 def check_ids(workers: Sequence[WorkerEntry]) -> None:

@@ -190,10 +190,9 @@ class Gateway:
             if not parts.line.take_at_once():
                 waited_s = await parts.line.take(limits.queue_s)
             placed = True
-            if call.path == EMBEDDINGS:
-                outcome = await parts.plain.serve(call, responder, NOTHING)
-            else:
-                outcome = await parts.flow.serve(call, responder, await parts.knowledge.describe(call))
+            embeds = call.path == EMBEDDINGS
+            known = NOTHING if embeds else await parts.knowledge.describe(call)
+            outcome = await (parts.plain if embeds else parts.flow).serve(call, responder, known)
         except Refused as refused:
             outcome = Outcome(refused.status, problem=str(refused))
             self.watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
@@ -301,7 +300,7 @@ def _is_foreign(request: HttpRequest) -> bool:
 def check_access(config: GatewayConfig) -> Keys | None:
     """Load the keys of a config. Raises ConfigError if other machines could reach the gateway without a key."""
     keys = None if config.keys is None else Keys.load(config.keys)
-    if keys is None and not config.loopback:
+    if keys is None and not is_loopback(config.address[0]):
         raise ConfigError(
             f"listen={config.listen} can be reached from other machines: set keys to a file of API keys "
             "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1"

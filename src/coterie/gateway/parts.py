@@ -133,8 +133,9 @@ class GatewayParts:
             member = Member(entry, self.config, self.access.key, pool.rng, pool.clock())
             pool.add(member, held)
             self.knowledge.join(pool.name, pool.row_of(member), entry)
-            check = self._watch_health(pool, member)
-            self._checks[pool.name, entry.id] = asyncio.create_task(check, name=f"health of {entry.id}")
+            self._checks[pool.name, entry.id] = asyncio.create_task(
+                self._watch_health(pool, member), name=f"health of {entry.id}"
+            )
             self.log.worker(entry.id, pool.name, "joined")
         self._refresh_control()
 
@@ -259,8 +260,7 @@ class GatewayParts:
     async def _learn_context(self, pool: Pool, member: Member) -> bool:
         """Ask a worker for its context length, which bounds request bodies; return whether it answered."""
         try:
-            answer = await member.ask("GET", "/v1/models", MODELS_S)
-            models = msgspec.json.decode(answer.body, type=_Models)
+            models = msgspec.json.decode((await member.ask("GET", "/v1/models", MODELS_S)).body, type=_Models)
         except (UpstreamError, msgspec.DecodeError, RecursionError, ValueError):
             return False
         for card in models.data:

@@ -34,10 +34,11 @@ def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> Plac
     model = replace(step_model(get_model(name), asked.device, spec.dtype), topology=topology)
     objective = Objective.of(model, asked.step_tokens, asked.movement, horizon=asked.horizon)
     slots = asked.slots_per_rank if asked.slots_per_rank is not None else -(-shape.num_experts // asked.ranks)
-    if asked.placement is not None:
-        placement = read_map(asked.placement, model=name, num_ranks=asked.ranks).placement
-    else:
-        placement = Placement.linear(shape.num_layers, shape.num_experts, asked.ranks, slots * asked.ranks)
+    placement = (
+        Placement.linear(shape.num_layers, shape.num_experts, asked.ranks, slots * asked.ranks)
+        if asked.placement is None
+        else read_map(asked.placement, model=name, num_ranks=asked.ranks).placement
+    )
     settings = AdviceSettings(window_s=asked.window_s, min_steps=asked.min_steps, cooldown_s=asked.cooldown_s)
     return PlacementAdvisor(shape, topology, objective, placement, settings)
 
@@ -72,10 +73,9 @@ class Applier:
 
     def shown(self, loop: ControlLoop, epoch_s: float) -> dict[str, Any] | None:
         """Return the current advice as plain values, or the last one applied if the current one has no plan."""
-        advice, done = loop.advice, self.applied
-        if done is not None and (advice is None or advice.plan is None):
-            return _plain(done, epoch_s, applied=True)
-        return None if advice is None else _plain(advice, epoch_s, applied=False)
+        applied = self.applied is not None and (loop.advice is None or loop.advice.plan is None)
+        advice = self.applied if applied else loop.advice
+        return None if advice is None else _plain(advice, epoch_s, applied)
 
 
 def _plain(advice: Advice, epoch_s: float, applied: bool) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _plain(advice: Advice, epoch_s: float, applied: bool) -> dict[str, Any]:
         "moved_bytes": advice.moved_bytes,
         "movement_s": advice.movement_s,
         "planning_s": advice.planning_s,
-        "actions": [asdict(one) for one in advice.actions[:SHOWN_ACTIONS]],
+        "actions": [asdict(action) for action in advice.actions[:SHOWN_ACTIONS]],
         "applied": applied,
         "before": _ranks(advice.rank_s_before),
         "after": _ranks(advice.rank_s_after),
@@ -100,6 +100,5 @@ def _plain(advice: Advice, epoch_s: float, applied: bool) -> dict[str, Any]:
 
 def _ranks(rank_s: tuple[float, ...]) -> dict[str, Any] | None:
     """Return the balance and the seconds of each rank in a mean layer; None if there is no plan."""
-    if not rank_s or not max(rank_s):
-        return None
-    return {"balance": float(np.mean(rank_s) / max(rank_s)), "rank_s": list(rank_s)}
+    most = max(rank_s, default=0.0)
+    return {"balance": float(np.mean(rank_s) / most), "rank_s": list(rank_s)} if most else None

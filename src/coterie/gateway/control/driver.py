@@ -209,8 +209,12 @@ class Driver:
         )
 
     def _event(self, event: ControlEvent) -> dict[str, Any]:
-        values = {name: _plain(value) for name, value in event.values.items()}
-        return {"at_s": event.at_s + self._epoch_s, "kind": event.kind, "reason": event.reason, "values": values}
+        return {
+            "at_s": event.at_s + self._epoch_s,
+            "kind": event.kind,
+            "reason": event.reason,
+            "values": {name: _plain(value) for name, value in event.values.items()},
+        }
 
 
 class RecentLoads:

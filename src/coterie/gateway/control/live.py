@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,7 +36,7 @@ from coterie.gateway.fleet.spec import RouterSpec, check_spec
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Metrics
 from coterie.net.access import FleetAccess
-from coterie.net.processes import leave_to_cleaner, take_from_cleaner
+from coterie.net.processes import temporary_folder
 from coterie.routing import RouterFit, routers
 
 EVENTS = 512
@@ -84,11 +82,12 @@ class LiveControl:
         """Reason why the loop does not run; None while it runs."""
         self._pool, self._workers, self._access = pool, workers, access
         self._metrics, self._log = metrics, log
-        self._temporary = section.folder is None
-        self.folder = Path(tempfile.mkdtemp(prefix="coterie-control-") if section.folder is None else section.folder)
+        self._stack = contextlib.ExitStack()
+        folder = self._stack.enter_context(
+            temporary_folder("coterie-control-") if section.folder is None else contextlib.nullcontext(section.folder)
+        )
+        self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._temporary:
-            leave_to_cleaner(self.folder)
         self._configured: str | None = pool.spec.fit
         """Path of the router's configured fit, which a fit of the loop may have replaced."""
         self._own: set[str] = set()
@@ -133,9 +132,7 @@ class LiveControl:
         if self._task is not None:
             await self._task
         await asyncio.gather(*self._swaps, return_exceptions=True)
-        if self._temporary:
-            await asyncio.to_thread(shutil.rmtree, self.folder, True)
-            take_from_cleaner(self.folder)
+        await asyncio.to_thread(self._stack.close)
 
     def refresh(self, section: ControlSection) -> None:
         """Apply changes of workers, router and settings; a changed router or setting restarts the loop."""
@@ -236,8 +233,7 @@ class LiveControl:
         metrics, self.problem = self._metrics, None
         for name, count in told.counters.items():
             source, _, reason = name.partition(".")
-            counter = metrics.control_ignored if source == "ignored" else metrics.control_stream
-            counter.inc(reason, by=count)
+            (metrics.control_ignored if source == "ignored" else metrics.control_stream).inc(reason, by=count)
         for event in told.events:
             self._happened(event)
         if told.fit_s is not None:

@@ -165,8 +165,7 @@ class Matcher:
 
     def _drop(self, name: str) -> None:
         """Drop a half: count a prompt half as `no_decode` (harmless), a decode half as `unmatched` (lost data)."""
-        half = self.halves.pop(name)
-        self.counters["no_decode" if half.decode is None else "unmatched"] += 1
+        self.counters["no_decode" if self.halves.pop(name).decode is None else "unmatched"] += 1
 
     def _is_new(self, name: str, worker: str, event: RequestExperts) -> bool:
         """Whether this event is new from this worker. Compares contents too, as clients may reuse request names."""

@@ -82,9 +82,8 @@ class Tries:
             return False
         if not self._leave_out(worker_id):
             return True
-        if kind == "timeout" and worker_id not in self.tried:  # the only worker, and it timed out
-            return False
-        return kind in PASSING and now < self._since + self._health.retry_s
+        only_one_timed_out = kind == "timeout" and worker_id not in self.tried
+        return kind in PASSING and not only_one_timed_out and now < self._since + self._health.retry_s
 
     def _leave_out(self, worker_id: str) -> bool:
         """Exclude the worker and all unhealthy ones; return whether all have been tried, so that a new round begins."""
@@ -248,9 +247,8 @@ class Flow(ABC):
 
     def pass_on(self, answer: Answer, call: Call, sink: Responder) -> Awaitable[Relayed]:
         own = (REQUEST_ID, call.id.encode())
-        if is_event_stream(answer.headers):
-            return pass_stream(answer, sink, own)
-        return pass_whole(answer, sink, own, self.limits.answer_bytes)
+        stream = is_event_stream(answer.headers)
+        return pass_stream(answer, sink, own) if stream else pass_whole(answer, sink, own, self.limits.answer_bytes)
 
     async def back_off(self, failures: int) -> None:
         """Wait before the next try of a request with this many failures: exponential backoff with jitter."""

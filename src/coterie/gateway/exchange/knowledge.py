@@ -84,9 +84,8 @@ class Knowledge:
         """
         if entry.secure_events and self._secret is None:
             raise ConfigError(f"worker {entry.id!r}: secure_events=true needs the fleet's secret in {SECRET_VARIABLE}")
-        if self._placement is None or entry.placement_rank is None:
-            return None
-        return mask_of(self._placement, entry.placement_rank)
+        rank = entry.placement_rank
+        return None if self._placement is None or rank is None else mask_of(self._placement, rank)
 
     def join(self, pool: str, row: int, entry: WorkerEntry) -> None:
         if entry.kv_events is None:
@@ -128,8 +127,7 @@ class Knowledge:
         if ids is None:
             text = keys_of_text(call.prompt, call.prompt_bytes, salt)
             return KnownPrompt(None, text.tokens, salt, text)
-        by_ids = keys_of_ids(ids, salt) if any(self._guessed.values()) else None
-        return KnownPrompt(ids, len(ids), salt, by_ids)
+        return KnownPrompt(ids, len(ids), salt, keys_of_ids(ids, salt) if any(self._guessed.values()) else None)
 
     def wanted(
         self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None

@@ -50,9 +50,8 @@ class Watcher:
         """Key of a retried request → its failures so far; removed when the request ends."""
 
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None:
-        cached, tokens = wanted.cached_tokens, wanted.prompt_tokens
-        beliefs = self.beliefs(pool.name)
-        self._made.append((call.id, pool.name, choice, pool.ids, cached, beliefs, tokens, seconds, source, time.time()))
+        known = wanted.cached_tokens, self.beliefs(pool.name), wanted.prompt_tokens
+        self._made.append((call.id, pool.name, choice, pool.ids, *known, seconds, source, time.time()))
         if self.sent is not None:
             self.sent(call.name, choice.worker_id)
         if len(self._made) >= MOST_WAITING:
@@ -134,8 +133,7 @@ class Watcher:
         if problem is not None:
             self.metrics.footprints.inc("damaged")
         elif footprint is not None:
-            touched = (footprint.counts > 0).sum() / len(footprint.counts)
-            self.metrics.predicted_experts.observe(float(touched))
+            self.metrics.predicted_experts.observe(float((footprint.counts > 0).sum() / len(footprint.counts)))
 
     def ended(self, call: Call, result: Outcome, seconds: float, waited_s: float | None = None) -> None:
         """Record that a request ended after `seconds`; it waited `waited_s` in line, None if it was never admitted."""

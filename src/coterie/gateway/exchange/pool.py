@@ -205,5 +205,5 @@ class Pool:
                 for other in self.members.values():
                     if other.is_unhealthy:
                         self.move_on(other)
-        changes = [other.breaker.changes_at for other in self.members.values()]
+        changes = (other.breaker.changes_at for other in self.members.values())
         self._due = min((at for at in changes if at is not None), default=math.inf)

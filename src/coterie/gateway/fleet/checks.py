@@ -40,11 +40,10 @@ class Fallback(NamedTuple):
 
 def fallback_of(error: Exception) -> Fallback:
     """Return the fallback for an error. The text of foreign exceptions is omitted: it may quote the request."""
-    name = type(error).__name__
     if isinstance(error, BadRequestError):
         return Fallback(error.reason, str(error))
-    text = f"{name}: {error}" if isinstance(error, CoterieError) else name
-    return Fallback("router_error", f"the router failed with {text}")
+    text = f": {error}" if isinstance(error, CoterieError) else ""
+    return Fallback("router_error", f"the router failed with {type(error).__name__}{text}")
 
 
 def tokens_of(wanted: Request) -> int:

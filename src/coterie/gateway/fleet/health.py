@@ -51,8 +51,9 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Mean wait before the first retry; it doubles with each retry, at most five times, and has random jitter."""
 
     def __post_init__(self) -> None:
-        seconds = {name: getattr(self, name) for name in ("every_s", "timeout_s", "window_s", "open_s", "retry_s")}
-        check_positive(**seconds)
+        check_positive(
+            **{name: getattr(self, name) for name in ("every_s", "timeout_s", "window_s", "open_s", "retry_s")}
+        )
         check_at_least(
             1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after, failures=self.failures
         )
@@ -155,23 +156,19 @@ class Breaker:
         self._probe_until = 0.0
 
     def state(self, now: float) -> BreakerState:
-        if self._state is BreakerState.OPEN and now >= self._until:
-            return BreakerState.HALF_OPEN
-        return self._state
+        cooled_down = self._state is BreakerState.OPEN and now >= self._until
+        return BreakerState.HALF_OPEN if cooled_down else self._state
 
     def may_send(self, now: float) -> bool:
         """Whether the worker may be chosen now: closed, or half-open without a probe under way."""
-        state = self.state(now)
-        if state is BreakerState.HALF_OPEN:
-            return not self._probe or now >= self._probe_until
-        return state is BreakerState.CLOSED
+        probing = self._probe and now < self._probe_until
+        return self._state is BreakerState.CLOSED or (now >= self._until and not probing)
 
     @property
     def changes_at(self) -> float | None:
         """Time at which :meth:`may_send` becomes true without a result; None if the breaker is closed."""
-        if self._state is BreakerState.CLOSED:
-            return None
-        return max(self._until, self._probe_until) if self._probe else self._until
+        at = max(self._until, self._probe_until) if self._probe else self._until
+        return None if self._state is BreakerState.CLOSED else at
 
     def sent(self, now: float) -> Attempt:
         """Register a request that is being sent, allowed or not; pass the returned attempt back with its result."""

@@ -150,21 +150,22 @@ def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
         rows = placement.num_ranks
     context = {"seed": spec.seed, **given}
     profiles = None
+    shape = (placement.num_layers, placement.num_experts) if isinstance(placement, Placement) else None
     if isinstance(fitted, RouterFit):
         context["fitted"] = fitted = fitted.widened(rows)
         rows = rows if fixed else fitted.workers
-        profiles = fitted.profiles[:rows]
+        profiles, shape = fitted.profiles[:rows], fitted.learned.shape
     if spec.labels:
         context["labels"] = _rows_of(spec.labels, pool.row_of)
     router = routers.make(spec.router, context)
-    by_worker = bool(spec.labels) and "labels" in taken
-    return Made(spec.router, router, Fleet([1] * rows, profiles), fixed, _shape(fitted, placement), by_worker)
-
-
-def _shape(fitted: Any, placement: Any) -> tuple[int, ...] | None:
-    if isinstance(fitted, RouterFit):
-        return fitted.learned.shape
-    return (placement.num_layers, placement.num_experts) if isinstance(placement, Placement) else None
+    return Made(
+        spec.router,
+        router,
+        Fleet([1] * rows, profiles),
+        fixed=fixed,
+        shape=shape,
+        by_worker=bool(spec.labels) and "labels" in taken,
+    )
 
 
 def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -41,14 +41,14 @@ class PageFile(NamedTuple):
 @cache
 def page_files() -> dict[str, PageFile]:
     """Return the files of the page by URL path."""
-    found = {}
+    by_path = {}
     for file in files(__package__).joinpath("static").iterdir():
         kind = TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
             body = file.read_bytes()
             path = "/" if file.name == "index.html" else PREFIX + file.name
-            found[path] = PageFile(body, kind, b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode())
-    return found
+            by_path[path] = PageFile(body, kind, b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode())
+    return by_path
 
 
 def is_page(path: str) -> bool:
@@ -58,8 +58,7 @@ def is_page(path: str) -> bool:
 def send_file(request: HttpRequest, responder: Responder) -> None:
     """Answer with a file of the page. Raises HttpError for an unknown path or another method."""
     if request.method not in ("GET", "HEAD"):
-        message = f"{request.path[:200]} takes GET, not {request.method}"
-        raise HttpError(405, message, headers=[(b"allow", b"GET")])
+        raise HttpError(405, f"{request.path[:200]} takes GET, not {request.method}", headers=[(b"allow", b"GET")])
     file = page_files().get(request.path)
     if file is None:
         raise HttpError(404, f"{request.path[:200]} is not a file of the page")

@@ -225,8 +225,7 @@ class KvStreams:
         monitor = None
         tasks: list[asyncio.Task[None]] = []
         try:
-            address = f"inproc://coterie-kv-{next(_monitors)}"
-            monitor = socket.get_monitor_socket(_MONITORED, address)
+            monitor = socket.get_monitor_socket(_MONITORED, f"inproc://coterie-kv-{next(_monitors)}")
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(stream.endpoint)
             stream.up, stream.last_live, stream.replayed = asyncio.Event(), -1, range(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,8 +73,7 @@ class FolderTokenizer:
         self.exact_chat = f"vLLM renders chats of {kind} without its template" if kind in OWN_RENDERERS else ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
-        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return np.array(found, np.int64)
+        return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int64)
 
     def chat(self, body: Mapping[str, Any]) -> Ids:
         if self._template is None:
@@ -85,8 +85,8 @@ class FolderTokenizer:
         """Add the tokens that the config lists and ``tokenizer.json`` lacks, in the order of ids."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         listed = config.get("added_tokens_decoder") or {}
-        more = [*special.values(), *_texts(config.get("additional_special_tokens"))]
-        more += _texts(config.get("extra_special_tokens"))
+        lists = [_texts(config.get(name)) for name in ("additional_special_tokens", "extra_special_tokens")]
+        more = itertools.chain(special.values(), *lists)
         try:
             rows = [about for _, about in sorted(listed.items(), key=lambda row: int(row[0]))]
             tokens = [library.AddedToken(**{k: v for k, v in about.items() if k != "__type"}) for about in rows]
@@ -149,18 +149,20 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the template's variables such as bos_token; a token may be a text or an object with its content."""
-    names = [name for name in config if name.endswith("_token") and not name.startswith("add_")]
+    rows = {name: row for name, row in config.items() if name.endswith("_token") and not name.startswith("add_")}
     extra = config.get("extra_special_tokens")
-    rows = {**{name: config[name] for name in names}, **(extra if isinstance(extra, dict) else {})}
-    texts = {name: row.get("content") if isinstance(row, dict) else row for name, row in rows.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    rows |= extra if isinstance(extra, dict) else {}
+    return {name: text for name, row in rows.items() if isinstance(text := _content(row), str)}
 
 
 def _texts(value: Any) -> list[str]:
     """Return the texts of a list of tokens; an empty list for any other value."""
     rows = value if isinstance(value, list) else []
-    texts = [row.get("content") if isinstance(row, dict) else row for row in rows]
-    return [text for text in texts if isinstance(text, str)]
+    return [text for row in rows if isinstance(text := _content(row), str)]
+
+
+def _content(row: Any) -> Any:
+    return row.get("content") if isinstance(row, dict) else row
 
 
 def _template(

@@ -162,8 +162,8 @@ class Footprints:
         if ids is not None and len(ids) > self._sampled:
             ids = ids[np.linspace(0, len(ids) - 1, self._sampled).astype(np.int64)]
         try:
-            load = self.predictor.predict(PredictRequest(token_ids=ids, domain=domain, num_tokens=tokens))
-            load = np.asarray(load, np.float32)
+            request = PredictRequest(token_ids=ids, domain=domain, num_tokens=tokens)
+            load = np.asarray(self.predictor.predict(request), np.float32)
             if load.shape == self.shape and np.isfinite(load.sum()) and load.min() >= 0:
                 return load
             self.last_error = f"{load.shape} from {load.min():g} to {load.max():g}, expected finite loads {self.shape}"
@@ -206,7 +206,8 @@ class Footprints:
         tokens = np.ascontiguousarray(ids, np.int64)
         if not tokens.flags.writeable:  # Numba would compile for a read-only array again, which takes a second
             tokens = tokens.copy()
-        return _prefix_keys(tokens, BOUNDS, self._seed).tolist()
+        keys: list[int] = _prefix_keys(tokens, BOUNDS, self._seed).tolist()
+        return keys
 
 
 def warm_up() -> None:

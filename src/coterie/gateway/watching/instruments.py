@@ -23,7 +23,9 @@ MAX_SERIES = 2048
 
 Values = Mapping[tuple[str, ...], float]
 """Label values → value. A metric without labels has one value, at the empty tuple."""
-Read = Callable[[], float | Values | Mapping[tuple[()], float] | Mapping[tuple[str], float]]
+Read = Callable[
+    [], float | Values | Mapping[tuple[()], float] | Mapping[tuple[str], float] | Mapping[tuple[str, str], float]
+]
 """Function that returns the value of a metric without labels, or all values. Mapping's key type is invariant, so each
 number of labels is listed."""
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import msgspec
 import numpy as np
@@ -28,12 +28,6 @@ from coterie.errors import check_at_least
 
 MAX_TEXT = 500
 """Most characters of a text that are logged."""
-
-
-class _Event(NamedTuple):
-    time_s: float
-    name: str
-    fields: Mapping[str, Any]
 
 
 class Log:
@@ -52,7 +46,7 @@ class Log:
         self.requests, self.lost = requests, 0
         self._stream = sys.stderr if stream is None else stream
         self._most, self._clock = most_waiting, clock
-        self._waiting: SimpleQueue[_Event | None] = SimpleQueue()
+        self._waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._writer: threading.Thread | None = None
         self._closed = False
 
@@ -138,7 +132,7 @@ class Log:
         if self._closed or self._waiting.qsize() >= self._most:
             self.lost += 1
             return
-        self._waiting.put(_Event(self._clock(), name, fields))
+        self._waiting.put({"time": self._clock(), "event": name, **fields})
         if self._writer is None:
             self._writer = threading.Thread(target=self._write, name="coterie-log", daemon=True)
             self._writer.start()
@@ -149,7 +143,7 @@ class Log:
             try:
                 self._stream.write(_line(event))
                 if self.lost > told:
-                    self._stream.write(_line(_Event(self._clock(), "lines_lost", {"lines": self.lost - told})))
+                    self._stream.write(_line({"time": self._clock(), "event": "lines_lost", "lines": self.lost - told}))
                     told = self.lost
                 if self._waiting.empty():
                     self._stream.flush()
@@ -157,10 +151,10 @@ class Log:
                 self.lost += 1
 
 
-def _line(event: _Event) -> str:
-    when = datetime.fromtimestamp(event.time_s, UTC).isoformat(timespec="milliseconds")
-    fields = {name: _short(value) for name, value in event.fields.items() if value is not None}
-    return msgspec.json.encode({"time": when, "event": event.name, **fields}, enc_hook=_plain).decode() + "\n"
+def _line(event: Mapping[str, Any]) -> str:
+    fields = {name: _short(value) for name, value in event.items() if value is not None}
+    fields["time"] = datetime.fromtimestamp(event["time"], UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode(fields, enc_hook=_plain).decode() + "\n"
 
 
 def _plain(value: Any) -> Any:

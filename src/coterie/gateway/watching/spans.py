@@ -135,8 +135,7 @@ class _Recorded(_Unsampled):
     def note(self, **values: Any) -> None:
         for name, value in values.items():
             if value is not None:
-                kept = value[:MAX_REASON] if isinstance(value, str) else value
-                self._span.set_attribute(ATTRIBUTES[name], kept)
+                self._span.set_attribute(ATTRIBUTES[name], value[:MAX_REASON] if isinstance(value, str) else value)
 
     def event(self, name: str) -> None:
         self._span.add_event(name)
@@ -144,8 +143,8 @@ class _Recorded(_Unsampled):
     def child(self, name: str) -> Span:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        started = self._tracer.start_span(name, context=set_span_in_context(self._span), kind=SpanKind.CLIENT)
-        return _Recorded(self._tracer, started)
+        context = set_span_in_context(self._span)
+        return _Recorded(self._tracer, self._tracer.start_span(name, context=context, kind=SpanKind.CLIENT))
 
     def end(self, problem: str | None = None) -> None:
         if problem is not None:

@@ -245,13 +245,16 @@ class Upstream:
         except (OSError, ValueError) as error:  # a bad host name is a ValueError
             raise UpstreamError("connect", f"{self.url}: no connection: {error}") from None
         if connection.parser is not None:  # else the connection is lost already
-            # Not in connection_made: if connecting is cancelled after it, uvloop closes without connection_lost.
-            self.connections.add(connection)
-            if self._closed:  # closed while connecting
-                connection.transport.abort()
-            elif self._sweeper is None:
-                self._sweeper = loop.call_later(SWEEP_S, self._sweep_again, loop)
+            self._watch(connection)
         return connection
+
+    def _watch(self, connection: _Connection) -> None:
+        # Not in connection_made: if connecting is cancelled after it, uvloop closes without connection_lost.
+        self.connections.add(connection)
+        if self._closed:  # closed while connecting
+            connection.transport.abort()
+        elif self._sweeper is None:
+            self._sweeper = connection.loop.call_later(SWEEP_S, self._sweep_again, connection.loop)
 
     def give_back(self, connection: _Connection) -> None:
         """Return a connection whose answer is complete to the pool; close it if the pool is full or no longer used."""
@@ -330,7 +333,8 @@ class _Connection(asyncio.Protocol):
         self.heard = False
         self.quiet_bytes = 0
         self.deadline = self.upstream.clock() + head_s
-        self.waiter = waiter = self.loop.create_future()
+        waiter: asyncio.Future[Answer] = self.loop.create_future()
+        self.waiter = waiter
         self.transport.write(message)
         try:
             return await waiter
