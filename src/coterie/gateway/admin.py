@@ -13,7 +13,7 @@ from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.control.live import LiveControl
 from coterie.gateway.fleet.spec import RouterSpec, check_spec
-from coterie.gateway.page.live import Live
+from coterie.gateway.page.serving import Live
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
 from coterie.gateway.watching.comparison import Comparison

@@ -39,8 +39,7 @@ from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.exchange.knowledge import NOTHING
 from coterie.gateway.exchange.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.fleet.waiting import Refused
-from coterie.gateway.page.files import is_page, send_file
-from coterie.gateway.page.live import Live
+from coterie.gateway.page.serving import Live, is_page, send_file
 from coterie.gateway.parts import MODELS_S, GatewayParts
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback

@@ -24,9 +24,8 @@ from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.saved import SavedState, save_state
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
-from coterie.gateway.watching.instruments import Counter, Gauge, Read
 from coterie.gateway.watching.logs import Log
-from coterie.gateway.watching.metrics import BREAKER_STATES, Metrics
+from coterie.gateway.watching.metrics import BREAKER_STATES, Counter, Gauge, Metrics, Read
 from coterie.gateway.watching.spans import Spans
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import UpstreamError

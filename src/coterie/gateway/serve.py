@@ -23,8 +23,8 @@ from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
-from coterie.gateway.watching.instruments import Counter, Gauge, Read
 from coterie.gateway.watching.logs import Log
+from coterie.gateway.watching.metrics import Counter, Gauge, Read
 from coterie.net.access import Address, FleetAccess
 from coterie.net.http1.server import HttpServer, most_connections
 from coterie.net.processes import bind

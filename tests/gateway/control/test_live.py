@@ -212,7 +212,7 @@ def test_a_drifted_fleet_gets_a_new_fit(tmp_path: Path) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from coterie.gateway.control.child import Child
+from coterie.gateway.control.live import Child
 from coterie.net.access import FleetAccess
 from coterie.net.processes import leave_to_cleaner
 

@@ -15,8 +15,7 @@ import pytest
 
 from canned_workers import canned_workers, held
 from coterie.gateway.access import new_key
-from coterie.gateway.page.files import page_files
-from coterie.gateway.page.live import Live
+from coterie.gateway.page.serving import Live, page_files
 from gateway_runs import Run, config_of, gateway, run
 from http1_peers import Raw, until
 from shown_control import ShownControl, full_view

@@ -18,7 +18,7 @@ from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.serve import RunningGateway
-from coterie.gateway.signals.claims import Claims
+from coterie.gateway.signals.prefixes import Claims
 from coterie.net.access import FleetAccess
 from coterie.wire.kv_events import BlockStored
 from gateway_runs import FAST, gateway

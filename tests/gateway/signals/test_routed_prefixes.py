@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from coterie.gateway.exchange.call import make_call
-from coterie.gateway.signals.routed_prefixes import (
+from coterie.gateway.signals.prefixes import (
     BLOCK_BYTES,
     MOST_BLOCKS,
     PromptKeys,

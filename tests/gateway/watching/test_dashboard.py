@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from coterie.gateway.watching.instruments import PREFIX
-from coterie.gateway.watching.metrics import Metrics
+from coterie.gateway.watching.metrics import PREFIX, Metrics
 
 DASHBOARD: dict[str, Any] = json.loads(files("coterie").joinpath("data/grafana/coterie-gateway.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]

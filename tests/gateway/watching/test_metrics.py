@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ClientHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from coterie.gateway.watching import instruments
-from coterie.gateway.watching.instruments import PREFIX, Histogram
-from coterie.gateway.watching.metrics import Metrics
+from coterie.gateway.watching import metrics as module
+from coterie.gateway.watching.metrics import PREFIX, Histogram, Metrics
 from pages import PAGES
 
 
@@ -79,7 +78,7 @@ def test_unknown_values_of_a_listed_label_share_one() -> None:
 
 
 def test_free_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instruments, "MAX_SERIES", 30)
+    monkeypatch.setattr(module, "MAX_SERIES", 30)
     metrics = Metrics()
     for number in range(130):
         metrics.routed.inc("decode", f"w{number}")

@@ -22,11 +22,10 @@ from coterie.gateway.exchange.call import Call
 from coterie.gateway.exchange.pool import Pool
 from coterie.gateway.fleet.keeper import Mask
 from coterie.gateway.signals import kv_streams, predicted
-from coterie.gateway.signals.claims import Claims
 from coterie.gateway.signals.kv_streams import KvStreams
 from coterie.gateway.signals.model_tokenizers import load_tokenizer
 from coterie.gateway.signals.predicted import Footprints, open_predictor, popularity_of
-from coterie.gateway.signals.routed_prefixes import PromptKeys, RoutedPrefixes, keys_of_ids, keys_of_text
+from coterie.gateway.signals.prefixes import Claims, PromptKeys, RoutedPrefixes, keys_of_ids, keys_of_text
 from coterie.gateway.signals.tokens import TokenService
 from coterie.net.access import SECRET_VARIABLE
 from coterie.placement import read_map
