@@ -42,14 +42,19 @@ class Admin:
         path, method = request.path, request.method
         head, _, name = path[1:].partition("/")
         every: dict[str, dict[str, Endpoint]] = {
-            "metrics": {"GET": self._metrics},
+            "metrics": {"GET": lambda _, to, __: to.send(200, self.parts.metrics.render(), CONTENT_TYPE)},
             "decisions": {"GET": self._decisions},
             "advice": {"GET": self._advice},
             "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
-            "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
+            "routers": {"PUT": self._set_router}
+            if name
+            else {"GET": lambda _, to, __: _send(to, {name: pool.spec for name, pool in self.parts.pools.items()})},
             "reload": {"POST": self._reloaded},
-            "comparison": {"GET": self._comparison, "PUT": self._set_comparison},
-            "live": {"GET": lambda *asked: self._live.stream(*asked[:2])},
+            "comparison": {
+                "GET": lambda _, to, __: _send(to, {"comparison": self.parts.comparison}),
+                "PUT": self._set_comparison,
+            },
+            "live": {"GET": lambda request, to, _: self._live.stream(request, to)},
         }
         ways = every.get(head)
         if ways is None or (name and head not in ("workers", "routers")):
@@ -72,9 +77,6 @@ class Admin:
             raise HttpError(404, str(error)) from None
         except InputError as error:
             raise HttpError(400, str(error)) from None
-
-    def _metrics(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        responder.send(200, self.parts.metrics.render(), CONTENT_TYPE)
 
     def _decisions(self, request: HttpRequest, responder: Responder, _: str) -> None:
         """Send the last routing decisions and control-loop events; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
@@ -122,9 +124,6 @@ class Admin:
         self._keep(self.parts.changes.without_worker(name, listed))
         _send(responder, {"removed": name})
 
-    def _routers(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        _send(responder, {name: pool.spec for name, pool in self.parts.pools.items()})
-
     async def _set_router(self, request: HttpRequest, responder: Responder, name: str) -> None:
         """Swap a pool's router; settings that the body leaves out (the fit, the model) stay as they are."""
         if name not in self.parts.pools:
@@ -140,9 +139,6 @@ class Admin:
         self.parts.set_router(name, spec)
         self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
         _send(responder, {"pool": name, "router": spec.router})
-
-    def _comparison(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        _send(responder, {"comparison": self.parts.comparison})
 
     def _set_comparison(self, request: HttpRequest, responder: Responder, _: str) -> None:
         """Store the comparison of routers that the dashboard shows, until the next PUT."""

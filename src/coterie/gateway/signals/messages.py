@@ -13,8 +13,12 @@ from typing import Any
 
 from coterie.errors import InputError
 
-_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"} | {
-    "thinking": "thinking"
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
 }
 """Type of a content part → the field that holds its text."""
 _BILLING = "x-anthropic-billing-header"
@@ -27,10 +31,10 @@ class NoTokensError(InputError):
 
 def messages_of(body: Mapping[str, Any], *, wrapped: bool, separator: str = "\n") -> list[dict[str, Any]]:
     """Return the messages for a template. `wrapped`: whether the template iterates over content parts itself."""
-    found = body.get("messages")
-    if not isinstance(found, list) or not found:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
         raise NoTokensError("messages must be a list of at least one message")
-    return [_message(message, wrapped, separator) for message in found]
+    return [_message(message, wrapped, separator) for message in messages]
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -96,20 +100,17 @@ def _message(message: Any, wrapped: bool, separator: str) -> dict[str, Any]:
     texts = [text for part in parts if (text := _text_of(part)) is not None]
     if role == "system":
         texts = list(_without_billing(texts))
-    told: dict[str, Any] = {"role": role}
-    if not wrapped or role == "tool":
-        # vLLM omits empty texts, except in a tool message if content is wrapped.
-        told["content"] = ("\n" if wrapped else separator).join(texts if wrapped else filter(None, texts))
-    else:
-        told["content"] = [{"type": "text", "text": text} for text in texts]
-    if role == "assistant":
-        told |= _spoken(message)
-    if role == "tool" and "tool_call_id" in message:
-        told["tool_call_id"] = message["tool_call_id"]
-    told |= {key: message[key] for key in ("name", "task") if isinstance(message.get(key), str)}
-    if role == "developer":
-        told["tools"] = message.get("tools")
-    return told
+    # vLLM omits empty texts, except in a tool message if content is wrapped.
+    joined = ("\n" if wrapped else separator).join(texts if wrapped else filter(None, texts))
+    listed = wrapped and role != "tool"
+    return {
+        "role": role,
+        "content": [{"type": "text", "text": text} for text in texts] if listed else joined,
+        **(_spoken(message) if role == "assistant" else {}),
+        **{key: message[key] for key in ("tool_call_id",) if role == "tool" and key in message},
+        **{key: message[key] for key in ("name", "task") if isinstance(message.get(key), str)},
+        **({"tools": message.get("tools")} if role == "developer" else {}),
+    }
 
 
 def _text_of(part: Any) -> str | None:
@@ -136,15 +137,11 @@ def _without_billing(texts: Iterable[str]) -> Iterable[str]:
 
 def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tool calls and reasoning of an assistant's message."""
-    told: dict[str, Any] = {}
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise NoTokensError("tool_calls must be a list")
-        told["tool_calls"] = [_call(call) for call in calls]
-    if message.get("reasoning") is not None:
-        told["reasoning"] = told["reasoning_content"] = message["reasoning"]
-    return told
+    calls, reasoning = message.get("tool_calls"), message.get("reasoning")
+    if calls and not isinstance(calls, list):
+        raise NoTokensError("tool_calls must be a list")
+    spoken = {"tool_calls": [_call(call) for call in calls]} if calls else {}
+    return spoken if reasoning is None else {**spoken, "reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -165,12 +162,10 @@ def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise NoTokensError("a tool must be an object with a function that has a name")
     late = tool.get("defer_loading")
-    told = {name: function.get(name) for name in ("name", "description", "parameters")}
-    if function.get("strict") is not None:
-        told["strict"] = function["strict"]
-    if (own := function.get("defer_loading", late)) is not None:
-        told["defer_loading"] = own
-    return {"type": "function", "function": told} | ({} if late is None else {"defer_loading": late})
+    schema = {name: function.get(name) for name in ("name", "description", "parameters")}
+    optional = {"strict": function.get("strict"), "defer_loading": function.get("defer_loading", late)}
+    schema |= {name: value for name, value in optional.items() if value is not None}
+    return {"type": "function", "function": schema} | ({} if late is None else {"defer_loading": late})
 
 
 def _joined(content: Any) -> str:

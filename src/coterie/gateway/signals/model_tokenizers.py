@@ -169,15 +169,16 @@ def _template(
     folder: Path, config: Mapping[str, Any], special: Mapping[str, str], form: Form, separator: str
 ) -> ChatTemplate | None:
     """Compile the folder's chat templates; files override the config. None if there are none."""
-    found = config.get("chat_template")
-    sources = {"default": found} if isinstance(found, str) else {}
-    if isinstance(found, list):
-        sources = {row["name"]: row["template"] for row in found if isinstance(row, dict) and len(row) == 2}
+    listed = config.get("chat_template")
+    rows = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
     files = {"default": folder / "chat_template.jinja"} | {
         file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
-    read = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    sources = read or sources
+    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()} or {
+        row["name"]: row["template"]
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict) and len(row) == 2
+    }
     if not sources:
         return None
     try:

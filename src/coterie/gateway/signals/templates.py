@@ -86,10 +86,10 @@ class ChatTemplate:
             raise NoTokensError(f"the chat template refuses these messages: {error}"[:200]) from None
 
     def _chosen(self, with_tools: bool) -> _Template:
-        for name in (TOOLS, DEFAULT) if with_tools else (DEFAULT,):
-            if name in self._templates:
-                return self._templates[name]
-        raise NoTokensError(f"none of the model's chat templates is named {DEFAULT!r}")
+        template = (self._templates.get(TOOLS) if with_tools else None) or self._templates.get(DEFAULT)
+        if template is None:
+            raise NoTokensError(f"none of the model's chat templates is named {DEFAULT!r}")
+        return template
 
 
 class _Template:

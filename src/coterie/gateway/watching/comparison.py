@@ -10,22 +10,20 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Text = Annotated[str, msgspec.Meta(max_length=500)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 Percent = Annotated[float, msgspec.Meta(ge=-1_000_000, le=100)]
-Experts = Annotated[float, msgspec.Meta(ge=0, le=100_000)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class ComparisonRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Results of the same requests under one router."""
 
     router: Name
-    experts: Experts
+    experts: Annotated[float, msgspec.Meta(ge=0, le=100_000)]
     """Distinct experts per layer in a token's decode step, on average."""
     saving_pct: Percent = 0.0
     """Reduction of `experts` relative to the first router, in percent."""
     low_pct: Percent = 0.0
     high_pct: Percent = 0.0
     """`low_pct` and `high_pct` bound the 95% confidence interval of `saving_pct`."""
-    step_ms: Milliseconds | None = None
+    step_ms: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
     """Predicted time of a token's decode step on `Comparison.hardware`; None if not predicted."""
     requests: Annotated[list[Count], msgspec.Meta(max_length=64)] = []
     """Number of requests sent to each worker, [worker]."""

@@ -174,7 +174,6 @@ class Histogram:
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", OTHER)
 OUTCOMES = ("ok", "refused", "invalid", "failed", "broken", "cancelled", OTHER)
 """Outcomes of a request, in order: answered; refused by a limit (401, 403, 429, 503); invalid request (other 4xx);
 failed before the first byte (5xx); broken off after it; cancelled by the client."""
@@ -193,26 +192,8 @@ REJECTED = (
     OTHER,
 )
 FAILURES = ("connect", "reset", "timeout", "protocol", "too_large", "incomplete", "unhealthy", "status_5xx", OTHER)
-HANDOFFS = ("ok", "no_prefill", "prefill_failed", "refused", OTHER)
-FOOTPRINTS = ("answer", "prefix", "predictor", "popularity", "none", "damaged", OTHER)
-TOKENISED = ("exact", "cached", "approximate", "none", "late", "busy", "too_long", "failed", OTHER)
-CACHED = ("expected", "reported")
-POOLS = ("prefill", "decode", OTHER)
-EVENTS = ("applied", "replayed", "gap", "malformed", "refused", OTHER)
-RELOADS = ("ok", "rejected")
-CONTROL_EVENTS = (*KINDS, OTHER)
-REFITS = ("taken", "kept", "failed")
 IGNORED = ("other_shape", "malformed", "nonsense", "not_sent", "doubled", "no_decode", "unmatched", "loop", OTHER)
-STREAM = ("messages", "malformed", "lost", "doubled", "restarts", "unreachable", OTHER)
 BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
-
-DECISION_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
-QUEUE_BOUNDS = (1e-4, 1e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-TTFT_BOUNDS = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-TPOT_BOUNDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-REQUEST_BOUNDS = (5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-TOKENISE_BOUNDS = (1e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-EXPERT_BOUNDS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class Metrics(Collector):
@@ -221,25 +202,55 @@ class Metrics(Collector):
     def __init__(self, version: str = "") -> None:
         self.before_reading: Callable[[], None] | None = None
         """Function called before collection, to count events that are still buffered elsewhere."""
-        self.requests = Counter("requests_total", "Requests that ended", path=PATHS, outcome=OUTCOMES)
+        self.requests = Counter(
+            "requests_total",
+            "Requests that ended",
+            path=("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", OTHER),
+            outcome=OUTCOMES,
+        )
         self.rejected = Counter("rejected_total", "Requests the gateway refused, by limit", reason=REJECTED)
         self.in_flight = Gauge("in_flight", "Requests begun and not ended")
-        self.request_seconds = Histogram("request_seconds", "From a request's head to its answer's end", REQUEST_BOUNDS)
-        self.ttft_seconds = Histogram("ttft_seconds", "From a request's head to its first token", TTFT_BOUNDS)
-        self.tpot_seconds = Histogram("tpot_seconds", "Mean time between a request's later tokens", TPOT_BOUNDS)
+        self.request_seconds = Histogram(
+            "request_seconds",
+            "From a request's head to its answer's end",
+            (5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+        )
+        self.ttft_seconds = Histogram(
+            "ttft_seconds",
+            "From a request's head to its first token",
+            (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0),
+        )
+        self.tpot_seconds = Histogram(
+            "tpot_seconds",
+            "Mean time between a request's later tokens",
+            (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+        )
         self.prompt_tokens = Counter("prompt_tokens_total", "Prompt tokens, as workers report them")
         self.output_tokens = Counter("output_tokens_total", "Tokens generated, as workers report them")
 
-        self.decision_seconds = Histogram("decision_seconds", "Time to choose a worker", DECISION_BOUNDS, pool=None)
+        self.decision_seconds = Histogram(
+            "decision_seconds",
+            "Time to choose a worker",
+            (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
+            pool=None,
+        )
         self.routed = Counter("routed_total", "Requests sent to a worker, retries too", pool=None, worker=None)
         self.fallbacks = Counter(
             "fallbacks_total", "Requests sent to the shortest queue because the router failed", reason=None
         )
         self.retries = Counter("retries_total", "Requests sent to another worker before their first byte", pool=None)
-        self.handoffs = Counter("handoffs_total", "Requests of prefill and decode pairs, by handoff", outcome=HANDOFFS)
+        self.handoffs = Counter(
+            "handoffs_total",
+            "Requests of prefill and decode pairs, by handoff",
+            outcome=("ok", "no_prefill", "prefill_failed", "refused", OTHER),
+        )
 
         self.queue_length = Gauge("queue_length", "Requests that wait for a place in the fleet")
-        self.queue_seconds = Histogram("queue_seconds", "Wait for a place in the fleet", QUEUE_BOUNDS)
+        self.queue_seconds = Histogram(
+            "queue_seconds",
+            "Wait for a place in the fleet",
+            (1e-4, 1e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
+        )
 
         self.worker_running = Gauge("worker_running", "Requests sent to a worker and not ended", worker=None)
         self.worker_places = Gauge("worker_places", "Requests that a worker may run at once", worker=None)
@@ -252,29 +263,45 @@ class Metrics(Collector):
         self.cached_tokens = Counter(
             "cached_tokens_total",
             "Prompt tokens in the chosen worker's cache: expected by the directory, reported by the worker",
-            pool=POOLS,
-            source=CACHED,
+            pool=("prefill", "decode", OTHER),
+            source=("expected", "reported"),
         )
         self.predicted_experts = Histogram(
-            "predicted_experts", "Distinct experts a layer in a request's footprint, mean over layers", EXPERT_BOUNDS
+            "predicted_experts",
+            "Distinct experts a layer in a request's footprint, mean over layers",
+            (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256),
         )
         self.distinct_experts = Gauge(
             "distinct_experts", "Distinct experts a layer expected of a step of the worker's requests", worker=None
         )
-        self.footprints = Counter("footprints_total", "Requests by where their footprint came from", source=FOOTPRINTS)
-        self.tokenise_seconds = Histogram(
-            "tokenise_seconds", "Time to tokenise a prompt, cached ones left out", TOKENISE_BOUNDS
+        self.footprints = Counter(
+            "footprints_total",
+            "Requests by where their footprint came from",
+            source=("answer", "prefix", "predictor", "popularity", "none", "damaged", OTHER),
         )
-        self.tokenised = Counter("tokenised_total", "Prompts by how their token ids were found", outcome=TOKENISED)
+        self.tokenise_seconds = Histogram(
+            "tokenise_seconds",
+            "Time to tokenise a prompt, cached ones left out",
+            (1e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0),
+        )
+        self.tokenised = Counter(
+            "tokenised_total",
+            "Prompts by how their token ids were found",
+            outcome=("exact", "cached", "approximate", "none", "late", "busy", "too_long", "failed", OTHER),
+        )
         self.kv_events = Counter(
-            "kv_events_total", "Batches of KV events from workers; blocks that were refused", outcome=EVENTS
+            "kv_events_total",
+            "Batches of KV events from workers; blocks that were refused",
+            outcome=("applied", "replayed", "gap", "malformed", "refused", OTHER),
         )
         self.kv_claims_believed = Gauge(
             "kv_claims_believed", "Share of the worker's cached tokens, by its KV events, that is believed", worker=None
         )
 
-        self.control_events = Counter("control_events_total", "Decisions of the control loop", kind=CONTROL_EVENTS)
-        self.control_refits = Counter("control_refits_total", "Fits that the control loop made", outcome=REFITS)
+        self.control_events = Counter("control_events_total", "Decisions of the control loop", kind=(*KINDS, OTHER))
+        self.control_refits = Counter(
+            "control_refits_total", "Fits that the control loop made", outcome=("taken", "kept", "failed")
+        )
         self.control_swaps = Counter("control_swaps_total", "Fits of the control loop that were put in force")
         self.control_fit_seconds = Gauge("control_fit_seconds", "Time that the last fit of the control loop took")
         self.control_ignored = Counter(
@@ -283,7 +310,7 @@ class Metrics(Collector):
         self.control_stream = Counter(
             "control_stream_total",
             "Messages of the workers' expert-event streams, those that were lost too",
-            kind=STREAM,
+            kind=("messages", "malformed", "lost", "doubled", "restarts", "unreachable", OTHER),
         )
         self.control_restarts = Counter(
             "control_restarts_total", "Times that the control loop's process had to be started again"
@@ -297,7 +324,7 @@ class Metrics(Collector):
         self.disconnects = Counter("disconnects_total", "Clients that left before their answer's end")
         self.errors = Counter("errors_total", "Unexpected exceptions, by class; each is a fault to report", kind=None)
         self.tasks = Gauge("tasks", "Tasks of the event loop: requests, health checks")
-        self.reloads = Counter("reloads_total", "Reloads of the configuration", outcome=RELOADS)
+        self.reloads = Counter("reloads_total", "Reloads of the configuration", outcome=("ok", "rejected"))
         self.build = Gauge("build_info", "1, with the version of Coterie", version=None)
         self.build.set(1.0, version)
         self.all = [metric for metric in vars(self).values() if isinstance(metric, Counter | Gauge | Histogram)]

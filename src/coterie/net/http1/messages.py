@@ -119,13 +119,12 @@ class HttpError(CoterieError):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
         self.code = code
         self.param = param
         self.headers = headers
 
     def body(self) -> bytes:
-        error = {"message": self.message, "type": _error_type(self.status), "param": self.param, "code": self.code}
+        error = {"message": str(self), "type": _error_type(self.status), "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def event(self) -> bytes:
