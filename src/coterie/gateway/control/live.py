@@ -188,10 +188,12 @@ class LiveControl:
         self._pool, self._workers, self._access = pool, workers, access
         self._metrics, self._log = metrics, log
         self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(
-            temporary_folder("coterie-control-") if section.folder is None else contextlib.nullcontext(section.folder)
+        """Removes the folder at the end, if it is temporary."""
+        self.folder = (
+            self._stack.enter_context(temporary_folder("coterie-control-"))
+            if section.folder is None
+            else Path(section.folder)
         )
-        self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._configured: str | None = pool.spec.fit
         """Path of the router's configured fit, which a fit of the loop may have replaced."""

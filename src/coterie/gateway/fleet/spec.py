@@ -150,7 +150,9 @@ def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
         rows = placement.num_ranks
     context = {"seed": spec.seed, **given}
     profiles = None
-    shape = (placement.num_layers, placement.num_experts) if isinstance(placement, Placement) else None
+    shape: tuple[int, ...] | None = None
+    if isinstance(placement, Placement):
+        shape = (placement.num_layers, placement.num_experts)
     if isinstance(fitted, RouterFit):
         context["fitted"] = fitted = fitted.widened(rows)
         rows = rows if fixed else fitted.workers
