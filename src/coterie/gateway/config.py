@@ -266,7 +266,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         check_at_least(1, block_size=self.block_size, decisions=self.decisions)
         check_positive(drain_s=self.drain_s)
-        check_ids(self.workers)
+        check_distinct_ids(self.workers)
         for worker in self.workers:
             check_role(self.handshake, worker)
         self.address  # noqa: B018  the property raises if `listen` is malformed
@@ -280,7 +280,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def check_ids(workers: Sequence[WorkerEntry]) -> None:
+def check_distinct_ids(workers: Sequence[WorkerEntry]) -> None:
     """Raise ConfigError if two workers have the same id."""
     twice = next((id for id, count in Counter(worker.id for worker in workers).items() if count > 1), None)
     if twice is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from coterie.errors import ConfigError, check_input_file
-from coterie.gateway.config import GatewayConfig, WorkerEntry, check_ids
+from coterie.gateway.config import GatewayConfig, WorkerEntry, check_distinct_ids
 from coterie.gateway.fleet.spec import RouterSpec
 
 FORMAT, VERSION = "coterie-gateway-state", 1
@@ -38,7 +38,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        check_ids(self.workers)
+        check_distinct_ids(self.workers)
 
     def over(self, config: GatewayConfig) -> GatewayConfig:
         """Return the config with these changes applied. Raises ConfigError if the two do not fit together."""
