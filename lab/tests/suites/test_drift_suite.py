@@ -13,21 +13,21 @@ from coterie.errors import ConfigError, UnavailableError
 from coterie.routing import LocalityBand, Request, RouterFit
 from coterie_lab.suites.drift import suite as drift
 from coterie_lab.suites.drift.advice import advice_row
-from coterie_lab.suites.drift.cells import CHANCE, FRESH, LOOP, WITHOUT, DriftCell, Found, Outcome, serve_cell
+from coterie_lab.suites.drift.cells import CHANCE, FRESH, LOOP, WITHOUT, CellResult, DriftCell, Outcome, serve_cell
 from coterie_lab.suites.drift.controlled import FitsAtChanges, OneElsewhere
 from coterie_lab.suites.drift.notes import TABLES, advice_notes, notes_of
 from coterie_lab.suites.drift.traffic import GLM, GPT_OSS, read_turns
 from coterie_lab.suites.latency_optimal.domains import DomainSetting
 
 
-def found(loop_ms: float) -> Found:
+def found(loop_ms: float) -> CellResult:
     outcomes = {
         WITHOUT: Outcome(10.0, 20.0, 10.0, 20.0),
         LOOP: Outcome(loop_ms, 19.0, 9.0, 18.0),
         FRESH: Outcome(9.0, 18.0, 9.0, 18.0),
         CHANCE: Outcome(10.02, 20.0, 10.0, 20.0),
     }
-    return Found(outcomes, {"refit_started": 2, "refit_taken": 1}, 150.0, 3)
+    return CellResult(outcomes, {"refit_started": 2, "refit_taken": 1}, 150.0, 3)
 
 
 def test_rows_compare_by_seed_and_say_whether_the_bar_holds() -> None:

@@ -18,18 +18,17 @@ from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.locality_band import LocalityBand
 from coterie.sim.fleet.requests import split_recordings
+from coterie_lab.suites.eldr import fleets
 from coterie_lab.suites.eldr import published as eldr_published
 from coterie_lab.suites.eldr import suite as eldr
 from coterie_lab.suites.eldr.analysis import analyse, domain_unions, phase_correlation
 from coterie_lab.suites.eldr.batches import formed_batches, replay_batches
-from coterie_lab.suites.eldr.cells import LIMIT_ROUTER, Assigned, Cell, Found, find_limit, serve_cell
+from coterie_lab.suites.eldr.cells import LIMIT_ROUTER, Assigned, Cell, CellResult, find_limit, serve_cell
 from coterie_lab.suites.eldr.fleets import (
     ROUTERS,
     Outcome,
     closed_bench,
     compare_routers,
-    experts_by_rows,
-    outcome,
     recorded_source,
     with_clusters,
 )
@@ -37,18 +36,7 @@ from coterie_lab.suites.eldr.notes import notes_of
 from coterie_lab.suites.eldr.rows import best_balancer, fleet_row, limit_rows, main_rows
 from coterie_lab.suites.eldr.synthetic import SyntheticCell, SyntheticSize, language_source, serve_synthetic
 
-FIELDS = {
-    "trace",
-    "router",
-    "decoders",
-    "in_flight",
-    "active_experts",
-    "saving_pct",
-    "tpot_p50_ms",
-    "tpot_p99_ms",
-    "published",
-    "part",
-}
+FIELDS = "trace router decoders in_flight active_experts saving_pct tpot_p50_ms tpot_p99_ms published part"
 TINY = SyntheticSize(recordings=72, fitted=24, prompt_tokens=8, output_tokens=8, requests=60)
 
 
@@ -104,14 +92,16 @@ def test_the_steady_part_is_full_and_begins_after_one_replacement(served: Any) -
 
 def test_experts_of_a_run_by_steps_tokens_and_time(served: Any) -> None:
     window = steady(served, 16)
-    found = outcome(served, window, experts_by_rows(served, window))
+    found = fleets.outcome(served, window, fleets.experts_by_rows(served, window))
     inside = (served.step_start_s >= window.since_s) & (served.step_start_s < window.until_s)
     distinct = served.step_distinct[inside]
     assert found.active_experts == pytest.approx(distinct.mean())
     assert found.active_experts_by_token == pytest.approx(np.average(distinct, weights=served.step_decoding[inside]))
     assert found.active_experts_by_time == pytest.approx(np.average(distinct, weights=served.step_s[inside]))
     assert found.experts_at_rows == pytest.approx(1.0, abs=0.02)  # against itself
-    halved = outcome(served._replace(step_distinct=served.step_distinct / 2), window, experts_by_rows(served, window))
+    halved = fleets.outcome(
+        served._replace(step_distinct=served.step_distinct / 2), window, fleets.experts_by_rows(served, window)
+    )
     assert halved.experts_at_rows == pytest.approx(found.experts_at_rows / 2)
 
 
@@ -167,7 +157,7 @@ def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path) -> None
     found = [serve_cell(Cell("gpt-oss-20b", 3, 16, seed), data_dir, 260) for seed in (0, 1)]
     assert set(found[0].outcomes) == {*ROUTERS, LIMIT_ROUTER}
     rows = main_rows("gpt-oss-20b", 3, 16, [one.outcomes for one in found]) + limit_rows(3, found)
-    assert all(set(row) >= FIELDS for row in rows)
+    assert all(set(row) >= set(FIELDS.split()) for row in rows)
     by = {row["router"]: row for row in rows if row["part"] == "main"}
     assert by["round_robin"]["saving_pct"] == 0
     assert by["latency_aware"]["saving_by_token_pct"] > by["join_shortest_queue"]["saving_by_token_pct"]
@@ -255,14 +245,14 @@ def test_a_placement_spreads_decoders_over_ranks() -> None:
 
 def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
-    monkeypatch.setattr(eldr, "POOLS", (8,))
+    monkeypatch.setattr(eldr.synthetic, "POOLS", (8,))
     monkeypatch.setattr(
         eldr, "serve_synthetic", lambda cell: serve_synthetic(cell._replace(decoders=2, per_decoder=4), TINY)
     )
     found = eldr.run(SuiteOptions(data=None, seeds=(0,), out=tmp_path), lambda *_: None)
     assert {row["part"] for row in found.rows} == {"topology", "expert_parallel"}
     assert {row["routing"] for row in found.rows} == {"synthetic"}
-    assert all(set(row) >= FIELDS for row in found.rows)
+    assert all(set(row) >= set(FIELDS.split()) for row in found.rows)
     assert "COTERIE_DATA" in found.notes[0]
     assert (tmp_path / "eldr_trends.png").stat().st_size > 0
     assert not (tmp_path / "batches.npz").exists()
@@ -273,7 +263,7 @@ def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path) -> No
     assert len(set(jobs)) == len(jobs)
     runs = {name: outcomes(20.0, 10.0, 12.0) for name in ROUTERS}
     cells: dict[Any, Any] = {
-        Cell("deepseek-v2-lite", *load, seed): Found(runs, None) for load in ((4, 16), (5, 3)) for seed in (0, 1)
+        Cell("deepseek-v2-lite", *load, seed): CellResult(runs, None) for load in ((4, 16), (5, 3)) for seed in (0, 1)
     }
     rows = eldr.rows_of(cells)
     loads = [(row["decoders"], row["in_flight"], row["seeds"]) for row in rows if row["router"] == "random"]

@@ -16,22 +16,10 @@ from coterie.errors import UnavailableError, UnknownNameError
 from coterie.footprints import footprint
 from coterie.traces import ActivationTrace
 from coterie.traces.readers import read_trace
-from coterie_lab.suites.regimes.suite import (
-    ARRIVALS,
-    BURST,
-    LONGEST_PROMPT,
-    REGIMES,
-    ROUTING,
-    Bench,
-    Cell,
-    draw,
-    draw_order,
-    load_arrivals,
-    load_recording,
-    run,
-    run_cell,
-    verdict,
-)
+from coterie_lab.suites.eldr.fleets import TRACES
+from coterie_lab.suites.eldr.synthetic import load_arrivals
+from coterie_lab.suites.regimes import suite as regimes
+from coterie_lab.suites.regimes.suite import ARRIVALS, BURST, REGIMES, Bench, Cell, draw, draw_order, run, verdict
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,11 +32,11 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def recording(data_dir: Path) -> Any:
-    return load_recording(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
+    return regimes.load_recording(data_dir / "activations" / TRACES["deepseek-v2-lite"])
 
 
 def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_dir: Path, recording: Any) -> None:
-    trace = read_trace(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
+    trace = read_trace(data_dir / "activations" / TRACES["deepseek-v2-lite"])
     assert isinstance(trace, ActivationTrace)
     whole = [np.asarray(trace.request(number).expert_ids) for number in range(trace.num_requests)]
     halves = {tokens[len(tokens) // 2 :].tobytes() for tokens in whole}
@@ -80,7 +68,7 @@ def test_every_regime_keeps_the_invariants(
     drawn = draw(recording, arrivals, "bursts", 60, rng)
     assert drawn.arrival_s[0] == 0.0
     assert drawn.arrival_s[-1] == pytest.approx(59.0), "one request a second on average"
-    assert drawn.prompt_tokens.max() <= LONGEST_PROMPT
+    assert drawn.prompt_tokens.max() <= regimes.LONGEST_PROMPT
     bench = Bench(REGIMES[regime], "deepseek-v2-lite", recording, drawn, "bursts", drawn.prompt_tokens)
     ours = bench.strategy("latency_aware")
     assert isinstance(ours, LatencyAware)
@@ -102,7 +90,7 @@ def test_a_prompt_repeats_the_recorded_tokens(data_dir: Path, recording: Any, rn
 def test_a_cell_is_the_same_twice(data_dir: Path) -> None:
     cell = Cell("ep8-prefill", "deepseek-v2-lite", "azure", "bursts", 1.3, 0)
     names = ("fcfs", "random", "latency_aware")
-    assert run_cell(cell, names, 40, data_dir) == run_cell(cell, names, 40, data_dir)
+    assert regimes.run_cell(cell, names, 40, data_dir) == regimes.run_cell(cell, names, 40, data_dir)
 
 
 def test_rows_and_notes(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +101,7 @@ def test_rows_and_notes(data_dir: Path, tmp_path: Path, monkeypatch: pytest.Monk
     result = run(options, lambda *_: None)
     overall = [row for row in result.rows if row["model"] == "all"]
     assert len(overall) == len(REGIMES) * 2 * 2
-    assert len(result.rows) == len(overall) + len(REGIMES) * len(ROUTING) * len(ARRIVALS) * 2 * 2
+    assert len(result.rows) == len(overall) + len(REGIMES) * len(TRACES) * len(ARRIVALS) * 2 * 2
     mean = np.mean(
         [
             r["p99_reduction_pct"]

@@ -1,7 +1,7 @@
-"""Counting the all-to-all on a trace: steps cut from it, and the busiest rank of each.
+"""Count the all-to-all on a trace: steps cut from it, and the busiest rank of each step.
 
-Steps are made, not recorded: their tokens come from all over the trace, as a decode step's come from many requests. A
-service that groups like requests, or a prefill of one long prompt, has a busier busiest rank.
+Steps are made up, not recorded: their tokens come from all over the trace, as those of a decode step come from many
+requests. A service that groups like requests, or a prefill of one long prompt, has a busier busiest rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coterie.types import Placement, Topology
 
 
 def sampled_steps(trace: ActivationTrace, path: Path, batch: int, max_tokens: int) -> NDArray[np.int64]:
-    """[step, token, layer, k] expert ids: whole steps of at most `max_tokens` tokens, taken evenly from the trace.
+    """Take whole steps of at most `max_tokens` tokens evenly from the trace: expert ids [step, token, layer, k].
 
     With S steps, step s has the samples s, s + S, s + 2S … `batch` must be at most `max_tokens`.
     """
@@ -40,7 +40,7 @@ def sampled_steps(trace: ActivationTrace, path: Path, batch: int, max_tokens: in
 
 
 def uniform_steps(steps: int, batch: int, experts: int, top_k: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """[step, token, 1, k] ids drawn evenly and without repetition: what chance alone does to the busiest rank."""
+    """Draw ids [step, token, 1, k] evenly and without repetition: chance alone decides the busiest rank."""
     order = rng.random((steps, batch, 1, experts)).argpartition(top_k - 1, axis=-1)
     return np.ascontiguousarray(order[..., :top_k])
 
@@ -56,7 +56,7 @@ class BusiestRank(NamedTuple):
     """Busiest ÷ mean rank over all links, both averaged over steps and layers; None if nothing is sent."""
 
     def mean_us(self, row_bytes: float, topology: Topology) -> float:
-        """Mean over steps and layers. Combine sends back what dispatch brought, so its busiest rank is as busy."""
+        """Return the mean over steps and layers. Combine sends back what dispatch brought, so takes as long."""
         times = [
             all_to_all_us(ExchangeTraffic(intra * row_bytes, inter * row_bytes), topology)
             for intra, inter in zip(self.intra.ravel().tolist(), self.inter.ravel().tolist(), strict=True)
@@ -65,16 +65,16 @@ class BusiestRank(NamedTuple):
 
 
 def busiest_rank(ids: NDArray[np.int64], placement: Placement, topology: Topology) -> BusiestRank:
-    """From ids [step, token, layer, k]; token t of a step lives on rank t modulo ranks, an expert in its first slot."""
+    """Count ids [step, token, layer, k]; token t of a step is on rank t modulo ranks, an expert in its first slot."""
     steps, batch, layers, _ = ids.shape
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
     to = np.stack([first_rank(placement, layer)[ids[:, :, layer]] for layer in range(layers)], axis=2)
     home = np.broadcast_to((np.arange(batch) % ranks)[:, None, None], to.shape)
-    cell = (np.arange(steps)[:, None] * layers + np.arange(layers))[:, None, :, None] * ranks
+    first = (np.arange(steps)[:, None] * layers + np.arange(layers))[:, None, :, None] * ranks
     near = to // per_node == home // per_node
 
     def per_rank(end: NDArray[np.int64], chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-        counts: NDArray[np.int64] = np.bincount((cell + end)[chosen], minlength=steps * layers * ranks)
+        counts: NDArray[np.int64] = np.bincount((first + end)[chosen], minlength=steps * layers * ranks)
         return counts.reshape(steps, layers, ranks)
 
     sent_near, got_near = (per_rank(end, near & (to != home)) for end in (home, to))

@@ -1,14 +1,14 @@
 """The all-to-all of expert parallelism, beside the table of an article that estimates it for four set-ups.
 
-What is computed, for a step of `batch` tokens in total, spread evenly over the GPUs, in bf16 both ways:
+Computed for a step of `batch` tokens in total, spread evenly over the GPUs, in bf16 both ways:
 
     bytes_per_layer = batch x remote experts x hidden size x 2 B x 2 (dispatch and combine), each byte counted once
     time_us         = 2 x (latency + what the busiest GPU sends or receives / bandwidth of the link in one direction)
 
-By formula routing is uniform and all GPUs are equally busy: too few bytes for the busiest one, and too many remote
-ranks for models whose router keeps a token within some groups (DeepSeek-V3). On a trace experts lie linearly, a step
-takes tokens from all over the trace, and the busiest GPU is the one that really is. Neither knows the kernels' own
-cost, nor what of it hides behind compute. docs/results/all-to-all.md has the results in words.
+The formula assumes uniform routing and equally busy GPUs: too few bytes for the busiest GPU, and too many remote ranks
+for models whose router keeps a token within some groups (DeepSeek-V3). On a trace, experts lie in order, a step takes
+tokens from all over the trace, and the busiest GPU is counted. Neither includes the kernels' own cost or overlap with
+compute. docs/results/all-to-all.md has the results in words.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from coterie.costs.exchange import (
     expected_locality,
     uniform_locality,
 )
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError
 from coterie.models import get_model
-from coterie.traces.activations import ActivationTrace, TraceMeta
+from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_as
 from coterie.types import INFINIBAND_400G, NVLINK4, NVLINK5, Link, ModelSpec, Placement, Topology
 from coterie_lab.suites.all_to_all.counting import busiest_rank, sampled_steps, uniform_steps
+from coterie_lab.suites.shared import as_is, existing_paths, known_model, plain
 
 NAME = "all-to-all"
 GPUS_PER_NODE = 8
@@ -45,7 +46,7 @@ TRACES = ("gpt-oss-20b", "deepseek-v2-lite")
 """Folders under activations/ of the real data."""
 
 ARTICLE_BATCH, ARTICLE_HIDDEN, ARTICLE_GPUS, ARTICLE_WAYS = 128, 7168, 8, 4
-"""What reproduces the article's bytes and times, in every row that can be reproduced."""
+"""Values that reproduce the article's bytes and times, in every row that can be reproduced."""
 
 
 class Published(NamedTuple):
@@ -57,7 +58,7 @@ class Published(NamedTuple):
     time_us: dict[str, float]
     """Microseconds by link."""
     copies: int | None
-    """Copies of a token that give its bytes; None where no number does."""
+    """Copies of a token that reproduce the bytes; None if no number does."""
 
     @property
     def reconstructed_bytes(self) -> int | None:
@@ -65,7 +66,7 @@ class Published(NamedTuple):
         return None if self.copies is None else article_bytes(self.copies, ARTICLE_HIDDEN)
 
     def reconstructed_us(self, link: Link) -> float:
-        """Bytes ÷ (8 GPUs x bidirectional bandwidth): 8 even where the row has 16 or 32."""
+        """Bytes ÷ (8 GPUs x bidirectional bandwidth): 8 even if the row has 16 or 32."""
         return article_us(self.bytes_per_layer, ARTICLE_GPUS, link)
 
 
@@ -78,17 +79,17 @@ PUBLISHED = (
 
 
 def article_us(nbytes: float, gpus: int, link: Link) -> float:
-    """The article's rule: bytes ÷ (GPUs x bandwidth), where the bandwidth is the vendor's, of both directions."""
+    """Apply the article's rule: bytes ÷ (GPUs x bandwidth); the bandwidth is the vendor's, both directions summed."""
     return nbytes / (gpus * 2 * link.bytes_per_s) * 1e6
 
 
 def article_bytes(copies: int, hidden_size: int) -> int:
-    """What its printed bytes follow: all experts of a token, remote or not, four times."""
+    """Return bytes as the article counts them: all experts of a token, remote or not, four times."""
     return ARTICLE_BATCH * copies * hidden_size * VALUE_BYTES * ARTICLE_WAYS
 
 
 def layer_bytes(batch: int, copies: float, hidden_size: int) -> float:
-    """Dispatch and combine of one layer over the whole group, each byte counted once, at its sender."""
+    """Return the bytes of dispatch and combine of one layer over the whole group, each counted once, at its sender."""
     return 2.0 * batch * copies * hidden_size * VALUE_BYTES
 
 
@@ -108,9 +109,6 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
             "turn. Skew shows in `busiest`, the busiest ÷ the mean GPU, which uniform routing has too, by `chance`."
         )
     return SuiteResult(NAME, rows, [*_article_notes(options.batch), *notes])
-
-
-# --------------------------------------------------------------------------------------------------- by formula
 
 
 def _published_rows(published: Published, batch: int) -> list[dict[str, Any]]:
@@ -133,66 +131,57 @@ def _published_rows(published: Published, batch: int) -> list[dict[str, Any]]:
     return rows
 
 
+class Shape(NamedTuple):
+    """The fields of a model that a row needs."""
+
+    model: str
+    experts: int
+    top_k: int
+    hidden_size: int | None
+    """None if the model is not shipped."""
+
+
 def _formula_row(beside: str, spec: ModelSpec, topology: Topology, batch: int) -> dict[str, Any]:
-    found = expected_locality(spec, topology)
-    shape = (spec.name, spec.num_experts, spec.top_k, spec.hidden_size)
-    row = _row(beside, "formula", *shape, found, topology, batch)
-    busiest = -(-batch // topology.num_ranks)
-    row["time_us"] = _formula_us(spec, found, busiest, topology)
-    row["time_if_batch_per_gpu_us"] = _formula_us(spec, found, batch, topology)
+    locality = expected_locality(spec, topology)
+    shape = Shape(spec.name, spec.num_experts, spec.top_k, spec.hidden_size)
+    row = _row(beside, "formula", shape, locality, topology, batch)
+    for key, tokens in (("time_us", -(-batch // topology.num_ranks)), ("time_if_batch_per_gpu_us", batch)):
+        traffic = ExchangeTraffic.of(locality, spec, tokens, VALUE_BYTES)
+        row[key] = all_to_all_us(traffic, topology)
     if topology.num_nodes == 1:
         row["time_article_rule_us"] = article_us(row["bytes_per_layer"], topology.num_ranks, topology.intra)
     return row
 
 
-def _formula_us(spec: ModelSpec, found: Locality, tokens: int, topology: Topology) -> float:
-    return all_to_all_us(ExchangeTraffic.of(found, spec, tokens, VALUE_BYTES), topology)
+LATER = ("time_us", "time_article_rule_us", "time_if_batch_per_gpu_us", "tokens_counted", "busiest_rank")
+LATER += ("busiest_rank_if_uniform", "published")
+"""Fields of a row that are filled in only if they apply and are known."""
 
 
-def _row(
-    beside: str,
-    source: str,
-    model: str,
-    experts: int,
-    top_k: int,
-    hidden: int | None,
-    found: Locality,
-    topology: Topology,
-    batch: int,
-) -> dict[str, Any]:
-    """Every key a row has, beside the article's table or a trace; None where it does not apply or is not known."""
-    nodes = topology.num_nodes > 1
+def _row(beside: str, source: str, shape: Shape, locality: Locality, topology: Topology, batch: int) -> dict[str, Any]:
+    hidden, nodes = shape.hidden_size, topology.num_nodes > 1
     return {
         "beside": beside,
         "source": source,
-        "model": model,
+        "model": shape.model,
         "gpus": topology.num_ranks,
-        "experts": experts,
-        "top_k": top_k,
+        "experts": shape.experts,
+        "top_k": shape.top_k,
         "hidden_size": hidden,
         "batch": batch,
-        "local_experts": found.local,
-        "remote_experts": found.remote,
-        "remote_ranks": found.remote_ranks,
-        "inter_node_experts": found.inter_node,
-        "bytes_per_layer": None if hidden is None else layer_bytes(batch, found.remote, hidden),
-        "bytes_if_deduplicated": None if hidden is None else layer_bytes(batch, found.remote_ranks, hidden),
+        "local_experts": locality.local,
+        "remote_experts": locality.remote,
+        "remote_ranks": locality.remote_ranks,
+        "inter_node_experts": locality.inter_node,
+        "bytes_per_layer": None if hidden is None else layer_bytes(batch, locality.remote, hidden),
+        "bytes_if_deduplicated": None if hidden is None else layer_bytes(batch, locality.remote_ranks, hidden),
         "link": f"{topology.intra.name}+{topology.inter.name}" if nodes else topology.intra.name,
-        "time_us": None,
-        "time_article_rule_us": None,
-        "time_if_batch_per_gpu_us": None,
-        "tokens_counted": None,
-        "busiest_rank": None,
-        "busiest_rank_if_uniform": None,
-        "published": None,
+        **dict.fromkeys(LATER),
     }
 
 
-# --------------------------------------------------------------------------------------------------- on a trace
-
-
 def _traces(options: SuiteOptions, notes: list[str]) -> list[Path]:
-    """What is counted: the trace given, else those of the real data; notes say what is not, and why."""
+    """Return the trace given, else those of the real data; notes say which are not counted, and why."""
     if options.trace is not None:
         if options.batch > MAX_TOKENS:
             raise ConfigError(f"batch={options.batch} must be at most {MAX_TOKENS}, the tokens counted of a trace")
@@ -203,11 +192,8 @@ def _traces(options: SuiteOptions, notes: list[str]) -> list[Path]:
     if options.data is None:
         notes.append("No trace counted: give --trace, or set COTERIE_DATA to the folder of real data (docs/data.md).")
         return []
-    wanted = [options.data / "activations" / name for name in TRACES]
-    for path in wanted:
-        if not path.exists():
-            notes.append(f"No trace counted for {path.name}: {path} does not exist.")
-    return [path for path in wanted if path.exists()]
+    missing = "No trace counted for {path.name}: {path} does not exist."
+    return existing_paths(options.data / "activations", TRACES, notes, missing)
 
 
 def _trace_rows(path: Path, options: SuiteOptions, rng: np.random.Generator, notes: list[str]) -> list[dict[str, Any]]:
@@ -219,42 +205,31 @@ def _trace_rows(path: Path, options: SuiteOptions, rng: np.random.Generator, not
         raise ConfigError(f"{path}: num_experts={meta.num_experts} must be a multiple of one of {known} GPUs")
     ids = sampled_steps(trace, path, batch, MAX_TOKENS)
     drawn = uniform_steps(len(ids), batch, meta.num_experts, meta.top_k, rng)
-    spec = _spec_of(meta)
-    hidden = None if spec is None else spec.hidden_size
-    shape = (meta.model, meta.num_experts, meta.top_k, hidden)
+    spec = known_model(meta.model)
+    if spec is not None and (spec.num_experts, spec.top_k) != (meta.num_experts, meta.top_k):
+        spec = None  # another model of that name: its hidden size would be wrong
+    shape = Shape(meta.model, meta.num_experts, meta.top_k, None if spec is None else spec.hidden_size)
     tokens = ids.reshape(-1, meta.num_layers, meta.top_k)
     rows = []
     for gpus in counts:
         topology = Topology(gpus, GPUS_PER_NODE, NVLINK4, INFINIBAND_400G)
         if spec is None:
             even = uniform_locality(meta.num_experts, meta.top_k, topology)
-            rows.append(_row("trace", "formula", *shape, even, topology, batch))
+            rows.append(_row("trace", "formula", shape, even, topology, batch))
         else:
             rows.append(_formula_row("trace", spec, topology, batch))
         placement = Placement.linear(meta.num_layers, meta.num_experts, gpus)
-        row = _row("trace", "trace", *shape, counted_locality(tokens, placement, topology), topology, batch)
+        locality = counted_locality(tokens, placement, topology)
+        row = _row("trace", "trace", shape, locality, topology, batch)
         busiest = busiest_rank(ids, placement, topology)
-        if hidden is not None:
-            row["time_us"] = busiest.mean_us(hidden * VALUE_BYTES, topology)
-        row["tokens_counted"] = len(tokens)
-        row["busiest_rank"] = busiest.ratio
+        if spec is not None:
+            row["time_us"] = busiest.mean_us(spec.hidden_size * VALUE_BYTES, topology)
+        row["tokens_counted"], row["busiest_rank"] = len(tokens), busiest.ratio
         one_layer = Placement.linear(1, meta.num_experts, gpus)
         row["busiest_rank_if_uniform"] = busiest_rank(drawn, one_layer, topology).ratio
         rows.append(row)
     notes.append(_trace_note(path, trace, ids, counts, spec))
     return rows
-
-
-def _spec_of(meta: TraceMeta) -> ModelSpec | None:
-    """The shipped shape of that name, if its experts are the trace's: only then is its hidden size the right one."""
-    try:
-        spec = get_model(meta.model)
-    except UnknownNameError:
-        return None
-    return spec if (spec.num_experts, spec.top_k) == (meta.num_experts, meta.top_k) else None
-
-
-# --------------------------------------------------------------------------------------------------- in words
 
 
 def _trace_note(
@@ -330,9 +305,9 @@ def _theirs(row: Row, key: str, scale: float = 1.0) -> float | None:
 
 
 _PLACES = (
-    Column("local", lambda row: row["local_experts"]),
-    Column("remote", lambda row: row["remote_experts"]),
-    Column("ranks", lambda row: row["remote_ranks"]),
+    Column("local", plain("local_experts")),
+    Column("remote", plain("remote_experts")),
+    Column("ranks", plain("remote_ranks")),
 )
 
 
@@ -340,30 +315,30 @@ TABLES = (
     SuiteTable(
         "By formula, beside the published table",
         (
-            Column("model", lambda row: row["model"]),
-            Column("GPUs", lambda row: row["gpus"]),
+            *as_is("model"),
+            Column("GPUs", plain("gpus")),
             Column("link", lambda row: row["link"].replace(INFINIBAND_400G.name, "ib")),
             *_PLACES,
             Column("MB", _mega),
             Column("MB pub.", lambda row: _theirs(row, "bytes_per_layer", 1e6)),
-            Column("us", lambda row: row["time_us"]),
+            Column("us", plain("time_us")),
             Column("us pub.", lambda row: _theirs(row, "time_us")),
-            Column("us rule", lambda row: row["time_article_rule_us"]),
+            Column("us rule", plain("time_article_rule_us")),
         ),
         lambda row: row["beside"] == "article",
     ),
     SuiteTable(
         "Counted on a trace, beside the formula",
         (
-            Column("model", lambda row: row["model"]),
-            Column("GPUs", lambda row: row["gpus"]),
-            Column("source", lambda row: row["source"]),
+            *as_is("model"),
+            Column("GPUs", plain("gpus")),
+            *as_is("source"),
             *_PLACES,
-            Column("inter", lambda row: row["inter_node_experts"]),
+            Column("inter", plain("inter_node_experts")),
             Column("MB", _mega),
-            Column("us", lambda row: row["time_us"]),
-            Column("busiest", lambda row: row["busiest_rank"]),
-            Column("chance", lambda row: row["busiest_rank_if_uniform"]),
+            Column("us", plain("time_us")),
+            Column("busiest", plain("busiest_rank")),
+            Column("chance", plain("busiest_rank_if_uniform")),
         ),
         lambda row: row["beside"] == "trace",
     ),

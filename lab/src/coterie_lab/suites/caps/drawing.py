@@ -1,4 +1,4 @@
-"""What the figures of the CAPS suite share: colours and markers of strategies, labels, legends."""
+"""Colours and markers of strategies, labels and legends of the CAPS suite's figures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from coterie.answers.figures import MAX_LABEL, Theme
 from coterie_lab.suites.caps.published import GREEDY, TOP_SIX
-
-Rows = Sequence[dict[str, Any]]
+from coterie_lab.suites.shared import Rows, annotate, distinct_values
 
 BASE = "fcfs"
 GROUP = (*TOP_SIX, "differencing", "power_of_d_dot")
-"""Nearly alike under bursts."""
+"""Strategies whose results under bursts are nearly the same."""
 LEAST_GROUP = 4
 """Smallest group drawn as one band; members of a smaller group have a line each."""
 STYLES = {
@@ -41,8 +40,8 @@ def look_of(rows: Rows) -> dict[str, tuple[str, str]]:
 
 
 def grouped(rows: Rows) -> list[str]:
-    found = [name for name in distinct_values(rows, "strategy") if name in GROUP]
-    return found if len(found) >= LEAST_GROUP else []
+    members = [name for name in distinct_values(rows, "strategy") if name in GROUP]
+    return members if len(members) >= LEAST_GROUP else []
 
 
 def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -54,24 +53,20 @@ def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def published_ends(row: dict[str, Any], field: str) -> tuple[float, float] | None:
-    found = (row.get("published") or {}).get(field)
-    if found is None:
+    value = (row.get("published") or {}).get(field)
+    if value is None:
         return None
-    return (float(found[0]), float(found[1])) if isinstance(found, list | tuple) else (float(found), float(found))
+    return (float(value[0]), float(value[1])) if isinstance(value, list | tuple) else (float(value), float(value))
 
 
 def is_of_rate(row: dict[str, Any]) -> bool:
-    """Whether the published P99 of a row is of its rate; of other strategies only the range over all rates is known."""
+    """Whether the published P99 is of the row's rate; for other strategies only the range over all rates is known."""
     return row["strategy"] in (TOP_SIX if row["pattern"] == "bursty" else GREEDY)
 
 
 def p99_cuts(rows: Rows, name: str, rates: Sequence[float]) -> NDArray[np.float64]:
     by = {row["rate"]: row["p99_reduction_pct"] for row in rows if row["strategy"] == name}
     return np.array([by.get(rate, np.nan) for rate in rates], np.float64)
-
-
-def distinct_values(rows: Rows, key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def shifts(count: int) -> NDArray[np.float64]:
@@ -93,40 +88,29 @@ def shortened_list(lines: Iterable[str]) -> list[str]:
 
 
 def write_in_corner(axes: Any, theme: Theme, lines: Sequence[str]) -> None:
-    """Small print in the lower right, above whatever is there."""
-    axes.annotate(
-        "\n".join(lines),
-        (1, 0),
-        (-2, 3),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=7,
-        color=theme.muted,
-        zorder=7,
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5},
-    )
+    """Small print in the lower right, above all else."""
+    style = {"ha": "right", "va": "bottom", "fontsize": 7, "color": theme.muted, "zorder": 7}
+    box = {"facecolor": theme.background, "edgecolor": "none", "pad": 1.5}
+    annotate(axes, "\n".join(lines), (1, 0), (-2, 3), xycoords="axes fraction", bbox=box, **style)
+
+
+def handle(label: str, color: str, marker: str, **style: Any) -> Line2D:
+    """A marker in a legend; without a line unless `ls` is given."""
+    return Line2D([], [], label=label, color=color, marker=marker, **({"ls": "none"} | style))
 
 
 def whisker_handle(theme: Theme) -> Any:
-    return Line2D([], [], color=theme.muted, marker="|", ms=10, mew=1.0, ls="none", label="95% over seeds")
+    return handle("95% over seeds", theme.muted, "|", ms=10, mew=1.0)
 
 
 def line_handles(look: dict[str, tuple[str, str]]) -> list[Any]:
     return [
-        Line2D([], [], color=color, marker=marker, ms=5, ls="--" if name == BASE else "-", label=short_name(name))
+        handle(short_name(name), color, marker, ms=5, ls="--" if name == BASE else "-")
         for name, (color, marker) in look.items()
     ]
 
 
 def legend_above(figure: Figure, handles: Sequence[Any]) -> None:
     if handles:
-        figure.legend(
-            handles=handles,
-            loc="outside upper center",
-            ncols=min(4, len(handles)),
-            fontsize=8.5,
-            handlelength=2.2,
-            columnspacing=1.4,
-        )
+        sizes = {"fontsize": 8.5, "handlelength": 2.2, "columnspacing": 1.4}
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), **sizes)

@@ -1,7 +1,7 @@
 """The figures of the CAPS suite, each as PDF and PNG, ours beside what was published.
 
 A strategy has the same colour and marker in every figure. Strategies that lie on top of each other are one grey group;
-those whose order is the claim have a line of their own, and so has any that Coterie does not bring.
+those whose order is the claim have a line of their own, and so have a user's own strategies.
 """
 
 from __future__ import annotations
@@ -13,44 +13,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from coterie.answers.figures import Theme, write_figure
-from coterie_lab.suites.caps.drawing import (
-    BASE,
-    Rows,
-    distinct_values,
-    grouped,
-    is_of_rate,
-    legend_above,
-    line_handles,
-    look_of,
-    p99_cuts,
-    published_ends,
-    shifts,
-    short_name,
-    shortened_list,
-    signed,
-    styles,
-    whisker_handle,
-    write_in_corner,
-)
+from coterie_lab.suites.caps import drawing
+from coterie_lab.suites.caps.drawing import BASE, handle, legend_above, line_handles, published_ends, short_name, signed
+from coterie_lab.suites.shared import Rows, annotate, distinct_values
 
 PERCENTILES = {"p50_ms": "50", "p90_ms": "90", "p99_ms": "99", "p999_ms": "99.9"}
 SHOWN = (BASE, "random", "greedy_variance", "latency_aware")
-"""Whose percentiles are drawn; others take the place of missing ones."""
+"""Strategies whose percentiles are drawn; others take the place of missing ones."""
 FLOOR = -60.0
-"""Losses below are written, not drawn: they would flatten all else."""
+"""Lowest value of the axis; larger losses are written, since drawing them would flatten all else."""
 NEAR = {"p99_reduction_pct": 5.0, "throughput_gain_pct": 2.0, "imbalance_reduction_pct": 2.0}
 """Points from the published value that count as agreement."""
 MOST_RATES = 4
-"""Columns of the percentiles; of more rates, evenly spread ones."""
+"""Most columns of the percentiles; of more rates, evenly spread ones are drawn."""
 
 
 def draw_figures(folder: Path, rows: Rows) -> list[Path]:
-    """Writes what the rows have numbers for; the paths, in order of the figures."""
+    """Write the figures that the rows have numbers for; return the paths in order of the figures."""
     if not rows:
         return []
     rows = sorted(rows, key=lambda row: float(row["rate"]))  # a user may give rates in any order
@@ -68,28 +51,22 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
     return [path for name, fill, height in fills for path in write_figure(fill, folder, name, height)]
 
 
-# ------------------------------------------------------------------------------------------------------ P99 by rate
-
-
 def _p99_by_rate(rows: Rows, figure: Figure, theme: Theme) -> None:
-    patterns, look = distinct_values(rows, "pattern"), look_of(rows)
+    patterns, look = distinct_values(rows, "pattern"), drawing.look_of(rows)
     predicted = any(not row["fitted"] for row in rows)
     for axes, pattern in zip(figure.subplots(1, len(patterns), squeeze=False)[0], patterns, strict=True):
         _p99_panel(axes, theme, [row for row in rows if row["pattern"] == pattern], look)
         axes.set(title=f"{pattern} arrivals", xlabel="requests a second" + ("  (* predicted, not fitted)" * predicted))
     figure.axes[0].set_ylabel("cut of P99 against fcfs (%)")
     handles = line_handles(look)
-    group = grouped(rows)
+    group = drawing.grouped(rows)
     if group:
-        handles.append(
-            Patch(facecolor=theme.grid, edgecolor=theme.muted, lw=0.8, label=f"{len(group)} others, least to most")
-        )
+        label = f"{len(group)} others, least to most"
+        handles.append(Patch(facecolor=theme.grid, edgecolor=theme.muted, lw=0.8, label=label))
     if any(published_ends(row, "p99_reduction_pct") for row in rows):
-        handles.append(
-            Line2D([], [], color=theme.text, marker="D", mfc=theme.background, ms=6, ls="none", label="published")
-        )
+        handles.append(handle("published", theme.text, "D", mfc=theme.background, ms=6))
     if any(row["strategy"] in look and row["p99_reduction_low"] is not None for row in rows):
-        handles.append(whisker_handle(theme))
+        handles.append(drawing.whisker_handle(theme))
     legend_above(figure, handles)
 
 
@@ -97,12 +74,12 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
     rates = distinct_values(rows, "rate")
     at = {rate: place for place, rate in enumerate(rates)}  # evenly spaced, whatever the rates
     axes.axhline(0.0, color=theme.text, lw=1.2)
-    group = np.array([p99_cuts(rows, name, rates) for name in grouped(rows)])
+    group = np.array([drawing.p99_cuts(rows, name, rates) for name in drawing.grouped(rows)])
     if group.size:
         axes.fill_between(range(len(rates)), group.min(axis=0), group.max(axis=0), color=theme.grid, lw=0)
         axes.plot(range(len(rates)), group.T, color=theme.muted, lw=0.6, marker="_", ms=7, alpha=0.8)
     lost: dict[str, list[tuple[float, float]]] = {}
-    for shift, (name, (color, marker)) in zip(shifts(len(look)), look.items(), strict=True):
+    for shift, (name, (color, marker)) in zip(drawing.shifts(len(look)), look.items(), strict=True):
         mine = [row for row in rows if row["strategy"] == name]
         x = [at[row["rate"]] + shift for row in mine]
         y = np.array([row["p99_reduction_pct"] for row in mine])
@@ -118,11 +95,10 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
     high = max(high, 5.0)
     axes.set_ylim(min(max(low, FLOOR), -0.08 * high), high)
     _rate_ticks(axes, rows, rates, brackets)
-    axes.annotate(BASE, (axes.get_xlim()[1], 0), (0, -2), textcoords="offset points", ha="right", va="top", fontsize=8)
+    annotate(axes, BASE, (axes.get_xlim()[1], 0), (0, -2), ha="right", va="top", fontsize=8)
     if lost:
-        write_in_corner(
-            axes, theme, ["below the axis", *shortened_list(_below(name, spots) for name, spots in lost.items())]
-        )
+        below = drawing.shortened_list(_below(name, spots) for name, spots in lost.items())
+        drawing.write_in_corner(axes, theme, ["below the axis", *below])
     axes.grid(axis="y")
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
 
@@ -137,15 +113,15 @@ def _below(name: str, spots: list[tuple[float, float]]) -> str:
 def _published_p99(
     axes: Any, theme: Theme, rows: Rows, at: dict[float, int], look: dict[str, tuple[str, str]]
 ) -> float | None:
-    """Published values at their rates, ranges over all rates to the right; where those end, None without any."""
+    """Draw published values at their rates, and ranges over all rates to the right. Return where those end, or None."""
     ends_at: dict[float, list[float]] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for row in rows:
-        found = published_ends(row, "p99_reduction_pct")
-        if found and is_of_rate(row):
-            ends_at.setdefault(row["rate"], []).extend(found)
-        elif found:
-            ranges[row["strategy"]] = found
+        ends = published_ends(row, "p99_reduction_pct")
+        if ends and drawing.is_of_rate(row):
+            ends_at.setdefault(row["rate"], []).extend(ends)
+        elif ends:
+            ranges[row["strategy"]] = ends
     x = [at[rate] for rate in ends_at]
     low, high = [min(ends) for ends in ends_at.values()], [max(ends) for ends in ends_at.values()]
     axes.vlines(x, low, high, color=theme.text, lw=1.2, zorder=6)
@@ -156,17 +132,8 @@ def _published_p99(
         color, right = look.get(name, (theme.muted, ""))[0], first + 0.16 * unit * place
         axes.plot((right, right), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
         if name not in look:
-            axes.annotate(
-                short_name(name),
-                (right, ends[1]),
-                (0, 4),
-                textcoords="offset points",
-                color=theme.muted,
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                rotation=90,
-            )
+            style = {"color": theme.muted, "ha": "center", "va": "bottom", "fontsize": 7, "rotation": 90}
+            annotate(axes, short_name(name), (right, ends[1]), (0, 4), **style)
     return first + 0.16 * unit * (len(ranges) - 1) if ranges else None
 
 
@@ -181,34 +148,23 @@ def _rate_ticks(axes: Any, rows: Rows, rates: Sequence[float], brackets: float |
     axes.set_xlim(-0.4 * unit, end if brackets is None else max(brackets + 0.35 * unit, end + 0.6 * unit))
     if brackets is not None:
         axes.axvline(end, color=axes.xaxis.label.get_color(), lw=0.6, ls=":")
-        axes.annotate(
-            "published, all rates",
-            (end, axes.get_ylim()[1]),
-            (2, 0),
-            textcoords="offset points",
-            ha="left",
-            va="top",
-            rotation=90,
-            fontsize=6.5,
-        )
+        style = {"ha": "left", "va": "top", "rotation": 90, "fontsize": 6.5}
+        annotate(axes, "published, all rates", (end, axes.get_ylim()[1]), (2, 0), **style)
 
 
 def _unit(rates: Collection[float]) -> float:
-    """A width beside the rates, in steps between two of them, that is the same on paper for any number of rates."""
+    """Return a width beside the rates, in steps between two rates, that is the same on paper for any number of them."""
     return max(0.5, len(rates) / 4)
 
 
-# ------------------------------------------------------------------------------------------------------ ours, published
-
-
 class Pair(NamedTuple):
-    """Ours and the published number of a cell, or of a strategy where only the range over the rates is known."""
+    """Ours and the published number of a cell, or of a strategy if only the range over the rates is known."""
 
     field: str
     pattern: str
     strategy: str
     rate: float | None
-    """None where `ours` and `theirs` are ranges over the rates."""
+    """None if `ours` and `theirs` are ranges over the rates."""
     fitted: bool
     ours: tuple[float, float]
     interval: tuple[float, float]
@@ -227,31 +183,19 @@ def _pairs(rows: Rows) -> list[Pair]:
     over_rates: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         for field in NEAR:
-            found = published_ends(row, field)
-            if found and field == "p99_reduction_pct" and is_of_rate(row):
-                ours = (row[field], row[field])
-                told = row["p99_reduction_low"] is not None
-                ends = (row["p99_reduction_low"], row["p99_reduction_high"]) if told else ours
+            theirs = published_ends(row, field)
+            if theirs and field == "p99_reduction_pct" and drawing.is_of_rate(row):
+                ours, low = (row[field], row[field]), row["p99_reduction_low"]
+                ends = ours if low is None else (low, row["p99_reduction_high"])
                 cell = row["pattern"], row["strategy"], row["rate"], row["fitted"]
-                pairs.append(Pair(field, *cell, ours, ends, found))
-            elif found:
+                pairs.append(Pair(field, *cell, ours, ends, theirs))
+            elif theirs:
                 over_rates.setdefault((field, row["pattern"], row["strategy"]), []).append(row)
     for (field, pattern, name), mine in over_rates.items():
         values = [row[field] for row in mine]
         ours, theirs = (min(values), max(values)), published_ends(mine[0], field)
         assert theirs is not None
-        pairs.append(
-            Pair(
-                field=field,
-                pattern=pattern,
-                strategy=name,
-                rate=None,
-                fitted=all(row["fitted"] for row in mine),
-                ours=ours,
-                interval=ours,
-                theirs=theirs,
-            )
-        )
+        pairs.append(Pair(field, pattern, name, None, all(row["fitted"] for row in mine), ours, ours, theirs))
     return pairs
 
 
@@ -270,24 +214,16 @@ def _against_published(pairs: list[Pair], figure: Figure, theme: Theme) -> None:
             _draw_pairs(axes, theme, [pair for pair in mine if _kind(pair) == kind])
         axes.set(title=title, xlabel="published", ylabel="ours")
         axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-        axes.annotate(
-            f"± {near:g} points",
-            (low, low + near),
-            (4, 4),
-            textcoords="offset points",
-            fontsize=8,
-            rotation=45,
-            rotation_mode="anchor",
-            color=theme.muted,
-        )
+        style = {"fontsize": 8, "rotation": 45, "rotation_mode": "anchor", "color": theme.muted}
+        annotate(axes, f"± {near:g} points", (low, low + near), (4, 4), **style)
         far = _far(mine, near)
         if far:
-            write_in_corner(axes, theme, ["outside the band", *far])
+            drawing.write_in_corner(axes, theme, ["outside the band", *far])
     legend_above(figure, _pair_handles(pairs, theme))
 
 
 def _kind(pair: Pair) -> tuple[str, str]:
-    """What shares a colour and a marker."""
+    """Return the label and the marker that pairs of one kind share."""
     words = {"throughput_gain_pct": ("throughput", "s"), "imbalance_reduction_pct": ("imbalance", "^")}
     return words.get(pair.field, (f"P99, {pair.pattern}", "o"))
 
@@ -302,16 +238,9 @@ def _draw_pairs(axes: Any, theme: Theme, pairs: list[Pair]) -> None:
     color, (_, marker) = _pair_color(theme, pairs[0]), _kind(pairs[0])
     ranges = [pair for pair in pairs if pair.rate is None]
     if ranges:
-        p99 = marker == "o"  # a P99 moves with the rate: its ends are far apart
-        axes.plot(
-            np.transpose([pair.theirs for pair in ranges]),
-            np.transpose([pair.ours for pair in ranges]),
-            color=color,
-            lw=1.4,
-            marker="_" if p99 else marker,
-            ms=6 if p99 else 4.5,
-            zorder=3,
-        )
+        ends = [np.transpose([getattr(pair, side) for pair in ranges]) for side in ("theirs", "ours")]
+        sign, size = ("_", 6.0) if marker == "o" else (marker, 4.5)  # the ends of a P99, which moves with the rate
+        axes.plot(*ends, color=color, lw=1.4, marker=sign, ms=size, zorder=3)
     for fitted in (True, False):
         cells = [pair for pair in pairs if pair.rate is not None and pair.fitted == fitted]
         if not cells:
@@ -324,23 +253,22 @@ def _draw_pairs(axes: Any, theme: Theme, pairs: list[Pair]) -> None:
 
 
 def _pair_handles(pairs: list[Pair], theme: Theme) -> list[Any]:
-    spot = partial(Line2D, [], [], ls="none", ms=6)
     kinds = {_kind(pair): _pair_color(theme, pair) for pair in pairs}
-    handles = [spot(color=color, marker=marker, label=label) for (label, marker), color in kinds.items()]
+    handles = [handle(label, color, marker, ms=6) for (label, marker), color in kinds.items()]
     shown = {pair.fitted for pair in pairs if pair.rate is not None}
     if True in shown:
-        handles.append(spot(marker="o", color=theme.muted, label="rate fitted"))
+        handles.append(handle("rate fitted", theme.muted, "o", ms=6))
     if False in shown:
-        handles.append(spot(marker="o", mec=theme.muted, mfc=theme.background, label="rate predicted"))
+        handles.append(handle("rate predicted", theme.muted, "o", ms=6, mfc=theme.background))
     if any(pair.rate is None and pair.field == "p99_reduction_pct" for pair in pairs):
-        handles.append(Line2D([], [], color=theme.muted, marker="_", ms=6, lw=1.4, label="least to most of the rates"))
+        handles.append(handle("least to most of the rates", theme.muted, "_", ms=6, lw=1.4, ls="-"))
     if any(pair.rate is not None and pair.interval[0] < pair.interval[1] for pair in pairs):
-        handles.append(whisker_handle(theme))
+        handles.append(drawing.whisker_handle(theme))
     return handles
 
 
 def _far(pairs: list[Pair], near: float) -> list[str]:
-    """Lines that name what is further than `near` from the published number."""
+    """Name the strategies that are further than `near` from the published number, one line per kind."""
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
         label = _kind(pair)[0]
@@ -352,10 +280,7 @@ def _far(pairs: list[Pair], near: float) -> list[str]:
         far = [short_name(pair.strategy) for pair in group if pair.off > near]
         if far:
             lines.append(f"{label}: " + (", ".join(far) if len(far) < 3 else f"{len(far)} of {len(group)}"))
-    return shortened_list(lines)
-
-
-# ------------------------------------------------------------------------------------------------------ strategies
+    return drawing.shortened_list(lines)
 
 
 def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
@@ -390,23 +315,14 @@ def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
     label = f"bursty arrivals, {'mean over ' if len(rates) > 1 else ''}{over} requests a second"
     handles: list[Any] = [Patch(color=theme.muted, alpha=0.75, label=label)]
     if any_published:
-        handles.append(
-            Line2D([], [], color=theme.text, marker="|", ms=9, mew=1.2, ls="none", label="published, both ends")
-        )
+        handles.append(handle("published, both ends", theme.text, "|", ms=9, mew=1.2))
     legend_above(figure, handles)
 
 
-# ------------------------------------------------------------------------------------------------------ percentiles
-
-
 def _percentiles(rows: Rows, figure: Figure, _: Theme) -> None:
-    patterns, rates, names = (
-        distinct_values(rows, "pattern"),
-        distinct_values(rows, "rate"),
-        distinct_values(rows, "strategy"),
-    )
+    patterns, rates, names = (distinct_values(rows, key) for key in ("pattern", "rate", "strategy"))
     shown = sorted(names, key=lambda name: name not in SHOWN)[: len(SHOWN)]
-    look = styles(shown)
+    look = drawing.styles(shown)
     if len(rates) > MOST_RATES:
         rates = [rates[place] for place in np.linspace(0, len(rates) - 1, MOST_RATES).round().astype(int)]
     panels = figure.subplots(len(patterns), len(rates), squeeze=False)
@@ -418,15 +334,9 @@ def _percentiles(rows: Rows, figure: Figure, _: Theme) -> None:
                 color, marker = look[name]
                 row = by.get((pattern, rate, name))
                 values = [row[field] / 1e3 if row else np.nan for field in PERCENTILES]
-                axes.plot(
-                    values,
-                    color=color,
-                    marker=marker,
-                    ms=4,
-                    lw=2.0 if name == "latency_aware" else 1.2,
-                    ls="--" if name == BASE else "-",
-                    zorder=3 if name == BASE else 2,
-                )
+                width = 2.0 if name == "latency_aware" else 1.2
+                dashes, above = ("--", 3) if name == BASE else ("-", 2)
+                axes.plot(values, color=color, marker=marker, ms=4, lw=width, ls=dashes, zorder=above)
                 seconds += [value for value in values if value > 0]
             last = pattern == patterns[-1]
             axes.set_xticks(range(len(PERCENTILES)), list(PERCENTILES.values()) if last else [])

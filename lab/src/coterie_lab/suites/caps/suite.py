@@ -15,13 +15,14 @@ import json
 import time
 from datetime import datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from coterie.answers.batches.drawn import DRAWN, DrawnWorkload
-from coterie.answers.runs import in_parallel, interval, interval_of, with_half
+from coterie.answers.runs import interval
 from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResult, SuiteTable
 from coterie.batching import Strategy, strategies
 from coterie.batching.base import SpreadCost
@@ -29,16 +30,19 @@ from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import RunSummary, SpreadExecution, run_batches, summarise_run
 from coterie.traces.store import write_json
 from coterie_lab.suites.caps.published import GREEDY, RATES, REQUESTS, SEEDS, TOP_SIX, published
+from coterie_lab.suites.shared import as_is, gain, run_cells, spread
 
 NAME = "caps"
 PATTERNS = ("bursty", "poisson")
+AVERAGED = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "throughput", "imbalance")
+"""Fields of a run whose mean and deviation over seeds a row has."""
 GAINS = ("p99_ms", "throughput", "imbalance")
 FITTED_RATES = (150.0, 300.0)
-"""The rest is prediction."""
+"""Rates that the workload was fitted to; the others are predicted."""
 
 
 class Cell(NamedTuple):
-    """One run for each strategy on the same requests."""
+    """One run per strategy on the same requests."""
 
     pattern: str
     rate: float
@@ -46,42 +50,36 @@ class Cell(NamedTuple):
 
 
 def make_strategy(name: str, setting: DrawnWorkload) -> Strategy:
-    """Without a cap on skips: the published strategies have none."""
+    """Make a strategy without a cap on skips: the published strategies have none."""
     return strategies.make(name, {"cost": SpreadCost(setting.sensitivity)}, max_skips=None)
 
 
 def run_cell(cell: Cell, names: tuple[str, ...], requests: int, setting: DrawnWorkload) -> dict[str, RunSummary]:
-    """Every strategy on the same arrivals and loads."""
+    """Run every strategy on the same arrivals and loads."""
     pattern_seed = PATTERNS.index(cell.pattern)
     rng = np.random.default_rng([cell.seed, pattern_seed])
     arrived = setting.arrivals(cell.pattern, cell.rate).draw(requests, setting.loads.mix, rng)
     loads = setting.loads.draw(arrived.domain, rng)
     execution = SpreadExecution(loads, setting.base_s, setting.sensitivity)
-    found = {}
+    summaries = {}
     for name in names:
         config = SchedulerConfig(strategy=name, max_skips=None)
         rng = np.random.default_rng([cell.seed, pattern_seed, 1])
         run = run_batches(arrived.arrival_s, loads, execution, config, make_strategy(name, setting), rng)
-        found[name] = summarise_run(run)
-    return found
+        summaries[name] = summarise_run(run)
+    return summaries
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
     requests = options.requests or REQUESTS
     seeds, rates = options.seeds or SEEDS, options.rates or RATES
-    names = _names(options.strategies)
-    cells = [Cell(pattern, rate, seed) for pattern in PATTERNS for rate in rates for seed in seeds]
-    found: dict[Cell, dict[str, RunSummary]] = {}
-    report("Simulating", 0, len(cells))
-    for cell, summaries in in_parallel(partial(run_cell, names=names, requests=requests, setting=DRAWN), cells):
-        found[cell] = summaries
-        report("Simulating", len(found), len(cells))
+    names = compared_strategies(options.strategies)
+    cells = [Cell(*cell) for cell in product(PATTERNS, rates, seeds)]
+    runs = run_cells(partial(run_cell, names=names, requests=requests, setting=DRAWN), cells, report, "Simulating")
     rows = [
-        _row(pattern, rate, name, [found[Cell(pattern, rate, seed)] for seed in seeds])
-        for pattern in PATTERNS
-        for rate in rates
-        for name in names
+        _row(pattern, rate, name, [runs[Cell(pattern, rate, seed)] for seed in seeds])
+        for pattern, rate, name in product(PATTERNS, rates, names)
     ]
     standard = requests == REQUESTS and seeds == SEEDS
     for row in rows:
@@ -89,13 +87,14 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     result = SuiteResult(NAME, rows, _notes(rows, requests, seeds, standard))
     if options.out is not None:
         report("Drawing", 0, 1)
-        _write(options.out, result, requests, seeds, rates, names)
+        _write(options.out, result, paper_results(result, requests, seeds, rates, names))
     result.notes.append(f"{len(cells) * len(names)} runs in {time.perf_counter() - begun:.1f} s.")
     return result
 
 
-def _names(asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    names = dict.fromkeys(("fcfs", *(asked or strategies.names())))  # gains are against FCFS
+def compared_strategies(asked: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return fcfs, which gains are against, and the strategies asked for, or all; raise for an unknown name."""
+    names = dict.fromkeys(("fcfs", *(asked or strategies.names())))
     for name in names:
         strategies.check(name)
     return tuple(names)
@@ -107,27 +106,22 @@ def _row(pattern: str, rate: float, name: str, runs: list[dict[str, RunSummary]]
     mean, std = ours.mean(axis=0), ours.std(axis=0, ddof=1).tolist() if len(runs) > 1 else [None] * ours.shape[1]
     at = {field: index for index, field in enumerate(RunSummary._fields)}
     row: dict[str, Any] = {"pattern": pattern, "rate": rate, "strategy": name, "fitted": rate in FITTED_RATES}
-    for field in ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "throughput", "imbalance"):
+    for field in AVERAGED:
         row[field], row[f"{field}_std"] = float(mean[at[field]]), std[at[field]]
     row["worst_skips"] = int(ours[:, at["worst_skips"]].max())
     row["worst_wait_ms"] = float(ours[:, at["worst_wait_ms"]].max())
     of_fcfs = {field: float(mean[index] / base[:, index].mean()) for field, index in at.items() if field in GAINS}
     row["p99_reduction_pct"] = 100.0 * (1.0 - of_fcfs["p99_ms"])
     # Seeds are paired: both ran the same requests.
-    cuts = 100.0 * (1.0 - ours[:, at["p99_ms"]] / base[:, at["p99_ms"]])
-    found = interval(cuts)
-    shift = row["p99_reduction_pct"] - found.mean  # the interval of the mean of cuts, about the cut of the means
-    row["p99_reduction_low"] = None if found.low is None else found.low + shift
-    row["p99_reduction_high"] = None if found.high is None else found.high + shift
-    best = min(runs[0], key=lambda other: float(np.mean([run[other].p99_ms for run in runs])))
-    behind = interval([100.0 * (run[name].p99_ms / run[best].p99_ms - 1.0) for run in runs])
-    row["best"], row["behind_best_pct"], row["behind_best_low"], row["behind_best_high"] = best, *behind
+    cuts = interval(100.0 * (1.0 - ours[:, at["p99_ms"]] / base[:, at["p99_ms"]]))
+    shift = row["p99_reduction_pct"] - cuts.mean  # the interval of the mean of cuts, about the cut of the means
+    row["p99_reduction_low"] = None if cuts.low is None else cuts.low + shift
+    row["p99_reduction_high"] = None if cuts.high is None else cuts.high + shift
+    row["best"] = best = min(runs[0], key=lambda other: float(np.mean([run[other].p99_ms for run in runs])))
+    row |= spread("behind_best", [100.0 * (run[name].p99_ms / run[best].p99_ms - 1.0) for run in runs])
     row["throughput_gain_pct"] = 100.0 * (of_fcfs["throughput"] - 1.0)
     row["imbalance_reduction_pct"] = 100.0 * (1.0 - of_fcfs["imbalance"])
     return row
-
-
-# ------------------------------------------------------------------------------------------------------ in words
 
 
 def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...], standard: bool) -> list[str]:
@@ -171,26 +165,26 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...], st
     return notes
 
 
-def _range(row: Row, field: str, sign: float = 1.0) -> str:
-    """A published value or range."""
-    found = (row["published"] or {}).get(field)
-    if found is None:
+def _range(row: Row, field: str) -> str:
+    """Show a published value or range."""
+    value = (row["published"] or {}).get(field)
+    if value is None:
         return "-"
-    low, high = (found, found) if isinstance(found, float) else (found[0], found[1])
-    return f"{sign * low:+.1f}" if low == high else f"{sign * low:+.1f}…{sign * high:.1f}"
+    low, high = (value, value) if isinstance(value, float) else (value[0], value[1])
+    return f"{low:+.1f}" if low == high else f"{low:+.1f}…{high:.1f}"
 
 
-def _with_published(row: Row, field: str, sign: float = 1.0) -> str:
-    beside = _range(row, field, sign)
-    return f"{sign * row[field]:+.1f}" + (f" ({beside})" if beside != "-" else "")
+def _with_published(row: Row, field: str) -> str:
+    beside = _range(row, field)
+    return f"{row[field]:+.1f}" + (f" ({beside})" if beside != "-" else "")
 
 
 def _table(pattern: str) -> SuiteTable:
     columns = (
         Column("req/s", lambda row: f"{row['rate']:g}"),
-        Column("strategy", lambda row: row["strategy"]),
+        *as_is("strategy"),
         Column("P99 ms", lambda row: round(row["p99_ms"])),
-        Column("P99 gain %", lambda row: with_half(interval_of(row, "p99_reduction"))),
+        Column("P99 gain %", gain("p99_reduction")),
         Column("published", lambda row: _range(row, "p99_reduction_pct")),
         Column("throughput %", lambda row: _with_published(row, "throughput_gain_pct")),
         Column("less imbalance %", lambda row: _with_published(row, "imbalance_reduction_pct")),
@@ -199,22 +193,13 @@ def _table(pattern: str) -> SuiteTable:
     return SuiteTable(title, columns, lambda row: bool(row["pattern"] == pattern))
 
 
-# ------------------------------------------------------------------------------------------------------ files
-
-
 def paper_results(
     result: SuiteResult, requests: int, seeds: tuple[int, ...], rates: tuple[float, ...], names: tuple[str, ...]
 ) -> dict[str, Any]:
     """Arrange results in the structure of the publication's results.json."""
-    out: dict[str, Any] = {
-        "config": {
-            "requests": requests,
-            "seeds": list(seeds),
-            "rates": list(rates),
-            "generated": datetime.now().isoformat(timespec="seconds"),
-        },
-        "strategies": sorted(names),
-    }
+    now = datetime.now().isoformat(timespec="seconds")
+    config = {"requests": requests, "seeds": list(seeds), "rates": list(rates), "generated": now}
+    out: dict[str, Any] = {"config": config, "strategies": sorted(names)}
     for pattern in PATTERNS:
         by_rate: dict[str, Any] = {}
         for rate in rates:
@@ -222,14 +207,8 @@ def paper_results(
             cell: dict[str, Any] = {}
             for row in rows:
                 values = {}
-                for short, field in (
-                    ("p50", "p50_ms"),
-                    ("p90", "p90_ms"),
-                    ("p99", "p99_ms"),
-                    ("p999", "p999_ms"),
-                    ("throughput", "throughput"),
-                    ("imbalance", "imbalance"),
-                ):
+                for field in AVERAGED:
+                    short = field.removesuffix("_ms")
                     values[f"{short}_mean"], values[f"{short}_std"] = row[field], row[f"{field}_std"]
                 cell[row["strategy"]] = values
             gains = ("p99_reduction_pct", "throughput_gain_pct", "imbalance_reduction_pct")
@@ -241,18 +220,11 @@ def paper_results(
     return out
 
 
-def _write(
-    folder: Path,
-    result: SuiteResult,
-    requests: int,
-    seeds: tuple[int, ...],
-    rates: tuple[float, ...],
-    names: tuple[str, ...],
-) -> None:
+def _write(folder: Path, result: SuiteResult, as_published: dict[str, Any]) -> None:
     from coterie_lab.suites.caps.figures import draw_figures
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "results.json", paper_results(result, requests, seeds, rates, names))
+    write_json(folder / "results.json", as_published)
     lines = [f"{'pattern':8} {'req/s':>6} {'strategy':20} {'p99 ms':>8} {'p99 %':>7} {'thr %':>6} {'imb %':>6} beside"]
     for row in result.rows:
         lines.append(

@@ -1,7 +1,7 @@
-"""Placement advice on GLM-5.2's loads: what a plan gains on the window after the one that it was made from.
+"""Placement advice on GLM-5.2's loads: what a plan gains on the window after the one it was made from.
 
-Windows mix the domains by weights that move on, each with other shards than the one before
-(:mod:`coterie_lab.suites.latency_optimal.domains`). The advisor that a gateway runs sees one after the
+Windows mix the domains by weights that shift, each with other shards than the one before
+(:mod:`coterie_lab.suites.latency_optimal.domains`). The advisor that a gateway runs sees the windows one after the
 other; its plans are carried out after they were scored, as with `apply: true`.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.runs import interval
 from coterie.control import AdviceSettings, LoadSeen, LoopShape, PlacementAdvisor
 from coterie.types import Placement
 from coterie_lab.suites.latency_optimal.domains import MODEL, DomainSetting, Fleet, domain_loads, shifting
+from coterie_lab.suites.shared import spread
 
 SETTING = DomainSetting(windows=40, steps=500)
 WINDOW_S = 30.0
@@ -41,9 +41,8 @@ def advice_row(phase: str, tokens: int, shares: NDArray[np.float64], setting: Do
     advisor.tick(0.0)
     gains, planned, moves, kinds = [], [], 0, []
     for window, share in enumerate(shares, start=1):
-        advisor.observe(
-            LoadSeen(window * WINDOW_S, "fleet", share * fleet.rows * setting.steps, setting.steps, WINDOW_S)
-        )
+        load = share * fleet.rows * setting.steps
+        advisor.observe(LoadSeen(window * WINDOW_S, "fleet", load, setting.steps, WINDOW_S))
         standing = advisor.advice
         kinds += [event.kind for event in advisor.tick(window * WINDOW_S)]
         made = advisor.advice
@@ -55,7 +54,6 @@ def advice_row(phase: str, tokens: int, shares: NDArray[np.float64], setting: Do
         if not withdrawn:
             moves += made.moves
             advisor.applied(made.id)
-    spread = interval(gains)
     return {
         "trace": MODEL,
         "advice": phase,
@@ -65,8 +63,6 @@ def advice_row(phase: str, tokens: int, shares: NDArray[np.float64], setting: Do
         "kept": kinds.count("plan_kept"),
         "moves": moves,
         "gain_planned_pct": float(np.mean(planned)) if planned else 0.0,
-        "gain_next_pct": spread.mean,
-        "gain_next_low": spread.low,
-        "gain_next_high": spread.high,
+        **spread("gain_next", gains),
         "published": None,
     }

@@ -1,15 +1,15 @@
 """One seed of changing traffic under one router: never fitted anew, by the live loop, and at every change.
 
     without     the fit on the first turn's requests serves all turns
-    loop        the same fit, and the live loop, which is told of the requests that end and of nothing else
-    fresh       a fit on requests set apart of each turn, in force from the turn's first request on
+    loop        the same fit, and the live loop, which sees requests as they finish and nothing else
+    fresh       a fit on requests set apart from each turn, in force from the turn's first request on
     chance      as without, but the first request that is measured goes to the next worker
 
-All serve the same requests in the same order in a closed loop. Measured are the turns after the first, but for the
-requests in flight at the end: how fast they end depends on how the fleet happens to run empty. The loop pays for what
-it does: it notices a change by requests that have ended, a re-fit takes as long as `FIT_REQUESTS` of them take to end,
-and a candidate waits for requests that it can be scored on. What *chance* differs from *without* by is the noise of
-the figures: one request elsewhere changes who runs beside whom from then on, and nothing else.
+All variants serve the same requests in the same order in a closed loop. Measured are the turns after the first, without
+the requests in flight at the end, whose speed depends on how the fleet happens to run empty. The loop pays for what it
+does: it notices a change by finished requests, a re-fit takes as long as `FIT_REQUESTS` requests take to finish, and a
+candidate waits for requests that it can be scored on. The difference between *chance* and *without* is the noise of the
+figures: one request elsewhere changes which requests run together from then on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DriftCell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The turns after the first, but for the requests in flight at the end."""
+    """Metrics of the turns after the first, without the requests in flight at the end."""
 
     tpot_ms: float
     """Mean over requests."""
@@ -68,22 +68,21 @@ class Outcome(NamedTuple):
     late_experts: float
 
 
-class Found(NamedTuple):
+class CellResult(NamedTuple):
     outcomes: dict[str, Outcome]
     events: dict[str, int]
-    """Kind of event → how often the loop said so."""
+    """Kind of event → how often the loop reported it."""
     waited: float
-    """Requests from a change to the first fit taken after it, mean over the turns that had one; NaN without any."""
+    """Requests from a change to the first fit taken after it, mean over the turns that had one; NaN if none had."""
     changes: int
 
 
-def serve_cell(cell: DriftCell, data: Path, requests: int) -> Found:
+def serve_cell(cell: DriftCell, data: Path, requests: int) -> CellResult:
     """Serve one seed's traffic once per variant."""
     per_decoder = PER_DECODER[cell.trace]
-    if requests < 4 * DECODERS * per_decoder:
-        raise ConfigError(
-            f"requests={requests} must be at least {4 * DECODERS * per_decoder}, four times those in flight"
-        )
+    least = 4 * DECODERS * per_decoder
+    if requests < least:
+        raise ConfigError(f"requests={requests} must be at least {least}, four times those in flight")
     turns = read_turns(cell.trace, data, cell.seed, requests)
     bench = _Bench(turns, cell, per_decoder)
     loop = bench.loop()
@@ -91,7 +90,7 @@ def serve_cell(cell: DriftCell, data: Path, requests: int) -> Found:
     chance = OneElsewhere(bench.firsts[0], bench.make(bench.fits[0]))
     controllers = {WITHOUT: None, LOOP: loop, FRESH: fresh, CHANCE: chance}
     outcomes = {name: bench.serve(controller) for name, controller in controllers.items()}
-    return Found(
+    return CellResult(
         {name: bench.outcome(run) for name, run in outcomes.items()},
         dict(Counter(event.kind for event in loop.events)),
         bench.waited(outcomes[LOOP], loop.events),
@@ -142,7 +141,7 @@ class _Bench:
         return Outcome(*_measured(run, full & (turn > 0)), *_measured(run, full & late))
 
     def waited(self, run: FleetRun, events: list[ControlEvent]) -> float:
-        """Requests that arrived from a change until a fit was taken."""
+        """Count requests that arrived from a change until a fit was taken; return the mean over changes."""
         taken = np.array([event.at_s for event in events if event.kind == "refit_taken"])
         waits = []
         for first, end in zip(self.firsts, [*self.firsts[1:], len(run.arrival_s)], strict=True):
@@ -153,7 +152,7 @@ class _Bench:
 
 
 def _measured(run: FleetRun, chosen: NDArray[np.bool_]) -> tuple[float, float]:
-    """TPOT in ms of the chosen requests, and experts of the steps that began while they arrived."""
+    """Return the TPOT of the chosen requests in ms, and the experts of the steps that began while they arrived."""
     tpot_ms = 1e3 * float(run.tpot_s[chosen & np.isfinite(run.tpot_s)].mean())
     # A request stands for the time until the next one arrives.
     steps = chosen[np.searchsorted(run.arrival_s, run.step_start_s, side="right") - 1]

@@ -13,8 +13,8 @@ class LoopController:
     """Drives a :class:`~coterie.control.ControlLoop` as a simulated fleet serves."""
 
     def __init__(self, loop: ControlLoop, make: Callable[[RouterFit], Router], places: int, fit_requests: int) -> None:
-        """`make` makes the router of a fit, `places` are those of a worker. A re-fit takes as long as `fit_requests`
-        requests take to end, since a simulated fleet has no other measure of a fit's time.
+        """`make` makes the router of a fit; `places` is per worker. A re-fit takes as long as `fit_requests` requests
+        take to finish, since a simulated fleet has no other measure of a fit's time.
         """
         self.loop, self.make, self.places, self.fit_requests = loop, make, places, fit_requests
         self.events: list[ControlEvent] = []
@@ -22,8 +22,8 @@ class LoopController:
         self._job: tuple[FitJob, int] | None = None
 
     def tick(self, now_s: float, ended: Sequence[FinishedRequest]) -> RouterSwap | None:
-        for one in ended:
-            seen = RequestSeen(one.at_s, str(one.request), f"decoder {one.worker}", one.prefill, one.decode)
+        for end in ended:
+            seen = RequestSeen(end.at_s, str(end.request), f"decoder {end.worker}", end.prefill, end.decode)
             self.loop.observe(seen)
         self._ended += len(ended)
         if self._job is not None and self._ended >= self._job[1]:
@@ -40,7 +40,7 @@ class LoopController:
 
 
 class FitsAtChanges:
-    """Puts the fit of each turn in force as its first request is routed: a loop that knows the changes beforehand."""
+    """Puts the fit of each turn in force when its first request is routed: a loop that knows the changes beforehand."""
 
     def __init__(
         self, firsts: Sequence[int], fits: Sequence[RouterFit], make: Callable[[RouterFit], Router], places: int
@@ -60,10 +60,10 @@ class FitsAtChanges:
 
 
 class OneElsewhere:
-    """Sends one request to the worker after its own and changes nothing else: what follows differs by chance alone."""
+    """Sends one request to the next worker and changes nothing else: what follows differs by chance alone."""
 
     def __init__(self, request: int, router: Router) -> None:
-        """`request` is the index of it, in a closed loop."""
+        """`request` is its index, in a closed loop."""
         self._swaps = {request: RouterSwap(_NextWorker(router)), request + 1: RouterSwap(router)}
         self._routed = 0
 

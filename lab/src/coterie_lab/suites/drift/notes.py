@@ -1,14 +1,14 @@
-"""The drift suite in words: what the loop gains, what it costs where there is nothing to gain, and its bar."""
+"""Notes and tables of the drift suite: what the loop gains, what it costs, and its bar."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from coterie.answers.runs import interval_of, with_ends, with_half
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie.types import Interval
 from coterie_lab.suites.drift.cells import CHANCE, DECODERS, FRESH, LOOP, PER_DECODER
+from coterie_lab.suites.shared import as_is, gain, number, plain
 
 BAR_PCT = 0.5
 """The loop may cost at most this much of TPOT against never fitting anew."""
@@ -47,9 +47,10 @@ def _gain_note(row: Row, fresh: Row) -> str:
     verdict = _verdict(interval_of(row, "tpot_ms_saving"))
     return (
         f"{row['trace']}, {row['router']}, {row['seeds']} seeds: the loop {verdict}: it saves "
-        f"{_told(row, 'tpot_ms')} of TPOT and {_told(row, 'experts')} of the experts a step; a fresh fit at every "
-        f"change saves {_told(fresh, 'tpot_ms')} and {_told(fresh, 'experts')}. Of {row['refit_started']:.1f} re-fits "
-        f"in {row['changes']} changes {row['refit_taken']:.1f} were taken, {row['fall_back']:.1f} given back; {when}. "
+        f"{_saving(row, 'tpot_ms')} of TPOT and {_saving(row, 'experts')} of the experts a step; a fresh fit at every "
+        f"change saves {_saving(fresh, 'tpot_ms')} and {_saving(fresh, 'experts')}. Of {row['refit_started']:.1f} "
+        f"re-fits in {row['changes']} changes {row['refit_taken']:.1f} were taken, {row['fall_back']:.1f} given back; "
+        f"{when}. "
         f"In the second half of a turn its steps touch {row['late_experts_over_fresh_pct']:+.1f}% experts against the "
         "fresh fit's."
     )
@@ -60,7 +61,7 @@ def _bar_note(row: Row, chance: Row) -> str:
     worst = "also in every seed" if row["all_seeds_within_bar"] else "not in every seed"
     return (
         f"{row['trace']}, {row['router']}: the loop is never worse than without it by more than {BAR_PCT}%: {holds} "
-        f"({_told(row, 'tpot_ms')}), {worst} (the worst {row['worst_seed_pct']:+.2f}%). "
+        f"({_saving(row, 'tpot_ms')}), {worst} (the worst {row['worst_seed_pct']:+.2f}%). "
         f"Sending one request elsewhere, and no more, changes TPOT by {chance['noise_pct']:.2f}% (root mean square)."
     )
 
@@ -73,19 +74,8 @@ def _verdict(saving: Interval) -> str:
     return "helps" if saving.low > 0 else "hurts" if saving.high < 0 else "is not told apart from doing nothing"
 
 
-def _told(row: Row, name: str) -> str:
+def _saving(row: Row, name: str) -> str:
     return with_ends(interval_of(row, f"{name}_saving"), digits=2, unit="%")
-
-
-# How the suite is printed.
-
-
-def _number(key: str, digits: int) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:.{digits}f}"
-
-
-def _saved(name: str) -> Callable[[Row], str]:
-    return lambda row: with_half(interval_of(row, f"{name}_saving"), digits=2)
 
 
 def _bar(row: Row) -> str:
@@ -94,18 +84,14 @@ def _bar(row: Row) -> str:
     return "yes" if row["within_bar"] else "NO"
 
 
-def _plain(key: str) -> Callable[[Row], Any]:
-    return lambda row: row[key]
-
-
 _COLUMNS = (
-    Column("router", _plain("router")),
-    Column("fitted", _plain("variant")),
-    Column("TPOT ms", _number("tpot_ms", 2)),
-    Column("saved %", _saved("tpot_ms")),
-    Column("experts a step", _number("experts", 2)),
-    Column("saved %", _saved("experts")),
-    Column("late TPOT saved %", _saved("late_tpot_ms")),
+    *as_is("router"),
+    Column("fitted", plain("variant")),
+    Column("TPOT ms", number("tpot_ms")),
+    Column("saved %", gain("tpot_ms_saving", 2)),
+    Column("experts a step", number("experts")),
+    Column("saved %", gain("experts_saving", 2)),
+    Column("late TPOT saved %", gain("late_tpot_ms_saving", 2)),
     Column(f"within {BAR_PCT}%", _bar),
 )
 

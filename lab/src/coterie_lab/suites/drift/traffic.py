@@ -1,13 +1,13 @@
 """Traffic that turns from one group of domains to the next: recorded requests of gpt-oss-20b, loads of GLM-5.2.
 
-gpt-oss-20b: every recorded request is cut into pieces of `PIECE` tokens, each a request of its own: its first half is
-the prompt, its second is decoded. A piece is served once and never again. Of every group of subjects some recordings
-are set apart to fit on; no piece of them is served.
+gpt-oss-20b: every recorded request is cut into pieces of `PIECE` tokens, each a request of its own: the first half is
+the prompt, the second is decoded. A piece is served once. Some recordings of every group of subjects are set apart to
+fit on; no piece of them is served.
 
-GLM-5.2: there are counts alone, ten domains of eight shards. A request belongs to a shard, and its tokens'
-experts are drawn from that shard's shares (:mod:`coterie.traces.synthetic`): requests differ by what was counted
-alone, less than real ones do. Half of every domain's shards are set
-apart to fit on. `LAYERS` of its 75 layers are served, taken evenly: a step is shorter by that factor in all its parts.
+GLM-5.2: only counts were recorded, ten domains of eight shards. A request belongs to a shard, and its tokens' experts
+are drawn from that shard's shares (:mod:`coterie.traces.synthetic`): requests differ less than real ones do. Half of
+every domain's shards are set apart to fit on. `LAYERS` of its 75 layers are served, taken evenly: all parts of a step
+are shorter by that factor.
 """
 
 from __future__ import annotations
@@ -70,9 +70,6 @@ def read_turns(trace: str, data: Path, seed: int, requests: int) -> Turns:
     return _subjects(data, seed, requests) if trace == GPT_OSS else _domains(data, seed, requests)
 
 
-# ------------------------------------------------------------------------------------------------------- gpt-oss-20b
-
-
 def _subjects(data: Path, seed: int, requests: int) -> Turns:
     source = recorded_source(data, GPT_OSS)
     domains = source.trace.requests.domains or []
@@ -92,15 +89,9 @@ def _subjects(data: Path, seed: int, requests: int) -> Turns:
 
 
 def _pieces(trace: ActivationTrace, rows: NDArray[np.int64]) -> list[NDArray[np.integer]]:
-    """Expert ids [token, layer, k] of every piece of these recordings; what is left over at their ends is dropped."""
-    found = []
-    for row in rows:
-        ids = np.asarray(trace.request(int(row)).expert_ids)
-        found += [ids[at : at + PIECE] for at in range(0, len(ids) - PIECE + 1, PIECE)]
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------------- GLM-5.2
+    """Cut recordings into pieces: expert ids [token, layer, k] each; the rest at the end of a recording is dropped."""
+    requests = (np.asarray(trace.request(int(row)).expert_ids) for row in rows)
+    return [ids[at : at + PIECE] for ids in requests for at in range(0, len(ids) - PIECE + 1, PIECE)]
 
 
 def _domains(data: Path, seed: int, requests: int) -> Turns:
@@ -111,13 +102,10 @@ def _domains(data: Path, seed: int, requests: int) -> Turns:
     model = step_model(replace(spec, num_layers=dense + LAYERS), "h200")
     served, turn, fits = [], [], []
     for number, group in enumerate(TURNS):
-        fitting, serving = [], []
-        for domain in group:
-            shards = rng.permutation(loads[domain])
-            fitting.append(shards[: len(shards) // 2])
-            serving.append(shards[len(shards) // 2 :])
-        fits.append(_counted(_drawn(np.concatenate(fitting), requests // 2, rng), GLM, spec.top_k))
-        pieces = _drawn(np.concatenate(serving), requests, rng)
+        halves = [np.split(shards, [len(shards) // 2]) for shards in (rng.permutation(loads[name]) for name in group)]
+        fitting, serving = (np.concatenate(half) for half in zip(*halves, strict=True))
+        fits.append(_counted(_drawn(fitting, requests // 2, rng), GLM, spec.top_k))
+        pieces = _drawn(serving, requests, rng)
         served += pieces
         turn += [number] * len(pieces)
     return Turns(model, _requests_of(served, spec.num_experts, GLM_TOKENS[0]), np.array(turn), fits)
@@ -125,13 +113,13 @@ def _domains(data: Path, seed: int, requests: int) -> Turns:
 
 @lru_cache(maxsize=1)
 def _loads(data: Path) -> dict[str, NDArray[np.float64]]:
-    """Domain → [shard, layer, expert] shares of some layers."""
-    found = {}
+    """Return for each domain shares [shard, layer, expert] of some layers."""
+    shares = {}
     for name, tokens in domain_loads(data / "activations" / GLM / "expert_counts.npz").items():
         layers = np.linspace(0, tokens.shape[1] - 1, LAYERS).round().astype(int)
         some = tokens[:, layers] + 1e-3
-        found[name] = np.asarray(some / some.sum(axis=2, keepdims=True))
-    return found
+        shares[name] = np.asarray(some / some.sum(axis=2, keepdims=True))
+    return shares
 
 
 def _drawn(shards: NDArray[np.float64], count: int, rng: Generator) -> list[NDArray[np.integer]]:
@@ -150,11 +138,8 @@ def _drawn(shards: NDArray[np.float64], count: int, rng: Generator) -> list[NDAr
     return [np.asarray(trace.request(row).expert_ids) for row in range(count)]
 
 
-# -------------------------------------------------------------------------------------------------------------- both
-
-
 def _requests_of(pieces: Sequence[NDArray[np.integer]], experts: int, prompt: int = PIECE // 2) -> FleetRequests:
-    lengths = np.array([len(one) for one in pieces])
+    lengths = np.array([len(ids) for ids in pieces])
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     prompts = np.full(len(pieces), prompt, np.int64)
     recordings = Recordings(
@@ -164,7 +149,7 @@ def _requests_of(pieces: Sequence[NDArray[np.integer]], experts: int, prompt: in
         prompts,
         first + prompts,
         lengths - prompts,
-        np.array([footprint(one[:prompt], experts) for one in pieces]),
+        np.array([footprint(ids[:prompt], experts) for ids in pieces]),
     )
     return FleetRequests(recordings, np.arange(len(pieces)), prompts, recordings.decode_rows)
 
@@ -172,8 +157,8 @@ def _requests_of(pieces: Sequence[NDArray[np.integer]], experts: int, prompt: in
 def _counted(pieces: Sequence[NDArray[np.integer]], model: str, top_k: int) -> Calibration:
     experts, prompt = get_model(model).num_experts, PIECE // 2 if model == GPT_OSS else GLM_TOKENS[0]
     return Calibration(
-        prefill=np.array([footprint(one[:prompt], experts) for one in pieces], np.uint32),
-        decode=np.array([footprint(one[prompt:], experts) for one in pieces], np.uint32),
+        prefill=np.array([footprint(ids[:prompt], experts) for ids in pieces], np.uint32),
+        decode=np.array([footprint(ids[prompt:], experts) for ids in pieces], np.uint32),
         gates=None,
         requests=np.arange(len(pieces)),
         halved=True,

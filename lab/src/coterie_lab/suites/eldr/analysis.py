@@ -1,11 +1,11 @@
-"""What expert locality rests on, on recorded routing: domains, likeness of prefill and decode, signatures.
+"""What expert locality rests on, on recorded routing: domains, similarity of prefill and decode, signatures.
 
-    unions       distinct experts of a step whose requests are of one domain, against one of requests of any
+    unions       distinct experts of a step whose requests are of one domain, against a step of mixed requests
     correlation  activation probabilities of a request in prefill and in decode, over all layers' experts
-    rho          how well distances of signatures tell distances in decode; fitted on one half, scored on the other
+    rho          how well distances of signatures predict distances in decode; fitted on one half, scored on the other
 
-In recordings of one phase a request's first half stands for prefill, which makes the two more alike than they are in
-service. Gate mass is that of the chosen experts: what the gate gave the others was not recorded.
+In recordings of one phase a request's first half stands for prefill, which makes the two more alike than in service.
+Gate mass is that of the chosen experts only: the gate scores of the others were not recorded.
 """
 
 from __future__ import annotations
@@ -55,32 +55,24 @@ class Analysis(NamedTuple):
 
 
 def analyse(job: tuple[str, int], data: Path) -> Analysis:
-    """Analysis of one split of one trace."""
+    """Analyse one split of one trace."""
     name, seed = job
     source = recorded_source(data, name)
     rng = np.random.default_rng([seed, 5])
     masked: dict[str, float] = {}
     plain: dict[str, float] = {}
     layers = 0.0
-    for one in score_signatures(source.counts, [seed]):
-        if one.rho is not None:
-            (masked if one.mask else plain)[one.weighting] = one.rho
-        if one.mask and one.weighting == "count_idf":
-            layers = one.layers or 0.0
+    for score in score_signatures(source.counts, [seed]):
+        if score.rho is not None:
+            (masked if score.mask else plain)[score.weighting] = score.rho
+        if score.mask and score.weighting == "count_idf":
+            layers = score.layers or 0.0
     unions = domain_unions(source, UNION_BATCH[name], UNION_STEPS, rng)
-    return Analysis(
-        trace=name,
-        seed=seed,
-        unions=unions,
-        correlation=phase_correlation(source),
-        rho=masked,
-        rho_unmasked=plain,
-        layers=layers,
-    )
+    return Analysis(name, seed, unions, phase_correlation(source), masked, plain, layers)
 
 
 def domain_unions(source: Source, batch: int, steps: int, rng: Generator) -> Unions:
-    """Steps of different requests, each with one of its decoded tokens."""
+    """Draw steps of different requests, each with one of its decoded tokens."""
     labels = source.trace.requests.domains
     assert labels is not None
     large = {domain for domain, count in Counter(labels).items() if count >= batch}
@@ -102,7 +94,7 @@ def domain_unions(source: Source, batch: int, steps: int, rng: Generator) -> Uni
 
 
 def phase_correlation(source: Source) -> float:
-    """Pearson correlation over all layers' experts of a request, mean over requests."""
+    """Return the Pearson correlation over all layers' experts of a request, mean over requests."""
     before, after = (np.asarray(p, np.float64) for p in source.counts.probabilities)
     before, after = before - before.mean(axis=1, keepdims=True), after - after.mean(axis=1, keepdims=True)
     products = np.einsum("rc,rc->r", before, after)

@@ -1,10 +1,10 @@
-"""The decode batches that routers really formed, for a GPU to run: which recorded tokens each step held.
+"""The decode batches that routers formed, for a GPU to run: the recorded tokens of each step.
 
-A run tells when each step began and on which decoder, and when each request joined its decoder and ended. A request is
-in every step of its decoder from then on, one token further each time; how many that makes is checked against the
-step's own count. Steps are drawn as tokens see them, the more often the more requests are in them: what is measured is
-then the time of a token's step. (Over steps an uneven load looks better than it is: most steps are those of decoders
-that have little to do. And steps of one size are of other decoders under each router.)
+A run holds the start and the decoder of each step, and when each request joined its decoder and finished. A request is
+in every step of its decoder in between, one token further each time; the number of requests is checked against the
+step's own count. Steps are drawn with probability proportional to their requests, so that a GPU measures the time of a
+token's step. (A mean over steps flatters an uneven load: most steps are those of decoders with little to do. And steps
+of one size come from different decoders under each router.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie_lab.suites.eldr.cells import MODEL
 from coterie_lab.suites.eldr.fleets import closed_bench, decode_steps, recorded_source
 
 LOADS = ((8, 8), (8, 16), (8, 24), (6, 32))
-"""Decoders and requests in flight on each: a group of batches each."""
+"""Decoders and requests in flight on each; one group of batches per load."""
 ROUTERS = ("round_robin", "locality_band", "latency_aware")
 """Routers; `coterie replay` compares the others with the first."""
 STEPS = 100
@@ -39,11 +39,11 @@ def replay_batches(
     requests: int = REQUESTS,
     loads: tuple[tuple[int, int], ...] = LOADS,
 ) -> int:
-    """Write batches of each router at each load, drawn from the steady part; how many of each."""
+    """Write batches of each router at each load, drawn from the steady part; return how many of each."""
     source = recorded_source(data, MODEL)
     groups: dict[str, dict[str, list[NDArray[np.integer]]]] = {}
     for decoders, per_decoder in loads:
-        found: dict[str, list[NDArray[np.integer]]] = {name: [] for name in ROUTERS}
+        batches: dict[str, list[NDArray[np.integer]]] = {name: [] for name in ROUTERS}
         for seed in seeds:
             bench = closed_bench(source, decoders, per_decoder, seed, requests)
             base = bench.serve(bench.router(ROUTERS[0]))
@@ -53,16 +53,16 @@ def replay_batches(
                 own = steady(run, decoders * per_decoder)
                 inside = MeasuredSpan(own.since_s, min(own.until_s, window.until_s))
                 rng = np.random.default_rng([seed, 9, per_decoder])
-                found[name] += formed_batches(run, bench.requests, inside, steps, rng)
-        groups[f"{per_decoder} in flight"] = found
+                batches[name] += formed_batches(run, bench.requests, inside, steps, rng)
+        groups[f"{per_decoder} in flight"] = batches
     write_batches(out, MODEL, groups)
-    return min(len(one) for routers in groups.values() for one in routers.values())
+    return min(len(batches) for group in groups.values() for batches in group.values())
 
 
 def formed_batches(
     run: FleetRun, requests: FleetRequests, window: MeasuredSpan, steps: int, rng: Generator
 ) -> list[NDArray[np.integer]]:
-    """Expert ids [token, layer, k] of the steps of some decoded tokens of the window, in order of time."""
+    """Draw steps of the window; return their expert ids [token, layer, k], in order of time."""
     inside = np.flatnonzero(decode_steps(run, window))
     rows = run.step_decoding[inside]
     chosen = np.sort(rng.choice(inside, steps, p=rows / rows.sum()))
@@ -71,15 +71,12 @@ def formed_batches(
 
 def _ids(run: FleetRun, requests: FleetRequests, step: int) -> NDArray[np.integer]:
     worker, start = run.step_worker[step], run.step_start_s[step]
-    here = np.flatnonzero(
-        (run.decoder == worker - run.prefill_workers)
-        & (run.decode_start_s <= start)
-        & ~(run.finish_s <= start)  # not a number where it had not ended
-    )
-    if len(here) != run.step_decoding[step]:
-        raise ConfigError(f"step {step} decoded {run.step_decoding[step]} tokens; {len(here)} requests were there")
+    decoding = (run.decode_start_s <= start) & ~(run.finish_s <= start)  # NaN if a request has not finished
+    running = np.flatnonzero((run.decoder == worker - run.prefill_workers) & decoding)
+    if len(running) != run.step_decoding[step]:
+        raise ConfigError(f"step {step} decoded {run.step_decoding[step]} tokens; {len(running)} requests were running")
     before = np.sort(run.step_start_s[(run.step_worker == worker) & (run.step_start_s < start)])
-    position = len(before) - np.searchsorted(before, run.decode_start_s[here], side="left")
-    recordings, recorded = requests.recordings, requests.recorded[here]
+    position = len(before) - np.searchsorted(before, run.decode_start_s[running], side="left")
+    recordings, recorded = requests.recordings, requests.recorded[running]
     rows = recordings.decode_row[recorded] + position % recordings.decode_rows[recorded]
     return np.asarray(recordings.expert_ids[rows])

@@ -1,9 +1,9 @@
 """One split of a recorded trace at one load: all routers, the limit, and at one load the published design's parts.
 
-The limit is what clusters could save that were made with the served requests' own decode in view: local search for the
-fewest expected distinct experts of a step of B requests of one cluster, sum of 1 - (1 - p)^B. Clusters that were fitted
-on other requests, and given the served ones by what a router sees of them (as many to each), reach a share of it.
-A run in which requests go to their cluster of the limit says what a *router* could save, load uneven as it then is.
+The limit is the saving of clusters made from the served requests' own decode: local search for the fewest expected
+distinct experts of a step of B requests of one cluster, sum of 1 - (1 - p)^B. Clusters fitted on other requests, to
+which the served ones are assigned by what a router sees of them (as many to each), reach a share of that saving. A run
+in which requests go to their cluster of the limit shows what a *router* could save, with its uneven load.
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ from coterie.routing import Decision, Fleet, Request, Router
 from coterie.routing.calibration import activation_probabilities
 from coterie.routing.clustering import Labels, assign, capacities
 from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
-from coterie_lab.suites.eldr.fleets import (
-    ROUTERS,
-    Outcome,
-    closed_bench,
-    compare_routers,
-    recorded_source,
-    with_clusters,
-)
+from coterie_lab.suites.eldr import fleets
+from coterie_lab.suites.eldr.fleets import ROUTERS, Outcome, compare_routers, with_clusters
 
 MODEL = "gpt-oss-20b"
 LIMIT_BATCH = 16
@@ -60,7 +54,7 @@ class Limit(NamedTuple):
     union: float
 
 
-class Found(NamedTuple):
+class CellResult(NamedTuple):
     outcomes: dict[str, Outcome]
     limit: Limit | None
 
@@ -84,37 +78,37 @@ class Assigned:
         return Decision(int(self.workers[int(request.id)]), np.zeros(len(fleet)), "assigned before the run")
 
 
-def serve_cell(cell: Cell, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> Found:
+def serve_cell(cell: Cell, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> CellResult:
     """Serve the same requests under every router, and the extra comparisons of this cell."""
-    source = recorded_source(data, cell.trace)
-    bench = closed_bench(source, cell.decoders, cell.per_decoder, cell.seed, requests)
+    source = fleets.recorded_source(data, cell.trace)
+    bench = fleets.closed_bench(source, cell.decoders, cell.per_decoder, cell.seed, requests)
     halves, limit = split(source, cell.seed), None
     chosen: dict[str, Router] = {name: bench.router(name) for name in names}
     if cell.trace == MODEL and cell.per_decoder == LIMIT_BATCH:
         limit, labels = find_limit(source, halves, bench)
         chosen[LIMIT_ROUTER] = Assigned(labels[bench.requests.recorded])
-    if cell.trace == MODEL and (cell.decoders, cell.per_decoder) == DESIGN:
+    varied = cell[:3] == (MODEL, *DESIGN)
+    if varied:
         chosen |= {band_name(tau): bench.router("locality_band", band=tau) for tau in BANDS}
         vanilla = with_clusters(bench, source.counts, halves, "count_idf", balanced=False)
         chosen[VANILLA] = vanilla.router("locality_band")
-    found = compare_routers(bench, chosen)
-    if cell.trace == MODEL and (cell.decoders, cell.per_decoder) == DESIGN:
-        for weighting in WEIGHTINGS:
-            other = with_clusters(bench, source.counts, halves, weighting)
-            name = signature_name(weighting)
-            found[name] = compare_routers(other, {name: other.router("locality_band")})[name]
-    return Found(found, limit)
+    outcomes = compare_routers(bench, chosen)
+    for weighting in WEIGHTINGS if varied else ():
+        other = with_clusters(bench, source.counts, halves, weighting)
+        name = signature_name(weighting)
+        outcomes[name] = compare_routers(other, {name: other.router("locality_band")})[name]
+    return CellResult(outcomes, limit)
 
 
 def find_limit(source: Source, halves: Halves, bench: Bench) -> tuple[Limit, Labels]:
-    """Savings, and the limit's cluster of every served recording."""
+    """Return the savings, and the limit's cluster of every served recording."""
     counts, fitted, batch = source.counts, bench.fitted, LIMIT_BATCH
     rows = np.flatnonzero(np.isin(counts.requests, halves.test))
     decode = activation_probabilities(counts.decode[rows], counts.top_k)
     room = capacities(len(rows), fitted.workers)
-    similarity = np.array([fitted.similarities(one) for one in counts.prefill[rows]])
+    similarity = np.array([fitted.similarities(footprint) for footprint in counts.prefill[rows]])
     slopes, offsets = tangents(fitted.profiles, batch)
-    expected = np.array([fitted.profile(one) for one in counts.prefill[rows]])
+    expected = np.array([fitted.profile(footprint) for footprint in counts.prefill[rows]])
     cosine, union = assign(-similarity, room), assign(expected @ slopes.T + offsets, room)
     best = union_clusters(
         decode,

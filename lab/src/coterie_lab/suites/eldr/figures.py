@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from matplotlib.figure import Figure
 from coterie.answers.figures import Theme, write_figure
 from coterie.answers.runs import error_bars, interval_of
 from coterie_lab.suites.eldr.cells import MODEL
+from coterie_lab.suites.shared import Rows
 
-Rows = Sequence[dict[str, Any]]
 COMPARED = ("join_shortest_queue", "pressure", "locality_band", "latency_aware")
 PANELS = (
     ("saving_by_token", "fewer experts, by token, %"),
@@ -35,8 +34,15 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
     return written
 
 
-def _error(rows: Rows, key: str) -> Any:
-    return error_bars([interval_of(row, key) for row in rows])
+def _points(axes: Any, x: Any, rows: Rows, key: str, **style: Any) -> None:
+    """Draw KEY_pct of each row with its interval."""
+    errors = error_bars([interval_of(row, key) for row in rows])
+    axes.errorbar(x, [row[f"{key}_pct"] for row in rows], errors, **style)
+
+
+def _below_axes(axes: Any, theme: Theme) -> None:
+    axes.axhline(0, color=theme.muted, lw=0.8)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def _loads(rows: Rows, figure: Figure, theme: Theme) -> None:
@@ -48,7 +54,7 @@ def _loads(rows: Rows, figure: Figure, theme: Theme) -> None:
             mine = [row for row in rows if row["router"] == name]
             at = np.arange(len(mine)) + (number - (len(COMPARED) - 1) / 2) * width
             axes.bar(at, [row[f"{key}_pct"] for row in mine], width * 0.92, color=color, label=name)
-            axes.errorbar(at, [row[f"{key}_pct"] for row in mine], _error(mine, key), color=theme.text, ls="none", lw=1)
+            _points(axes, at, mine, key, color=theme.text, ls="none", lw=1)
         axes.axhline(0, color=theme.muted, lw=0.8)
         axes.set_ylabel(label, fontsize=8)
         axes.grid(axis="y")
@@ -63,44 +69,22 @@ def _trends(bands: Rows, pools: Rows, figure: Figure, theme: Theme) -> None:
     if bands:
         axes = panels.pop(0)
         places = range(len(bands))
-        for color, (key, label) in zip(
-            theme.series, (("tpot_p50_saving", "p50"), ("tpot_p99_saving", "p99")), strict=False
-        ):
-            axes.errorbar(
-                places,
-                [row[f"{key}_pct"] for row in bands],
-                _error(bands, key),
-                color=color,
-                marker="o",
-                ms=4,
-                label=label,
-            )
+        for color, share in zip(theme.series, ("p50", "p99"), strict=False):
+            _points(axes, places, bands, f"tpot_{share}_saving", color=color, marker="o", ms=4, label=share)
         axes.set_xticks(places, [f"{row['tau']:g}" for row in bands])
         axes.set(xlabel=f"τ of the locality band, {MODEL}", ylabel="cut of TPOT, %")
-        axes.axhline(0, color=theme.muted, lw=0.8)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        _below_axes(axes, theme)
     if pools:
         axes = panels.pop(0)
         for color, name in zip(theme.series[1:], ("locality_band", "latency_aware"), strict=False):
             mine = [row for row in pools if row["router"] == name]
             sizes = [row["decoders"] for row in mine]
             for key, style, label in (("tpot_p50_saving", "-", "p50"), ("saving_by_token", "--", "experts by token")):
-                axes.errorbar(
-                    sizes,
-                    [row[f"{key}_pct"] for row in mine],
-                    _error(mine, key),
-                    color=color,
-                    marker="o",
-                    ms=4,
-                    ls=style,
-                    label=f"{name}, {label}",
-                )
+                _points(axes, sizes, mine, key, color=color, marker="o", ms=4, ls=style, label=f"{name}, {label}")
             known = [(row["decoders"], row["published"]["tpot_p50"]) for row in mine if row["published"]]
             if known:
-                axes.plot(
-                    *zip(*known, strict=True), color=theme.text, marker="x", ms=7, ls="none", label="published p50"
-                )
+                x, y = zip(*known, strict=True)
+                axes.plot(x, y, color=theme.text, marker="x", ms=7, ls="none", label="published p50")
         axes.set_xticks(sorted({row["decoders"] for row in pools}))
         axes.set(xlabel="decoders, synthetic routing", ylabel="saving, %")
-        axes.axhline(0, color=theme.muted, lw=0.8)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        _below_axes(axes, theme)

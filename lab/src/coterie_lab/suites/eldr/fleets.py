@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from coterie.traces.readers import read_as
 
 TRACES = {"gpt-oss-20b": "gpt-oss-20b/routing.npz", "deepseek-v2-lite": "deepseek-v2-lite/routing_tokens.npz"}
 BALANCERS = ("random", "round_robin", "join_shortest_queue", "power_of_two")
-"""Routers that look at load alone, or at nothing."""
+"""Routers that look only at load, or at nothing."""
 ROUTERS = (*BALANCERS, "domain", "pressure", "locality_band", "latency_aware")
 
 
@@ -76,34 +77,39 @@ def experts_by_rows(run: FleetRun, window: MeasuredSpan) -> Curve:
 
 
 def outcome(run: FleetRun, window: MeasuredSpan, mixed: Curve) -> Outcome:
-    """Metrics of the window; `mixed` is :func:`experts_by_rows` of round robin's run."""
-    found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
-    loads, steps = found.worker_in_flight, decode_steps(run, window)
+    """Return the metrics of the window; `mixed` is :func:`experts_by_rows` of round robin's run."""
+    summary = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
+    loads, steps = summary.worker_in_flight, decode_steps(run, window)
     rows, experts = run.step_decoding[steps], run.step_distinct[steps]
     done = (run.arrival_s >= window.since_s) & (run.arrival_s <= window.until_s) & np.isfinite(run.tpot_s)
     return Outcome(
-        active_experts=found.distinct,
-        active_experts_by_token=found.distinct_by_token,
+        active_experts=summary.distinct,
+        active_experts_by_token=summary.distinct_by_token,
         active_experts_by_time=float(np.average(experts, weights=run.step_s[steps])),
         experts_at_rows=float(np.average(experts / np.exp(np.polyval(mixed, np.log(rows))), weights=rows)),
-        tpot_p50_ms=found.tpot.p50,
-        tpot_p99_ms=found.tpot.p99,
-        tpot_mean_ms=found.tpot.mean,
+        tpot_p50_ms=summary.tpot.p50,
+        tpot_p99_ms=summary.tpot.p99,
+        tpot_mean_ms=summary.tpot.mean,
         tpot_token_ms=1e3 * float(np.average(run.tpot_s[done], weights=run.output_tokens[done] - 1)),
-        step_ms=found.step_ms,
-        requests=found.requests,
+        step_ms=summary.step_ms,
+        requests=summary.requests,
         uneven=float(loads.std() / loads.mean()),
     )
 
 
-def compare_routers(bench: Bench, chosen: dict[str, Router]) -> dict[str, Outcome]:
-    """Metrics of every router's run."""
-    found: dict[str, Outcome] = {}
+def compare_routers(
+    bench: Bench, chosen: dict[str, Router], on_base: Callable[[FleetRun], None] | None = None
+) -> dict[str, Outcome]:
+    """Return the metrics of every router's run; `on_base` is called with the run of round robin, which comes first."""
+    outcomes: dict[str, Outcome] = {}
     mixed: Curve | None = None
     for name, run, window in bench.runs(chosen):
-        mixed = experts_by_rows(run, window) if mixed is None else mixed
-        found[name] = outcome(run, window, mixed)
-    return found
+        if mixed is None:
+            mixed = experts_by_rows(run, window)
+            if on_base is not None:
+                on_base(run)
+        outcomes[name] = outcome(run, window, mixed)
+    return outcomes
 
 
 def closed_bench(source: Source, decoders: int, per_decoder: int, seed: int, requests: int = REQUESTS) -> Bench:
@@ -111,31 +117,26 @@ def closed_bench(source: Source, decoders: int, per_decoder: int, seed: int, req
     halves = split(source, seed)
     recordings = split_recordings(source.trace, halves.test)
     if decoders * per_decoder > len(recordings):
-        raise ConfigError(
-            f"{decoders} x {per_decoder} in flight need as many recordings; half of {source.trace.meta.model} has "
-            f"{len(recordings)}"
-        )
+        half = f"half of {source.trace.meta.model} has {len(recordings)}"
+        raise ConfigError(f"{decoders} x {per_decoder} in flight need as many recordings; {half}")
     return bench_of(source, halves, recordings, decoders, per_decoder, seed, requests)
 
 
 def with_clusters(
     bench: Bench, counts: Calibration, halves: Halves, weighting: Weighting, balanced: bool = True
 ) -> Bench:
-    """The same fleet, requests compared by another signature or clustered without balance."""
+    """Return the same fleet with requests compared by another signature, or clustered without balance."""
     rng = np.random.default_rng([bench.seed, 3])
     known = counts.take(np.flatnonzero(np.isin(counts.requests, halves.fit)))
-    shown, served = known.prefill, bench.requests
+    shown: NDArray[Any] = known.prefill
+    served = bench.requests
     if weighting == "gate":
         if known.gates is None or counts.gates is None:
             raise ConfigError("the trace has no gate weights")
         mass = counts.gates[np.isin(counts.requests, halves.test)]
-        served = replace(served, recordings=replace(served.recordings, footprint=mass))
-        signature = Signature(weighting).fit(known.gates, known.decode, rng)
-        signatures = signature.transform_all(known.gates)
-    else:
-        signature = Signature(weighting).fit(shown, known.decode, rng)
-        signatures = signature.transform_all(shown)
-    found = cluster(signatures, bench.config.decode_workers, rng, balanced=balanced)
+        shown, served = known.gates, replace(served, recordings=replace(served.recordings, footprint=mass))
+    signature = Signature(weighting).fit(shown, known.decode, rng)
+    clusters = cluster(signature.transform_all(shown), bench.config.decode_workers, rng, balanced=balanced)
     fitted = replace(bench.fitted)
-    fitted.learned_ = bench.fitted.learned.changed(signature=signature, centroids=found.centroids)
+    fitted.learned_ = bench.fitted.learned.changed(signature=signature, centroids=clusters.centroids)
     return replace(bench, fitted=fitted, requests=served)

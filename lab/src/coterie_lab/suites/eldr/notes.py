@@ -1,4 +1,4 @@
-"""The ELDR suite in words: what agrees with the published figures and the bars, what does not, and why."""
+"""Notes and tables of the ELDR suite: what agrees with the published figures and the bars, what does not, and why."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 from coterie.answers.fleet.bench import BASE
-from coterie.answers.runs import interval_of, told_apart, with_ends, with_half
+from coterie.answers.runs import interval_of, told_apart, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie.types import Interval
 from coterie_lab.suites.eldr import published
 from coterie_lab.suites.eldr.cells import MODEL
 from coterie_lab.suites.eldr.rows import ELDR, OURS
+from coterie_lab.suites.shared import as_is, distinct_values, gain, number, plain
 
 NO_DATA = "No recorded routing: only synthetic parts ran. Set COTERIE_DATA to the folder of real data (docs/data.md)."
 LIMIT_BAR = 0.90
@@ -75,18 +76,16 @@ def _main_notes(rows: Sequence[Row], overall: Sequence[Row]) -> list[str]:
             low, high = row["trial_saving_pct"]
             agrees = low - 1.0 <= row["saving_by_time_pct"] <= high + 1.0
             notes.append(
-                f"{_load(row)}: locality_band touches {told(row, 'saving_by_time')}% fewer experts by time "
+                f"{_named_load(row)}: locality_band touches {told(row, 'saving_by_time')}% fewer experts by time "
                 f"({told(row, 'saving')} over steps); the trial had {low:g} to {high:g}: "
                 f"{'within a point' if agrees else 'not within a point'}."
             )
-    for row in rows:
-        if row["router"] == OURS:
-            notes.append(_ahead_note(row, _load(row)))
+    notes += [_ahead_note(row, _named_load(row)) for row in rows if row["router"] == OURS]
     notes += [_ahead_note(row, f"All {row['loads']} loads of {row['trace']}") for row in overall]
     for row in rows:
         if row["router"] in (OURS, ELDR) and row["p99_over_shortest_pct"] < TAIL_BAR_PCT:
             notes.append(
-                f"{_load(row)}: {row['router']}'s p99 is {-row['p99_over_shortest_pct']:.1f}% above the shortest "
+                f"{_named_load(row)}: {row['router']}'s p99 is {-row['p99_over_shortest_pct']:.1f}% above the shortest "
                 "queue's, more than the 1% allowed."
             )
     return notes
@@ -94,9 +93,7 @@ def _main_notes(rows: Sequence[Row], overall: Sequence[Row]) -> list[str]:
 
 def _limit_notes(rows: Sequence[Row]) -> list[str]:
     notes = []
-    for row in rows:
-        if row["clusters"] == "limit":
-            continue
+    for row in (row for row in rows if row["clusters"] != "limit"):
         met = ""
         if row["clusters"] == "union":
             met = f": {'meets' if row['run_share'] >= LIMIT_BAR else 'misses'} {LIMIT_BAR:.2f}"
@@ -129,19 +126,18 @@ def _design_notes(bands: Sequence[Row], clusters: Sequence[Row], signatures: Seq
 
 
 def _analysis_notes(unions: Sequence[Row], correlations: Sequence[Row], rhos: Sequence[Row]) -> list[str]:
-    notes = []
-    for row in unions:
-        notes.append(
-            f"{row['trace']}: steps of {row['in_flight']} requests of one domain touch {row['saving_pct']:.1f}% fewer "
-            f"experts than mixed ones (published {published.SAME_DOMAIN}%)."
-        )
+    notes = [
+        f"{row['trace']}: steps of {row['in_flight']} requests of one domain touch {row['saving_pct']:.1f}% fewer "
+        f"experts than mixed ones (published {published.SAME_DOMAIN}%)."
+        for row in unions
+    ]
     for row in correlations:
         inside = published.PHASE_CORRELATION.low <= row["correlation"] <= published.PHASE_CORRELATION.high
         notes.append(
             f"{row['trace']}: prefill and decode correlate by {row['correlation']:.2f} (published "
             f"{published.PHASE_CORRELATION}): {'inside' if inside else 'outside'}; halves of one phase stand for them."
         )
-    for trace in dict.fromkeys(row["trace"] for row in rhos):
+    for trace in distinct_values(rhos, "trace"):
         mine = {row["weighting"]: row for row in rhos if row["trace"] == trace}
         order = [name for name in published.RHO if name in mine]
         same = all(mine[a]["rho"] > mine[b]["rho"] for a, b in pairwise(order))
@@ -203,42 +199,19 @@ def _synthetic_notes(pools: Sequence[Row], parallel: Sequence[Row]) -> list[str]
     return notes
 
 
-def _load(row: Row) -> str:
-    prefix = "" if row["trace"] == MODEL else f"{row['trace']} "
-    return f"{prefix}{row['decoders']} x {row['in_flight']}"
-
-
-# How the ELDR suite is printed.
-
-
-def _gain(key: str) -> Callable[[Row], str]:
-    def value(row: Row) -> str:
-        return with_half(interval_of(row, key))
-
-    return value
-
-
-def _number(key: str, digits: int = 2) -> Callable[[Row], Any]:
-    return lambda row: None if row.get(key) is None else f"{row[key]:.{digits}f}"
-
-
-def _plain(key: str) -> Callable[[Row], Any]:
-    return lambda row: row.get(key)
-
-
 def _beside(row: Row) -> str:
-    found = row["published"]
-    if found is None:
+    known = row["published"]
+    if known is None:
         return ""
-    if not isinstance(found, dict):
-        return _text(found)
+    if not isinstance(known, dict):
+        return _text(known)
     return ", ".join(
-        f"{key.removeprefix('tpot_')} {_text(value)}" for key, value in found.items() if not isinstance(value, str)
+        f"{key.removeprefix('tpot_')} {_text(value)}" for key, value in known.items() if not isinstance(value, str)
     )
 
 
 def _text(value: Any) -> str:
-    return "-".join(f"{one:g}" for one in value) if isinstance(value, list) else f"{value:g}"
+    return "-".join(f"{end:g}" for end in value) if isinstance(value, list) else f"{value:g}"
 
 
 def _load_cell(row: Row) -> str:
@@ -254,49 +227,45 @@ def _is(*parts: str) -> Callable[[Row], bool]:
 
 
 _EXPERTS = (
-    Column("experts a step", _number("active_experts")),
-    Column("fewer %", _gain("saving")),
-    Column("by time", _gain("saving_by_time")),
-    Column("by token", _gain("saving_by_token")),
-    Column("at equal rows", _gain("saving_at_rows")),
+    Column("experts a step", number("active_experts")),
+    Column("fewer %", gain("saving")),
+    Column("by time", gain("saving_by_time")),
+    Column("by token", gain("saving_by_token")),
+    Column("at equal rows", gain("saving_at_rows")),
 )
 _TIMES = (
-    Column("p50 ms", _number("tpot_p50_ms")),
-    Column("p99 ms", _number("tpot_p99_ms")),
-    Column("p50 cut %", _gain("tpot_p50_saving")),
-    Column("p99", _gain("tpot_p99_saving")),
-    Column("mean", _gain("tpot_mean_saving")),
-    Column("by token", _gain("tpot_token_saving")),
+    Column("p50 ms", number("tpot_p50_ms")),
+    Column("p99 ms", number("tpot_p99_ms")),
+    Column("p50 cut %", gain("tpot_p50_saving")),
+    Column("p99", gain("tpot_p99_saving")),
+    Column("mean", gain("tpot_mean_saving")),
+    Column("by token", gain("tpot_token_saving")),
 )
 _SHORT = (
-    Column("by token %", _gain("saving_by_token")),
-    Column("p50 ms", _number("tpot_p50_ms")),
-    Column("p99 ms", _number("tpot_p99_ms")),
-    Column("p50 cut %", _gain("tpot_p50_saving")),
-    Column("p99 cut %", _gain("tpot_p99_saving")),
+    Column("by token %", gain("saving_by_token")),
+    Column("p50 ms", number("tpot_p50_ms")),
+    Column("p99 ms", number("tpot_p99_ms")),
+    Column("p50 cut %", gain("tpot_p50_saving")),
+    Column("p99 cut %", gain("tpot_p99_saving")),
 )
 
 TABLES = (
     SuiteTable(
         "Experts: gpt-oss-20b unless named, decoders x in flight on each; fewer than round robin (± 95%)",
-        (Column("load", _named_load), Column("router", _plain("router")), *_EXPERTS),
+        (Column("load", _named_load), *as_is("router"), *_EXPERTS),
         _is("main"),
     ),
-    SuiteTable(
-        "TPOT of the same runs (± 95%)",
-        (Column("load", _named_load), Column("router", _plain("router")), *_TIMES),
-        _is("main"),
-    ),
+    SuiteTable("TPOT of the same runs (± 95%)", (Column("load", _named_load), *as_is("router"), *_TIMES), _is("main")),
     SuiteTable(
         "Against the best load balancer of each number: cuts of TPOT, % (± 95%)",
         (
             Column("load", _named_load),
-            Column("router", _plain("router")),
-            Column("p50", _gain("tpot_p50_saving_over_balancer")),
-            Column("best", _plain("tpot_p50_saving_best_balancer")),
-            Column("p99", _gain("tpot_p99_saving_over_balancer")),
-            Column("best", _plain("tpot_p99_saving_best_balancer")),
-            Column("p99, shortest queue", _gain("p99_over_shortest")),
+            *as_is("router"),
+            Column("p50", gain("tpot_p50_saving_over_balancer")),
+            Column("best", plain("tpot_p50_saving_best_balancer")),
+            Column("p99", gain("tpot_p99_saving_over_balancer")),
+            Column("best", plain("tpot_p99_saving_best_balancer")),
+            Column("p99, shortest queue", gain("p99_over_shortest")),
             Column("published", _beside),
         ),
         lambda row: bool(
@@ -306,26 +275,25 @@ TABLES = (
     SuiteTable(
         "The limit: clusters made on the served requests' own decode, B = 16",
         (
-            Column("decoders", _plain("decoders")),
-            Column("clusters", _plain("clusters")),
-            Column("expected saving %", _gain("expected_saving")),
-            Column("share of the limit", _number("share", 3)),
+            *as_is("decoders", "clusters"),
+            Column("expected saving %", gain("expected_saving")),
+            Column("share of the limit", number("share", 3)),
             Column("published", _beside),
-            Column("router", _plain("router")),
-            Column("run, at equal rows %", _gain("saving_at_rows")),
-            Column("share of the limit", _number("run_share", 3)),
+            *as_is("router"),
+            Column("run, at equal rows %", gain("saving_at_rows")),
+            Column("share of the limit", number("run_share", 3)),
         ),
         _is("limit"),
     ),
     SuiteTable(
         "The published design, one part varied: gpt-oss-20b, 8 x 16, against round robin (± 95%)",
         (
-            Column("part", _plain("part")),
+            *as_is("part"),
             Column("is", lambda row: row.get("tau", row.get("clusters", row.get("weighting")))),
-            Column("by token %", _gain("saving_by_token")),
-            Column("p50 cut %", _gain("tpot_p50_saving")),
-            Column("p99 cut %", _gain("tpot_p99_saving")),
-            Column("uneven", _number("uneven")),
+            Column("by token %", gain("saving_by_token")),
+            Column("p50 cut %", gain("tpot_p50_saving")),
+            Column("p99 cut %", gain("tpot_p99_saving")),
+            Column("uneven", number("uneven")),
             Column("published", _beside),
         ),
         _is("band", "clusters", "signature"),
@@ -333,20 +301,19 @@ TABLES = (
     SuiteTable(
         "What it rests on, recorded routing",
         (
-            Column("trace", _plain("trace")),
-            Column("part", _plain("part")),
+            *as_is("trace", "part"),
             Column("weighting", lambda row: row.get("weighting", "")),
-            Column("same-domain saving %", _number("saving_pct", 1)),
-            Column("correlation", _number("correlation")),
-            Column("rho", _number("rho", 3)),
-            Column("layers chosen add", _number("mask_gain", 3)),
+            Column("same-domain saving %", number("saving_pct", 1)),
+            Column("correlation", number("correlation")),
+            Column("rho", number("rho", 3)),
+            Column("layers chosen add", number("mask_gain", 3)),
             Column("published", _beside),
         ),
         _is("unions", "correlation", "rho"),
     ),
     SuiteTable(
         "Prefix caching: Mooncake's arrivals, gpt-oss-20b's experts, 8 prefill and 8 decode workers (± 95%)",
-        (Column("cached", _plain("cached")), Column("router", _plain("router")), *_SHORT),
+        (*as_is("cached", "router"), *_SHORT),
         _is("prefix_cache"),
     ),
     SuiteTable(
@@ -354,7 +321,7 @@ TABLES = (
         (
             Column("load", _load_cell),
             Column("EP", lambda row: row.get("ranks", 1)),
-            Column("router", _plain("router")),
+            *as_is("router"),
             *_SHORT,
             Column("published", _beside),
         ),

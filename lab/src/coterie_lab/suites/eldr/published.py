@@ -51,7 +51,7 @@ EXPERT_PARALLEL: dict[str, Span] = {"tpot_p50": Span(2.7, 4.3), "tpot_p99": Span
 
 
 def plain(values: Any) -> Any:
-    """Spans as lists, for JSON."""
+    """Return spans as lists, for JSON."""
     if isinstance(values, Span):
         return [values.low, values.high]
     if isinstance(values, dict):

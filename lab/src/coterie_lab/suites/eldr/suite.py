@@ -1,4 +1,4 @@
-"""Expert-locality decode routing (ELDR) and past it: what routers save of a decode step's experts and of its time.
+"""Expert-locality decode routing (ELDR) and beyond: what routers save of a decode step's experts and time.
 
     main         recorded routing, closed loop, four loads: all routers, against round robin and the best load balancer
     ahead        how far latency_aware is ahead of the locality band over all four loads
@@ -21,37 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coterie.answers.fleet.bench import REQUESTS
-from coterie.answers.runs import in_parallel
 from coterie.answers.suites import Report, SuiteOptions, SuiteResult
 from coterie.errors import ConfigError, UnavailableError
 from coterie.routing import routers
-from coterie_lab.suites.eldr.analysis import Analysis, analyse
-from coterie_lab.suites.eldr.cells import DESIGN, LIMIT_BATCH, MODEL, Cell, Found, serve_cell
+from coterie_lab.suites.eldr import rows as eldr_rows
+from coterie_lab.suites.eldr import synthetic
+from coterie_lab.suites.eldr.analysis import analyse
+from coterie_lab.suites.eldr.cells import DESIGN, LIMIT_BATCH, MODEL, Cell, serve_cell
 from coterie_lab.suites.eldr.fleets import ROUTERS, TRACES
 from coterie_lab.suites.eldr.notes import NO_DATA, notes_of
 from coterie_lab.suites.eldr.notes import TABLES as TABLES
-from coterie_lab.suites.eldr.rows import (
-    Row,
-    Runs,
-    analysis_rows,
-    cache_rows,
-    design_rows,
-    limit_rows,
-    main_rows,
-    overall_row,
-    synthetic_rows,
-)
-from coterie_lab.suites.eldr.synthetic import (
-    EACH,
-    EP_DECODERS,
-    EP_EACH,
-    POOLS,
-    CacheFound,
-    SyntheticCell,
-    SyntheticFound,
-    serve_prefixes,
-    serve_synthetic,
-)
+from coterie_lab.suites.eldr.rows import Row, Runs
+from coterie_lab.suites.eldr.synthetic import SyntheticCell, serve_prefixes, serve_synthetic
+from coterie_lab.suites.shared import recorded_data, run_cells
 
 NAME = "eldr"
 SEEDS = tuple(range(12))
@@ -78,10 +60,11 @@ Job = Cell | SyntheticCell | AnalysisJob | CacheJob
 
 
 def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[Job]:
-    """All jobs, the longest first."""
+    """Return all jobs, the longest first."""
     few = seeds[:FEW_SEEDS]
-    jobs: list[Job] = [SyntheticCell("expert_parallel", EP_DECODERS, EP_EACH, seed) for seed in few]
-    jobs += [SyntheticCell("topology", decoders, EACH, seed) for seed in few for decoders in POOLS]
+    wide = (synthetic.EP_DECODERS, synthetic.EP_EACH)
+    jobs: list[Job] = [SyntheticCell("expert_parallel", *wide, seed) for seed in few]
+    jobs += [SyntheticCell("topology", size, synthetic.EACH, seed) for seed in few for size in synthetic.POOLS]
     if data is None:
         return jobs
     jobs += [CacheJob(seed) for seed in few]
@@ -101,7 +84,7 @@ def run_job(job: Job, data: Path | None, requests: int, names: tuple[str, ...] =
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
-    data = options.data if options.data is not None and (options.data / "activations").is_dir() else None
+    data = recorded_data(options.data)
     jobs, requests = jobs_of(data, options.seeds or SEEDS), options.requests or REQUESTS
     most = max((job.decoders * job.per_decoder for job in jobs if isinstance(job, Cell)), default=0)
     if requests < 2 * most:  # fail before the work: the first cells take a while
@@ -111,12 +94,8 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
         routers.check(name)
     if options.routers and data is None:
         raise UnavailableError("--routers needs recorded routing: set COTERIE_DATA to a folder of it (docs/data.md)")
-    found: dict[Job, Any] = {}
-    report("Serving", 0, len(jobs))
-    for job, result in in_parallel(partial(run_job, data=data, requests=requests, names=names), jobs):
-        found[job] = result
-        report("Serving", len(found), len(jobs))
-    rows = rows_of({job: found[job] for job in jobs})
+    work = partial(run_job, data=data, requests=requests, names=names)
+    rows = rows_of(run_cells(work, jobs, report, "Serving"))
     notes = notes_of(rows)
     if data is None:
         notes.insert(0, NO_DATA)
@@ -129,42 +108,37 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     return SuiteResult(NAME, rows, notes)
 
 
-def rows_of(found: dict[Job, Any]) -> list[Row]:
+def rows_of(results: dict[Job, Any]) -> list[Row]:
     """Make one row per router from jobs that differ only in their seed."""
     rows: list[Row] = []
     later: list[Row] = []
     by_load: list[Runs] = []
-    for _, group in groupby(sorted(found, key=_kind), key=_kind):
+    for _, group in groupby(sorted(results, key=_kind), key=_kind):
         jobs = list(group)
-        results = [found[job] for job in jobs]
-        first = jobs[0]
+        first, own = jobs[0], [results[job] for job in jobs]
         if isinstance(first, Cell):
-            cells: list[Found] = results
-            runs = [one.outcomes for one in cells]
-            rows += main_rows(first.trace, first.decoders, first.per_decoder, runs)
+            runs = [result.outcomes for result in own]
+            rows += eldr_rows.main_rows(first.trace, first.decoders, first.per_decoder, runs)
             if first.trace == MODEL:
                 by_load.append(runs)
             if first.trace == MODEL and first.per_decoder == LIMIT_BATCH:
-                later += limit_rows(first.decoders, cells)
+                later += eldr_rows.limit_rows(first.decoders, own)
             if first.trace == MODEL and (first.decoders, first.per_decoder) == DESIGN:
-                later += design_rows(runs)
+                later += eldr_rows.design_rows(runs)
         elif isinstance(first, SyntheticCell):
-            synthetic: list[SyntheticFound] = results
             name = "qwen3-235b-a22b shape" if first.part == "expert_parallel" else "qwen3-30b-a3b shape"
-            later += synthetic_rows(first.part, name, first.decoders, first.per_decoder, synthetic)
+            later += eldr_rows.synthetic_rows(first.part, name, first.decoders, first.per_decoder, own)
         elif isinstance(first, AnalysisJob):
-            analyses: list[Analysis] = results
-            later += analysis_rows(first.trace, analyses)
+            later += eldr_rows.analysis_rows(first.trace, own)
         else:
-            caches: list[CacheFound] = results
-            later += cache_rows(caches)
+            later += eldr_rows.cache_rows(own)
     if by_load:
-        later.insert(0, overall_row(by_load))
+        later.insert(0, eldr_rows.overall_row(by_load))
     return rows + later
 
 
 def _kind(job: Job) -> tuple[Any, ...]:
-    """Sort key: everything but the seed."""
+    """Return the sort key: everything but the seed."""
     if isinstance(job, Cell):
         order = LOADS.index((job.decoders, job.per_decoder)) if (job.decoders, job.per_decoder) in LOADS else len(LOADS)
         return 0, order, job.trace, job.decoders, job.per_decoder

@@ -1,9 +1,9 @@
 """Fleets that recordings are too few for, on synthetic routing; and arrivals with shared prefixes on recorded routing.
 
-Synthetic requests have a language and, within it, a topic: preferences over experts are a mixture of what all share,
-what a language and what a topic prefers. Languages are as uneven as WildChat's (the first two have three quarters of
-the requests), and how much they differ was set so that steps of one language touch 3 to 10% fewer experts than mixed
-ones, as published. So the *trend* over pool sizes is ours to show, and its height is not: it follows from what was set.
+Synthetic requests have a language and, within it, a topic: preferences over experts are a mixture of shared ones, the
+language's and the topic's. Languages are as uneven as WildChat's (the first two have three quarters of the requests).
+How much they differ was set so that steps of one language touch 3 to 10% fewer experts than mixed ones, as published.
+So only the *trend* over pool sizes is a result; its height follows from that setting.
 
     topology         8, 16 and 24 decoders at Qwen3-30B-A3B's shape, as many requests in flight on each
     expert_parallel  decoders of 4 ranks at Qwen3-235B-A22B's shape, experts in order
@@ -25,6 +25,7 @@ from coterie.answers.fleet.bench import BASE, Halves, Source, bench_of
 from coterie.costs.presets import step_model
 from coterie.models import get_model
 from coterie.routing.calibration import calibration
+from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import draw_requests, phase_recordings
 from coterie.sim.fleet.run import FleetConfig
 from coterie.traces import ActivationTrace, RequestTrace
@@ -33,15 +34,7 @@ from coterie.traces.readers import read_as
 from coterie.traces.synthetic import SyntheticSettings, generate
 from coterie.types import Placement, Topology
 from coterie_lab.suites.eldr.analysis import Unions, domain_unions
-from coterie_lab.suites.eldr.fleets import (
-    Curve,
-    Outcome,
-    closed_bench,
-    compare_routers,
-    experts_by_rows,
-    outcome,
-    recorded_source,
-)
+from coterie_lab.suites.eldr.fleets import Outcome, closed_bench, compare_routers, recorded_source
 
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de")
 SHARES = (0.45, 0.30, 0.10, 0.06, 0.05, 0.04)
@@ -78,7 +71,7 @@ WIDE = SyntheticSize(recordings=800, fitted=300, prompt_tokens=32, output_tokens
 
 
 def draw_language_preferences(layers: int, experts: int, rng: Generator) -> NDArray[np.float64]:
-    """[language x topic, layer, expert]"""
+    """Draw preferences [language x topic, layer, expert]."""
     zipf = np.arange(1, experts + 1) ** -ZIPF
     zipf /= zipf.sum()
 
@@ -91,7 +84,7 @@ def draw_language_preferences(layers: int, experts: int, rng: Generator) -> NDAr
 
 @lru_cache(maxsize=1)
 def language_source(model: str, seed: int, size: SyntheticSize) -> Source:
-    """Requests labelled with their language; their topics are for the generator alone."""
+    """Generate requests labelled with their language; their topics are known to the generator only."""
     spec, rng = get_model(model), np.random.default_rng([seed, 6])
     settings = SyntheticSettings(
         domains=tuple(f"{language}/{topic}" for language in LANGUAGES for topic in range(TOPICS)),
@@ -106,7 +99,13 @@ def language_source(model: str, seed: int, size: SyntheticSize) -> Source:
     return Source(relabelled, calibration(relabelled))
 
 
-class SyntheticFound(NamedTuple):
+def language_halves(seed: int, size: SyntheticSize) -> Halves:
+    """Draw the requests to fit on; the others are served."""
+    order = np.random.default_rng([seed, 0]).permutation(size.recordings)
+    return Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
+
+
+class SyntheticResult(NamedTuple):
     outcomes: dict[str, Outcome]
     unions: Unions
 
@@ -118,35 +117,24 @@ class SyntheticCell(NamedTuple):
     seed: int
 
 
-def serve_synthetic(cell: SyntheticCell, size: SyntheticSize | None = None) -> SyntheticFound:
+def serve_synthetic(cell: SyntheticCell, size: SyntheticSize | None = None) -> SyntheticResult:
     parallel = cell.part == "expert_parallel"
     name = "qwen3-235b-a22b" if parallel else "qwen3-30b-a3b"
     size = size or (WIDE if parallel else FULL)
-    source = language_source(name, cell.seed, size)
-    order = np.random.default_rng([cell.seed, 0]).permutation(size.recordings)
-    halves = Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
+    source, halves = language_source(name, cell.seed, size), language_halves(cell.seed, size)
     spec, model, placement = get_model(name), None, None
     if parallel:
         model = step_model(spec, "h200", "bf16", Topology(EXPERT_PARALLEL))
         placement = Placement.linear(spec.num_moe_layers, spec.num_experts, EXPERT_PARALLEL)
     recordings = phase_recordings(source.trace, halves.test)
-    in_flight = cell.decoders * cell.per_decoder
-    bench = bench_of(
-        source,
-        halves,
-        recordings,
-        cell.decoders,
-        cell.per_decoder,
-        cell.seed,
-        max(size.requests, 4 * in_flight),
-        model,
-        placement,
-    )
+    requests = max(size.requests, 4 * cell.decoders * cell.per_decoder)
+    load = (cell.decoders, cell.per_decoder, cell.seed, requests)
+    bench = bench_of(source, halves, recordings, *load, model, placement)
     unions = domain_unions(source, cell.per_decoder, 200, np.random.default_rng([cell.seed, 7]))
-    return SyntheticFound(compare_routers(bench, {router: bench.router(router) for router in ROUTERS}), unions)
+    return SyntheticResult(compare_routers(bench, {router: bench.router(router) for router in ROUTERS}), unions)
 
 
-class CacheFound(NamedTuple):
+class CacheResult(NamedTuple):
     cached: dict[str, Outcome]
     uncached: dict[str, Outcome]
     cached_share: float
@@ -157,12 +145,13 @@ class CacheFound(NamedTuple):
     """Mean time from arrival to handoff, with and without the cache."""
 
 
+@lru_cache(maxsize=4)
 def load_arrivals(path: Path) -> RequestTrace:
     return read_as(RequestTrace, path).in_order()
 
 
-def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> CacheFound:
-    """The same arrivals with and without prefix caching; the rate keeps about `CACHE_EACH` on a decoder."""
+def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> CacheResult:
+    """Serve the same arrivals with and without prefix caching; the rate keeps about `CACHE_EACH` on a decoder."""
     source = recorded_source(data, "gpt-oss-20b")
     bench = closed_bench(source, CACHE_DECODERS, CACHE_EACH, seed, requests)
     arrivals = load_arrivals(data / "requests" / MOONCAKE)
@@ -172,24 +161,21 @@ def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] 
     drawn = draw_requests(
         bench.requests.recordings, requests, np.random.default_rng([seed, 8]), arrivals, rate, LONGEST_PROMPT
     )
-    # By load alone, with caches and without: what prefill does then changes by what it finds, not by where it goes.
+    # Prefill is routed by load alone, with caches and without: only what it finds in its cache differs.
     config = FleetConfig(
         decode_workers=CACHE_DECODERS,
         prefill_workers=CACHE_PREFILLERS,
         places=bench.config.places,
         prefill_policy="least_queued",
     )
-    found, shares, waits, load = [], [], [], 0.0
+    outcomes: list[dict[str, Outcome]] = []
+    base_runs: list[FleetRun] = []
     for served in (drawn, replace(drawn, blocks=None, block_offsets=None)):
         open_bench = replace(bench, requests=served, config=config, in_flight=None)
-        one: dict[str, Outcome] = {}
-        mixed: Curve | None = None
-        for name, run, window in open_bench.runs({name: open_bench.router(name) for name in names}):
-            mixed = experts_by_rows(run, window) if mixed is None else mixed
-            one[name] = outcome(run, window, mixed)
-            if name == BASE:
-                shares.append(float(run.cached_tokens.sum() / run.prompt_tokens.sum()))
-                waits.append(1e3 * float(np.mean(run.prefill_end_s - run.arrival_s)))
-                load = float(run.step_decoding[run.step_worker >= CACHE_PREFILLERS].mean())
-        found.append(one)
-    return CacheFound(found[0], found[1], shares[0], load, (waits[0], waits[1]))
+        chosen = {name: open_bench.router(name) for name in names}
+        outcomes.append(compare_routers(open_bench, chosen, base_runs.append))
+    cached, uncached = base_runs
+    share = float(cached.cached_tokens.sum() / cached.prompt_tokens.sum())
+    load = float(uncached.step_decoding[uncached.step_worker >= CACHE_PREFILLERS].mean())
+    waits = [1e3 * float(np.mean(run.prefill_end_s - run.arrival_s)) for run in base_runs]
+    return CacheResult(outcomes[0], outcomes[1], share, load, (waits[0], waits[1]))

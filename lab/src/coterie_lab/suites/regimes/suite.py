@@ -2,15 +2,15 @@
 
 Requests take their experts from a recording (gpt-oss-20b, DeepSeek-V2-Lite) and their arrival times and prompt lengths
 from a production trace (Azure, Mooncake), sped up or slowed down to a share of what the server can do in order of
-arrival. They follow each other in any order, or in bursts of requests that use like experts. Four regimes:
+arrival. They arrive in random order, or in bursts of requests that use like experts. Four regimes:
 
     prefill      8 prompts a step on one GPU
     decode       up to 32 requests on one GPU, continuous batching, every token's recorded experts replayed
     ep8-prefill  8 prompts a step on 8 expert-parallel ranks
     ep8-decode   up to 128 requests on 8 ranks
 
-A strategy sees what the `prefix` predictor makes of the first half of a recorded request; the second half is what runs.
-The predictor is fitted on other requests. A prompt repeats the recorded tokens up to its length.
+A strategy sees what the `prefix` predictor expects from the first half of a recorded request; the second half runs. The
+predictor is fitted on other requests. A prompt repeats the recorded tokens up to its length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.cluster.vq import kmeans2, vq
 
-from coterie.answers.runs import in_parallel, interval, interval_of, with_half
 from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResult, SuiteTable
 from coterie.batching import Strategy, strategies
 from coterie.batching.latency_aware import measure_trust
@@ -52,10 +51,13 @@ from coterie.sim import (
 from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.readers import read_as
 from coterie.types import ModelSpec, Placement, Topology
+from coterie_lab.suites.caps.suite import compared_strategies
+from coterie_lab.suites.eldr.fleets import TRACES
+from coterie_lab.suites.eldr.synthetic import MOONCAKE, load_arrivals
+from coterie_lab.suites.shared import as_is, distinct_values, gain, mean_of, plain, run_cells, savings, spread
 
 NAME = "regimes"
-ROUTING = {"gpt-oss-20b": "gpt-oss-20b/routing.npz", "deepseek-v2-lite": "deepseek-v2-lite/routing_tokens.npz"}
-ARRIVALS = {"azure": "azure-2023/AzureLLMInferenceTrace_code.csv", "mooncake": "mooncake/conversation_trace.jsonl"}
+ARRIVALS = {"azure": "azure-2023/AzureLLMInferenceTrace_code.csv", "mooncake": MOONCAKE}
 ORDERS = ("mixed", "bursts")
 """Orders of requests: random, or bursts of requests with similar experts."""
 BURST, CLUSTERS = 32, 8
@@ -66,6 +68,8 @@ SEEDS = (0, 1, 2, 3)
 ALL = "all"
 """Value of a row's model, arrivals and load if the row is the mean over all of them."""
 MOST_LOAD = 10.0
+REDUCTIONS = {"p99_reduction": "p99_ms", "mean_reduction": "mean_ms", "step_reduction": "batch_ms"}
+"""Key of a row → field of a run that it compares with that of fcfs."""
 REQUESTS = 400
 LONGEST_PROMPT = 8192
 MIN_TOKENS = 16
@@ -102,7 +106,7 @@ class Cell(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """The requests that are not replayed; [request, layer, expert] tokens a token brings to an expert."""
+    """Requests that are not replayed: [request, layer, expert] activations per token."""
 
     predicted: NDArray[np.float64]
     truth: NDArray[np.float64]
@@ -110,10 +114,10 @@ class Calibration(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The requests of a recording that are replayed: their second halves, and what was predicted of them."""
+    """Requests of a recording that are replayed: their second halves, and the predictions for them."""
 
     predicted: NDArray[np.float64]
-    """[request, layer, expert] tokens a token brings to an expert."""
+    """[request, layer, expert] activations per token."""
     expert_ids: NDArray[np.integer]
     """[token, layer, k]"""
     first: NDArray[np.int64]
@@ -142,30 +146,21 @@ def load_recording(path: Path) -> Recording:
             if len(tokens) >= MIN_TOKENS:
                 known = PredictRequest(footprint=footprint(tokens[:half], experts), num_tokens=1)
                 halves[replayed].append((prefix.predict(known), tokens[half:]))
-    apart_from = np.array([predicted for predicted, _ in halves[0]])
-    flat = apart_from.reshape(len(apart_from), -1)
-    centres, kind = kmeans2(flat, CLUSTERS, minit="++", rng=np.random.default_rng(0))
+    expected, predicted = (np.array([load for load, _ in half]) for half in halves)
+    centres, kind = kmeans2(expected.reshape(len(expected), -1), CLUSTERS, minit="++", rng=np.random.default_rng(0))
     truth = np.array([footprint(tokens, experts) / len(tokens) for _, tokens in halves[0]])
-    calibration = Calibration(apart_from, truth, kind.astype(np.int64))
+    calibration = Calibration(expected, truth, kind.astype(np.int64))
     ids = [tokens for _, tokens in halves[1]]
-    lengths = np.array([len(one) for one in ids], np.int64)
-    first = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    counts = np.array([footprint(one, experts) for one in ids], dtype=np.int64)
-    predicted = np.array([predicted for predicted, _ in halves[1]])
+    lengths = np.array([len(tokens) for tokens in ids], np.int64)
     return Recording(
         predicted=predicted,
         expert_ids=np.concatenate(ids),
-        first=first,
+        first=np.concatenate([[0], np.cumsum(lengths)[:-1]]),
         tokens=lengths,
-        counts=counts,
+        counts=np.array([footprint(tokens, experts) for tokens in ids], dtype=np.int64),
         kind=vq(predicted.reshape(len(predicted), -1), centres)[0].astype(np.int64),
         calibration=calibration,
     )
-
-
-@lru_cache(maxsize=4)
-def load_arrivals(path: Path) -> RequestTrace:
-    return read_as(RequestTrace, path).in_order()
 
 
 class Drawn(NamedTuple):
@@ -178,16 +173,16 @@ class Drawn(NamedTuple):
 
 
 def draw_order(kind: NDArray[np.int64], order: str, requests: int, rng: Generator) -> NDArray[np.int64]:
-    """[request] index of the recorded request to replay."""
+    """Draw recorded requests to replay: [request] indices."""
     if order == "mixed":
         return rng.integers(len(kind), size=requests)
     bursts = rng.choice(kind, size=-(-requests // BURST))  # a kind as often as it was recorded
-    rows = [rng.choice(np.flatnonzero(kind == one), size=BURST) for one in bursts]
+    rows = [rng.choice(np.flatnonzero(kind == burst), size=BURST) for burst in bursts]
     return np.concatenate(rows)[:requests].astype(np.int64)
 
 
 def draw(recording: Recording, arrivals: RequestTrace, order: str, requests: int, rng: Generator) -> Drawn:
-    """A stretch of the arrivals that starts at random, with a mean rate of one request a second."""
+    """Draw a stretch of the arrivals that starts at random, with a mean rate of one request a second."""
     assert arrivals.arrival_s is not None
     start = int(rng.integers(max(1, len(arrivals) - requests)))
     rows = (start + np.arange(requests)) % len(arrivals)
@@ -200,36 +195,31 @@ def draw(recording: Recording, arrivals: RequestTrace, order: str, requests: int
     )
 
 
+@dataclass
 class Bench:
     """One model in one regime: runs the same requests under any strategy."""
 
-    def __init__(
-        self,
-        regime: Regime,
-        model: str,
-        recording: Recording,
-        drawn: Drawn,
-        order: str,
-        prior_tokens: NDArray[np.int64],
-    ) -> None:
-        """`prior_tokens`: prompt lengths of other requests, which latency_aware sees along with `order`."""
-        self.regime, self.recording, self.drawn = regime, recording, drawn
-        self.order, self.prior_tokens = order, prior_tokens
-        spec = get_model(model)
-        ranks = regime.ranks
-        topology = Topology(ranks)
+    regime: Regime
+    name: str
+    """Name of the model."""
+    recording: Recording
+    drawn: Drawn
+    order: str
+    prior_tokens: NDArray[np.int64]
+    """Prompt lengths of other requests, which latency_aware sees along with `order`."""
+
+    def __post_init__(self) -> None:
+        spec, ranks = get_model(self.name), self.regime.ranks
         self.placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
-        self.model = step_model(spec, "h200", "bf16", topology)
+        self.model = step_model(spec, "h200", "bf16", Topology(ranks))
         self.timer = StepTimer(self.model, self.placement)
-        self.spec = spec
-        if regime.phase == "prefill":
+        self.predicted = self.recording.predicted[self.drawn.recorded]
+        if self.regime.phase == "prefill":
             self.loads = self._prompt_loads(spec)
-            self.predicted = recording.predicted[drawn.recorded] * drawn.prompt_tokens[:, None, None]
-        else:
-            self.predicted = recording.predicted[drawn.recorded]
+            self.predicted = self.predicted * self.drawn.prompt_tokens[:, None, None]
 
     def _prompt_loads(self, spec: ModelSpec) -> NDArray[np.int64]:
-        """[request, layer, expert]: the recorded tokens again and again, the last time in part."""
+        """Return loads [request, layer, expert]: the recorded tokens repeated, the last time in part."""
         recording, drawn = self.recording, self.drawn
         laps, rest = np.divmod(drawn.prompt_tokens, recording.tokens[drawn.recorded])
         loads = recording.counts[drawn.recorded] * laps[:, None, None]
@@ -246,7 +236,7 @@ class Bench:
         return strategies.make(name, Offers(cost=self.cost, trust=self.trust))
 
     def trust(self) -> float:
-        """Trust in predictions, from calibration requests in the same kind of order and with such prompts."""
+        """Measure the trust in predictions on calibration requests in the same kind of order and with such prompts."""
         calibration, regime, rng = self.recording.calibration, self.regime, np.random.default_rng(0)
         running = regime.places if regime.phase == "decode" else 0
         rows = draw_order(calibration.kind, self.order, running + TRUST_REQUESTS, rng)
@@ -263,13 +253,8 @@ class Bench:
             execution = PrefillExecution(self.timer, self.loads, drawn.prompt_tokens, regime.ranks)
             config = SchedulerConfig(max_batch_size=regime.places, min_batch_trigger=1)
             return run_batches(arrival_s, self.predicted, execution, config, strategy, rng, check)
-        requests = DecodeRequests(
-            arrival_s,
-            drawn.prompt_tokens,
-            self.recording.first[drawn.recorded],
-            self.recording.tokens[drawn.recorded],
-            self.recording.expert_ids,
-        )
+        first, tokens = self.recording.first[drawn.recorded], self.recording.tokens[drawn.recorded]
+        requests = DecodeRequests(arrival_s, drawn.prompt_tokens, first, tokens, self.recording.expert_ids)
         config = SchedulerConfig(min_batch_trigger=1)
         return run_decode(
             requests, self.predicted, self.timer, regime.places, config, strategy, rng, regime.ranks, check
@@ -277,20 +262,13 @@ class Bench:
 
 
 def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> dict[str, RunSummary]:
-    """Every strategy on the same requests; the rate is a share of what first come, first served can do."""
-    recording = load_recording(data / "activations" / ROUTING[cell.model])
+    """Run every strategy on the same requests; the rate is a share of what first come, first served can do."""
+    recording = load_recording(data / "activations" / TRACES[cell.model])
     arrivals = load_arrivals(data / "requests" / ARRIVALS[cell.arrivals])
-    seed = [cell.seed, sorted(ROUTING).index(cell.model), sorted(ARRIVALS).index(cell.arrivals)]
+    seed = [cell.seed, sorted(TRACES).index(cell.model), sorted(ARRIVALS).index(cell.arrivals)]
     drawn = draw(recording, arrivals, cell.order, requests, np.random.default_rng(seed))
     prior_tokens = draw(recording, arrivals, cell.order, requests, np.random.default_rng([*seed, 1])).prompt_tokens
-    bench = Bench(
-        regime=REGIMES[cell.regime],
-        model=cell.model,
-        recording=recording,
-        drawn=drawn,
-        order=cell.order,
-        prior_tokens=prior_tokens,
-    )
+    bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn, cell.order, prior_tokens)
     at_once = summarise_run(bench.run(strategies.make("fcfs"), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
     return {name: summarise_run(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
@@ -301,25 +279,19 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     data = options.data
     if data is None:
         raise UnavailableError("this suite needs recordings: set COTERIE_DATA to a folder of them (docs/data.md)")
-    names = tuple(dict.fromkeys(("fcfs", *(options.strategies or strategies.names()))))
-    for name in names:
-        strategies.check(name)
+    names = compared_strategies(options.strategies)
     seeds, loads = options.seeds or SEEDS, options.rates or LOADS
     if max(loads) > MOST_LOAD:
         raise ConfigError(f"rate={max(loads):g} must be at most {MOST_LOAD:g}: a share of what fcfs can serve")
-    kinds = list(product(REGIMES, ROUTING, ARRIVALS, ORDERS, loads))
+    kinds = list(product(REGIMES, TRACES, ARRIVALS, ORDERS, loads))
     cells = [Cell(*kind, seed) for kind in kinds for seed in seeds]
-    found: dict[Cell, dict[str, RunSummary]] = {}
-    report("Simulating", 0, len(cells))
     work = partial(run_cell, names=names, requests=options.requests or REQUESTS, data=data)
-    for cell, summaries in in_parallel(work, cells):
-        found[cell] = summaries
-        report("Simulating", len(found), len(cells))
-    rows = [_row(kind, name, [found[Cell(*kind, seed)] for seed in seeds]) for kind in kinds for name in names]
+    runs = run_cells(work, cells, report, "Simulating")
+    rows = [_row(kind, name, [runs[Cell(*kind, seed)] for seed in seeds]) for kind in kinds for name in names]
     overall = []
     for regime, order in product(REGIMES, ORDERS):
-        here = [cell for cell in cells if (cell.regime, cell.order) == (regime, order)]
-        by_seed = [[found[cell] for cell in here if cell.seed == seed] for seed in seeds]
+        chosen = [cell for cell in cells if (cell.regime, cell.order) == (regime, order)]
+        by_seed = [[runs[cell] for cell in chosen if cell.seed == seed] for seed in seeds]
         overall += [_overall(regime, order, name, by_seed) for name in names]
     result = SuiteResult(NAME, overall + rows, _notes(rows, options.requests or REQUESTS, seeds))
     if options.out is not None:
@@ -333,47 +305,37 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
 
 
 def _row(kind: tuple[Any, ...], name: str, runs: list[dict[str, RunSummary]]) -> dict[str, Any]:
-    """Gains against fcfs, each seed with its own: both served the same requests."""
+    """Compare with fcfs seed by seed: both served the same requests."""
     row: dict[str, Any] = {**dict(zip(Cell._fields, kind, strict=False)), "strategy": name}
+    own, base = [run[name] for run in runs], [run["fcfs"] for run in runs]
     for field in ("p50_ms", "p99_ms", "mean_ms", "throughput", "imbalance", "distinct", "batch_ms"):
-        row[field] = float(np.mean([getattr(run[name], field) for run in runs]))
-    row["worst_skips"] = max(run[name].worst_skips for run in runs)
-    for key, field in (("p99_reduction", "p99_ms"), ("mean_reduction", "mean_ms"), ("step_reduction", "batch_ms")):
-        gains = [100.0 * (1.0 - getattr(run[name], field) / getattr(run["fcfs"], field)) for run in runs]
-        row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"] = interval(gains)
-    gains = [100.0 * (run[name].throughput / run["fcfs"].throughput - 1.0) for run in runs]
-    row["throughput_gain_pct"], row["throughput_gain_low"], row["throughput_gain_high"] = interval(gains)
+        row[field] = mean_of(own, field)
+    row["worst_skips"] = max(run.worst_skips for run in own)
+    for key, field in REDUCTIONS.items():
+        row |= spread(key, savings(own, base, field))
+    row |= spread(
+        "throughput_gain", [100.0 * (a.throughput / b.throughput - 1.0) for a, b in zip(own, base, strict=True)]
+    )
     # By the mean of ratios, as runs of one row may differ in size.
     best = min(runs[0], key=lambda other: float(np.mean([run[other].p99_ms / run["fcfs"].p99_ms for run in runs])))
-    behind = interval([100.0 * (run[name].p99_ms / run[best].p99_ms - 1.0) for run in runs])
-    row["best"], row["behind_best_pct"], row["behind_best_low"], row["behind_best_high"] = best, *behind
+    row["best"] = best
+    row |= spread("behind_best", [100.0 * (run[name].p99_ms / run[best].p99_ms - 1.0) for run in runs])
     row["published"] = None
     return row
 
 
 def _overall(regime: str, order: str, name: str, by_seed: list[list[dict[str, RunSummary]]]) -> dict[str, Any]:
-    """Over models, arrivals and loads: the mean over cells for each seed, and the interval over seeds."""
-    row: dict[str, Any] = {
-        "regime": regime,
-        "model": ALL,
-        "arrivals": ALL,
-        "order": order,
-        "load": None,
-        "strategy": name,
-    }
-    row["worst_skips"] = max(run[name].worst_skips for runs in by_seed for run in runs)
-    for key, field in (("p99_reduction", "p99_ms"), ("mean_reduction", "mean_ms"), ("step_reduction", "batch_ms")):
-        gains = [
-            np.mean([100.0 * (1.0 - getattr(run[name], field) / getattr(run["fcfs"], field)) for run in runs])
-            for runs in by_seed
-        ]
-        row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"] = interval([float(gain) for gain in gains])
-    row["published"] = None
-    return row
+    """Average over models, arrivals and loads: the mean over cells for each seed, and the interval over seeds."""
+    row: dict[str, Any] = {"regime": regime, "model": ALL, "arrivals": ALL, "order": order, "load": None}
+    row |= {"strategy": name, "worst_skips": max(run[name].worst_skips for runs in by_seed for run in runs)}
+    for key, field in REDUCTIONS.items():
+        cells = [savings([run[name] for run in runs], [run["fcfs"] for run in runs], field) for runs in by_seed]
+        row |= spread(key, [float(np.mean(gains)) for gains in cells])
+    return row | {"published": None}
 
 
 def verdict(row: Row) -> str:
-    """Verdict by the 95% interval of the P99 gain; less than 1% either way is nothing."""
+    """Judge by the 95% interval of the P99 gain; less than 1% either way is nothing."""
     low, high = row["p99_reduction_low"], row["p99_reduction_high"]
     if low is None or high is None:
         return "one seed"
@@ -382,9 +344,6 @@ def verdict(row: Row) -> str:
     if high < 0.0 and low < -1.0:
         return "hurts"
     return "nothing" if low >= -1.0 and high <= 1.0 else "unclear"
-
-
-# ------------------------------------------------------------------------------------------------------ in words
 
 
 def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) -> list[str]:
@@ -396,11 +355,11 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
         "latency_aware is told more than the others: the cost model, prompt lengths of another stretch of the trace, "
         "and how far predictions came true on calibration requests in the same kind of order.",
     ]
-    for regime in dict.fromkeys(row["regime"] for row in rows):
+    for regime in distinct_values(rows, "regime"):
         counts = []
-        for name in dict.fromkeys(row["strategy"] for row in rows if row["strategy"] != "fcfs"):
-            found = [verdict(row) for row in rows if row["regime"] == regime and row["strategy"] == name]
-            counts.append(f"{name} {found.count('helps')}/{found.count('nothing')}/{found.count('hurts')}")
+        for name in distinct_values([row for row in rows if row["strategy"] != "fcfs"], "strategy"):
+            verdicts = [verdict(row) for row in rows if row["regime"] == regime and row["strategy"] == name]
+            counts.append(f"{name} " + "/".join(str(verdicts.count(kind)) for kind in ("helps", "nothing", "hurts")))
         notes.append(f"{regime}, cells where P99 is helped/untouched/hurt (the rest is unclear): {', '.join(counts)}.")
     ours = [row for row in rows if row["strategy"] == "latency_aware"]
     if ours:
@@ -417,21 +376,13 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
     return notes
 
 
-def _gain(key: str) -> Any:
-    def value(row: Row) -> str:
-        return with_half(interval_of(row, key))
-
-    return value
-
-
 def _table(regime: str) -> SuiteTable:
     columns = (
-        Column("order", lambda row: row["order"]),
-        Column("strategy", lambda row: row["strategy"]),
-        Column("P99 gain %", _gain("p99_reduction")),
-        Column("mean gain %", _gain("mean_reduction")),
-        Column("faster steps %", _gain("step_reduction")),
-        Column("skips", lambda row: row["worst_skips"]),
+        *as_is("order", "strategy"),
+        Column("P99 gain %", gain("p99_reduction")),
+        Column("mean gain %", gain("mean_reduction")),
+        Column("faster steps %", gain("step_reduction")),
+        Column("skips", plain("worst_skips")),
         Column("P99", verdict),
     )
     title = f"{regime}: against fcfs, over models, arrivals, loads and seeds (± 95%)"

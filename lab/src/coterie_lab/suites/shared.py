@@ -1,0 +1,95 @@
+"""What suites share: cells run in parallel, samples over seeds, traces at hand, columns of printed tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from coterie.answers.runs import in_parallel, interval, interval_of, with_half
+from coterie.answers.suites import Column, Report, Row
+from coterie.errors import UnknownNameError
+from coterie.models import get_model
+from coterie.types import ModelSpec
+
+Rows = Sequence[dict[str, Any]]
+C = TypeVar("C", bound=Hashable)
+R = TypeVar("R")
+
+
+def run_cells(work: Callable[[C], R], cells: Sequence[C], report: Report, doing: str) -> dict[C, R]:
+    """Run every cell, one process per core; return the results in the order of `cells`."""
+    results: dict[C, R] = {}
+    report(doing, 0, len(cells))
+    for cell, result in in_parallel(work, cells):
+        results[cell] = result
+        report(doing, len(results), len(cells))
+    return {cell: results[cell] for cell in cells}
+
+
+def savings(own: Iterable[Any], base: Iterable[Any], field: str) -> list[float]:
+    """Percent by which `field` is lower than in the base, one value per pair of runs."""
+    return [100.0 * (1.0 - getattr(a, field) / getattr(b, field)) for a, b in zip(own, base, strict=True)]
+
+
+def spread(key: str, samples: Sequence[float], unit: str = "_pct") -> dict[str, Any]:
+    """Return the mean of samples and its 95% interval as fields of a row: KEY_pct, KEY_low and KEY_high."""
+    mean, low, high = interval(samples)
+    return {f"{key}{unit}": mean, f"{key}_low": low, f"{key}_high": high}
+
+
+def mean_of(runs: Iterable[Any], field: str) -> float:
+    return float(np.mean([getattr(run, field) for run in runs]))
+
+
+def distinct_values(rows: Iterable[Row], key: str) -> list[Any]:
+    """Return the values of a field, each once, in order of appearance."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def existing_paths(folder: Path, names: Iterable[str], notes: list[str], missing: str) -> list[Path]:
+    """Return the paths that exist; for each of the others add the note `missing`, with {path} filled in."""
+    paths = [folder / name for name in names]
+    notes += [missing.format(path=path) for path in paths if not path.exists()]
+    return [path for path in paths if path.exists()]
+
+
+def recorded_data(data: Path | None) -> Path | None:
+    """Return the folder of real data, or None if it holds no recorded routing."""
+    return data if data is not None and (data / "activations").is_dir() else None
+
+
+def known_model(name: str) -> ModelSpec | None:
+    """Return the shipped shape of that name, or None if there is none."""
+    try:
+        return get_model(name)
+    except UnknownNameError:
+        return None
+
+
+# Columns of printed tables.
+
+
+def plain(key: str) -> Callable[[Row], Any]:
+    return lambda row: row.get(key)
+
+
+def as_is(*keys: str) -> tuple[Column, ...]:
+    """Return columns that show fields as they are, each under its own name."""
+    return tuple(Column(key, plain(key)) for key in keys)
+
+
+def number(key: str, digits: int = 2, sign: str = "") -> Callable[[Row], str | None]:
+    return lambda row: None if row.get(key) is None else f"{row[key]:{sign}.{digits}f}"
+
+
+def gain(key: str, digits: int = 1) -> Callable[[Row], str]:
+    """Show KEY_pct ± half of its interval; nothing if the row has no such field."""
+    return lambda row: "" if row.get(f"{key}_pct") is None else with_half(interval_of(row, key), digits)
+
+
+def annotate(axes: Any, words: str, at: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
+    """Write words beside a point of a figure, shifted by so many points of type."""
+    axes.annotate(words, at, shift, textcoords="offset points", **style)
