@@ -17,25 +17,15 @@ from coterie_lab.suites.eldr.synthetic import SyntheticSize
 from coterie_lab.suites.joint import prefixes as cells
 from coterie_lab.suites.joint.prefix_report import PREFIX_TABLES, prefix_notes, prefix_rows
 from coterie_lab.suites.joint.prefixes import (
-    BLOCK_TOKENS,
-    EXPERT_ONLY,
     JOINT,
     KINDS,
     KV_ONLY,
-    LIGHT_JOINT,
-    LIGHT_KV,
     NO_HOMES,
-    ROUND_ROBIN,
     SHORTEST,
     VARIANTS,
     PrefixCell,
-    PrefixFound,
     PrefixOutcome,
-    inherited_kinds,
-    recordings_of,
-    serve_prefix_cell,
-    shared_prefixes,
-    spread,
+    PrefixOutcomes,
 )
 from coterie_lab.suites.joint.suite import prefix_jobs_of
 
@@ -46,10 +36,10 @@ TINY = SyntheticSize(recordings=130, fitted=65, prompt_tokens=8, output_tokens=8
 def test_prompts_share_a_prefix_of_their_family_and_nothing_else(share: float) -> None:
     rng = np.random.default_rng(1)
     kinds = rng.integers(KINDS, size=60)
-    trace = shared_prefixes(share, kinds, rng)
+    trace = cells.shared_prefixes(share, kinds, rng)
     blocks = [one.tolist() for one in trace.prefix_blocks or ()]
     for tokens, own in zip(trace.prompt_tokens.tolist(), blocks, strict=True):
-        assert len(own) == tokens // BLOCK_TOKENS
+        assert len(own) == tokens // cells.BLOCK_TOKENS
         assert len(set(own)) == len(own)
     common = set.intersection(*map(set, blocks)) if share == 0 else set()
     assert not common
@@ -59,7 +49,7 @@ def test_prompts_share_a_prefix_of_their_family_and_nothing_else(share: float) -
         together += bool(shared)
         depth = len(shared)
         assert first[:depth] == second[:depth], "what is shared leads"
-        assert depth <= round(share * min(trace.prompt_tokens[a], trace.prompt_tokens[b]) / BLOCK_TOKENS)
+        assert depth <= round(share * min(trace.prompt_tokens[a], trace.prompt_tokens[b]) / cells.BLOCK_TOKENS)
         assert not shared or kinds[a] == kinds[b]
     assert (together > 0) == (share > 0)
 
@@ -67,7 +57,7 @@ def test_prompts_share_a_prefix_of_their_family_and_nothing_else(share: float) -
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_requests_of_one_tick_are_spread_until_the_next(ticks: list[int]) -> None:
     times = np.sort(np.array(ticks, float)) * 3.0
-    found = spread(RequestTrace(np.ones(len(times), int), np.ones(len(times), int), times)).arrival_s
+    found = cells.spread(RequestTrace(np.ones(len(times), int), np.ones(len(times), int), times)).arrival_s
     assert found is not None
     assert (np.diff(found) >= 0).all()
     assert (found >= times).all()
@@ -84,7 +74,7 @@ def test_a_request_is_of_the_kind_that_brought_its_prefix() -> None:
     )
     seen = set()
     for seed in range(20):
-        kinds = inherited_kinds(trace, np.random.default_rng(seed))
+        kinds = cells.inherited_kinds(trace, np.random.default_rng(seed))
         assert kinds[0] == kinds[2] == kinds[5]
         assert kinds[1] == kinds[3]
         seen.add((kinds[0] == kinds[1], kinds[0] == kinds[4]))
@@ -94,7 +84,7 @@ def test_a_request_is_of_the_kind_that_brought_its_prefix() -> None:
 def test_recordings_are_of_the_requests_kind_in_turn() -> None:
     rng = np.random.default_rng(0)
     clusters, kinds = np.arange(40) % KINDS, rng.integers(KINDS, size=200)
-    recorded = recordings_of(kinds, clusters, rng)
+    recorded = cells.recordings_of(kinds, clusters, rng)
     assert (clusters[recorded] == kinds).all()
     for kind in range(KINDS):
         uses = recorded[kinds == kind].tolist()
@@ -112,22 +102,24 @@ def test_bit_words_are_the_experts_held() -> None:
 
 
 @pytest.fixture(scope="module")
-def served() -> dict[float, PrefixFound]:
-    return {share: serve_prefix_cell(PrefixCell("olmoe-1b-7b", share, 0), None, 150, TINY) for share in (0.0, 0.75)}
+def served() -> dict[float, PrefixOutcomes]:
+    return {
+        share: cells.serve_prefix_cell(PrefixCell("olmoe-1b-7b", share, 0), None, 150, TINY) for share in (0.0, 0.75)
+    }
 
 
-def test_a_term_that_sees_no_difference_changes_nothing(served: dict[float, PrefixFound]) -> None:
+def test_a_term_that_sees_no_difference_changes_nothing(served: dict[float, PrefixOutcomes]) -> None:
     for found in served.values():
         assert found[NO_HOMES] == found[KV_ONLY], "whole workers hold all experts"
     alone = served[0.0]
-    assert alone[KV_ONLY] == alone[SHORTEST] == alone[LIGHT_KV]
+    assert alone[KV_ONLY] == alone[SHORTEST] == alone[cells.LIGHT_KV]
     assert {one.hit_pct for one in alone.values()} == {0.0}
 
 
-def test_the_kv_term_finds_what_is_shared(served: dict[float, PrefixFound]) -> None:
+def test_the_kv_term_finds_what_is_shared(served: dict[float, PrefixOutcomes]) -> None:
     shared = served[0.75]
-    assert shared[KV_ONLY].hit_pct > shared[ROUND_ROBIN].hit_pct > 0
-    assert shared[KV_ONLY] != shared[EXPERT_ONLY] != shared[SHORTEST]
+    assert shared[KV_ONLY].hit_pct > shared[cells.ROUND_ROBIN].hit_pct > 0
+    assert shared[KV_ONLY] != shared[cells.EXPERT_ONLY] != shared[SHORTEST]
     assert all(one.experts_per_step >= 8 for one in shared.values()), "OLMoE has 8 of 64"
 
 
@@ -135,7 +127,7 @@ def made(ttft: float, tpot: float) -> PrefixOutcome:
     return PrefixOutcome(ttft, ttft, 3 * ttft, tpot, 2 * tpot, 40.0, 12.0, 1.1, 0.0)
 
 
-def made_cell(jitter: float, joint: float, crowded: float) -> PrefixFound:
+def made_cell(jitter: float, joint: float, crowded: float) -> PrefixOutcomes:
     """`joint`: TTFT of joint by KV only's; `crowded`: TPOT of KV only by the shortest queue's."""
     kv = made(80 + jitter, 10 * crowded + jitter / 10)
     return {
@@ -143,7 +135,7 @@ def made_cell(jitter: float, joint: float, crowded: float) -> PrefixFound:
         KV_ONLY: kv,
         NO_HOMES: kv,
         JOINT: kv._replace(ttft_mean_ms=joint * kv.ttft_mean_ms + 0.01 * jitter),
-        LIGHT_JOINT: made(100 + jitter, 10 + jitter / 10),
+        cells.LIGHT_JOINT: made(100 + jitter, 10 + jitter / 10),
     }
 
 

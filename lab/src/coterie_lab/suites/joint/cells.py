@@ -1,16 +1,16 @@
-"""Cells of the joint suite: one split of a trace on 8 ranks of a node, the published steps added one after the other.
+"""Cells of the joint suite: one split of a trace on 8 ranks of a node, with the published steps added one by one.
 
     standard            experts in order, round robin (and the shortest queue)
     + expert-aware      the joint router, which knows which rank holds which experts (and `latency_aware`)
-    + replication       extra slots on every rank for experts that its requests ask for and it lacks
+    + replication       extra slots on every rank for experts that its requests use and the rank lacks
     + batch scheduling  every rank picks which requests decode, local experts first, under a budget of time per token
 
-All that is learned comes from calibration requests, which are served first, by the joint router on experts in order:
-what each rank asks for, and what a step costs by requests and by activations that cross. Other requests are then
-served by every configuration, in one order. Beside the chain, with one part of it varied: `replicas` (fewer of them; to
-even out load; or none, and experts moved to even it out), `budget` (one that binds), `locality` (the router without its
-load term; experts placed by clusters of like requests), `slow link` (the chain where ranks are joined by InfiniBand, as
-if on a node each), and `step size` (single steps of many tokens, spread evenly over ranks: from where on replicas pay).
+Calibration requests are served first, by the joint router on experts in order. From them come the demand of each rank
+and the price of a step by requests and by remote activations. Other requests are then served by every configuration, in
+one order. Beside the chain, with one part varied: `replicas` (fewer of them; to even out load; or none, with experts
+moved to even out load), `budget` (a binding one), `locality` (the router without its load term; experts placed by
+clusters of like requests), `slow link` (the chain with ranks joined by InfiniBand, as if on a node each), and `step
+size` (single steps of many tokens, spread evenly over ranks: the size from which on replicas pay).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from coterie.answers.fleet.bench import CONTEXT, ROOM, Halves, split
+from coterie.answers.fleet.bench import CONTEXT, ROOM, split
 from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
 from coterie.costs.exchange import BYTES_PER_VALUE, row_us
 from coterie.costs.lines import DecodeStepPrices
@@ -38,7 +38,7 @@ from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordin
 from coterie.sim.group import LockstepGroup
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
 from coterie_lab.suites.eldr.fleets import TRACES, recorded_source
-from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_source
+from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_halves, language_source
 from coterie_lab.suites.joint.loop import GroupLoop, GroupOutcome, summarise_group
 
 RANKS = 8
@@ -70,7 +70,7 @@ class JointCell(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A configuration: key of a row."""
+    """A configuration; the key of a row."""
 
     part: str
     configuration: str
@@ -85,7 +85,7 @@ class Served(NamedTuple):
     """Tokens of a single step, for part `step size`."""
 
 
-Found = dict[Served, GroupOutcome]
+Outcomes = dict[Served, GroupOutcome]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ class GroupBench:
         return routers.make(name, {"fitted": loop.fitted, "cost": cost, "seed": 0}, **settings)
 
     def linked(self, link: Link) -> GroupBench:
-        """The same requests on ranks that are joined by another link."""
+        """Return the same requests on ranks that are joined by another link."""
         model = replace(self.served.model, topology=Topology(RANKS, intra=link))
         return GroupBench(replace(self.known, model=model), replace(self.served, model=model))
 
@@ -119,7 +119,7 @@ class GroupBench:
 
 
 class SplitTrace(NamedTuple):
-    """A trace in two: calibration requests, and those that are served."""
+    """Calibration requests of a trace, and those that are served."""
 
     known: Recordings
     served: Recordings
@@ -130,7 +130,7 @@ class SplitTrace(NamedTuple):
 def split_trace(
     trace: str, seed: int, workers: int, per_worker: int, data: Path | None, size: SyntheticSize
 ) -> SplitTrace:
-    """The recorded trace of this name, or a synthetic one of the model's shape."""
+    """Split the recorded trace of this name, or a synthetic one of the model's shape."""
     if trace in TRACES:
         if data is None:
             raise ConfigError(f"{trace} is recorded; it needs the folder of real data")
@@ -138,9 +138,7 @@ def split_trace(
         halves = split(source, seed)
         known, served = (split_recordings(source.trace, half) for half in halves)
     else:
-        source = language_source(trace, seed, size)
-        order = np.random.default_rng([seed, 0]).permutation(size.recordings)
-        halves = Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
+        source, halves = language_source(trace, seed, size), language_halves(seed, size)
         known, served = (phase_recordings(source.trace, half) for half in halves)
     for name, half in (("to fit", known), ("to serve", served)):
         if workers * per_worker > len(half):
@@ -154,83 +152,57 @@ def bench_of(cell: JointCell, data: Path | None, requests: int | None = None, si
     halves = split_trace(cell.trace, cell.seed, RANKS, cell.per_rank, data, size)
     count = requests or TURNS * RANKS * cell.per_rank
     model = step_model(get_model(cell.trace), "h200", DTYPES[cell.trace], Topology(RANKS))
-    loops = [
-        GroupLoop(
-            draw_requests(records, count, np.random.default_rng([cell.seed, number])),
-            model,
-            halves.fitted,
-            RANKS * cell.per_rank,
-            ROOM * cell.per_rank,
-        )
-        for number, records in ((3, halves.known), (2, halves.served))
-    ]
-    return GroupBench(loops[0], loops[1])
+
+    def loop(recordings: Recordings, number: int) -> GroupLoop:
+        requests = draw_requests(recordings, count, np.random.default_rng([cell.seed, number]))
+        return GroupLoop(requests, model, halves.fitted, RANKS * cell.per_rank, ROOM * cell.per_rank)
+
+    return GroupBench(loop(halves.known, 3), loop(halves.served, 2))
 
 
-def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> Found:
-    """Every configuration on the same requests."""
+def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> Outcomes:
+    """Serve the same requests under every configuration."""
     bench = bench_of(cell, data, requests, size)
     spec, joint, in_order = bench.spec, bench.router("joint"), bench.in_order
     asked = bench.known.serve(in_order, joint).asked
     extra = min(EXTRA_SLOTS, slots_that_fit(spec, bench.served.model.dtype, cell.per_rank * ROOM * CONTEXT))
     more = replicated(spec, asked, extra)
     loaded = decode_prices(bench, more)
-    found = _chain("main", bench, extra, more, loaded.prices)
-    for name in ("join_shortest_queue", "latency_aware"):
-        configuration = STANDARD if name == "join_shortest_queue" else ROUTING
-        found[Served("main", configuration, name)] = bench.outcome(in_order, bench.router(name))
+    outcomes = _chain("main", bench, extra, more, loaded.prices)
+    for configuration, name in ((STANDARD, "join_shortest_queue"), (ROUTING, "latency_aware")):
+        outcomes[Served("main", configuration, name)] = bench.outcome(in_order, bench.router(name))
     slow = bench.linked(INFINIBAND_400G)
-    found |= _chain("slow link", slow, extra, more, decode_prices(slow, more).prices)
+    outcomes |= _chain("slow link", slow, extra, more, decode_prices(slow, more).prices)
     tight = DecodeBatcher(loaded.prices, budget_us=TIGHT * loaded.step_us)
-    budget = Served(
-        part="budget",
-        configuration=SCHEDULING,
-        router="joint",
-        extra_slots=extra,
-        planner="demand",
-        budget=f"{TIGHT:g} of a step",
-    )
-    found[budget] = bench.outcome(more, joint, tight)
+    budget = Served("budget", SCHEDULING, "joint", extra, "demand", f"{TIGHT:g} of a step")
+    outcomes[budget] = bench.outcome(more, joint, tight)
     for fewer in (slots for slots in FEWER_SLOTS if slots < extra):
         some = Served("replicas", REPLICATION, "joint", fewer, "demand")
-        found[some] = bench.outcome(replicated(spec, asked, fewer), joint)
+        outcomes[some] = bench.outcome(replicated(spec, asked, fewer), joint)
     packed, even = (evened(spec, asked, slots) for slots in (0, extra))
-    found[Served("replicas", ROUTING, "joint", 0, "eplb")] = bench.outcome(packed, joint)
-    found[Served("replicas", REPLICATION, "joint", extra, "eplb")] = bench.outcome(even, joint)
-    found[Served("locality", ROUTING, "joint, no load")] = bench.outcome(in_order, bench.router("joint", load=0.0))
+    outcomes[Served("replicas", ROUTING, "joint", 0, "eplb")] = bench.outcome(packed, joint)
+    outcomes[Served("replicas", REPLICATION, "joint", extra, "eplb")] = bench.outcome(even, joint)
+    outcomes[Served("locality", ROUTING, "joint, no load")] = bench.outcome(in_order, bench.router("joint", load=0.0))
     clusters, band = by_cluster(spec, bench.served.fitted), bench.router("locality_band")
-    found[Served("locality", ROUTING, "joint", 0, "clusters")] = bench.outcome(clusters, joint)
-    found[Served("locality", ROUTING, "locality_band", 0, "clusters")] = bench.outcome(clusters, band)
-    places = {Single(): in_order, Single("eplb"): packed, Single("demand", extra): more, Single("eplb", extra): even}
-    return found | single_steps(bench, places, cell.seed)
-
-
-class Single(NamedTuple):
-    """Placements for a single step."""
-
-    planner: str | None = None
-    extra_slots: int = 0
-
-
-def single_steps(bench: GroupBench, placements: dict[Single, Placement], seed: int) -> Found:
-    found: Found = {}
+    outcomes[Served("locality", ROUTING, "joint", 0, "clusters")] = bench.outcome(clusters, joint)
+    outcomes[Served("locality", ROUTING, "locality_band", 0, "clusters")] = bench.outcome(clusters, band)
+    alone = Served("step size", STANDARD, "even")
+    replicas = alone._replace(configuration=REPLICATION, extra_slots=extra)
+    placements = {
+        alone: in_order,
+        alone._replace(planner="eplb"): packed,
+        (replicas if extra else alone)._replace(planner="demand"): more,
+        (replicas if extra else alone)._replace(planner="eplb"): even,
+    }
     for tokens in STEP_TOKENS:
-        for where, placement in placements.items():
-            configuration = REPLICATION if where.extra_slots else STANDARD
-            one = Served(
-                part="step size",
-                configuration=configuration,
-                router="even",
-                extra_slots=where.extra_slots,
-                planner=where.planner,
-                tokens=tokens,
-            )
-            found[one] = single_step(bench, placement, tokens, np.random.default_rng([seed, 5, tokens]))
-    return found
+        for served, placement in placements.items():
+            rng = np.random.default_rng([cell.seed, 5, tokens])
+            outcomes[served._replace(tokens=tokens)] = single_step(bench, placement, tokens, rng)
+    return outcomes
 
 
 def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Generator) -> GroupOutcome:
-    """A step of tokens drawn from all that are served, as many on every rank."""
+    """Run one step of tokens drawn from all that are served, as many on every rank."""
     recorded = bench.served.requests.recordings.expert_ids
     ids, home = recorded[rng.integers(0, len(recorded), tokens)], np.arange(tokens) % RANKS
     part = LockstepGroup(bench.served.model, placement).step(ids, home, np.full(tokens, CONTEXT))
@@ -247,12 +219,10 @@ def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Gener
     )
 
 
-def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: DecodePrices) -> Found:
-    """The published steps; `more` is the placement with `extra` slots a rank."""
+def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: DecodePrices) -> Outcomes:
+    """Serve the published steps; `more` is the placement with `extra` slots per rank."""
     joint, link = bench.router("joint"), bench.served.model.topology.intra.name
-    replicas = Served(
-        part=part, configuration=REPLICATION, router="joint", extra_slots=extra, planner="demand", link=link
-    )
+    replicas = Served(part, REPLICATION, "joint", extra, "demand", link=link)
     return {
         Served(part, STANDARD, "round_robin", link=link): bench.outcome(bench.in_order, bench.router("round_robin")),
         Served(part, ROUTING, "joint", link=link): bench.outcome(bench.in_order, joint),
@@ -268,7 +238,7 @@ class LearnedPrices(NamedTuple):
 
 
 def decode_prices(bench: GroupBench, placement: Placement) -> LearnedPrices:
-    """What a step costs by the requests of a rank: calibration requests at the whole load and at half of it."""
+    """Learn the price of a step by the requests of a rank, from calibration requests at full and at half load."""
     loop, spec, step_us, crossing = bench.known, bench.spec, list[float](), 0.0
     loads = (loop.in_flight // 2, loop.in_flight)
     for in_flight in loads:
@@ -288,7 +258,7 @@ def manager_of(spec: ModelSpec, settings: ActionSettings) -> ActionManager:
 
 
 def replicated(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
-    """Experts in order, and in `extra` slots of a rank those that it asks for most and lacks, three copies at most."""
+    """Place experts in order, and in `extra` slots per rank those it uses most and lacks, at most three copies each."""
     settings = ActionSettings(
         extra_slots=extra, swap_top=0, replicate_top=4 * extra, max_actions=spec.num_experts, min_saving_s=0.0
     )
@@ -297,13 +267,13 @@ def replicated(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
 
 
 def evened(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
-    """The same slots, filled to even out the load whoever asks."""
+    """Fill the same number of slots to even out the load, whichever rank the demand comes from."""
     slots = rebalance(asked.sum(axis=0), spec.num_experts + RANKS * extra, RANKS)
     return Placement(slots, RANKS, spec.num_experts)
 
 
 def by_cluster(spec: ModelSpec, fitted: RouterFit) -> Placement:
-    """No replicas: every expert of a layer with the cluster of calibration requests that asks for it, as many each."""
+    """Place every expert, without replicas, on the rank of the cluster of calibration requests that uses it most."""
     asked = fitted.profiles.reshape(RANKS, spec.num_moe_layers, spec.num_experts).astype(np.float64)
     settings = ActionSettings(extra_slots=0, min_saving_s=0.0)
     held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
@@ -311,7 +281,7 @@ def by_cluster(spec: ModelSpec, fitted: RouterFit) -> Placement:
 
 
 def slots_that_fit(spec: ModelSpec, dtype: WeightDtype, kv_tokens: int) -> int:
-    """Extra slots of a rank beside its part of the experts, all other weights and the KV cache of its requests."""
+    """Return the extra slots that fit on a rank beside its experts, all other weights and its requests' KV cache."""
     dense = sum(times * sum(n * k for n, k in shapes) for shapes, times in dense_shapes(spec))
     others = BYTES_PER_WEIGHT[dtype] * (dense + 2 * spec.vocab_size * spec.hidden_size)
     slot = spec.num_moe_layers * spec.expert_bytes(dtype)

@@ -1,15 +1,15 @@
-"""The joint suite in words: which steps help, which do not and why, and whether the published order holds."""
+"""Notes and tables of the joint suite: which steps help, which do not and why, and if the published order holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from coterie.answers.runs import interval_of, with_ends, with_half
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie_lab.suites.eldr.fleets import TRACES
 from coterie_lab.suites.joint import published
 from coterie_lab.suites.joint.cells import CHAIN, LOADS, REPLICATION, ROUTING, SCHEDULING, STANDARD
+from coterie_lab.suites.shared import distinct_values, gain, number, plain
 
 KEY = "step_tbt_mean_saving"
 """Saving of a step's mean TBT against the step before it."""
@@ -23,8 +23,7 @@ SETTING = (
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
     notes = [SETTING, *_published_notes()]
-    traces = dict.fromkeys(row["trace"] for row in rows)
-    for trace in traces:
+    for trace in distinct_values(rows, "trace"):
         notes += _trace_notes([row for row in rows if row["trace"] == trace])
     return notes
 
@@ -47,12 +46,12 @@ def told(row: Row, key: str) -> str:
 
 
 def verdict(row: Row, key: str) -> str:
-    """Whether a saving differs significantly from 0."""
-    gain, low, high = interval_of(row, key)
-    if gain == 0.0 and low == high:  # every seed, or the only one, is the same to the last digit
+    """Say whether a saving differs significantly from 0."""
+    mean, low, high = interval_of(row, key)
+    if mean == 0.0 and low == high:  # every seed, or the only one, is the same to the last digit
         return "does nothing"
     if low is None or high is None:
-        return f"{'helps' if gain > 0 else 'hurts'} (one seed: no interval)"
+        return f"{'helps' if mean > 0 else 'hurts'} (one seed: no interval)"
     return "helps" if low > 0 else "hurts" if high < 0 else "not told apart from nothing"
 
 
@@ -153,19 +152,8 @@ def _budget_note(name: str, chain: dict[str, Row], tight: Row) -> str:
     )
 
 
-# How the joint suite is printed.
-
-
-def _plain(key: str) -> Callable[[Row], Any]:
-    return lambda row: row.get(key)
-
-
-def _number(key: str, digits: int) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:.{digits}f}"
-
-
 def _beside(key: str, digits: int) -> Callable[[Row], str]:
-    """Our value, with the published one in brackets."""
+    """Show our value, with the published one in brackets."""
 
     def value(row: Row) -> str:
         ours = f"{row[key]:.{digits}f}"
@@ -174,22 +162,13 @@ def _beside(key: str, digits: int) -> Callable[[Row], str]:
     return value
 
 
-def _gain(key: str) -> Callable[[Row], str]:
-    def value(row: Row) -> str:
-        if row.get(f"{key}_pct") is None:
-            return ""
-        return with_half(interval_of(row, key))
-
-    return value
-
-
 def _step(row: Row) -> str:
-    ours = _gain("step_tbt_mean_saving")(row)
+    ours = gain(KEY)(row)
     return f"{ours} ({row['published']['step_tbt_mean_saving_pct']:.1f})" if ours and row["published"] else ours
 
 
 def _varied(row: Row) -> str:
-    """What differs from the chain."""
+    """Say what differs from the chain."""
     if row["part"] == "budget":
         return f"budget {row['budget']}"
     if row["part"] == "replicas":
@@ -206,36 +185,31 @@ def _shows(trace: str, main: bool) -> Callable[[Row], bool]:
 
 
 _CHAIN = (
-    Column("with", _plain("configuration")),
-    Column("router", _plain("router")),
+    Column("with", plain("configuration")),
+    Column("router", plain("router")),
     Column("TBT ms", _beside("tbt_mean_ms", 2)),
     Column("p99", _beside("tbt_p99_ms", 2)),
     Column("all-to-all %", _beside("all_to_all_pct", 1)),
-    Column("remote %", _number("remote_pct", 1)),
+    Column("remote %", number("remote_pct", 1)),
     Column("saved %", _step),
 )
 _VARIED = (
-    Column("with", _plain("configuration")),
+    Column("with", plain("configuration")),
     Column("varied", _varied),
-    Column("TBT ms", _number("tbt_mean_ms", 2)),
-    Column("p99", _number("tbt_p99_ms", 2)),
-    Column("all-to-all %", _number("all_to_all_pct", 1)),
-    Column("remote %", _number("remote_pct", 1)),
-    Column("decoding %", _number("decoding_pct", 0)),
-    Column("saved %", _gain("tbt_mean_saving")),
+    Column("TBT ms", number("tbt_mean_ms")),
+    Column("p99", number("tbt_p99_ms")),
+    Column("all-to-all %", number("all_to_all_pct", 1)),
+    Column("remote %", number("remote_pct", 1)),
+    Column("decoding %", number("decoding_pct", 0)),
+    Column("saved %", gain("tbt_mean_saving")),
 )
 
 
 def _tables(trace: str) -> tuple[SuiteTable, SuiteTable]:
     name = f"{trace}, {'recorded' if trace in TRACES else 'synthetic'} routing"
-    return (
-        SuiteTable(
-            f"{name}: each step added to the one before, and what it saves of that one's mean TBT (published)",
-            _CHAIN,
-            _shows(trace, True),
-        ),
-        SuiteTable(f"{name}: one part varied, and what is saved of standard's mean TBT", _VARIED, _shows(trace, False)),
-    )
+    chain = f"{name}: each step added to the one before, and what it saves of that one's mean TBT (published)"
+    varied = f"{name}: one part varied, and what is saved of standard's mean TBT"
+    return SuiteTable(chain, _CHAIN, _shows(trace, True)), SuiteTable(varied, _VARIED, _shows(trace, False))
 
 
 TABLES = tuple(table for trace in sorted(LOADS, key=lambda trace: trace not in TRACES) for table in _tables(trace))

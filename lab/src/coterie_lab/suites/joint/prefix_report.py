@@ -5,33 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from coterie.answers.runs import WORTH_PCT, interval, interval_of, with_half
+from coterie.answers.runs import WORTH_PCT, interval_of, with_half
 from coterie.answers.suites import Column, Row, SuiteTable
+from coterie.types import Interval
 from coterie_lab.suites.eldr.fleets import TRACES
+from coterie_lab.suites.joint import prefixes
 from coterie_lab.suites.joint.notes import verdict
 from coterie_lab.suites.joint.prefixes import (
-    EXPERT_ONLY,
     JOINT,
     KV_ONLY,
-    LIGHT_JOINT,
-    LIGHT_KV,
-    NO_HOMES,
-    RECORDED,
-    SHORTEST,
-    SYNTHETIC,
     VARIANTS,
     WORKERS,
     PrefixCell,
-    PrefixFound,
     PrefixOutcome,
+    PrefixOutcomes,
 )
 from coterie_lab.suites.joint.published import TTFT_SAVING_PCT
+from coterie_lab.suites.shared import distinct_values, mean_of, number, savings, spread
 
 PART = "shared prefixes"
 TRACE_SHARE = "Mooncake's"
-"""Stands for a share where prefixes are those of the trace."""
+"""Value of a row's share if prefixes are those of the trace."""
 WITH_INTERVAL = ("ttft_mean_ms", "tpot_mean_ms", "hit_pct", "experts_per_step")
 SAVED = {"ttft_saving": "ttft_mean_ms", "tpot_saving": "tpot_mean_ms", "experts_saving": "experts_per_step"}
 """Key of a row → field of an outcome that it compares."""
@@ -45,16 +39,16 @@ SETTING = (
 PUBLISHED = f"The article claims {TTFT_SAVING_PCT:g}% less TTFT than KV only."
 
 
-def prefix_rows(found: dict[PrefixCell, PrefixFound]) -> list[dict[str, Any]]:
-    """One row a variant; cells that differ in their seed alone are its samples."""
+def prefix_rows(results: dict[PrefixCell, PrefixOutcomes]) -> list[dict[str, Any]]:
+    """Make one row per variant; cells that differ only in their seed are its samples."""
     rows: list[dict[str, Any]] = []
-    for trace, share in dict.fromkeys((cell.trace, cell.share) for cell in found):
-        runs = [one for cell, one in found.items() if (cell.trace, cell.share) == (trace, share)]
+    for trace, share in dict.fromkeys((cell.trace, cell.share) for cell in results):
+        runs = [outcomes for cell, outcomes in results.items() if (cell.trace, cell.share) == (trace, share)]
         rows += [_row(trace, share, name, runs) for name in VARIANTS]
     return rows
 
 
-def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixFound]) -> dict[str, Any]:
+def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixOutcomes]) -> dict[str, Any]:
     variant = VARIANTS[name]
     row: dict[str, Any] = {
         "part": PART,
@@ -67,32 +61,31 @@ def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixFound]
         "workers": WORKERS,
         "seeds": len(runs),
     }
+    own = [run[name] for run in runs]
     for field in PrefixOutcome._fields:
-        values = [getattr(run[name], field) for run in runs]
-        row[field] = float(np.mean(values))
-        if field in WITH_INTERVAL:
-            _, row[f"{field}_low"], row[f"{field}_high"] = interval(values)
+        with_ends = field in WITH_INTERVAL
+        row |= spread(field, [getattr(run, field) for run in own], "") if with_ends else {field: mean_of(own, field)}
     row["against"] = variant.base
     if variant.base is not None:
-        row["same_as_base"] = all(run[name] == run[variant.base] for run in runs)
+        base = [run[variant.base] for run in runs]
+        row["same_as_base"] = own == base
         for key, field in SAVED.items():
-            gains = [100.0 * (1.0 - getattr(run[name], field) / getattr(run[variant.base], field)) for run in runs]
-            row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"] = interval(gains)
+            row |= spread(key, savings(own, base, field))
     row["published"] = {"ttft_saving_pct": TTFT_SAVING_PCT} if name == JOINT else None
     return row
 
 
 def prefix_notes(rows: Sequence[Row]) -> list[str]:
     notes = [SETTING] if rows else []
-    for trace in dict.fromkeys(row["trace"] for row in rows):
+    for trace in distinct_values(rows, "trace"):
         own = [row for row in rows if row["trace"] == trace]
         name = f"{trace}, {own[0]['routing']} routing, shared prefixes"
         by_name = {variant: [row for row in own if row["configuration"] == variant] for variant in VARIANTS}
         notes.append(f"{name}: {_term('KV', by_name[KV_ONLY])}")
         notes.append(f"{name}: {_term('expert', by_name[JOINT])} {PUBLISHED}")
-        notes.append(f"{name}, the KV term's weight / 100: {_term('expert', by_name[LIGHT_JOINT])}")
-        notes.append(f"{name}, without the KV term: {_term('expert', by_name[EXPERT_ONLY])}")
-        if all(row["same_as_base"] for row in by_name[NO_HOMES]):
+        notes.append(f"{name}, the KV term's weight / 100: {_term('expert', by_name[prefixes.LIGHT_JOINT])}")
+        notes.append(f"{name}, without the KV term: {_term('expert', by_name[prefixes.EXPERT_ONLY])}")
+        if all(row["same_as_base"] for row in by_name[prefixes.NO_HOMES]):
             notes.append(
                 f"{name}: without home experts every worker is as local as any other, and joint gives the same times "
                 "as KV only, to the last digit."
@@ -102,16 +95,15 @@ def prefix_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _term(term: str, rows: Sequence[Row]) -> str:
-    """What a term saves of the times of the same router without it, by share; and where it adds nothing."""
+    """Say what a term saves of the times of the same router without it, by share, and where it adds nothing."""
     saved = "; ".join(f"{_share_text(row)} {_savings(row)}" for row in rows)
-    found = {row["share"]: _effect(row) for row in rows}
-    told = []
-    for effect in dict.fromkeys(found.values()):
-        told.append(f"{effect}: {', '.join(_share_text(row) for row in rows if found[row['share']] == effect)}")
-    first = rows[0]
+    effects: dict[str, list[str]] = {}
+    for row in rows:
+        effects.setdefault(_effect(row), []).append(_share_text(row))
+    first, words = rows[0], [f"{effect}: {', '.join(shares)}" for effect, shares in effects.items()]
     return (
         f"the {term} term ({first['configuration']} against {first['against']}) saves TTFT, TPOT of {saved}. "
-        f"It {'; it '.join(told)}."
+        f"It {'; it '.join(words)}."
     )
 
 
@@ -122,13 +114,13 @@ def _savings(row: Row) -> str:
 
 
 def _effect(row: Row) -> str:
-    """Whether the mean TTFT or TPOT changes by more than chance."""
+    """Say whether the mean TTFT or TPOT changes by more than chance."""
     if row["same_as_base"]:
         return "adds nothing"
     if row["seeds"] < 2:
         return "is not told apart from chance by one seed"
     verdicts = {key: verdict(row, key) for key in ("ttft_saving", "tpot_saving")}
-    gains = [row[f"{key}_pct"] for key, found in verdicts.items() if found == "helps"]
+    gains = [row[f"{key}_pct"] for key, word in verdicts.items() if word == "helps"]
     if gains and "hurts" in verdicts.values():
         return "helps one and hurts the other"
     if gains:
@@ -142,29 +134,28 @@ def _share_text(row: Row) -> str:
 
 
 def _crowding(name: str, by_name: dict[str, list[Row]]) -> list[str]:
-    """Where the KV term at its published weight sends too much to who holds a common prefix."""
-    found = []
-    for kv, light, queue in zip(by_name[KV_ONLY], by_name[LIGHT_KV], by_name[SHORTEST], strict=True):
+    """Name the shares at which the KV term at its published weight overloads the holders of a common prefix."""
+    crowded = []
+    for kv, light, queue in zip(by_name[KV_ONLY], by_name[prefixes.LIGHT_KV], by_name[prefixes.SHORTEST], strict=True):
         if verdict(kv, "tpot_saving").startswith("hurts"):
             tpot, ttft = (
                 f"{kv[key]:.{digits}f}, {light[key]:.{digits}f}, {queue[key]:.{digits}f}"
                 for key, digits in (("tpot_mean_ms", 1), ("ttft_mean_ms", 0))
             )
-            found.append(f"{_share_text(kv)} TPOT {tpot}, TTFT {ttft}")
-    if not found:
+            crowded.append(f"{_share_text(kv)} TPOT {tpot}, TTFT {ttft}")
+    if not crowded:
         return []
     return [
         f"{name}: at the published weights a full worker weighs as much as 30 uncached tokens, so requests crowd where "
         "a common prefix is cached and each token takes longer. In ms with KV only, its weight / 100, and the "
-        f"shortest queue: {'; '.join(found)}."
+        f"shortest queue: {'; '.join(crowded)}."
     ]
 
 
-def _spread(key: str, digits: int) -> Callable[[Row], str]:
+def _with_half(key: str, digits: int) -> Callable[[Row], str]:
     def value(row: Row) -> str:
-        low, high = row[f"{key}_low"], row[f"{key}_high"]
-        half = "" if low is None or high is None else f" ± {(high - low) / 2:.{digits}f}"
-        return f"{row[key]:.{digits}f}{half}"
+        mean = Interval(row[key], row[f"{key}_low"], row[f"{key}_high"])
+        return with_half(mean, digits).removeprefix("+")
 
     return value
 
@@ -181,12 +172,12 @@ def _saved(key: str) -> Callable[[Row], str]:
 _COLUMNS = (
     Column("shared", lambda row: row["share"] if row["share"] == TRACE_SHARE else f"{row['share']:.0%}"),
     Column("router", lambda row: str(row["configuration"])),
-    Column("TTFT ms", _spread("ttft_mean_ms", 0)),
-    Column("TTFT p99", lambda row: f"{row['ttft_p99_ms']:.0f}"),
-    Column("TPOT ms", _spread("tpot_mean_ms", 2)),
-    Column("TPOT p99", lambda row: f"{row['tpot_p99_ms']:.1f}"),
-    Column("hits %", _spread("hit_pct", 1)),
-    Column("experts a step", _spread("experts_per_step", 1)),
+    Column("TTFT ms", _with_half("ttft_mean_ms", 0)),
+    Column("TTFT p99", number("ttft_p99_ms", 0)),
+    Column("TPOT ms", _with_half("tpot_mean_ms", 2)),
+    Column("TPOT p99", number("tpot_p99_ms", 1)),
+    Column("hits %", _with_half("hit_pct", 1)),
+    Column("experts a step", _with_half("experts_per_step", 1)),
     Column("against", lambda row: row["against"] or ""),
     Column("TTFT saved %", _saved("ttft_saving")),
     Column("TPOT saved %", _saved("tpot_saving")),
@@ -204,5 +195,5 @@ PREFIX_TABLES = tuple(
         _COLUMNS,
         _shows(trace),
     )
-    for trace in (RECORDED, SYNTHETIC)
+    for trace in (prefixes.RECORDED, prefixes.SYNTHETIC)
 )

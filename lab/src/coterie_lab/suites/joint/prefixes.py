@@ -5,10 +5,10 @@ as long as Mooncake's and arrive by a clock; the router is asked at arrival, whe
 
 A worker that holds all experts is as local as any other, so the expert term needs another meaning here, or it does
 nothing: a worker's *home experts* are those that its cluster of calibration requests activates most. The term then
-draws like requests together, which is what few distinct experts a step take.
+brings like requests together, which lowers the distinct experts of a step.
 
-Shared prefixes and experts go together, as a topic's requests do: recordings are clustered by footprint, and requests
-that share a prefix replay recordings of one cluster. The router sees a prompt's own footprint, the best that a
+Requests that share a prefix use like experts, as requests of one topic do: recordings are clustered by footprint, and
+requests that share a prefix replay recordings of one cluster. The router sees a prompt's own footprint, the best that a
 predictor could give. Both flatter the expert term.
 
     share of a prompt that is a shared prefix    0, ¼, ½, ¾ (generated); and Mooncake's own prefixes, where its trace is
@@ -32,7 +32,7 @@ from coterie.errors import ConfigError
 from coterie.footprints.signatures import Signature
 from coterie.models import get_model
 from coterie.placement.holdings import bit_words
-from coterie.routing import Router, RouterFit, routers
+from coterie.routing import RouterFit, routers
 from coterie.routing.clustering import cluster
 from coterie.routing.joint import Joint
 from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
@@ -106,42 +106,42 @@ class PrefixOutcome(NamedTuple):
     tpot_mean_ms: float
     tpot_p99_ms: float
     hit_pct: float
-    """Prompt tokens found in the worker's cache."""
+    """Prompt tokens found in the worker's cache, percent."""
     experts_per_step: float
     """Distinct experts of a layer in a decode step, steps weighted by their tokens."""
     uneven: float
-    """Most loaded worker by the mean."""
+    """Load of the most loaded worker ÷ the mean."""
     postponed_pct: float
-    """Requests that had to wait for another use of their recording."""
+    """Requests that had to wait for another use of their recording, percent."""
 
 
-PrefixFound = dict[str, PrefixOutcome]
+PrefixOutcomes = dict[str, PrefixOutcome]
+"""By variant."""
 
 
 def serve_prefix_cell(
     cell: PrefixCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE
-) -> PrefixFound:
-    """Every variant on the same requests."""
+) -> PrefixOutcomes:
+    """Serve the same requests under every variant."""
     _, recordings, fitted = split_trace(cell.trace, cell.seed, WORKERS, PER_WORKER, data, size)
     model = step_model(get_model(cell.trace), "h200", "bf16")
     config = FleetConfig(decode_workers=WORKERS, both=True, places=ROOM * PER_WORKER, kv_tokens=kv_tokens(model))
     count = requests or REQUESTS
     rate = LOAD * served_a_second(draw_shared(cell, recordings, count, data), model, config)
     drawn = draw_shared(cell, recordings, count, data, rate)
-    price = DecodeStepPrices.of(
-        model, PER_WORKER, int(np.mean(drawn.prompt_tokens)), float(np.mean(drawn.output_tokens))
-    )
-    found: PrefixFound = {}
+    lengths = int(np.mean(drawn.prompt_tokens)), float(np.mean(drawn.output_tokens))
+    context = {"fitted": fitted, "cost": DecodeStepPrices.of(model, PER_WORKER, *lengths), "seed": 0}
+    outcomes: PrefixOutcomes = {}
     for name, variant in VARIANTS.items():
-        made: Router = routers.make(variant.router, {"fitted": fitted, "cost": price, "seed": 0}, **variant.settings)
+        router = routers.make(variant.router, context, **variant.settings)
         fleet = fitted.fleet(config.places)
         fleet.local = None if name == NO_HOMES else home_experts(fitted)
-        found[name] = _outcome(run_fleet(drawn, model, made, config, fleet=fleet, duplicates="postpone"))
-    return found
+        outcomes[name] = _outcome(run_fleet(drawn, model, router, config, fleet=fleet, duplicates="postpone"))
+    return outcomes
 
 
 def kv_tokens(model: StepModel) -> int:
-    """Tokens of KV beside the weights in a worker's memory."""
+    """Return the tokens of KV cache that fit beside the weights in a worker's memory."""
     spec = model.spec
     weights = spec.num_moe_layers * spec.num_experts * spec.expert_bytes(model.dtype)
     others = 2 * spec.vocab_size * spec.hidden_size * BYTES_PER_WEIGHT["bf16"]
@@ -149,7 +149,7 @@ def kv_tokens(model: StepModel) -> int:
 
 
 def home_experts(fitted: RouterFit) -> NDArray[np.uint64]:
-    """[worker, layer, word] experts of each layer that a worker's cluster activates most, as many as `joint` counts."""
+    """Return the experts that a worker's cluster activates most, as many as `joint` counts: [worker, layer, word]."""
     profiles = fitted.profiles.reshape(WORKERS, fitted.num_layers, fitted.num_experts)
     most = min(Joint().top, fitted.num_experts // 2)
     held = np.zeros(profiles.shape, bool)
@@ -158,7 +158,7 @@ def home_experts(fitted: RouterFit) -> NDArray[np.uint64]:
 
 
 def kinds_of(recordings: Recordings, rng: Generator) -> NDArray[np.int64]:
-    """[recording] cluster of like footprints, as many in each."""
+    """Cluster recordings by footprint, as many in each cluster: [recording] cluster."""
     shown = recordings.footprint
     assert shown is not None
     signatures = Signature().fit(shown, shown, rng).transform_all(shown)
@@ -168,7 +168,7 @@ def kinds_of(recordings: Recordings, rng: Generator) -> NDArray[np.int64]:
 def draw_shared(
     cell: PrefixCell, recordings: Recordings, count: int, data: Path | None, rate: float | None = None
 ) -> FleetRequests:
-    """Requests with shared prefixes; those that share one replay recordings of one kind."""
+    """Draw requests with shared prefixes; those that share a prefix replay recordings of one kind."""
     rng = np.random.default_rng([cell.seed, 9])
     if cell.share is None:
         if data is None:
@@ -185,7 +185,7 @@ def draw_shared(
 
 
 def shared_prefixes(share: float, kinds: NDArray[np.int64], rng: Generator) -> RequestTrace:
-    """Poisson arrivals whose prompts begin with a prefix of their family: `share` of the tokens, in whole blocks."""
+    """Draw Poisson arrivals whose prompts begin with a prefix of their family: `share` of the tokens, in whole blocks."""
     count = len(kinds)
     prompts, outputs = LENGTHS.draw(kinds, rng)
     popularity = 1.0 / np.arange(1, FAMILIES + 1)
@@ -201,7 +201,7 @@ def shared_prefixes(share: float, kinds: NDArray[np.int64], rng: Generator) -> R
 
 
 def spread(trace: RequestTrace) -> RequestTrace:
-    """The same requests, those of one time spread evenly until the next: Mooncake's clock ticks every 3 s."""
+    """Spread requests of one arrival time evenly until the next: Mooncake's clock ticks every 3 s."""
     assert trace.arrival_s is not None
     ticks, first, count = np.unique(trace.arrival_s, return_index=True, return_counts=True)
     gaps = np.diff(ticks, append=ticks[-1] + (ticks[-1] - ticks[0]) / max(1, len(ticks) - 1))
@@ -210,9 +210,9 @@ def spread(trace: RequestTrace) -> RequestTrace:
 
 
 def inherited_kinds(trace: RequestTrace, rng: Generator) -> NDArray[np.int64]:
-    """[request] kind of the request that brought its longest known prefix; a new one where that is one block at most.
+    """Give each request the kind of the request that brought its longest known prefix: [request] kind.
 
-    All of Mooncake's conversations begin with the same block.
+    A known prefix of one block does not count: all of Mooncake's conversations begin with the same block.
     """
     brought: dict[int, int] = {}
     kinds = np.empty(len(trace), np.int64)
@@ -225,7 +225,7 @@ def inherited_kinds(trace: RequestTrace, rng: Generator) -> NDArray[np.int64]:
 
 
 def recordings_of(kinds: NDArray[np.int64], clusters: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
-    """[request] recording of the request's kind, each kind's in turn: uses of one lie as far apart as can be."""
+    """Choose recordings of each request's kind in turn, so that uses of one are far apart: [request] recording."""
     order = [rng.permutation(np.flatnonzero(clusters == kind)) for kind in range(KINDS)]
     turns = np.zeros(KINDS, np.int64)
     recorded = np.empty(len(kinds), np.int64)
@@ -236,7 +236,7 @@ def recordings_of(kinds: NDArray[np.int64], clusters: NDArray[np.int64], rng: Ge
 
 
 def served_a_second(requests: FleetRequests, model: StepModel, config: FleetConfig) -> float:
-    """Requests a second that round robin serves in a closed loop where nothing is shared."""
+    """Return the requests per second that round robin serves in a closed loop without shared prefixes."""
     alone = replace(requests, arrival_s=None, blocks=None, block_offsets=None)
     in_flight = WORKERS * PER_WORKER
     run = run_fleet(alone, model, routers.make("round_robin"), config, in_flight=in_flight, duplicates="allow")
@@ -247,16 +247,16 @@ def served_a_second(requests: FleetRequests, model: StepModel, config: FleetConf
 
 def _outcome(run: FleetRun) -> PrefixOutcome:
     since, until = map(float, np.nanquantile(run.arrival_s, STEADY_ARRIVALS))
-    found = summarise_fleet(run, since_s=since, until_s=until)
-    load = found.worker_in_flight
+    summary = summarise_fleet(run, since_s=since, until_s=until)
+    load = summary.worker_in_flight
     return PrefixOutcome(
-        ttft_mean_ms=found.ttft.mean,
-        ttft_p50_ms=found.ttft.p50,
-        ttft_p99_ms=found.ttft.p99,
-        tpot_mean_ms=found.tpot.mean,
-        tpot_p99_ms=found.tpot.p99,
-        hit_pct=100.0 * found.cached_share,
-        experts_per_step=found.distinct_by_token,
+        ttft_mean_ms=summary.ttft.mean,
+        ttft_p50_ms=summary.ttft.p50,
+        ttft_p99_ms=summary.ttft.p99,
+        tpot_mean_ms=summary.tpot.mean,
+        tpot_p99_ms=summary.tpot.p99,
+        hit_pct=100.0 * summary.cached_share,
+        experts_per_step=summary.distinct_by_token,
         uneven=float(load.max() / load.mean()),
         postponed_pct=100.0 * run.postponed / len(run.arrival_s),
     )

@@ -17,31 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from coterie.answers.runs import in_parallel, interval
+from coterie.answers.runs import interval
 from coterie.answers.suites import Report, SuiteOptions, SuiteResult
 from coterie_lab.suites.eldr.fleets import TRACES
 from coterie_lab.suites.eldr.synthetic import MOONCAKE
-from coterie_lab.suites.joint.cells import (
-    CHAIN,
-    LOADS,
-    RANKS,
-    ROUTING,
-    STANDARD,
-    SYNTHETIC,
-    Found,
-    JointCell,
-    Served,
-    serve_cell,
-)
+from coterie_lab.suites.joint import cells as joint_cells
+from coterie_lab.suites.joint.cells import CHAIN, RANKS, STANDARD, SYNTHETIC, JointCell, Outcomes, Served, serve_cell
 from coterie_lab.suites.joint.loop import GroupOutcome
 from coterie_lab.suites.joint.notes import TABLES as GROUP_TABLES
 from coterie_lab.suites.joint.notes import notes_of
 from coterie_lab.suites.joint.prefix_report import PREFIX_TABLES, prefix_notes, prefix_rows
-from coterie_lab.suites.joint.prefixes import RECORDED, SHARES, PrefixCell, PrefixFound, serve_prefix_cell
+from coterie_lab.suites.joint.prefixes import RECORDED, SHARES, PrefixCell, PrefixOutcomes, serve_prefix_cell
 from coterie_lab.suites.joint.prefixes import SYNTHETIC as PREFIX_SYNTHETIC
 from coterie_lab.suites.joint.published import published_of
+from coterie_lab.suites.shared import mean_of, recorded_data, run_cells, savings, spread
 
 NAME = "joint"
 SEEDS = (0, 1, 2, 3, 4)
@@ -56,17 +45,17 @@ Row = dict[str, Any]
 
 
 def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[JointCell]:
-    """All cells of the chain, the longest first."""
-    names = [name for name in LOADS if name == SYNTHETIC or data is not None]
+    """Return all cells of the chain, the longest first."""
+    names = [name for name in joint_cells.LOADS if name == SYNTHETIC or data is not None]
     return [
-        JointCell(name, LOADS[name], seed)
+        JointCell(name, joint_cells.LOADS[name], seed)
         for name in names
         for seed in (seeds[:FEW_SEEDS] if name == SYNTHETIC else seeds)
     ]
 
 
 def prefix_jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[PrefixCell]:
-    """All cells with shared prefixes; Mooncake's own where its trace is there."""
+    """Return all cells with shared prefixes; Mooncake's own if its trace is there."""
     shares: list[float | None] = [*SHARES]
     if data is not None and (data / "requests" / MOONCAKE).is_file():
         shares.append(None)
@@ -74,7 +63,7 @@ def prefix_jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[PrefixCell
     return [PrefixCell(name, share, seed) for name in names for share in shares for seed in seeds]
 
 
-def serve_job(job: JointCell | PrefixCell, data: Path | None, requests: int | None) -> Found | PrefixFound:
+def serve_job(job: JointCell | PrefixCell, data: Path | None, requests: int | None) -> Outcomes | PrefixOutcomes:
     if isinstance(job, PrefixCell):
         return serve_prefix_cell(job, data, requests)
     return serve_cell(job, data, requests)
@@ -82,27 +71,24 @@ def serve_job(job: JointCell | PrefixCell, data: Path | None, requests: int | No
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
-    data = options.data if options.data is not None and (options.data / "activations").is_dir() else None
+    data = recorded_data(options.data)
     seeds = options.seeds or SEEDS
     chain, prefixes = jobs_of(data, seeds), prefix_jobs_of(data, seeds)
     jobs: list[JointCell | PrefixCell] = [*chain, *prefixes]
-    found: dict[Any, Any] = {}
-    report("Serving", 0, len(jobs))
-    for job, result in in_parallel(partial(serve_job, data=data, requests=options.requests), jobs):
-        found[job] = result
-        report("Serving", len(found), len(jobs))
-    rows, shared = rows_of({job: found[job] for job in chain}), prefix_rows({job: found[job] for job in prefixes})
+    work = partial(serve_job, data=data, requests=options.requests)
+    results: dict[Any, Any] = run_cells(work, jobs, report, "Serving")
+    rows, shared = rows_of({job: results[job] for job in chain}), prefix_rows({job: results[job] for job in prefixes})
     notes = [*([] if data is not None else [NO_DATA]), *notes_of(rows), *prefix_notes(shared)]
     notes.append(f"{len(jobs)} cells in {time.perf_counter() - begun:.0f} s.")
     return SuiteResult(NAME, [*rows, *shared], notes)
 
 
-def rows_of(found: dict[JointCell, Found]) -> list[Row]:
-    """One row a configuration; cells that differ in their seed alone are its samples. Recorded routing first."""
+def rows_of(results: dict[JointCell, Outcomes]) -> list[Row]:
+    """Make one row per configuration, recorded routing first; cells that differ only in their seed are its samples."""
     rows: list[Row] = []
-    kinds = dict.fromkeys((cell.trace, cell.per_rank) for cell in found)
+    kinds = dict.fromkeys((cell.trace, cell.per_rank) for cell in results)
     for trace, per_rank in sorted(kinds, key=lambda kind: kind[0] not in TRACES):
-        runs = [one for cell, one in found.items() if (cell.trace, cell.per_rank) == (trace, per_rank)]
+        runs = [outcomes for cell, outcomes in results.items() if (cell.trace, cell.per_rank) == (trace, per_rank)]
         rows += [_row(trace, per_rank, served, runs) for served in sorted(runs[0], key=_order)]
     return rows
 
@@ -111,7 +97,7 @@ def _order(served: Served) -> tuple[int, int, int]:
     return PARTS.index(served.part), served.tokens or 0, CHAIN.index(served.configuration)
 
 
-def _row(trace: str, per_rank: int, served: Served, runs: Sequence[Found]) -> Row:
+def _row(trace: str, per_rank: int, served: Served, runs: Sequence[Outcomes]) -> Row:
     row: Row = {
         "part": served.part,
         "trace": trace,
@@ -127,14 +113,13 @@ def _row(trace: str, per_rank: int, served: Served, runs: Sequence[Found]) -> Ro
         "seeds": len(runs),
     }
     for field in GroupOutcome._fields:
-        row[field] = float(np.mean([getattr(run[served], field) for run in runs]))
-    mean = interval([run[served].tbt_mean_ms for run in runs])
-    row |= {"tbt_mean_low": mean.low, "tbt_mean_high": mean.high}
+        row[field] = mean_of([run[served] for run in runs], field)
+    _, row["tbt_mean_low"], row["tbt_mean_high"] = interval([run[served].tbt_mean_ms for run in runs])
     row |= _savings("", served, _step(runs[0], served, STANDARD), runs)
     at = CHAIN.index(served.configuration)
     if at and served.part in ("main", "slow link"):
         row |= _savings("step_", served, _step(runs[0], served, CHAIN[at - 1]), runs)
-    if served == Served("main", ROUTING, "joint"):
+    if served == Served("main", joint_cells.ROUTING, "joint"):
         row |= _savings("shortest_", served, Served("main", STANDARD, "join_shortest_queue"), runs)
     row["published"] = published_of(served.configuration) if served.part == "main" and _in_chain(served) else None
     return row
@@ -144,21 +129,20 @@ def _in_chain(served: Served) -> bool:
     return served.router == ("round_robin" if served.configuration == STANDARD else "joint")
 
 
-def _step(found: Found, served: Served, configuration: str) -> Served:
-    """The step of the chain that a row is compared with: of its own part, else of the published chain."""
+def _step(outcomes: Outcomes, served: Served, configuration: str) -> Served:
+    """Return the step of the chain that a row is compared with: of its own part, else of the published chain."""
     if served.part == "step size":
         return Served(served.part, STANDARD, served.router, tokens=served.tokens)
     part = "slow link" if served.part == "slow link" else "main"
-    return next(one for one in found if (one.part, one.configuration) == (part, configuration) and _in_chain(one))
+    wanted = (part, configuration)
+    return next(step for step in outcomes if (step.part, step.configuration) == wanted and _in_chain(step))
 
 
-def _savings(prefix: str, served: Served, base: Served, runs: Sequence[Found]) -> Row:
-    """Percent, paired by seed, with 95% intervals."""
+def _savings(prefix: str, served: Served, base: Served, runs: Sequence[Outcomes]) -> Row:
+    """Return savings in percent, paired by seed, with 95% intervals."""
     row: Row = {}
     for key, field in SAVINGS.items():
-        gains = [100.0 * (1.0 - getattr(run[served], field) / getattr(run[base], field)) for run in runs]
-        spread = interval(gains)
-        row |= {f"{prefix}{key}_pct": spread.mean, f"{prefix}{key}_low": spread.low, f"{prefix}{key}_high": spread.high}
+        row |= spread(f"{prefix}{key}", savings([run[served] for run in runs], [run[base] for run in runs], field))
     return row
 
 
