@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import numba
 import numpy as np
 
 from coterie.answers.runs import in_parallel, interval, interval_of, with_half
@@ -17,6 +19,7 @@ from coterie.types import ModelSpec
 Rows = Sequence[dict[str, Any]]
 C = TypeVar("C", bound=Hashable)
 R = TypeVar("R")
+P = ParamSpec("P")
 
 
 def run_cells(work: Callable[[C], R], cells: Sequence[C], report: Report, doing: str) -> dict[C, R]:
@@ -27,6 +30,21 @@ def run_cells(work: Callable[[C], R], cells: Sequence[C], report: Report, doing:
         results[cell] = result
         report(doing, len(results), len(cells))
     return {cell: results[cell] for cell in cells}
+
+
+def one_thread(work: Callable[P, R]) -> Callable[P, R]:
+    """Let compiled loops use one thread while `work` runs: cells run one process per core, and threads would wait."""
+
+    @wraps(work)
+    def run(*arguments: P.args, **settings: P.kwargs) -> R:
+        threads = numba.get_num_threads()
+        numba.set_num_threads(1)
+        try:
+            return work(*arguments, **settings)
+        finally:
+            numba.set_num_threads(threads)
+
+    return run
 
 
 def savings(own: Iterable[Any], base: Iterable[Any], field: str) -> list[float]:

@@ -185,7 +185,7 @@ def draw_shared(
 
 
 def shared_prefixes(share: float, kinds: NDArray[np.int64], rng: Generator) -> RequestTrace:
-    """Draw Poisson arrivals whose prompts begin with a prefix of their family: `share` of the tokens, in whole blocks."""
+    """Draw Poisson arrivals; `share` of a prompt's tokens, in whole blocks, is the prefix of its family."""
     count = len(kinds)
     prompts, outputs = LENGTHS.draw(kinds, rng)
     popularity = 1.0 / np.arange(1, FAMILIES + 1)

@@ -1,11 +1,11 @@
-"""Real loads as traffic turns from one domain to the next: every plan is made on one window and serves the next.
+"""Real loads as traffic shifts from one domain to the next: every plan is made on one window and serves the next.
 
-GLM-5.2's counts come in ten domains of eight shards. A window mixes the domains by weights that move on, and takes of
-each domain another shard than the windows before and after it, so no plan meets the tokens it was made from. The step
+GLM-5.2's counts come in ten domains of eight shards. A window mixes the domains by weights that shift, and takes from
+each domain another shard than the windows before and after it, so no plan serves the tokens it was made from. The step
 time is the calibrated model's, whole steps; planners decide by the straight-line prices of :meth:`Objective.of`.
 
-Wrong where a step's own load matters: all steps of a window have its mean load, so what scatters from step to step,
-and slows all placements alike, is left out.
+Wrong where a step's own load matters: all steps of a window have its mean load, so the scatter from step to step, which
+slows all placements alike, is left out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Served(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What a rank does in one layer, as the planners' prices have it."""
+    """Time of each rank in one layer, by the planners' prices."""
 
     compute_s: Array
     """[rank]"""
@@ -80,7 +80,7 @@ class RankShare(NamedTuple):
 
 
 def domain_loads(path: Path) -> dict[str, Array]:
-    """Domain → [shard, layer, expert] tokens; merged and further tables, which hold the same tokens, are left out."""
+    """Read tokens [shard, layer, expert] by domain; merged and further tables, which hold the same tokens, are skipped."""
     table = read_trace(path)
     if not isinstance(table, LoadTable) or table.labels is None:
         raise TraceError(path, "kind", "expected load tables with labels")
@@ -95,7 +95,7 @@ def domain_loads(path: Path) -> dict[str, Array]:
 
 
 def shifting(domains: dict[str, Array], setting: DomainSetting) -> Array:
-    """[window, layer, expert] shares of a layer's tokens."""
+    """Return shares of a layer's tokens [window, layer, expert] as traffic shifts between domains."""
     count = len(domains)
     windows = []
     for window in range(setting.windows):
@@ -134,16 +134,13 @@ class Fleet(NamedTuple):
 
 
 def serve(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting, advance: Advance) -> Served:
-    """`kept`, `eplb`, `every window` (latency_optimal after each) or `automatic`."""
-    placement = _linear(shares, setting)
+    """Serve under `kept`, `eplb`, `every window` (latency_optimal after each) or `automatic`."""
+    placement = Placement.linear(*shares.shape[1:], setting.ranks, setting.slots)
     first = Load(shares[0] * fleet.rows * setting.steps, setting.steps)
     planning_s = 0.0 if policy == "kept" else _planning_s(_planner(policy, fleet.objective), first, placement, fleet)
     fleet = fleet._replace(objective=replace(fleet.objective, planning_s=planning_s))
-    decide = _decider(policy, shares, fleet, setting)
-    step_s, moe_s, cost_s, balance = np.zeros((4, len(shares) - 1))
-    served = Served(
-        step_s=step_s, moe_s=moe_s, cost_s=cost_s, balance=balance, moves=[], planning_s=planning_s, last=placement
-    )
+    decide = _decider(policy, placement, fleet, setting)
+    served = Served(*np.zeros((4, len(shares) - 1)), moves=[], planning_s=planning_s, last=placement)
     for window in range(len(shares) - 1):
         decision = decide(Load(shares[window] * fleet.rows * setting.steps, setting.steps), placement)
         if decision.planned:
@@ -153,7 +150,10 @@ def serve(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting, adva
             served.cost_s[window] += decision.plan.movement_s
             if len(decision.plan.moves):
                 served.moves.append(len(decision.plan.moves))
-        _score(served, window, shares[window + 1], placement, fleet)
+        share = shares[window + 1]
+        step = fleet.model.step(np.rint(share * fleet.rows).astype(np.int64), fleet.batch, placement)
+        served.step_s[window], served.moe_s[window] = step.total_s, float(step.moe_s.sum())
+        served.balance[window] = balancedness(placement.rank_load(share))
         advance(policy)
     return served._replace(last=placement)
 
@@ -168,15 +168,13 @@ def _planner(policy: str, objective: Objective) -> Planner:
 
 
 def _planning_s(planner: Planner, load: Load, placement: Placement, fleet: Fleet) -> float:
-    """Minimum of a few runs, to exclude other load on the machine."""
+    """Return the minimum of a few runs, to exclude other load on the machine."""
     return min(planner.plan(load, fleet.model.topology, placement).planning_s for _ in range(4))
 
 
-def _linear(shares: Array, setting: DomainSetting) -> Placement:
-    return Placement.linear(shares.shape[1], shares.shape[2], setting.ranks, setting.slots)
-
-
-def _decider(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting) -> Callable[[Load, Placement], _Decided]:
+def _decider(
+    policy: str, first: Placement, fleet: Fleet, setting: DomainSetting
+) -> Callable[[Load, Placement], _Decided]:
     topology = fleet.model.topology
     if policy == "kept":
         return lambda _load, _placement: _Decided(None, False)
@@ -185,9 +183,8 @@ def _decider(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting) -
         return lambda load, placement: _Decided(planner.plan(load, topology, placement), True)
     steps = float(setting.steps)
     settings = RebalancingSettings(first_interval=steps, min_interval=steps, max_interval=100 * steps)
-    rebalancer = Rebalancer(
-        partial(planners.make, "latency_optimal"), fleet.objective, topology, _linear(shares, setting), settings
-    )
+    make = partial(planners.make, "latency_optimal")
+    rebalancer = Rebalancer(make, fleet.objective, topology, first, settings)
 
     def decide(load: Load, _placement: Placement) -> _Decided:
         decision = rebalancer.observe(load)
@@ -197,14 +194,8 @@ def _decider(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting) -
     return decide
 
 
-def _score(served: Served, window: int, share: Array, placement: Placement, fleet: Fleet) -> None:
-    step = fleet.model.step(np.rint(share * fleet.rows).astype(np.int64), fleet.batch, placement)
-    served.step_s[window], served.moe_s[window] = step.total_s, float(step.moe_s.sum())
-    served.balance[window] = balancedness(placement.rank_load(share))
-
-
 def rank_shares(share: Array, placement: Placement, layer: int, fleet: Fleet) -> RankShare:
-    """Rank times of one layer in one window."""
+    """Return the rank times of one layer in one window."""
     load, topology = Load(share * fleet.rows), fleet.model.topology
     both = fleet.objective.problem(load, topology, placement).rank_s(placement.slot_experts)[layer]
     alone = replace(fleet.objective, row_bytes=0.0).problem(load, topology, placement)
@@ -213,17 +204,17 @@ def rank_shares(share: Array, placement: Placement, layer: int, fleet: Fleet) ->
 
 
 def domain_rows(path: Path, setting: DomainSetting, advance: Advance) -> tuple[list[dict[str, Any]], Array]:
-    """A row for each phase and policy and for each rank of one layer; [policy, window] seconds in prefill."""
+    """Make a row for each phase and policy and for each rank of one layer, and curves [policy, window] of prefill."""
     shares = shifting(domain_loads(path), setting)
     rows: list[dict[str, Any]] = []
     curves: list[Array] = []
     for phase, tokens in setting.tokens:
         fleet = Fleet.of(phase, tokens, setting)
-        found = {policy: serve(policy, shares, fleet, setting, advance) for policy in POLICIES}
-        rows += [_row(phase, tokens, policy, found, setting) for policy in POLICIES]
+        served = {policy: serve(policy, shares, fleet, setting, advance) for policy in POLICIES}
+        rows += [_row(phase, tokens, policy, served, setting) for policy in POLICIES]
         if not curves:
-            curves = [one.step_s + one.cost_s / setting.steps for one in found.values()]
-            rows += _rank_rows(shares[-1], found, fleet)
+            curves = [run.step_s + run.cost_s / setting.steps for run in served.values()]
+            rows += _rank_rows(shares[-1], served, fleet)
     return rows, np.array(curves)
 
 
@@ -232,48 +223,39 @@ PLANNERS = {"eplb": "eplb", "every window": "latency_optimal", "automatic": "lat
 """The planner of each policy that plans."""
 
 
-def _row(phase: str, tokens: int, policy: str, found: dict[str, Served], setting: DomainSetting) -> dict[str, Any]:
-    one, kept = found[policy], found["kept"]
-    per_step = one.cost_s / setting.steps
-    total, base = one.step_s + per_step, kept.step_s
+def _row(phase: str, tokens: int, policy: str, served: dict[str, Served], setting: DomainSetting) -> dict[str, Any]:
+    run, base = served[policy], served["kept"].step_s
+    per_step = run.cost_s / setting.steps
+    total = run.step_s + per_step
     return {
         "part": "domains",
         "phase": phase,
         "tokens": tokens,
         "policy": policy,
-        "step_ms": 1e3 * float(one.step_s.mean()),
-        "moe_ms": 1e3 * float(one.moe_s.mean()),
+        "step_ms": 1e3 * float(run.step_s.mean()),
+        "moe_ms": 1e3 * float(run.moe_s.mean()),
         "cost_ms_per_step": 1e3 * float(per_step.mean()),
         "gain_pct": 100 * float(base.sum() / total.sum() - 1),
-        "gain_without_cost_pct": 100 * float(base.sum() / one.step_s.sum() - 1),
-        "balance": float(one.balance.mean()),
-        "rounds": len(one.moves),
-        "moves_per_round": float(np.mean(one.moves)) if one.moves else 0.0,
-        "planning_ms": 1e3 * one.planning_s,
+        "gain_without_cost_pct": 100 * float(base.sum() / run.step_s.sum() - 1),
+        "balance": float(run.balance.mean()),
+        "rounds": len(run.moves),
+        "moves_per_round": float(np.mean(run.moves)) if run.moves else 0.0,
+        "planning_ms": 1e3 * run.planning_s,
         "windows_slower_than_kept": int((total > base).sum()),
         "windows": len(total),
         "published": None,
     }
 
 
-def _rank_rows(share: Array, found: dict[str, Served], fleet: Fleet) -> list[dict[str, Any]]:
-    """Rows of the layer with median balance under the kept map, in the last window."""
-    kept = found["kept"].last.rank_load(share)
+def _rank_rows(share: Array, served: dict[str, Served], fleet: Fleet) -> list[dict[str, Any]]:
+    """Make rows of the layer with median balance under the kept map, in the last window."""
+    kept = served["kept"].last.rank_load(share)
     layer = int(np.argsort(kept.max(axis=1) / kept.mean(axis=1))[len(kept) // 2])
-    rows = []
+    rows: list[dict[str, Any]] = []
     for policy in ("kept", "automatic"):
-        part = rank_shares(share, found[policy].last, layer, fleet)
-        for rank in range(len(part.wait_s)):
-            rows.append(
-                {
-                    "part": "ranks",
-                    "policy": policy,
-                    "layer": layer,
-                    "rank": rank,
-                    "compute_us": 1e6 * float(part.compute_s[rank]),
-                    "communication_us": 1e6 * float(part.communication_s[rank]),
-                    "wait_us": 1e6 * float(part.wait_s[rank]),
-                    "published": None,
-                }
-            )
+        part = rank_shares(share, served[policy].last, layer, fleet)
+        for rank, seconds in enumerate(zip(*part, strict=True)):
+            times = zip(("compute_us", "communication_us", "wait_us"), seconds, strict=True)
+            row = {"part": "ranks", "policy": policy, "layer": layer, "rank": rank}
+            rows.append(row | {key: 1e6 * float(value) for key, value in times} | {"published": None})
     return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from numpy.typing import NDArray
 from coterie.answers.figures import Theme, write_figure
 from coterie.answers.runs import error_bars, interval_of
 from coterie_lab.suites.latency_optimal.domains import POLICIES
-
-Rows = Sequence[dict[str, Any]]
+from coterie_lab.suites.shared import Rows, annotate, distinct_values
 
 NAME = "latency-optimal"
 LOWEST_PCT = -30.0
-"""Where the axis of the sweep ends; EPLB at n = 1 lies far below and is named there."""
+"""Lower end of the sweep's axis; EPLB at n = 1 is far below and written there."""
 
 
 def draw_figures(folder: Path, rows: Rows, curves: NDArray[np.float64] | None) -> list[Path]:
@@ -56,16 +54,10 @@ def _sweep(rows: Rows, axes: Any, theme: Theme) -> None:
             if row["interval"] is None:
                 axes.plot(row["mean_interval"], row["gain_pct"], color=color, marker="*", ms=13, ls="none", zorder=6)
         if gain.min() < LOWEST_PCT:
-            axes.annotate(
-                f"{gain.min():.0f}%",
-                (n[gain.argmin()], LOWEST_PCT),
-                color=color,
-                xytext=(9, 3),
-                textcoords="offset points",
-            )
+            annotate(axes, f"{gain.min():.0f}%", (n[gain.argmin()], LOWEST_PCT), (9, 3), color=color)
     ideal = next(row["gain_pct"] for row in rows if row["planner"] == "ideal")
     axes.axhline(ideal, color=theme.muted, ls="--", lw=1)
-    axes.annotate("ideal balance", (1.05, ideal), color=theme.muted, xytext=(0, -12), textcoords="offset points")
+    annotate(axes, "ideal balance", (1.05, ideal), (0, -12), color=theme.muted)
     axes.axhline(0, color=theme.muted, lw=0.8)
     axes.plot([], [], color=theme.text, marker="x", ls="none", label="published")
     axes.plot([], [], color=theme.text, marker="*", ms=10, ls="none", label="automatic interval")
@@ -83,7 +75,7 @@ def _windows(curves: NDArray[np.float64], axes: Any, theme: Theme) -> None:
 
 def _ranks(rows: Rows, axes: Any, theme: Theme) -> None:
     parts = (("compute_us", "compute"), ("communication_us", "communication"), ("wait_us", "wait"))
-    names = list(dict.fromkeys(row["policy"] for row in rows))
+    names = distinct_values(rows, "policy")
     width = 0.8 / len(names)
     for number, name in enumerate(names):
         mine = sorted((row for row in rows if row["policy"] == name), key=lambda row: row["rank"])
@@ -94,15 +86,7 @@ def _ranks(rows: Rows, axes: Any, theme: Theme) -> None:
             axes.bar(at, value, width * 0.92, bottom=bottom, color=color, label=label if not number else None)
             bottom += value
         for x in at:
-            axes.annotate(
-                name[0],
-                (x, 0),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=7,
-                color=theme.background,
-            )
+            annotate(axes, name[0], (x, 0), (0, 2), ha="center", fontsize=7, color=theme.background)
     words = ", ".join(f"{name[0]}: {name}" for name in names)
     axes.set(xlabel=f"rank ({words}), layer {rows[0]['layer']}", ylabel="time in the layer, us")
     axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.18))

@@ -3,11 +3,11 @@
 Three parts, each beside what was published where anything was:
 
     balance   one plan for 58 layers of 256 experts on 8 ranks: how even, how many moves, how long (the paper's table)
-    sweep     a round every n = 1, 10, 100, 1000 iterations, and when Coterie finds it due (the paper's figure)
+    sweep     a round every n = 1, 10, 100, 1000 iterations, and when Coterie decides it is due (the paper's figure)
     domains   GLM-5.2's real loads as traffic shifts between domains, every plan scored on the window after its own
 
-Wrong to read as measurements of the paper's machine: times follow prices (docs/results/latency-optimal.md says which
-were fitted and which follow), and the paper's loads are not public, so a load with its balance stands in for them.
+Wrong to read as measurements of the paper's machine: times follow from prices (docs/results/latency-optimal.md says
+which were fitted), and the paper's loads are not public, so a load with the same balance stands in for them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.runs import in_parallel, interval, interval_of, told_apart, with_ends, with_half
+from coterie.answers.runs import interval_of, told_apart, with_ends
 from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResult, SuiteTable
 from coterie.placement import LatencyOptimalIlp, Load, Plan, planners
 from coterie.types import Placement, balancedness
 from coterie_lab.suites.latency_optimal.domains import MODEL, DomainSetting, domain_rows
-from coterie_lab.suites.latency_optimal.sweep import Outcome, Policy, SweepSetting, run_seed
+from coterie_lab.suites.latency_optimal.sweep import Policy, SweepSetting, run_seed
+from coterie_lab.suites.shared import as_is, gain, number, plain, run_cells, spread
 
 Array = NDArray[np.float64]
 
@@ -35,7 +36,7 @@ SEEDS = (100, 101, 102, 103, 104, 105)
 """Seeds; 0 to 5 were used to fit the load and the automatic interval."""
 INTERVALS = (1, 10, 100, 1000)
 EPLB_S, HEURISTIC_S, OURS_S = 0.26, 0.17, 0.025
-"""Planning of 58 layers: both as published, and the bar for ours (the balance part prints what it takes here)."""
+"""Seconds of planning 58 layers: two published, and the bar for ours (the balance part prints the measured time)."""
 ILP_LAYERS, ILP_SECONDS = 3, 8.0
 """Layers that the ILP plans, and the limit for each: it would take minutes for all."""
 REPEATS = 5
@@ -43,15 +44,10 @@ REPEATS = 5
 TABLE: dict[str, dict[str, Any]] = {
     "none": {"balance": 0.650, "deviation": 0.351},
     "eplb": {"balance": 0.998, "deviation": 0.001, "moves": 13_036, "planning_s": 0.26},
-    "latency_optimal": {
-        "balance": 0.996,
-        "deviation": 0.003,
-        "moves": 2_440,
-        "planning_s": 0.17,
-        "rebalancing_vs_eplb_pct": -57.0,
-    },
+    "latency_optimal": {"balance": 0.996, "deviation": 0.003, "moves": 2_440, "planning_s": 0.17},
     "latency_optimal_ilp": {"balance": 0.999, "deviation": 0.001, "moves": 2_223, "planning_s": 100.0},
 }
+TABLE["latency_optimal"]["rebalancing_vs_eplb_pct"] = -57.0
 SWEEP: dict[tuple[str, int | None], float] = {
     ("eplb", 1): -73.0,
     ("eplb", 10): -10.0,
@@ -77,9 +73,9 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     if source is None or not source.exists():
         notes.append("No real loads: set COTERIE_DATA to the folder of real data (docs/data.md).")
     else:
-        found, curves = _domains(source, report)
-        rows += found
-        notes += _domain_notes(found)
+        shifting, curves = _domains(source, report)
+        rows += shifting
+        notes += _domain_notes(shifting)
     if options.out is not None:
         from coterie_lab.suites.latency_optimal.figures import draw_figures
 
@@ -89,16 +85,13 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     return SuiteResult(NAME, rows, notes)
 
 
-# ------------------------------------------------------------------------------------------------------ one plan
-
-
 def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 100) -> list[dict[str, Any]]:
-    """Plans made on one window of iterations; balance there and in the window after it."""
+    """Plan on one window of iterations; score the balance there and in the window after it."""
     layers, drift = setting.model_layers, setting.drift
     drawn = drift.draw(layers, 2 * window, rng).reshape(2, window, layers, drift.experts).sum(axis=1, dtype=np.float64)
     current = Placement.linear(layers, drift.experts, setting.ranks)
     load, topology = Load(drawn[0], window), setting.topology
-    # To the published balance, each move at a price: as few of them as that takes.
+    # Each move has a price, so that a planner reaches the published balance with as few moves as possible.
     target = TABLE["latency_optimal"]["balance"]
     objective = replace(setting.objective, horizon=1000.0, target_balance=target, move_price=1 / setting.ranks)
     rows = [_balance_row("none", current, drawn, None)]
@@ -144,11 +137,8 @@ def _balance_row(name: str, placement: Placement, drawn: Array, plan: Plan | Non
     }
 
 
-# ------------------------------------------------------------------------------------------------------ the sweep
-
-
 def policies() -> dict[tuple[str, str], tuple[Policy, ...]]:
-    """(planner, whose planning time) → policies."""
+    """Return policies by planner and by whose planning time is charged."""
     fixed = {
         ("eplb", "published"): [Policy("eplb", n, EPLB_S, unconditional=True) for n in INTERVALS],
         ("latency_optimal", "published"): [Policy("latency_optimal", n, HEURISTIC_S, by_start=True) for n in INTERVALS],
@@ -164,12 +154,8 @@ def policies() -> dict[tuple[str, str], tuple[Policy, ...]]:
 def sweep_rows(setting: SweepSetting, seeds: tuple[int, ...], report: Report) -> list[dict[str, Any]]:
     groups = policies()
     flat = tuple(policy for group in groups.values() for policy in group)
-    found: dict[int, list[Outcome]] = {}
-    report("Sweeping intervals", 0, len(seeds))
-    for seed, outcomes in in_parallel(partial(run_seed, setting=setting, policies=flat), seeds):
-        found[seed] = outcomes
-        report("Sweeping intervals", len(found), len(seeds))
-    values = np.array([found[seed] for seed in seeds], dtype=float)  # [seed, policy, field]
+    outcomes = run_cells(partial(run_seed, setting=setting, policies=flat), seeds, report, "Sweeping intervals")
+    values = np.array(list(outcomes.values()), dtype=float)  # [seed, policy, field]
     rows, at = [], 0
     for (planner, planning), group in groups.items():
         mine = values[:, at : at + len(group)]
@@ -178,28 +164,20 @@ def sweep_rows(setting: SweepSetting, seeds: tuple[int, ...], report: Report) ->
         for index, policy in enumerate(group):
             row = _sweep_row(planner, planning, policy.interval, mine[:, index])
             if policy.interval is None:
-                ahead = interval(100 * (mine[:, index, 0] - mine[:, best, 0]))
-                row |= {
-                    "best_fixed": INTERVALS[best],
-                    "ahead_pct": ahead.mean,
-                    "ahead_low": ahead.low,
-                    "ahead_high": ahead.high,
-                }
+                row["best_fixed"] = INTERVALS[best]
+                row |= spread("ahead", 100 * (mine[:, index, 0] - mine[:, best, 0]))
             rows.append(row)
     return [*rows, _sweep_row("ideal", "none", None, values[:, -1])]
 
 
 def _sweep_row(planner: str, planning: str, n: int | None, values: Array) -> dict[str, Any]:
-    gain = interval(100 * values[:, 0])
     beside = SWEEP.get((planner, n)) if planning != "ours" else None
     return {
         "part": "sweep",
         "planner": planner,
         "planning": planning,
         "interval": n,
-        "gain_pct": gain.mean,
-        "gain_low": gain.low,
-        "gain_high": gain.high,
+        **spread("gain", 100 * values[:, 0]),
         "gain_without_cost_pct": 100 * float(values[:, 1].mean()),
         "moves_per_round": float(values[:, 2].mean()),
         "rounds": float(values[:, 3].mean()),
@@ -207,9 +185,6 @@ def _sweep_row(planner: str, planning: str, n: int | None, values: Array) -> dic
         "mean_interval": float(values[:, 5].mean()),
         "published": None if beside is None else {"gain_pct": beside},
     }
-
-
-# ------------------------------------------------------------------------------------------------------ real loads
 
 
 def _domains(source: Path, report: Report) -> tuple[list[dict[str, Any]], Array]:
@@ -223,9 +198,6 @@ def _domains(source: Path, report: Report) -> tuple[list[dict[str, Any]], Array]
         report(f"GLM-5.2, {doing}", done, total)
 
     return domain_rows(source, setting, advance)
-
-
-# ------------------------------------------------------------------------------------------------------ in words
 
 
 def _balance_notes(rows: list[dict[str, Any]]) -> list[str]:
@@ -260,81 +232,72 @@ def _sweep_notes(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _domain_notes(rows: list[dict[str, Any]]) -> list[str]:
-    notes = []
-    for row in rows:
-        if row["part"] == "domains" and row["policy"] == "automatic":
-            notes.append(
-                f"GLM-5.2 {row['phase']}: automatic {row['gain_pct']:+.1f}% of whole steps on the next window, costs "
-                f"counted; slower than the kept map in {row['windows_slower_than_kept']} of {row['windows']} windows."
-            )
-    return notes
+    return [
+        f"GLM-5.2 {row['phase']}: automatic {row['gain_pct']:+.1f}% of whole steps on the next window, costs counted; "
+        f"slower than the kept map in {row['windows_slower_than_kept']} of {row['windows']} windows."
+        for row in rows
+        if row["part"] == "domains" and row["policy"] == "automatic"
+    ]
 
 
-def _beside(row: Row, key: str) -> Any:
-    return None if row["published"] is None else row["published"].get(key)
+def _published(key: str, heading: str = "pub.") -> Column:
+    return Column(heading, lambda row: None if row["published"] is None else row["published"].get(key))
 
 
 def _n(row: Row) -> str:
     return "-" if row["planner"] == "ideal" else "auto" if row["interval"] is None else str(row["interval"])
 
 
-_BALANCE = SuiteTable(
-    "One plan, 58 layers x 256 experts, 256 slots, 8 ranks (pub.: published)",
-    (
-        Column("planner", lambda row: row["planner"]),
-        Column("balance", lambda row: f"{row['balance']:.3f}"),
-        Column("pub.", lambda row: _beside(row, "balance")),
-        Column("next", lambda row: f"{row['balance_next']:.3f}"),
-        Column("deviation", lambda row: f"{row['deviation']:.3f}"),
-        Column("pub.", lambda row: _beside(row, "deviation")),
-        Column("moves", lambda row: row["moves"]),
-        Column("pub.", lambda row: _beside(row, "moves")),
-        Column("planning s", lambda row: f"{row['planning_s']:.3f}"),
-        Column("pub.", lambda row: _beside(row, "planning_s")),
-        Column("moving s", lambda row: f"{row['rebalancing_s']:.3f}"),
+def _table(part: str, title: str, *columns: Column) -> SuiteTable:
+    return SuiteTable(title, columns, lambda row: bool(row["part"] == part))
+
+
+_MOVES = Column("moves a round", lambda row: round(row["moves_per_round"]))
+
+TABLES = (
+    _table(
+        "balance",
+        "One plan, 58 layers x 256 experts, 256 slots, 8 ranks (pub.: published)",
+        *as_is("planner"),
+        Column("balance", number("balance", 3)),
+        _published("balance"),
+        Column("next", number("balance_next", 3)),
+        Column("deviation", number("deviation", 3)),
+        _published("deviation"),
+        *as_is("moves"),
+        _published("moves"),
+        Column("planning s", number("planning_s", 3)),
+        _published("planning_s"),
+        Column("moving s", number("rebalancing_s", 3)),
     ),
-    lambda row: bool(row["part"] == "balance"),
-)
-_SWEEP = SuiteTable(
-    "A round every n iterations: gain of MoE time against no balancing, % (± 95% over seeds)",
-    (
-        Column("planner", lambda row: row["planner"]),
-        Column("planning time", lambda row: row["planning"]),
+    _table(
+        "sweep",
+        "A round every n iterations: gain of MoE time against no balancing, % (± 95% over seeds)",
+        *as_is("planner"),
+        Column("planning time", plain("planning")),
         Column("n", _n),
-        Column("gain %", lambda row: with_half(interval_of(row, "gain"))),
-        Column("published", lambda row: _beside(row, "gain_pct")),
-        Column("cost left out", lambda row: f"{row['gain_without_cost_pct']:+.1f}"),
-        Column("rounds", lambda row: f"{row['rounds']:.0f}"),
-        Column("moves a round", lambda row: round(row["moves_per_round"])),
+        Column("gain %", gain("gain")),
+        _published("gain_pct", "published"),
+        Column("cost left out", number("gain_without_cost_pct", 1, "+")),
+        Column("rounds", number("rounds", 0)),
+        _MOVES,
     ),
-    lambda row: bool(row["part"] == "sweep"),
-)
-_DOMAINS = SuiteTable(
-    "GLM-5.2, 288 slots, 8 ranks, traffic shifting between domains: whole steps on the next window",
-    (
-        Column("phase", lambda row: row["phase"]),
-        Column("policy", lambda row: row["policy"]),
-        Column("step ms", lambda row: f"{row['step_ms']:.2f}"),
-        Column("MoE ms", lambda row: f"{row['moe_ms']:.2f}"),
-        Column("cost ms a step", lambda row: f"{row['cost_ms_per_step']:.2f}"),
-        Column("gain %", lambda row: f"{row['gain_pct']:+.1f}"),
-        Column("balance", lambda row: f"{row['balance']:.3f}"),
-        Column("rounds", lambda row: row["rounds"]),
-        Column("moves a round", lambda row: round(row["moves_per_round"])),
+    _table(
+        "domains",
+        "GLM-5.2, 288 slots, 8 ranks, traffic shifting between domains: whole steps on the next window",
+        *as_is("phase", "policy"),
+        Column("step ms", number("step_ms")),
+        Column("MoE ms", number("moe_ms")),
+        Column("cost ms a step", number("cost_ms_per_step")),
+        Column("gain %", number("gain_pct", 1, "+")),
+        Column("balance", number("balance", 3)),
+        *as_is("rounds"),
+        _MOVES,
     ),
-    lambda row: bool(row["part"] == "domains"),
-)
-_RANKS = SuiteTable(
-    "One layer of it, by rank, us",
-    (
-        Column("policy", lambda row: row["policy"]),
-        Column("rank", lambda row: row["rank"]),
-        Column("compute", lambda row: f"{row['compute_us']:.0f}"),
-        Column("communication", lambda row: f"{row['communication_us']:.0f}"),
-        Column("wait", lambda row: f"{row['wait_us']:.0f}"),
+    _table(
+        "ranks",
+        "One layer of it, by rank, us",
+        *as_is("policy", "rank"),
+        *(Column(name, number(f"{name}_us", 0)) for name in ("compute", "communication", "wait")),
     ),
-    lambda row: bool(row["part"] == "ranks"),
 )
-
-
-TABLES = (_BALANCE, _SWEEP, _DOMAINS, _RANKS)

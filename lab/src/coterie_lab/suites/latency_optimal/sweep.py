@@ -1,8 +1,8 @@
 """Rebalancing every n iterations, or when it pays: what MoE layers cost as their load drifts.
 
-The load has two time scales. Popularity drifts slowly and smoothly, as traffic turns from one kind of request to
+The load has two time scales. Popularity drifts slowly and smoothly, as traffic shifts from one kind of request to
 another; single iterations scatter around it, as the few requests of a batch happen to use this expert or that. So the
-sum over many iterations, which planners see, is not the load of any one of them, and grows old while it is summed.
+sum over many iterations, which planners see, is not the load of any single one, and is outdated by the time it is known.
 
     log popularity = slow x z(t) + fast x f(t)      z: two filters of the same time constant in a row; f: one filter
     iteration      = fixed + row_s x tokens of the busiest rank, per layer, + planning and movement when they happen
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Rebalancer, RebalancingSettings, planners
 from coterie.types import Link, Placement, Topology
+from coterie_lab.suites.shared import one_thread
 
 Array = NDArray[np.float64]
 
@@ -45,13 +45,13 @@ class DriftSetting:
     slow: float = 1.75
     """Deviation of log popularity; leaves experts in their own order balanced to 0.65."""
     most: float = 2.3
-    """Deviations past which popularity does not go, either way: else some expert would be more than a rank's share, and
-    no map without replicas could reach the published balance of 0.996."""
+    """Deviations at which popularity is clipped: else some expert would have more than a rank's share, and no map without
+    replicas could reach the published balance of 0.996."""
     fast_half_life: float = 3.0
     fast: float = 0.15
 
     def draw(self, layers: int, iterations: int, rng: Generator) -> NDArray[np.float32]:
-        """[iteration, layer, expert] tokens."""
+        """Draw tokens [iteration, layer, expert]."""
         shape = (layers, self.experts)
         # Two filters in a row correlate as (1 + x) e^-x, which is a half at x = 1.678.
         a = float(np.exp(-1.678 / self.half_life))
@@ -79,7 +79,7 @@ class SweepSetting:
     ranks: int = 8
     model_layers: int = 58
     layers: int = 4
-    """Layers simulated; planning is charged in proportion. Layers are alike, so shares do not change."""
+    """Layers simulated; planning is charged in proportion."""
     warm_up: int = 1000
     """Warm-up iterations."""
     iterations: int = 3000
@@ -113,15 +113,15 @@ class Policy(NamedTuple):
     planning_s: float
     """Planning seconds for all layers of the model."""
     unconditional: bool = False
-    """Rebalance even where that cannot pay."""
+    """Rebalance even if that cannot pay."""
     by_start: bool = False
-    """Whether a round may pay is judged by the map of the start, as one who sets n once would; else by the map as it
-    is, which spares planning where the last round still holds."""
+    """Judge by the first map whether a round may pay, as if n were set once; else by the current map, which saves
+    planning while the last round still holds."""
 
 
 class Outcome(NamedTuple):
     gain: float
-    """No balancing ÷ this, less 1, in time: over iterations that count."""
+    """Time without balancing ÷ time with this policy, less 1, over the measured iterations."""
     processing_gain: float
     """The same without planning and movement."""
     moves: float
@@ -138,8 +138,7 @@ class _Run:
     """Simulate one policy on one series of loads."""
 
     def __init__(self, loads: NDArray[np.float32], setting: SweepSetting, begin: int, end: int) -> None:
-        self.loads, self.setting = loads, setting
-        self.begin, self.end = begin, end
+        self.loads, self.setting, self.begin, self.end = loads, setting, begin, end
         self.busiest = np.empty(end)  # [iteration] tokens of the busiest rank, summed over layers
         self.cost_s = np.zeros(end)
         self.moves: list[int] = []
@@ -177,7 +176,7 @@ class _Run:
 
 
 def busiest_rank(loads: NDArray[np.float32], placement: Placement) -> Array:
-    """[iteration] tokens of the busiest rank, summed over layers; no replicas."""
+    """Return the tokens of the busiest rank, summed over layers, of a map without replicas: [iteration]."""
     at = np.broadcast_to(placement.slot_experts.astype(np.int64), (len(loads), *placement.slot_experts.shape))
     by_slot = np.take_along_axis(loads, at, axis=2)
     by_rank = by_slot.reshape(*by_slot.shape[:2], placement.num_ranks, -1).sum(axis=3, dtype=np.float64)
@@ -185,7 +184,7 @@ def busiest_rank(loads: NDArray[np.float32], placement: Placement) -> Array:
 
 
 def run_fixed(loads: NDArray[np.float32], setting: SweepSetting, policy: Policy) -> _Run:
-    """A round after every n iterations, planned on those n, for those n to come."""
+    """Run a round after every n iterations, planned on the last n for the next n."""
     n = policy.interval
     assert n is not None
     begin = setting.warm_up
@@ -194,7 +193,7 @@ def run_fixed(loads: NDArray[np.float32], setting: SweepSetting, policy: Policy)
     objective = setting.priced(policy.planning_s, float(n))
     planner = planners.make(policy.planner, {"objective": objective})
     topology, placement = setting.topology, setting.linear()
-    # Before the iterations that count one round is enough to be where a run of any length would be, n = 1 included.
+    # One round before the measured iterations is enough to be where a run of any length would be, n = 1 included.
     for at in range(max(0, begin - max(n, 100)), end, n):
         if at >= n:
             load = Load(loads[at - n : at].sum(axis=0, dtype=np.float64), n)
@@ -208,21 +207,20 @@ def run_fixed(loads: NDArray[np.float32], setting: SweepSetting, policy: Policy)
 
 
 def _may_pay(objective: Objective, load: Load, topology: Topology, placement: Placement) -> bool:
-    """Whether an even load would pay for planning at all: known before planning."""
+    """Whether an even load would pay for planning at all, which is known before planning."""
     problem = objective.problem(load, topology, placement)
     excess = problem.rank_s(placement.slot_experts).max(axis=1) - problem.even
     return objective.horizon * float(excess.sum()) > objective.planning_s
 
 
 def run_automatic(loads: NDArray[np.float32], setting: SweepSetting, policy: Policy) -> _Run:
-    """Coterie's rebalancer, told of a window at a time."""
+    """Run Coterie's rebalancer, which observes one window at a time."""
     end = setting.warm_up + setting.iterations
     run = _Run(loads, setting, setting.warm_up, end)
     objective = setting.priced(policy.planning_s, 1.0)
     settings = RebalancingSettings(min_interval=setting.window, max_interval=10_000.0)
-    rebalancer = Rebalancer(
-        partial(planners.make, "latency_optimal"), objective, setting.topology, setting.linear(), settings
-    )
+    make = partial(planners.make, "latency_optimal")
+    rebalancer = Rebalancer(make, objective, setting.topology, setting.linear(), settings)
     for at in range(0, end, setting.window):
         until = min(at + setting.window, end)
         run.serve(at, until, rebalancer.placement)
@@ -230,28 +228,17 @@ def run_automatic(loads: NDArray[np.float32], setting: SweepSetting, policy: Pol
         if decision.planned:
             plan = decision.plan
             run.charge(until, objective.planning_s, plan.movement_s if plan else 0.0, len(plan.moves) if plan else 0)
-        rebalancer.landed()  # movement blocks here, as it did there: it is over before the next iteration
+        rebalancer.landed()  # movement blocks, as in the paper: it is over before the next iteration
     return run
 
 
+@one_thread
 def run_seed(seed: int, setting: SweepSetting, policies: tuple[Policy, ...]) -> list[Outcome]:
-    """Every policy on the same iterations, and ideal balance last."""
-    threads = numba.get_num_threads()
-    numba.set_num_threads(1)  # seeds run a process a core: threads would only wait for each other
-    try:
-        return _run_seed(seed, setting, policies)
-    finally:
-        numba.set_num_threads(threads)
-
-
-def _run_seed(seed: int, setting: SweepSetting, policies: tuple[Policy, ...]) -> list[Outcome]:
+    """Run every policy on the same iterations, and ideal balance last."""
     rng = np.random.default_rng([seed, 5])
     loads = setting.drift.draw(setting.layers, setting.warm_up + setting.iterations, rng)
     unbalanced = busiest_rank(loads, setting.linear())
-    found = []
-    for policy in policies:
-        run = (run_automatic if policy.interval is None else run_fixed)(loads, setting, policy)
-        found.append(run.outcome(unbalanced))
+    runs = [(run_automatic if one.interval is None else run_fixed)(loads, setting, one) for one in policies]
     ideal = _Run(loads, setting, setting.warm_up, setting.warm_up + setting.iterations)
     ideal.busiest[:] = loads.sum(axis=(1, 2), dtype=np.float64) / setting.ranks
-    return [*found, ideal.outcome(unbalanced)]
+    return [run.outcome(unbalanced) for run in (*runs, ideal)]
