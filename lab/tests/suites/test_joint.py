@@ -26,19 +26,7 @@ from coterie_lab.suites.eldr.synthetic import SyntheticSize
 from coterie_lab.suites.joint import cells as joint_cells
 from coterie_lab.suites.joint import published as joint_published
 from coterie_lab.suites.joint import suite as joint
-from coterie_lab.suites.joint.cells import (
-    CHAIN,
-    RANKS,
-    REPLICATION,
-    ROUTING,
-    SCHEDULING,
-    STANDARD,
-    GroupBench,
-    JointCell,
-    Served,
-    bench_of,
-    decode_prices,
-)
+from coterie_lab.suites.joint.cells import CHAIN, RANKS, REPLICATION, ROUTING, STANDARD, GroupBench, JointCell, Served
 from coterie_lab.suites.joint.loop import GroupOutcome, summarise_group
 from coterie_lab.suites.joint.notes import TABLES, notes_of, verdict
 
@@ -164,7 +152,7 @@ def test_a_group_that_does_not_fit_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def bench(data_dir: Path) -> GroupBench:
-    return bench_of(JointCell("deepseek-v2-lite", 4, 0), data_dir, 110)
+    return joint_cells.bench_of(JointCell("deepseek-v2-lite", 4, 0), data_dir, 110)
 
 
 def test_the_loop_is_full_and_every_token_comes_once(bench: GroupBench) -> None:
@@ -229,12 +217,14 @@ def test_who_is_held_back_waits_and_nobody_starves(bench: GroupBench) -> None:
 
 def test_a_wide_budget_changes_nothing(bench: GroupBench) -> None:
     plain = bench.outcome(bench.in_order, Joint())
-    wide = bench.outcome(bench.in_order, Joint(), DecodeBatcher(decode_prices(bench, bench.in_order).prices))
+    wide = bench.outcome(
+        bench.in_order, Joint(), DecodeBatcher(joint_cells.decode_prices(bench, bench.in_order).prices)
+    )
     assert plain == wide
 
 
 def test_prices_meet_the_calibrated_step(bench: GroupBench) -> None:
-    found = decode_prices(bench, bench.in_order)
+    found = joint_cells.decode_prices(bench, bench.in_order)
     loop, spec = bench.known, bench.spec
     parts = loop.serve(bench.in_order, Joint()).parts
     remote = np.mean([part.remote / part.activations for part in parts]) * spec.top_k * spec.num_moe_layers
@@ -280,9 +270,9 @@ def test_what_memory_allows() -> None:
 
 def test_too_few_recordings_are_refused(data_dir: Path) -> None:
     with pytest.raises(ConfigError, match="8 x 14 in flight need as many recordings"):
-        bench_of(JointCell("deepseek-v2-lite", 14, 0), data_dir)
+        joint_cells.bench_of(JointCell("deepseek-v2-lite", 14, 0), data_dir)
     with pytest.raises(ConfigError, match="needs the folder of real data"):
-        bench_of(JointCell("gpt-oss-20b", 16, 0), None)
+        joint_cells.bench_of(JointCell("gpt-oss-20b", 16, 0), None)
 
 
 # ------------------------------------------------------------------------------------------------------------- suite
@@ -366,7 +356,7 @@ def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPat
         (ROUTING, "joint"),
         (ROUTING, "latency_aware"),
         (REPLICATION, "joint"),
-        (SCHEDULING, "joint"),
+        (joint_cells.SCHEDULING, "joint"),
     }
     assert "COTERIE_DATA" in found.notes[0]
     shown = {table.title: [row for row in found.rows if table.shows(row)] for table in TABLES}

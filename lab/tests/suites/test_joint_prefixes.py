@@ -16,17 +16,7 @@ from coterie.traces import RequestTrace
 from coterie_lab.suites.eldr.synthetic import SyntheticSize
 from coterie_lab.suites.joint import prefixes as cells
 from coterie_lab.suites.joint.prefix_report import PREFIX_TABLES, prefix_notes, prefix_rows
-from coterie_lab.suites.joint.prefixes import (
-    JOINT,
-    KINDS,
-    KV_ONLY,
-    NO_HOMES,
-    SHORTEST,
-    VARIANTS,
-    PrefixCell,
-    PrefixOutcome,
-    PrefixOutcomes,
-)
+from coterie_lab.suites.joint.prefixes import KV_ONLY, NO_HOMES, SHORTEST, VARIANTS, PrefixCell, PrefixOutcomes
 from coterie_lab.suites.joint.suite import prefix_jobs_of
 
 TINY = SyntheticSize(recordings=130, fitted=65, prompt_tokens=8, output_tokens=8)
@@ -35,7 +25,7 @@ TINY = SyntheticSize(recordings=130, fitted=65, prompt_tokens=8, output_tokens=8
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.75])
 def test_prompts_share_a_prefix_of_their_family_and_nothing_else(share: float) -> None:
     rng = np.random.default_rng(1)
-    kinds = rng.integers(KINDS, size=60)
+    kinds = rng.integers(cells.KINDS, size=60)
     trace = cells.shared_prefixes(share, kinds, rng)
     blocks = [one.tolist() for one in trace.prefix_blocks or ()]
     for tokens, own in zip(trace.prompt_tokens.tolist(), blocks, strict=True):
@@ -83,10 +73,10 @@ def test_a_request_is_of_the_kind_that_brought_its_prefix() -> None:
 
 def test_recordings_are_of_the_requests_kind_in_turn() -> None:
     rng = np.random.default_rng(0)
-    clusters, kinds = np.arange(40) % KINDS, rng.integers(KINDS, size=200)
+    clusters, kinds = np.arange(40) % cells.KINDS, rng.integers(cells.KINDS, size=200)
     recorded = cells.recordings_of(kinds, clusters, rng)
     assert (clusters[recorded] == kinds).all()
-    for kind in range(KINDS):
+    for kind in range(cells.KINDS):
         uses = recorded[kinds == kind].tolist()
         assert all(len(set(uses[at : at + 5])) == len(uses[at : at + 5]) for at in range(len(uses)))
 
@@ -123,8 +113,8 @@ def test_the_kv_term_finds_what_is_shared(served: dict[float, PrefixOutcomes]) -
     assert all(one.experts_per_step >= 8 for one in shared.values()), "OLMoE has 8 of 64"
 
 
-def made(ttft: float, tpot: float) -> PrefixOutcome:
-    return PrefixOutcome(ttft, ttft, 3 * ttft, tpot, 2 * tpot, 40.0, 12.0, 1.1, 0.0)
+def made(ttft: float, tpot: float) -> cells.PrefixOutcome:
+    return cells.PrefixOutcome(ttft, ttft, 3 * ttft, tpot, 2 * tpot, 40.0, 12.0, 1.1, 0.0)
 
 
 def made_cell(jitter: float, joint: float, crowded: float) -> PrefixOutcomes:
@@ -134,7 +124,7 @@ def made_cell(jitter: float, joint: float, crowded: float) -> PrefixOutcomes:
         **dict.fromkeys(VARIANTS, made(100 + jitter, 10 + jitter / 10)),
         KV_ONLY: kv,
         NO_HOMES: kv,
-        JOINT: kv._replace(ttft_mean_ms=joint * kv.ttft_mean_ms + 0.01 * jitter),
+        cells.JOINT: kv._replace(ttft_mean_ms=joint * kv.ttft_mean_ms + 0.01 * jitter),
         cells.LIGHT_JOINT: made(100 + jitter, 10 + jitter / 10),
     }
 

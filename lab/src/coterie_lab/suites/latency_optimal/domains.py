@@ -80,7 +80,7 @@ class RankShare(NamedTuple):
 
 
 def domain_loads(path: Path) -> dict[str, Array]:
-    """Read tokens [shard, layer, expert] by domain; merged and further tables, which hold the same tokens, are skipped."""
+    """Read tokens [shard, layer, expert] by domain; merged tables, which hold the same tokens, are skipped."""
     table = read_trace(path)
     if not isinstance(table, LoadTable) or table.labels is None:
         raise TraceError(path, "kind", "expected load tables with labels")

@@ -2,7 +2,7 @@
 
 The load has two time scales. Popularity drifts slowly and smoothly, as traffic shifts from one kind of request to
 another; single iterations scatter around it, as the few requests of a batch happen to use this expert or that. So the
-sum over many iterations, which planners see, is not the load of any single one, and is outdated by the time it is known.
+sum over many iterations, which planners see, is not the load of any single one, and is outdated once it is known.
 
     log popularity = slow x z(t) + fast x f(t)      z: two filters of the same time constant in a row; f: one filter
     iteration      = fixed + row_s x tokens of the busiest rank, per layer, + planning and movement when they happen
@@ -45,8 +45,8 @@ class DriftSetting:
     slow: float = 1.75
     """Deviation of log popularity; leaves experts in their own order balanced to 0.65."""
     most: float = 2.3
-    """Deviations at which popularity is clipped: else some expert would have more than a rank's share, and no map without
-    replicas could reach the published balance of 0.996."""
+    """Deviations at which popularity is clipped: else some expert would have more than a rank's share, and no map
+    without replicas could reach the published balance of 0.996."""
     fast_half_life: float = 3.0
     fast: float = 0.15
 

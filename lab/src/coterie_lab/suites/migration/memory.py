@@ -1,14 +1,15 @@
 """Replicas against KV cache: a published table as it stands, what follows from its formula, and our own sizes.
 
-Ours: DeepSeek-V3 in fp8 on H200s in nodes of 8, expert parallel, attention data parallel; every rank has copies of the
-layer's most popular experts among those that live elsewhere, and requests are spread over ranks at random. Popularity
-is GLM-5.2's, as recorded (its router has as many experts and the same top-k); step times are the calibrated step
-model's, decode only. Wrong where popularity drifts: replicas of yesterday's experts save nothing.
+Ours: DeepSeek-V3 in fp8 on H200s in nodes of 8, expert parallel, attention data parallel. Every rank has copies of the
+layer's most popular experts of other ranks, and requests are spread over ranks at random. Popularity is GLM-5.2's, as
+recorded (its router has as many experts and the same top-k); step times are the calibrated step model's, decode only.
+Wrong where popularity drifts: replicas of yesterday's experts save nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ PUBLISHED_KV_GB = (163.7, 120.9, 78.1, 35.3, 0.0)
 PUBLISHED_SESSIONS = (5.0, 3.7, 2.4, 1.1, 0.0)
 PUBLISHED_RATIOS = (1.00, 1.11, 1.22, 1.34, None)
 DEVICE_BYTES, OTHER_BYTES, WORKSPACE_BYTES = 141e9, 17.1e9, 14e9
-"""An H200; DeepSeek-V3 but for its routed experts, in fp8; a tenth for activations and graphs."""
+"""Memory of an H200; DeepSeek-V3 in fp8 without its routed experts; a tenth for activations and graphs."""
 MAX_REPLICAS = 8
 SHOWN = (0, 1, 2, 4, 8)
 
@@ -60,42 +61,37 @@ class Steps:
         layers = self.model.spec.num_moe_layers
         rows = popularity[np.arange(layers) * len(popularity) // layers]  # recorded layers repeated where too few
         self.shares = rows / rows.sum(axis=1, keepdims=True)  # [layer, expert]
-        self._placements: dict[int, Placement] = {}
-        self._found: dict[tuple[int, int], float] = {}
+        self._step_s = lru_cache(maxsize=None)(self._compute_step_s)
+        self.placement = lru_cache(maxsize=None)(self._make_placement)
 
     def __call__(self, replicas: int, sessions: float) -> float:
-        """A step has whole requests, at least one: between two numbers of them, in proportion."""
+        """Return the step time; a step has whole requests, at least one, so fractions are interpolated."""
         low = max(1, int(sessions))
         below = self._step_s(replicas, low)
         part = max(0.0, sessions - low)
         return below + (part * (self._step_s(replicas, low + 1) - below) if part else 0.0)
 
-    def _step_s(self, replicas: int, sessions: int) -> float:
-        if (replicas, sessions) not in self._found:
-            spec = self.model.spec
-            rng = np.random.default_rng([self.seed, sessions])  # the same tokens whatever the replicas
-            load = rng.multinomial(sessions * self.case.ranks * spec.top_k, self.shares)
-            traffic = ExchangeTraffic.of(self.locality(replicas), spec, sessions)
-            batch = Batch(decode_requests=sessions, decode_context=sessions * self.case.context)
-            step = self.model.step(load, batch, self.placement(replicas), traffic)
-            self._found[replicas, sessions] = step.total_s
-        return self._found[replicas, sessions]
+    def _compute_step_s(self, replicas: int, sessions: int) -> float:
+        spec = self.model.spec
+        rng = np.random.default_rng([self.seed, sessions])  # the same tokens for any number of replicas
+        load = rng.multinomial(sessions * self.case.ranks * spec.top_k, self.shares)
+        traffic = ExchangeTraffic.of(self.locality(replicas), spec, sessions)
+        batch = Batch(decode_requests=sessions, decode_context=sessions * self.case.context)
+        return self.model.step(load, batch, self.placement(replicas), traffic).total_s
 
-    def placement(self, replicas: int) -> Placement:
-        """Experts in order, and on each rank the most popular ones of the others."""
-        if replicas not in self._placements:
-            ranks, experts = self.case.ranks, self.shares.shape[1]
-            per_rank = experts // ranks
-            slots = np.empty((len(self.shares), ranks, per_rank + replicas), np.int32)
-            for layer, order in enumerate(np.argsort(-self.shares, axis=1, kind="stable")):
-                for rank in range(ranks):
-                    home = np.arange(rank * per_rank, (rank + 1) * per_rank)
-                    slots[layer, rank] = [*home, *order[order // per_rank != rank][:replicas]]
-            self._placements[replicas] = Placement(slots.reshape(len(slots), -1), ranks, experts)
-        return self._placements[replicas]
+    def _make_placement(self, replicas: int) -> Placement:
+        """Place experts in order, and on each rank the most popular experts of the other ranks."""
+        ranks, experts = self.case.ranks, self.shares.shape[1]
+        per_rank = experts // ranks
+        slots = np.empty((len(self.shares), ranks, per_rank + replicas), np.int32)
+        for layer, order in enumerate(np.argsort(-self.shares, axis=1, kind="stable")):
+            for rank in range(ranks):
+                home = np.arange(rank * per_rank, (rank + 1) * per_rank)
+                slots[layer, rank] = [*home, *order[order // per_rank != rank][:replicas]]
+        return Placement(slots.reshape(len(slots), -1), ranks, experts)
 
     def locality(self, replicas: int) -> Locality:
-        """Locality of randomly spread tokens, each sent to the nearest copy."""
+        """Return the locality of randomly spread tokens, each sent to the nearest copy."""
         held = held_by(self.placement(replicas))  # [rank, layer, expert]
         nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
         near = held.reshape(nodes, per_node, *held.shape[1:]).any(axis=1)
@@ -108,7 +104,7 @@ class Steps:
 
 
 def memory_rows(popularity: NDArray[np.float64] | None, seed: int) -> list[dict[str, Any]]:
-    """`popularity` [layer, expert] activations; None leaves our own sizes out."""
+    """Make the rows; `popularity` is [layer, expert] activations, and None leaves our own sizes out."""
     rows = _published_rows()
     if popularity is None:
         return rows
@@ -151,19 +147,14 @@ def _row(sizes: str, point: MemoryPoint, first: MemoryPoint, budget: MemoryBudge
     return {
         "table": "memory",
         "sizes": sizes,
-        "ranks": None,
-        "context": None,
-        "at_hand": None,
+        **dict.fromkeys(Case._fields),
         "replicas": point.replicas,
         "replica_gb": budget.replica_bytes / 1e9,
         "kv_gb": point.kv_bytes / 1e9,
         "sessions": point.sessions,
         "step_ms": point.step_s * 1e3 if point.sessions else None,
         "throughput_ratio": point.tokens_per_s / first.tokens_per_s,
-        "formula_ratio": None,
-        "remote_pct": None,
-        "best": None,
-        "published": None,
+        **dict.fromkeys(("formula_ratio", "remote_pct", "best", "published")),
     }
 
 

@@ -1,18 +1,17 @@
-"""Moving experts to who asks for them: the remote share of real routing, beside the tables of an article.
+"""Moving experts to the ranks that use them: the remote share of real routing, beside the tables of an article.
 
-Eight ranks, one node. Requests are routed by domain (:mod:`.traffic`), so ranks ask for different experts;
-the same is computed for requests that are spread at random, where they do not. A placement is planned on some requests
-and scored on others; what is dynamic decides every 60 s on the window that just ended and is scored on the next one,
-over the second half of half an hour. All dynamic strategies start from the popularity-aware placement.
+Eight ranks, one node. Requests are routed by domain (:mod:`.traffic`), so ranks use different experts; the same is
+computed for requests spread at random, where they do not. A placement is planned on some requests and scored on others.
+Dynamic strategies decide every 60 s on the window that just ended and are scored on the next one, over the second half
+of half an hour; all start from the popularity-aware placement.
 
-Published settings are for 32 experts a rank; 8 extra slots are a quarter of that, and a quarter is what other models
-get. Remote share is what is compared: it says nothing of how evenly ranks are loaded, nor of what a replica costs in
-memory and in streaming (:mod:`.memory`). docs/migration.md has the results in words.
+Published settings are for 32 experts a rank; 8 extra slots are a quarter of that, and other models get a quarter too.
+The remote share says nothing about how evenly ranks are loaded, nor about what a replica costs in memory and streaming
+(:mod:`.memory`). docs/migration.md has the results in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,16 +22,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.answers.figures import Theme, write_figure
-from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResult, SuiteTable
+from coterie.answers.suites import Column, Report, SuiteOptions, SuiteResult, SuiteTable
 from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us
-from coterie.errors import UnknownNameError
-from coterie.models import get_model
 from coterie.placement.holdings import Held, held_by, placement_from_held, remote_share
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
 from coterie_lab.suites.migration.memory import memory_notes, memory_rows
 from coterie_lab.suites.migration.traffic import TRACES, Domains, Windows, make_windows, read_domains
+from coterie_lab.suites.shared import Rows, as_is, distinct_values, existing_paths, known_model, number, plain
 
 NAME = "migration"
 RANKS = 8
@@ -52,15 +50,18 @@ PUBLISHED = {
 STEADY, SHIFTING, RANDOM = "steady", "shifting", "at random"
 """Requests routed by domain, whose shares stay or wander; or spread over ranks at random."""
 STAGING = (1, 2, 8, None)
-"""Experts of staging on a rank; None: as many as it has slots."""
+"""Staging buffers per rank, in experts; None: as many as the rank has slots."""
 STEP_S, HIDE_STEPS, LINK_SHARE = 40e-3, 25, 0.2
-"""A second of steps, in which moves may have a fifth of the links."""
+"""Moves may use a fifth of the links for a second of steps."""
+EXPERT_BYTES, HIDDEN_SIZE = 44e6, 4096
+"""Assumed for models that are not shipped."""
 
 
-class Found(NamedTuple):
-    """What a strategy came to."""
+class Outcome(NamedTuple):
+    """Result of a strategy."""
 
     remote: float
+    """Share of activations that are remote."""
     held: Held
     actions: int
     moved: float
@@ -83,7 +84,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     notes = [*_remote_notes(rows), *memory_notes(memory), *notes]
     if options.out is not None and rows:
         options.out.mkdir(parents=True, exist_ok=True)
-        draw_figure(options.out, [row for row in rows if row["table"] == "remote"], ORDER, PUBLISHED)
+        draw_figure(options.out, [row for row in rows if row["table"] == "remote"])
     return SuiteResult(NAME, rows + memory, notes)
 
 
@@ -93,30 +94,23 @@ def _paths(options: SuiteOptions, notes: list[str]) -> list[Path]:
     if options.data is None:
         notes.append("No routing counted: give --trace, or set COTERIE_DATA to the folder of real data (docs/data.md).")
         return []
-    wanted = [options.data / "activations" / name for name in TRACES]
-    notes += [f"No routing of {path.name}: {path} does not exist." for path in wanted if not path.exists()]
-    return [path for path in wanted if path.exists()]
-
-
-# ------------------------------------------------------------------------------------------------------ remote share
+    missing = "No routing of {path.name}: {path} does not exist."
+    return existing_paths(options.data / "activations", TRACES, notes, missing)
 
 
 def _remote_rows(domains: Domains, options: SuiteOptions) -> list[dict[str, Any]]:
-    try:
-        spec = get_model(domains.model)
-    except UnknownNameError:
-        spec = None
+    spec = known_model(domains.model)
     rows = []
     for traffic, wander in ((SHIFTING, WANDER), (STEADY, 0.0), (RANDOM, 0.0)):
         windows = make_windows(domains, RANKS, WINDOWS, wander, options.seed)
         if traffic == RANDOM:
             windows = Windows(*(np.broadcast_to(a.mean(axis=-3, keepdims=True), a.shape).copy() for a in windows))
         bench = Bench(windows, options.batch, spec)
-        found = bench.strategies()
-        rows += [_row(domains, traffic, name, found[name], bench, options.batch) for name in ORDER]
+        outcomes = bench.strategies()
+        rows += [_row(domains.model, traffic, name, outcomes[name], bench) for name in ORDER]
         if traffic == SHIFTING:
-            rows += _replica_rows(domains, bench, found["popularity"].held, options.batch)
-            rows += _execution_rows(domains, bench, found["popularity"].held, spec)
+            rows += _replica_rows(domains.model, bench, outcomes["popularity"].held)
+            rows += _execution_rows(domains.model, bench, outcomes["popularity"].held)
     return rows
 
 
@@ -124,21 +118,20 @@ class Bench:
     """One kind of traffic on one model."""
 
     def __init__(self, windows: Windows, batch: int, spec: ModelSpec | None) -> None:
-        self.windows = windows
+        self.windows, self.batch, self.spec = windows, batch, spec
         ranks, layers, experts = windows.planned_on.shape
         self.experts_per_rank = experts // ranks
         self.static = held_by(Placement.linear(layers, experts, ranks))
         settings = ActionSettings()
-        # Activations by layer of the steps that a decayed demand stands for.
+        # Activations per layer of the steps that a decayed demand stands for.
         self.scale = max(1, batch // ranks) * (spec.top_k if spec else 1) * settings.window_steps
-        self.manager = ActionManager(
-            Topology(ranks), 2.0 * (spec.hidden_size if spec else 4096), spec.expert_bytes() if spec else 44e6, settings
-        )
+        hidden_size, expert_bytes = (spec.hidden_size, spec.expert_bytes()) if spec else (HIDDEN_SIZE, EXPERT_BYTES)
+        self.manager = ActionManager(Topology(ranks), 2.0 * hidden_size, expert_bytes, settings)
 
     def with_settings(self, **settings: Any) -> ActionManager:
         return replace(self.manager, settings=replace(self.manager.settings, **settings))
 
-    def strategies(self) -> dict[str, Found]:
+    def strategies(self) -> dict[str, Outcome]:
         planner = self.with_settings(extra_slots=0, min_saving_s=0.0)
         planned = planner.rebalance(self.windows.planned_on * self.scale, self.static)
         popular, extra = planned.held, max(1, self.experts_per_rank // 4)
@@ -150,11 +143,11 @@ class Bench:
             "both": self.dynamic(popular, self.with_settings(extra_slots=extra)),
         }
 
-    def fixed(self, held: Held) -> Found:
+    def fixed(self, held: Held) -> Outcome:
         later = self.windows.scored_on[1 + len(self.windows.scored_on) // 2 :]
-        return Found(float(np.mean([remote_share(window, held) for window in later])), held, 0, 0.0)
+        return Outcome(float(np.mean([remote_share(window, held) for window in later])), held, 0, 0.0)
 
-    def dynamic(self, held: Held, manager: ActionManager) -> Found:
+    def dynamic(self, held: Held, manager: ActionManager) -> Outcome:
         """Decide at the end of each window, score on the next."""
         scored, shares, actions, moved = self.windows.scored_on, [], 0, 0.0
         for before, after in pairwise(scored):
@@ -163,61 +156,49 @@ class Bench:
             actions += len(cycle.actions)
             moved += sum(event.moved_bytes for event in cycle.actions) / manager.expert_bytes
             shares.append(remote_share(after, held))
-        return Found(float(np.mean(shares[len(scored) // 2 :])), held, actions, moved)
+        return Outcome(float(np.mean(shares[len(scored) // 2 :])), held, actions, moved)
 
 
-def _row(domains: Domains, traffic: str, name: str, found: Found, bench: Bench, batch: int) -> dict[str, Any]:
-    row = {
+def _row(model: str, traffic: str, name: str, outcome: Outcome, bench: Bench) -> dict[str, Any]:
+    keys = ("remote_pct", "all_to_all_us", "throughput_pct", "memory_overhead_pct")
+    return {
         "table": "remote",
-        "model": domains.model,
+        "model": model,
         "traffic": traffic,
         "strategy": name,
-        "remote_pct": 100 * found.remote,
-        "all_to_all_us": _exchange_us(domains.model, found.remote, batch),
-        "memory_overhead_pct": 100 * (float(found.held.sum()) / float(bench.static.sum()) - 1),
-        "actions": found.actions,
-        "moved_experts": found.moved / bench.static.shape[1],
-        "published": None,
+        "remote_pct": 100 * outcome.remote,
+        "all_to_all_us": _exchange_us(bench, outcome.remote),
+        "memory_overhead_pct": 100 * (float(outcome.held.sum()) / float(bench.static.sum()) - 1),
+        "actions": outcome.actions,
+        "moved_experts": outcome.moved / bench.static.shape[1],
+        "published": None if traffic == RANDOM else dict(zip(keys, PUBLISHED[name], strict=True)),
     }
-    if traffic != RANDOM:
-        remote, time_us, throughput, memory = PUBLISHED[name]
-        row["published"] = {
-            "remote_pct": remote,
-            "all_to_all_us": time_us,
-            "throughput_pct": throughput,
-            "memory_overhead_pct": memory,
-        }
-    return row
 
 
-def _exchange_us(model: str, remote: float, batch: int) -> float | None:
-    """Time of a rank's part of the batch, both ways; None for models of unknown hidden size."""
-    try:
-        spec = get_model(model)
-    except UnknownNameError:
+def _exchange_us(bench: Bench, remote: float) -> float | None:
+    """Return the time of a rank's part of the batch, both ways; None for models of unknown hidden size."""
+    if bench.spec is None:
         return None
-    away = spec.top_k * remote
-    locality = Locality(spec.top_k - away, away, away, 0.0)
-    return all_to_all_us(ExchangeTraffic.of(locality, spec, -(-batch // RANKS)), Topology(RANKS))
+    away = bench.spec.top_k * remote
+    locality = Locality(bench.spec.top_k - away, away, away, 0.0)
+    return all_to_all_us(ExchangeTraffic.of(locality, bench.spec, -(-bench.batch // RANKS)), Topology(RANKS))
 
 
-def _replica_rows(domains: Domains, bench: Bench, popular: Held, batch: int) -> list[dict[str, Any]]:
-    """How much a replica buys: from a sixteenth of a rank's experts, which is what +6.2% memory is, to half of them."""
+def _replica_rows(model: str, bench: Bench, popular: Held) -> list[dict[str, Any]]:
+    """Vary the replicas, from a sixteenth of a rank's experts (+6.2% memory) to half of them."""
     rows = []
-    for part in (16, 8, 4, 2):
-        if bench.experts_per_rank % part:
-            continue
-        found = bench.dynamic(popular, bench.with_settings(extra_slots=bench.experts_per_rank // part, swap_top=0))
-        row = _row(domains, SHIFTING, "replication", found, bench, batch)
-        rows.append(row | {"table": "replicas", "extra_slots": bench.experts_per_rank // part, "published": None})
+    for extra in (bench.experts_per_rank // part for part in (16, 8, 4, 2) if not bench.experts_per_rank % part):
+        outcome = bench.dynamic(popular, bench.with_settings(extra_slots=extra, swap_top=0))
+        row = _row(model, SHIFTING, "replication", outcome, bench)
+        rows.append(row | {"table": "replicas", "extra_slots": extra, "published": None})
     return rows
 
 
-def _execution_rows(domains: Domains, bench: Bench, target: Held, spec: ModelSpec | None) -> list[dict[str, Any]]:
-    """The largest migration there is here, from the static to the popularity-aware placement, by staging."""
+def _execution_rows(model: str, bench: Bench, target: Held) -> list[dict[str, Any]]:
+    """Schedule the largest migration here, from the static to the popularity-aware placement, by staging."""
     current = placement_from_held(bench.static, bench.experts_per_rank)
     wanted = placement_from_held(target, bench.experts_per_rank, current)
-    expert_bytes = spec.expert_bytes() if spec else 44e6
+    expert_bytes = bench.manager.expert_bytes
     rows = []
     for staging in sorted({min(staging or bench.experts_per_rank, bench.experts_per_rank) for staging in STAGING}):
         limits = MigrationLimits(expert_bytes, expert_bytes * staging)
@@ -226,7 +207,7 @@ def _execution_rows(domains: Domains, bench: Bench, target: Held, spec: ModelSpe
         rows.append(
             {
                 "table": "execution",
-                "model": domains.model,
+                "model": model,
                 "staging_experts": staging,
                 "layers": current.num_layers,
                 "refused_layers": len(schedule.refusals),
@@ -242,9 +223,6 @@ def _execution_rows(domains: Domains, bench: Bench, target: Held, spec: ModelSpe
     return rows
 
 
-# --------------------------------------------------------------------------------------------------------- in words
-
-
 def _data_note(path: Path, domains: Domains) -> str:
     sizes = ", ".join(f"{name} {len(requests)}" for name, requests in domains.requests.items())
     layers = next(iter(domains.requests.values())).shape[1]
@@ -255,7 +233,7 @@ def _data_note(path: Path, domains: Domains) -> str:
     )
 
 
-def _remote_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _remote_notes(rows: Rows) -> list[str]:
     notes = [
         "Reproduced by its own numbers: all-to-all times are 8.2 us x remote ÷ 87.5%. Its 'throughput impact' is the "
         "cut of that time (1 - 6.7 ÷ 8.2 = 18%), as if a step were nothing but exchange: of its own 40 ms step, 58 "
@@ -265,17 +243,11 @@ def _remote_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
     remote = [row for row in rows if row["table"] == "remote"]
     for traffic in (SHIFTING, STEADY):
-        for model in dict.fromkeys(row["model"] for row in remote):
-            mine = {
-                row["strategy"]: row["remote_pct"]
-                for row in remote
-                if (row["model"], row["traffic"]) == (model, traffic)
-            }
+        for model in distinct_values(remote, "model"):
+            mine = _remote_by_strategy(remote, model, traffic)
             ours = sorted(mine, key=lambda name: -mine[name])
-            if tuple(ours) == ORDER:
-                notes.append(f"Same order as published, {model}, {traffic}: {' > '.join(ours)}.")
-            else:
-                notes.append(f"Not the published order, {model}, {traffic}: {' > '.join(ours)}.")
+            agrees = "Same order as published" if tuple(ours) == ORDER else "Not the published order"
+            notes.append(f"{agrees}, {model}, {traffic}: {' > '.join(ours)}.")
     if remote:
         notes.append(
             "At random every rank asks for the same: without replicas exactly 1 - 1/8 is remote wherever experts are, "
@@ -285,124 +257,101 @@ def _remote_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
+def _remote_by_strategy(rows: Rows, model: str, traffic: str) -> dict[str, float]:
+    mine = [row for row in rows if (row["model"], row["traffic"]) == (model, traffic)]
+    return {row["strategy"]: row["remote_pct"] for row in mine}
+
+
 def _table(title: str, table: str, *columns: Column, **only: str) -> SuiteTable:
     """Describe one table: its rows, filtered by the values in `only`."""
     wanted = {"table": table, **only}
     return SuiteTable(title, columns, lambda row: all(row.get(key) == value for key, value in wanted.items()))
 
 
-def _ours(heading: str, key: str, digits: int | None = None) -> Column:
-    return Column(heading, lambda row: row[key] if digits is None else _fixed(row[key], digits))
-
-
 def _published(heading: str, key: str, digits: int | None = None) -> Column:
-    def value(row: Row) -> Any:
-        found = None if row["published"] is None else row["published"][key]
-        return found if digits is None else _fixed(found, digits)
-
-    return Column(heading, value)
-
-
-def _fixed(value: float | None, digits: int) -> str | None:
-    return None if value is None else f"{value:.{digits}f}"
+    value = plain(key) if digits is None else number(key, digits)
+    return Column(heading, lambda row: None if row["published"] is None else value(row["published"]))
 
 
 TABLES = (
     _table(
         "Remote experts on 8 ranks: requests by domain, shares shifting or steady, or requests at random",
         "remote",
-        _ours("model", "model"),
-        _ours("traffic", "traffic"),
-        _ours("strategy", "strategy"),
-        _ours("remote %", "remote_pct", 1),
+        *as_is("model", "traffic", "strategy"),
+        Column("remote %", number("remote_pct", 1)),
         _published("publ.", "remote_pct"),
-        _ours("us", "all_to_all_us"),
+        Column("us", plain("all_to_all_us")),
         _published("publ.", "all_to_all_us"),
-        _ours("mem. +%", "memory_overhead_pct"),
+        Column("mem. +%", plain("memory_overhead_pct")),
         _published("publ.", "memory_overhead_pct"),
-        _ours("moved", "moved_experts"),
+        Column("moved", plain("moved_experts")),
     ),
     _table(
         "Replication alone, by extra slots a rank, shifting",
         "replicas",
-        _ours("model", "model"),
-        _ours("extra slots", "extra_slots"),
-        _ours("memory +%", "memory_overhead_pct"),
-        _ours("remote %", "remote_pct"),
-        _ours("us/layer", "all_to_all_us"),
+        *as_is("model"),
+        Column("extra slots", plain("extra_slots")),
+        Column("memory +%", plain("memory_overhead_pct")),
+        Column("remote %", plain("remote_pct")),
+        Column("us/layer", plain("all_to_all_us")),
     ),
     _table(
         "Executing static → popularity, by staging",
         "execution",
-        _ours("model", "model"),
-        _ours("staging", "staging_experts"),
-        _ours("MB a rank", "staging_mb"),
-        _ours("transfers", "transfers"),
-        _ours("switches", "switches"),
-        _ours("rounds", "rounds"),
-        _ours("layers refused", "refused_layers"),
-        _ours("ms", "movement_ms"),
-        _ours("ms exposed", "exposed_ms"),
+        *as_is("model"),
+        Column("staging", plain("staging_experts")),
+        Column("MB a rank", plain("staging_mb")),
+        *as_is("transfers", "switches", "rounds"),
+        Column("layers refused", plain("refused_layers")),
+        Column("ms", plain("movement_ms")),
+        Column("ms exposed", plain("exposed_ms")),
     ),
     _table(
         "Replicas against KV cache, the article's sizes",
         "memory",
-        _ours("replicas", "replicas"),
-        _ours("KV GB", "kv_gb", 1),
+        *as_is("replicas"),
+        Column("KV GB", number("kv_gb", 1)),
         _published("published", "kv_gb", 1),
-        _ours("sessions", "sessions", 1),
+        Column("sessions", number("sessions", 1)),
         _published("published", "sessions", 1),
-        _ours("x by its formula", "formula_ratio", 4),
+        Column("x by its formula", number("formula_ratio", 4)),
         _published("published", "ratio", 2),
-        _ours("x with sessions", "throughput_ratio", 2),
+        Column("x with sessions", number("throughput_ratio")),
         sizes="article",
     ),
     _table(
         "Replicas against KV cache, DeepSeek-V3 on H200",
         "memory",
-        _ours("ranks", "ranks"),
-        _ours("context", "context"),
-        _ours("at hand", "at_hand"),
-        _ours("replicas", "replicas"),
-        _ours("KV GB", "kv_gb"),
-        _ours("sessions", "sessions"),
-        _ours("remote %", "remote_pct"),
-        _ours("step ms", "step_ms"),
-        _ours("throughput", "throughput_ratio"),
-        _ours("best", "best"),
+        *as_is("ranks", "context"),
+        Column("at hand", plain("at_hand")),
+        *as_is("replicas"),
+        Column("KV GB", plain("kv_gb")),
+        *as_is("sessions"),
+        Column("remote %", plain("remote_pct")),
+        Column("step ms", plain("step_ms")),
+        Column("throughput", plain("throughput_ratio")),
+        *as_is("best"),
         sizes="ours",
     ),
 )
 
 
-# The figure of the migration suite: remote share by strategy, every model beside the published numbers.
-
-Rows = Sequence[dict[str, Any]]
-
-
-def draw_figure(folder: Path, rows: Rows, order: Sequence[str], published: Mapping[str, Sequence[float]]) -> list[Path]:
-    """A panel for each kind of traffic, as PDF and PNG."""
-    return write_figure(partial(_fill, rows, order, published), folder, "fig_migration", 3.4)
+def draw_figure(folder: Path, rows: Rows) -> list[Path]:
+    """Write PDF and PNG: remote share by strategy, every model beside the published numbers, a panel per traffic."""
+    return write_figure(partial(_fill, rows), folder, "fig_migration", 3.4)
 
 
-def _fill(
-    rows: Rows, order: Sequence[str], published: Mapping[str, Sequence[float]], figure: Figure, theme: Theme
-) -> None:
-    traffics = list(dict.fromkeys(row["traffic"] for row in rows))
-    models = list(dict.fromkeys(row["model"] for row in rows))
+def _fill(rows: Rows, figure: Figure, theme: Theme) -> None:
+    traffics, models = distinct_values(rows, "traffic"), distinct_values(rows, "model")
     panels = figure.subplots(1, len(traffics), sharey=True, squeeze=False)[0]
     for panel, traffic in zip(panels, traffics, strict=True):
         has_published = any(row["published"] for row in rows if row["traffic"] == traffic)
         if has_published:
-            theirs = [published[name][0] for name in order]
-            panel.plot(order, theirs, color=theme.muted, ls="--", marker="s", ms=4, lw=1.2, label="published")
+            theirs = [PUBLISHED[name][0] for name in ORDER]
+            panel.plot(ORDER, theirs, color=theme.muted, ls="--", marker="s", ms=4, lw=1.2, label="published")
         for color, marker, model in zip(theme.series, "o^Dv", models, strict=False):
-            mine = {
-                row["strategy"]: row["remote_pct"]
-                for row in rows
-                if row["model"] == model and row["traffic"] == traffic
-            }
-            panel.plot(order, [mine[name] for name in order], color=color, marker=marker, ms=5, lw=1.4, label=model)
+            mine = _remote_by_strategy(rows, model, traffic)
+            panel.plot(ORDER, [mine[name] for name in ORDER], color=color, marker=marker, ms=5, lw=1.4, label=model)
         panel.set_title(traffic if traffic == "at random" else f"by domain, {traffic}")
         panel.grid(axis="y")
         panel.set_ylim(45, 95)

@@ -1,10 +1,9 @@
 """Demand for experts by rank and window when requests are routed by domain, from real routing.
 
 A router that keeps domains together cuts the traffic, laid out domain after domain, into as many equal parts as there
-are ranks. When the shares of the domains change, the cuts move, and a rank sees other requests than before. What is
-real is the routing: every domain's distribution over experts is counted from recorded requests. What is made is their
-arrival: which requests come in which window, and how the shares wander. Requests that a placement is planned on are
-never among those it is scored on.
+are ranks. When the shares of the domains change, the cuts move, and a rank sees other requests than before. Routing is
+real: every domain's distribution over experts is counted from recorded requests. Arrivals are made up: which requests
+come in which window, and how the shares wander. A placement is never scored on requests it was planned on.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ Array = NDArray[np.float64]
 TRACES = ("glm-5.2", "deepseek-v2-lite", "gpt-oss-20b")
 """Folders under activations/ of the real data."""
 MAX_LAYERS = 15
-"""Layers that are computed, taken evenly: actions are decided layer by layer, and layers differ little in this."""
+"""Most layers that are computed, taken evenly: actions are decided layer by layer, and layers differ little."""
 MIN_REQUESTS = 4
-"""A domain has at least so many, half to plan on and half to score on; smaller ones are left out."""
+"""Fewest requests of a domain, half to plan on and half to score on; smaller domains are left out."""
 
 AREAS: dict[str, tuple[str, ...]] = {
     "maths": ("math", "algebra", "statistics", "logic", "econometrics"),
@@ -61,7 +60,7 @@ class Domains(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Demand [rank, layer, expert] of the time before, and of each window after; every rank's sums to 1 in a layer."""
+    """Demand before the first window [rank, layer, expert], and in each window; each rank's sums to 1 in a layer."""
 
     planned_on: Array
     scored_on: Array
@@ -93,7 +92,7 @@ def read_domains(path: Path, options: SuiteOptions) -> Domains:
 
 
 def area_of(label: str, labels: int) -> str:
-    """The area of a category, where there are many of them; else the category itself."""
+    """Return the area of a category if there are many categories, else the category itself."""
     if labels <= 2 * len(AREAS):
         return label
     low = label.lower()
@@ -106,7 +105,7 @@ def _some_layers(counts: Array) -> Array:
 
 
 def make_windows(domains: Domains, ranks: int, windows: int, wander: float, seed: int) -> Windows:
-    """`wander` is the spread, in natural logarithms, that the domains' shares have gained by the last window."""
+    """Make windows; `wander` is the spread of the domains' shares in the last window, in natural logarithms."""
     rng = np.random.default_rng([seed, zlib.crc32(domains.model.encode())])
     names = list(domains.requests)
     even = np.ones(len(names))
@@ -117,22 +116,19 @@ def make_windows(domains: Domains, ranks: int, windows: int, wander: float, seed
 
 
 def _drawn(domains: Domains, names: list[str], rng: Generator) -> Array:
-    """[domain, layer, expert] of as many requests as are kept for scoring, drawn from them with repetition."""
-    parts = []
-    for name in names:
-        kept = domains.requests[name][1::2]
-        parts.append(_mean(kept[rng.integers(0, len(kept), len(kept))]))
-    return np.stack(parts)
+    """Draw requests to score on with repetition, as many as there are: shares [domain, layer, expert]."""
+    kept = [domains.requests[name][1::2] for name in names]
+    return np.stack([_mean(requests[rng.integers(0, len(requests), len(requests))]) for requests in kept])
 
 
 def _mean(requests: Array) -> Array:
-    """[layer, expert] shares of the tokens of all of them."""
+    """Return shares of the tokens of all requests: [layer, expert]."""
     total = requests.sum(axis=0)
     return np.asarray(total / total.sum(axis=1, keepdims=True))
 
 
 def by_rank(domains: Array, shares: Array, ranks: int) -> Array:
-    """[rank, layer, expert] from [domain, layer, expert]: each rank takes an equal part of the traffic, in order."""
+    """Give each rank an equal part of the traffic, in order: [rank, layer, expert] from [domain, layer, expert]."""
     edges = np.concatenate([[0.0], np.cumsum(shares) / shares.sum()])
     low, high = np.arange(ranks)[:, None] / ranks, np.arange(1, ranks + 1)[:, None] / ranks
     part = np.clip(np.minimum(high, edges[1:]) - np.maximum(low, edges[:-1]), 0.0, None) * ranks  # [rank, domain]
