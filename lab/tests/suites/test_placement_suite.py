@@ -10,21 +10,9 @@ import pytest
 
 from coterie.answers.suites import SuiteOptions, options_read
 from coterie.errors import UnavailableError
+from coterie_lab.suites.placement import cells, traffic
 from coterie_lab.suites.placement import suite as placement
-from coterie_lab.suites.placement.cells import (
-    CONTENDERS,
-    EPLB,
-    LINEAR,
-    MEAN,
-    PHASES,
-    ROWS,
-    STEPS,
-    Cell,
-    Found,
-    cells_of,
-    serve_cell,
-    slots_of,
-)
+from coterie_lab.suites.placement.cells import CONTENDERS, EPLB, LINEAR, MEAN, ROWS, STEPS, Cell
 from coterie_lab.suites.placement.figures import strips_of
 from coterie_lab.suites.placement.mixtures import (
     FOR_DOMAINS,
@@ -39,17 +27,7 @@ from coterie_lab.suites.placement.mixtures import (
 from coterie_lab.suites.placement.notes import TABLES, notes_of
 from coterie_lab.suites.placement.rows import mixture_rows, plan_rows, shift_rows
 from coterie_lab.suites.placement.shifts import FEW, HORIZONS, Replanned, Shift, samples_of, serve_shift
-from coterie_lab.suites.placement.traffic import (
-    GLM,
-    LEFT_OUT,
-    MIX,
-    ONE_DOMAIN,
-    TINY,
-    glm_samples,
-    read_chunks,
-    read_recorded,
-    spec_of,
-)
+from coterie_lab.suites.placement.traffic import GLM, LEFT_OUT, TINY, read_recorded, spec_of
 
 COLUMNS = (
     "trace planner split ranks slots requests_a_step balancedness_fit balancedness_unseen layer_time_vs_eplb_pct moves "
@@ -57,14 +35,14 @@ COLUMNS = (
 )
 
 
-def made(planner: str, seed: int) -> Found:
+def made(planner: str, seed: int) -> cells.Planned:
     unseen = {LINEAR: 0.6, EPLB: 0.7, STEPS: 0.8}.get(planner, 0.75) + 0.01 * seed
-    return Found(planner, "equal", 12, 32, ROWS, unseen + 0.1, unseen, 1e-6 / unseen, 100.0, 0.01)
+    return cells.Planned(planner, "equal", 12, 32, ROWS, unseen + 0.1, unseen, 1e-6 / unseen, 100.0, 0.01)
 
 
 def made_rows() -> list[dict[str, Any]]:
-    cells = {Cell("gpt-oss-20b", 16, 8, seed): [made(name, seed) for name in CONTENDERS] for seed in range(3)}
-    cells |= {
+    plans = {Cell("gpt-oss-20b", 16, 8, seed): [made(name, seed) for name in CONTENDERS] for seed in range(3)}
+    plans |= {
         Cell(GLM, LEFT_OUT, 8, seed): [made(name, 0)._replace(slots=256) for name in CONTENDERS] for seed in (0, 1)
     }
     moves = {EPLB: 800, STEPS: 160}
@@ -81,7 +59,7 @@ def made_rows() -> list[dict[str, Any]]:
         ]
         for seed in range(2)
     }
-    return [*plan_rows(cells), *shift_rows(shifts), *mixture_rows(trade)]
+    return [*plan_rows(plans), *shift_rows(shifts), *mixture_rows(trade)]
 
 
 def test_rows_compare_by_seed() -> None:
@@ -119,9 +97,9 @@ def test_without_data_there_is_nothing_to_plan() -> None:
 
 def test_slots_divide_by_ranks() -> None:
     for trace in (GLM, "gpt-oss-20b", "deepseek-v2-lite", TINY):
-        for cell in cells_of(trace, (0,)):
+        for cell in cells.cells_of(trace, (0,)):
             experts = spec_of(trace).num_experts
-            slots = slots_of(experts, cell.ranks)
+            slots = cells.slots_of(experts, cell.ranks)
             assert slots[0] == experts
             assert not any(count % cell.ranks for count in slots)
 
@@ -141,8 +119,8 @@ def test_requests_that_are_planned_on_are_not_scored() -> None:
 
 
 def test_a_cell_of_the_shipped_model() -> None:
-    found = serve_cell(Cell(TINY, 4, 8, 0), Path())
-    assert {one.phase for one in found} == set(PHASES)
+    found = cells.serve_cell(Cell(TINY, 4, 8, 0), Path())
+    assert {one.phase for one in found} == set(cells.PHASES)
     assert {one.slots for one in found} == {32, 40, 48}
     by_name = {one.planner: one for one in found if (one.phase, one.slots) == (ROWS, 32)}
     assert by_name[STEPS].unseen > by_name[EPLB].unseen
@@ -175,16 +153,16 @@ def test_recorded_requests_have_steps_of_both_phases(data_dir: Path, name: str) 
     assert recorded.sample(16, ROWS, 0).fit.tokens.sum() > 10 * decode.tokens.sum()
 
 
-@pytest.mark.parametrize("traffic", [ONE_DOMAIN, MIX, LEFT_OUT])
-def test_chunks_that_are_planned_on_are_not_scored(data_dir: Path, traffic: str) -> None:
-    chunks = read_chunks(data_dir)
+@pytest.mark.parametrize("kind", [traffic.ONE_DOMAIN, traffic.MIX, LEFT_OUT])
+def test_chunks_that_are_planned_on_are_not_scored(data_dir: Path, kind: str) -> None:
+    chunks = traffic.read_chunks(data_dir)
     for seed in (0, 1):
         fit, unseen = chunks.halves(seed)
         assert not {part.tobytes() for half in fit for part in half} & {
             part.tobytes() for half in unseen for part in half
         }
-    samples = glm_samples(chunks, traffic, ROWS, 0)
-    assert len(samples) == (4 if traffic == LEFT_OUT else 1)
+    samples = traffic.glm_samples(chunks, kind, ROWS, 0)
+    assert len(samples) == (4 if kind == LEFT_OUT else 1)
     rows = 16_384 * 8
     assert np.allclose(samples[0].fit.tokens.sum(axis=1), rows)
     assert np.allclose(samples[0].unseen.tokens.sum(axis=1), rows)

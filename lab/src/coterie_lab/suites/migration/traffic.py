@@ -54,10 +54,6 @@ class Domains(NamedTuple):
     left_out: int
     """Requests in domains that were too small."""
 
-    @property
-    def num_experts(self) -> int:
-        return int(next(iter(self.requests.values())).shape[2])
-
 
 class Windows(NamedTuple):
     """Demand before the first window [rank, layer, expert], and in each window; each rank's sums to 1 in a layer."""

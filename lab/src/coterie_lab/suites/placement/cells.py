@@ -1,49 +1,40 @@
-"""One cell: every planner's plan for one kind of traffic, on so many ranks, and what it does on steps it has not seen.
+"""One cell: every planner's plan for one kind of traffic on some ranks, scored on steps that it has not seen.
 
-A first plan: experts are in order, and moves are free, since weights are loaded at the start anyway. Phase `rows`
-counts tokens alone; `prefill` and `decode` are planned and timed by the prices of the H200's step model, at the tokens
-that such steps have. Balancedness is that of tokens in all of them.
+Plans start from experts in order, and moves are free, since weights are loaded at the start anyway. Phase `rows` counts
+only tokens; `prefill` and `decode` are planned and timed by the prices of the H200's step model, at the tokens that
+such steps have. Balancedness is that of tokens in all phases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from coterie.costs.presets import step_model
 from coterie.errors import check_one_of
 from coterie.placement import Load, Objective, Plan, planners
 from coterie.types import Placement, Topology, WeightDtype
-from coterie_lab.suites.placement.traffic import (
-    GLM,
-    GLM_TRAFFIC,
-    LEFT_OUT,
-    REQUESTS,
-    Sample,
-    glm_samples,
-    read_chunks,
-    read_recorded,
-    spec_of,
-)
+from coterie_lab.suites.placement import traffic
+from coterie_lab.suites.placement.traffic import GLM, LEFT_OUT, Sample, spec_of
+from coterie_lab.suites.shared import mean_of, one_thread
 
 ROWS, PREFILL, DECODE = "rows", "prefill", "decode"
 PHASES = (ROWS, PREFILL, DECODE)
 RANKS = (4, 8, 16, 32)
 SPARE = {256: (0, 32, 64), 64: (0, 8, 16), 32: (0, 8, 16)}
-"""Spare slots tried, by the experts of a layer; those that the ranks divide."""
+"""Spare slots tried, by experts of a layer; only those that the ranks divide."""
 TIMED_RANKS, TIMED_SPARE = (8, 16), 2
 """Ranks tried in prefill and decode, and how many numbers of spare slots."""
 LINEAR, EPLB, GREEDY, MEAN, STEPS = "linear", "eplb", "flashlb", "latency_optimal, mean", "latency_optimal, steps"
 CONTENDERS = {LINEAR: "linear", EPLB: "eplb", GREEDY: "flashlb", MEAN: "latency_optimal", STEPS: "latency_optimal"}
-"""Planners by what they are called here: all but `flashlb` and the last plan for the mean step."""
+"""Planners by their name in this suite: all but `flashlb` and the last plan for the mean step."""
 EQUAL, OPTIMAL = "equal", "optimal"
 SPLITS = (EQUAL, OPTIMAL)
-"""How replicas share tokens in the steps that are scored: in equal parts, or by the best split of every step, which
+"""How replicas share tokens in the scored steps: in equal parts, or by the best split of every step, which
 `latency_optimal` then plans for."""
 SPLIT_RANKS = (8,)
 """Ranks on which the optimal split is tried, in phase `rows` with the fewest spare slots."""
@@ -61,21 +52,21 @@ class Cell(NamedTuple):
     seed: int
 
 
-class Found(NamedTuple):
-    """One planner in a cell; means over its samples."""
+class Planned(NamedTuple):
+    """Results of one planner in a cell; means over its samples."""
 
     planner: str
     split: str
     layers: int
-    """Planned and scored."""
+    """Layers planned and scored."""
     slots: int
     phase: str
     fit: float
     """Balancedness on the steps that were planned on."""
     unseen: float
-    """Balancedness on steps that were not."""
+    """Balancedness on unseen steps."""
     layer_s: float
-    """Predicted seconds of a layer on those, mean over layers."""
+    """Predicted seconds of a layer on unseen steps, mean over layers."""
     moves: float
     planning_s: float
 
@@ -88,23 +79,16 @@ class Scored(NamedTuple):
 
 
 def cells_of(trace: str, seeds: Sequence[int]) -> list[Cell]:
-    """All cells of a trace: on as many ranks as leave each more than one expert."""
-    traffic: tuple[str | int, ...] = GLM_TRAFFIC if trace == GLM else REQUESTS
+    """Return all cells of a trace, on ranks with more than one expert each."""
+    kinds: tuple[str | int, ...] = traffic.GLM_TRAFFIC if trace == GLM else traffic.REQUESTS
     ranks = [count for count in RANKS if spec_of(trace).num_experts > count]
-    return [Cell(trace, kind, count, seed) for seed in seeds for kind in traffic for count in ranks]
+    return [Cell(trace, kind, count, seed) for seed in seeds for kind in kinds for count in ranks]
 
 
-def serve_cell(cell: Cell, data: Path) -> list[Found]:
-    """Every phase, number of slots, planner and split."""
-    threads = numba.get_num_threads()
-    numba.set_num_threads(1)  # cells run a process a core: threads would only wait for each other
-    try:
-        return list(_serve(cell, data))
-    finally:
-        numba.set_num_threads(threads)
-
-
-def _serve(cell: Cell, data: Path) -> Iterator[Found]:
+@one_thread
+def serve_cell(cell: Cell, data: Path) -> list[Planned]:
+    """Plan for every phase, number of slots, planner and split."""
+    results = []
     experts, left_out = spec_of(cell.trace).num_experts, cell.traffic == LEFT_OUT
     for phase in PHASES if cell.ranks in TIMED_RANKS and not left_out else (ROWS,):
         samples = samples_of(cell, phase, data)
@@ -113,28 +97,29 @@ def _serve(cell: Cell, data: Path) -> Iterator[Found]:
             for split in splits_of(cell, phase, slots - experts):
                 for planner in CONTENDERS:
                     plans = [plan_first(planner, sample, objective, cell.ranks, slots, split) for sample in samples]
-                    yield _found(planner, split, phase, samples, plans, objective)
+                    results.append(_scored(planner, split, phase, samples, plans, objective))
+    return results
 
 
 def splits_of(cell: Cell, phase: str, spare: int) -> tuple[str, ...]:
-    """Without spare slots there is nothing to split."""
+    """Return the splits to try; without spare slots there is nothing to split."""
     tried = phase == ROWS and cell.ranks in SPLIT_RANKS and cell.traffic != LEFT_OUT
     return SPLITS if tried and spare == SPARE[spec_of(cell.trace).num_experts][1] else (EQUAL,)
 
 
 def samples_of(cell: Cell, phase: str, data: Path) -> list[Sample]:
     if isinstance(cell.traffic, str):
-        return glm_samples(read_chunks(data), cell.traffic, phase, cell.seed)
-    return [read_recorded(cell.trace, data).sample(cell.traffic, phase, cell.seed)]
+        return traffic.glm_samples(traffic.read_chunks(data), cell.traffic, phase, cell.seed)
+    return [traffic.read_recorded(cell.trace, data).sample(cell.traffic, phase, cell.seed)]
 
 
 def step_tokens(trace: str, sample: Sample) -> int:
-    """Tokens of a step over all ranks, on average."""
+    """Return the mean tokens of a step over all ranks."""
     return max(1, round(float(sample.fit.tokens.sum(axis=1).mean()) / spec_of(trace).top_k))
 
 
 def prices(trace: str, phase: str, ranks: int, tokens: int) -> Objective:
-    """Prices of a phase, for steps of so many tokens; moves are free."""
+    """Return the prices of a phase for steps of so many tokens; moves are free."""
     if phase == ROWS:
         return FREE
     model = step_model(spec_of(trace), "h200", dtype_of(trace), topology=Topology(ranks))
@@ -142,7 +127,7 @@ def prices(trace: str, phase: str, ranks: int, tokens: int) -> Objective:
 
 
 def dtype_of(trace: str) -> WeightDtype:
-    """GLM-5.2's weights as deployed; others' as they were recorded."""
+    """Return the dtype of weights: GLM-5.2's as deployed, others' as recorded."""
     return spec_of(trace).weight_dtype if trace == GLM else "bf16"
 
 
@@ -151,36 +136,36 @@ def slots_of(experts: int, ranks: int) -> list[int]:
 
 
 def plan_first(planner: str, sample: Sample, objective: Objective, ranks: int, slots: int, split: str = EQUAL) -> Plan:
-    """The plan of a contender, from experts in order."""
+    """Plan by a contender, from experts in order."""
     load = sample.fit.mean if planner == MEAN else sample.fit
     current = Placement.linear(load.num_layers, load.num_experts, ranks, slots)
     settings = {"split": split} if CONTENDERS[planner] == "latency_optimal" else {}
     return planners.make(CONTENDERS[planner], {"objective": objective}, **settings).plan(load, Topology(ranks), current)
 
 
-def _found(
+def _scored(
     planner: str, split: str, phase: str, samples: Sequence[Sample], plans: Sequence[Plan], objective: Objective
-) -> Found:
+) -> Planned:
     fit, unseen = (
         [score(load, plan.placement, objective, split) for load, plan in zip(loads, plans, strict=True)]
         for loads in zip(*samples, strict=True)
     )
-    return Found(
+    return Planned(
         planner=planner,
         split=split,
         layers=plans[0].placement.num_layers,
         slots=plans[0].placement.num_slots,
         phase=phase,
-        fit=float(np.mean([one.balancedness for one in fit])),
-        unseen=float(np.mean([one.balancedness for one in unseen])),
-        layer_s=float(np.mean([one.layer_s for one in unseen])),
+        fit=mean_of(fit, "balancedness"),
+        unseen=mean_of(unseen, "balancedness"),
+        layer_s=mean_of(unseen, "layer_s"),
         moves=float(np.mean([len(plan.moves) for plan in plans])),
         planning_s=float(np.median([plan.planning_s for plan in plans])),
     )
 
 
 def score(load: Load, placement: Placement, objective: Objective, split: str = EQUAL) -> Scored:
-    """What a placement does on the steps of a load, if replicas share tokens by this split."""
+    """Score a placement on the steps of a load, with replicas that share tokens by this split."""
     check_one_of(SPLITS, split=split)
     topology = Topology(placement.num_ranks)
     if load.scenarios is None:

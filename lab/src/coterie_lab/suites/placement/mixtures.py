@@ -1,8 +1,8 @@
-"""The mix of today against single domains: what each plan gives up, and which one the traffic's own drift picks.
+"""The current mix against single domains: what each plan gives up, and which one the traffic's own drift picks.
 
-GLM-5.2's domains. One plan is made for mixtures of all of them, one for traffic of one domain at a time. Both are
-scored on the mix and on every domain. To pick one, both are scored on windows that the service has seen: of traffic
-that keeps its mix, and of traffic that moves on from domain to domain. Windows to come have chunks of their own.
+One plan is made for mixtures of all of GLM-5.2's domains, one for traffic of one domain at a time. Both are scored on
+the mix and on every domain. To pick one, both are scored on past windows: of traffic that keeps its mix, and of traffic
+that moves on from domain to domain. Future windows have chunks of their own.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Traded(NamedTuple):
     """Mean over domains."""
     worst_domain: float
     seen: dict[str, float]
-    """By kind of traffic: windows that were seen."""
+    """By kind of traffic: past windows."""
     to_come: dict[str, float]
+    """By kind of traffic: future windows."""
 
 
 def mixtures_of(seeds: Sequence[int]) -> list[Mixture]:
@@ -63,25 +64,19 @@ def serve_mixture(mixture: Mixture, data: Path) -> list[Traded]:
     }
     fit, unseen = chunks.halves(mixture.seed)
     windows = {kind: (_windows(chunks, fit, kind), _windows(chunks, unseen, kind)) for kind in TRAFFIC}
-    found = []
-    for name, plan in plans.items():
-        by_domain = [_balance(half.mean(axis=0)[None], plan.placement) for half in unseen]
-        found.append(
-            Traded(
-                plan=name,
-                mix=_balance(unseen.mean(axis=(0, 1))[None], plan.placement),
-                domains=float(np.mean(by_domain)),
-                worst_domain=min(by_domain),
-                seen={kind: _balance(seen, plan.placement) for kind, (seen, _) in windows.items()},
-                to_come={kind: _balance(later, plan.placement) for kind, (_, later) in windows.items()},
-            )
-        )
-    return found
+    results = []
+    for name, placement in ((name, plan.placement) for name, plan in plans.items()):
+        mix = _balance(unseen.mean(axis=(0, 1))[None], placement)
+        by_domain = [_balance(half.mean(axis=0)[None], placement) for half in unseen]
+        seen = {kind: _balance(past, placement) for kind, (past, _) in windows.items()}
+        to_come = {kind: _balance(later, placement) for kind, (_, later) in windows.items()}
+        results.append(Traded(name, mix, float(np.mean(by_domain)), min(by_domain), seen, to_come))
+    return results
 
 
-def picked(found: list[Traded], kind: str) -> Traded:
-    """The plan that did best on the windows that were seen; of equal ones the one for the mix."""
-    return max((one for one in found if one.plan != FOR_MEAN), key=lambda one: one.seen[kind])
+def picked(results: list[Traded], kind: str) -> Traded:
+    """Return the plan that did best on past windows; of equal ones the one for the mix."""
+    return max((traded for traded in results if traded.plan != FOR_MEAN), key=lambda traded: traded.seen[kind])
 
 
 def _windows(chunks: Chunks, half: Array, kind: str) -> Array:

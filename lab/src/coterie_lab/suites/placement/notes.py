@@ -1,17 +1,18 @@
-"""The placement suite in words and tables: what plans for steps gain, where they gain nothing, and what it costs."""
+"""Notes and tables of the placement suite: what plans for steps gain, where they gain nothing, and what it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from coterie.answers.runs import interval_of, with_ends, with_half
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie_lab.suites.placement.cells import DECODE, EPLB, EQUAL, GREEDY, LINEAR, MEAN, OPTIMAL, PREFILL, ROWS, STEPS
 from coterie_lab.suites.placement.mixtures import FOR_DOMAINS, FOR_MIX
 from coterie_lab.suites.placement.rows import MIXTURES, PLANS, SHIFTS
 from coterie_lab.suites.placement.shifts import FEW, FEW_PCT
 from coterie_lab.suites.placement.traffic import GLM, LEFT_OUT, MIX, ONE_DOMAIN, spec_of
+from coterie_lab.suites.shared import as_is, gain, number, plain
 
 NEVER_WORSE = 0.5
 """Points of balancedness by which a plan for steps may fall behind EPLB's on steps of the same mix."""
@@ -54,14 +55,10 @@ def _others_note(plans: Sequence[Row], planner: str, called: str) -> str:
 
 def _never_worse_notes(plans: Sequence[Row]) -> list[str]:
     mixed = [row for row in plans if row["phase"] == ROWS and row["traffic"] in (MIX, "requests")]
+    seen = [row for row in plans if row["phase"] == ROWS and row["traffic"] != LEFT_OUT]
     return [
         _worst_note(mixed, "vs_eplb", "EPLB", NEVER_WORSE),
-        _worst_note(
-            [row for row in plans if row["phase"] == ROWS and row["traffic"] != LEFT_OUT],
-            "vs_mean",
-            "our own plan on the mean",
-            ROUNDING,
-        ),
+        _worst_note(seen, "vs_mean", "our own plan on the mean", ROUNDING),
     ]
 
 
@@ -123,13 +120,13 @@ def _moves_note(row: Row) -> str:
 def _mixture_notes(rows: Sequence[Row]) -> list[str]:
     notes = []
     for ranks, slots in dict.fromkeys((row["ranks"], row["slots"]) for row in rows):
-        here = [row for row in rows if (row["ranks"], row["slots"]) == (ranks, slots)]
-        by_plan = {row["plan"]: row for row in here if "plan" in row}
+        mine = [row for row in rows if (row["ranks"], row["slots"]) == (ranks, slots)]
+        by_plan = {row["plan"]: row for row in mine if "plan" in row}
         mix, single = by_plan[FOR_MIX], by_plan[FOR_DOMAINS]
         picks = "; ".join(
             f"traffic that {row['traffic']}: the plan for single domains in {row['picked_for_domains']} of "
             f"{row['seeds']} splits, {row['to_come']:.3f} on windows to come"
-            for row in here
+            for row in mine
             if "picked_for_domains" in row
         )
         notes.append(
@@ -161,17 +158,6 @@ def _end(value: float | None) -> str:
     return "–" if value is None else f"{value:+.2f}"
 
 
-# How the suite is printed.
-
-
-def _plain(key: str) -> Callable[[Row], Any]:
-    return lambda row: row[key]
-
-
-def _number(key: str, digits: int = 3) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:.{digits}f}"
-
-
 def _other(planner: str, key: str, form: str) -> Callable[[Row], str]:
     return lambda row: format(row["others"][planner][key], form)
 
@@ -181,33 +167,16 @@ def _traffic(row: Row) -> Any:
 
 
 def _unseen(row: Row) -> str:
-    half = "" if row["balancedness_unseen_low"] is None else f" ± {_half(row):.3f}"
+    low, high = row["balancedness_unseen_low"], row["balancedness_unseen_high"]
+    half = "" if low is None else f" ± {float(high - low) / 2:.3f}"
     return f"{row['balancedness_unseen']:.3f}{half}"
-
-
-def _half(row: Row) -> float:
-    return float(row["balancedness_unseen_high"] - row["balancedness_unseen_low"]) / 2
-
-
-def _time(row: Row) -> str:
-    return with_half(interval_of(row, "layer_time_vs_eplb"))
-
-
-def _total(row: Row) -> str:
-    return with_half(interval_of(row, "total_vs_eplb"))
 
 
 def _of_steps(*phases: str) -> Callable[[Row], bool]:
     return lambda row: row["part"] == PLANS and row["planner"] == STEPS and row["phase"] in phases
 
 
-_CELL = (
-    Column("trace", _plain("trace")),
-    Column("requests", _traffic),
-    Column("ranks", _plain("ranks")),
-    Column("slots", _plain("slots")),
-)
-_SPLIT = Column("split", _plain("split"))
+_CELL = (*as_is("trace"), Column("requests", _traffic), *as_is("ranks", "slots"))
 
 
 def _others(names: Iterable[str], key: str, form: str) -> tuple[Column, ...]:
@@ -219,12 +188,12 @@ TABLES = (
         "Balancedness in tokens on unseen steps",
         (
             *_CELL,
-            _SPLIT,
+            *as_is("split"),
             *_others((LINEAR, EPLB, GREEDY, MEAN), "balancedness_unseen", ".3f"),
             Column("steps", _unseen),
-            Column("fitted", _number("balancedness_fit")),
-            Column("moves", _plain("moves")),
-            Column("ms", _number("median_ms", 0)),
+            Column("fitted", number("balancedness_fit", 3)),
+            *as_is("moves"),
+            Column("ms", number("median_ms", 0)),
         ),
         _of_steps(ROWS),
     ),
@@ -232,40 +201,35 @@ TABLES = (
         "Predicted layer time on unseen steps against EPLB's plan, %",
         (
             *_CELL,
-            Column("phase", _plain("phase")),
+            *as_is("phase"),
             *_others((LINEAR, GREEDY, MEAN), "layer_time_vs_eplb_pct", "+.1f"),
-            Column("steps", _time),
+            Column("steps", gain("layer_time_vs_eplb")),
         ),
         _of_steps(PREFILL, DECODE),
     ),
     SuiteTable(
         "Other traffic: re-planned from the plan that runs",
         (
-            Column("trace", _plain("trace")),
-            Column("slots", _plain("slots")),
-            Column("change", _plain("change")),
-            Column("for steps", _number("horizon", 0)),
-            Column("planner", _plain("planner")),
-            Column("before", _number("balancedness_before")),
+            *as_is("trace", "slots", "change"),
+            Column("for steps", number("horizon", 0)),
+            *as_is("planner"),
+            Column("before", number("balancedness_before", 3)),
             Column("after", _unseen),
-            Column("layer time vs EPLB %", _time),
-            Column("with movement %", _total),
-            Column("moves", _plain("moves")),
-            Column("% of EPLB's", _number("moves_of_eplb_pct", 0)),
+            Column("layer time vs EPLB %", gain("layer_time_vs_eplb")),
+            Column("with movement %", gain("total_vs_eplb")),
+            *as_is("moves"),
+            Column("% of EPLB's", number("moves_of_eplb_pct", 0)),
             Column("GB", lambda row: f"{row['bytes'] / 1e9:.2f}"),
-            Column("ms", _number("median_ms", 0)),
+            Column("ms", number("median_ms", 0)),
         ),
         lambda row: bool(row["part"] == SHIFTS),
     ),
     SuiteTable(
         f"{GLM}: the mix against single domains, balancedness",
         (
-            Column("ranks", _plain("ranks")),
-            Column("slots", _plain("slots")),
-            Column("planned for", _plain("plan")),
-            Column("mix", _number("mix")),
-            Column("domains", _number("domains")),
-            Column("worst domain", _number("worst_domain")),
+            *as_is("ranks", "slots"),
+            Column("planned for", plain("plan")),
+            *(Column(key.replace("_", " "), number(key, 3)) for key in ("mix", "domains", "worst_domain")),
         ),
         lambda row: bool(row["part"] == MIXTURES and "plan" in row),
     ),

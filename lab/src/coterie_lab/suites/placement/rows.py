@@ -1,4 +1,4 @@
-"""Rows of the placement suite: cells that differ in their seed alone are a row's samples, compared in pairs."""
+"""Rows of the placement suite: cells that differ only in their seed are a row's samples, compared in pairs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from coterie.answers.runs import interval
-from coterie_lab.suites.placement.cells import EPLB, MEAN, PREFILL, STEPS, Cell, Found, dtype_of
+from coterie_lab.suites.placement.cells import EPLB, MEAN, PREFILL, STEPS, Cell, Planned, dtype_of
 from coterie_lab.suites.placement.mixtures import FOR_DOMAINS, TRAFFIC, Mixture, Traded, picked
 from coterie_lab.suites.placement.shifts import RANKS, REQUESTS, Replanned, Shift
 from coterie_lab.suites.placement.traffic import GLM, ONE_DOMAIN, spec_of
+from coterie_lab.suites.shared import mean_of, spread
 
 Row = dict[str, Any]
 C = TypeVar("C")
-F = TypeVar("F")
+R = TypeVar("R")
 
 PLANS, SHIFTS, MIXTURES = "plans", "shifts", "mixtures"
 """Parts of the suite."""
 
 
-def plan_rows(found: Mapping[Cell, Sequence[Found]]) -> list[Row]:
-    """One row per trace, traffic, ranks, slots, phase, planner and split."""
-    groups = _grouped(found, lambda cell, one: (*cell[:3], one.slots, one.phase, one.split, one.planner))
+def plan_rows(results: Mapping[Cell, Sequence[Planned]]) -> list[Row]:
+    """Make one row per trace, traffic, ranks, slots, phase, planner and split."""
+    groups = _grouped(results, lambda cell, one: (*cell[:3], one.slots, one.phase, one.split, one.planner))
     rows = []
     for (trace, traffic, ranks, slots, phase, split, planner), own in groups.items():
-        beside = {name: groups[trace, traffic, ranks, slots, phase, split, name] for name in (EPLB, MEAN)}
-        unseen = [one.unseen for one in own]
+        eplb, mean = (groups[trace, traffic, ranks, slots, phase, split, name] for name in (EPLB, MEAN))
         row: Row = {
             "part": PLANS,
             "trace": trace,
@@ -38,12 +37,12 @@ def plan_rows(found: Mapping[Cell, Sequence[Found]]) -> list[Row]:
             "phase": phase,
             "ranks": ranks,
             "slots": slots,
-            "balancedness_fit": float(np.mean([one.fit for one in own])),
-            **_spread("balancedness_unseen", unseen, ""),
-            **_spread("vs_eplb", _points(own, beside[EPLB]), "_points"),
-            **_spread("vs_mean", _points(own, beside[MEAN]), "_points"),
-            **_spread("layer_time_vs_eplb", _percent(own, beside[EPLB])),
-            **_cost(trace, [one.moves for one in own], [one.planning_s for one in own]),
+            "balancedness_fit": mean_of(own, "fit"),
+            **spread("balancedness_unseen", [one.unseen for one in own], ""),
+            **spread("vs_eplb", _points(own, eplb), "_points"),
+            **spread("vs_mean", _points(own, mean), "_points"),
+            **spread("layer_time_vs_eplb", _percent(own, eplb, "layer_s")),
+            **_cost(trace, own),
             "layers": own[0].layers,
             "seeds": len(own),
             "published": None,
@@ -54,7 +53,7 @@ def plan_rows(found: Mapping[Cell, Sequence[Found]]) -> list[Row]:
 
 
 def _beside(rows: Sequence[Row]) -> None:
-    """Give rows of the plan for steps what the other planners reach there: printed tables have a planner a column."""
+    """Add the other planners' results to rows of the plan for steps: printed tables have a column per planner."""
     keys = ("trace", "traffic", "requests_a_step", "phase", "ranks", "slots", "split")
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -67,14 +66,13 @@ def _beside(rows: Sequence[Row]) -> None:
         }
 
 
-def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
-    """One row per trace, slots, change, horizon and planner."""
-    groups = _grouped(found, lambda shift, one: (*shift[:3], one.horizon, one.planner))
+def shift_rows(results: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
+    """Make one row per trace, slots, change, horizon and planner."""
+    groups = _grouped(results, lambda shift, one: (*shift[:3], one.horizon, one.planner))
     rows = []
     for (trace, slots, change, horizon, planner), own in groups.items():
         theirs = groups[trace, slots, change, horizon, EPLB]
         share = [100.0 * a.moves / b.moves for a, b in zip(own, theirs, strict=True)]
-        total = [100.0 * (a.total_s / b.total_s - 1.0) for a, b in zip(own, theirs, strict=True)]
         rows.append(
             {
                 "part": SHIFTS,
@@ -88,13 +86,13 @@ def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
                 "ranks": RANKS,
                 "slots": slots,
                 "horizon": horizon,
-                "balancedness_before": float(np.mean([one.before for one in own])),
-                **_spread("balancedness_unseen", [one.after for one in own], ""),
-                **_spread("layer_time_vs_eplb", _percent(own, theirs)),
-                **_spread("total_vs_eplb", total),
-                **_spread("moves_of_eplb", share),
-                **_cost(trace, [one.moves for one in own], [one.planning_s for one in own]),
-                "movement_s": float(np.mean([one.movement_s for one in own])),
+                "balancedness_before": mean_of(own, "before"),
+                **spread("balancedness_unseen", [one.after for one in own], ""),
+                **spread("layer_time_vs_eplb", _percent(own, theirs, "layer_s")),
+                **spread("total_vs_eplb", _percent(own, theirs, "total_s")),
+                **spread("moves_of_eplb", share),
+                **_cost(trace, own),
+                "movement_s": mean_of(own, "movement_s"),
                 "layers": own[0].layers,
                 "seeds": len(own),
                 "published": None,
@@ -103,18 +101,18 @@ def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
     return rows
 
 
-def mixture_rows(found: Mapping[Mixture, Sequence[Traded]]) -> list[Row]:
-    """One row per ranks, slots and plan, and one per ranks, slots and kind of traffic: what is picked."""
-    groups = _grouped(found, lambda mixture, one: (*mixture[:2], one.plan))
+def mixture_rows(results: Mapping[Mixture, Sequence[Traded]]) -> list[Row]:
+    """Make one row per ranks, slots and plan, and one per ranks, slots and kind of traffic: which plan is picked."""
+    groups = _grouped(results, lambda mixture, one: (*mixture[:2], one.plan))
     shared = {"part": MIXTURES, "trace": GLM, "published": None}
     rows: list[Row] = []
     for (ranks, slots, plan), own in groups.items():
         row = {**shared, "ranks": ranks, "slots": slots, "plan": plan, "seeds": len(own)}
         for name in ("mix", "domains", "worst_domain"):
-            row |= _spread(name, [getattr(one, name) for one in own], "")
+            row |= spread(name, [getattr(one, name) for one in own], "")
         rows.append(row)
     for ranks, slots in dict.fromkeys(key[:2] for key in groups):
-        runs = [traded for mixture, traded in found.items() if (mixture.ranks, mixture.slots) == (ranks, slots)]
+        runs = [traded for mixture, traded in results.items() if mixture[:2] == (ranks, slots)]
         for kind in TRAFFIC:
             chosen = [picked(list(run), kind) for run in runs]
             best = [max(one.to_come[kind] for one in run) for run in runs]
@@ -130,31 +128,23 @@ def mixture_rows(found: Mapping[Mixture, Sequence[Traded]]) -> list[Row]:
     return rows
 
 
-def _grouped(found: Mapping[C, Iterable[F]], key: Callable[[C, F], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[F]]:
-    groups: dict[tuple[Any, ...], list[F]] = {}
-    for cell, results in found.items():
-        for one in results:
-            groups.setdefault(key(cell, one), []).append(one)
+def _grouped(cells: Mapping[C, Iterable[R]], key: Callable[[C, R], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[R]]:
+    groups: dict[tuple[Any, ...], list[R]] = {}
+    for cell, results in cells.items():
+        for result in results:
+            groups.setdefault(key(cell, result), []).append(result)
     return groups
 
 
-def _points(own: Sequence[Found], other: Sequence[Found]) -> list[float]:
+def _points(own: Sequence[Planned], other: Sequence[Planned]) -> list[float]:
     return [100.0 * (a.unseen - b.unseen) for a, b in zip(own, other, strict=True)]
 
 
-def _percent(own: Sequence[Any], other: Sequence[Any]) -> list[float]:
-    return [100.0 * (a.layer_s / b.layer_s - 1.0) for a, b in zip(own, other, strict=True)]
+def _percent(own: Sequence[Any], other: Sequence[Any], field: str) -> list[float]:
+    return [100.0 * (getattr(a, field) / getattr(b, field) - 1.0) for a, b in zip(own, other, strict=True)]
 
 
-def _spread(name: str, samples: Sequence[float], unit: str = "_pct") -> Row:
-    found = interval(samples)
-    return {f"{name}{unit}": found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
-
-
-def _cost(trace: str, moves: Sequence[float], planning_s: Sequence[float]) -> Row:
-    mean = float(np.mean(moves))
-    return {
-        "moves": round(mean),
-        "bytes": mean * spec_of(trace).expert_bytes(dtype_of(trace)),
-        "median_ms": 1e3 * float(np.median(planning_s)),
-    }
+def _cost(trace: str, own: Sequence[Any]) -> Row:
+    moves, planning_s = mean_of(own, "moves"), float(np.median([one.planning_s for one in own]))
+    nbytes = moves * spec_of(trace).expert_bytes(dtype_of(trace))
+    return {"moves": round(moves), "bytes": nbytes, "median_ms": 1e3 * planning_s}

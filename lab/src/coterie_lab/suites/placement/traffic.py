@@ -1,8 +1,8 @@
 """Steps to plan for and steps to score on, from real routing: recorded requests, and GLM-5.2's counts by domain.
 
-A step of recorded requests has a few of them: in prefill all their recorded tokens, in decode one token of each. Half
-of the requests are planned on, steps of the other half are scored. GLM-5.2 has counts alone, ten domains of eight
-chunks: half of every domain's chunks are planned on, the others are scored (:data:`GLM_TRAFFIC` says as what).
+A step holds some recorded requests: in prefill all their recorded tokens, in decode one token of each. Half of the
+requests are planned on, steps of the other half are scored. GLM-5.2 has only counts, ten domains of eight chunks: half
+of every domain's chunks are planned on, the others are scored (:data:`GLM_TRAFFIC` says how).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Array = NDArray[np.float64]
 GLM, TINY = "glm-5.2", "coterie-tiny"
 RECORDED = (*TRACES, TINY)
 PRICED_AS = {TINY: "gpt-oss-20b"}
-"""Shapes whose prices others have: coterie-tiny has gpt-oss-20b's 32 experts and top 4, and no prices of its own."""
+"""Shapes that lend their prices: coterie-tiny has gpt-oss-20b's 32 experts and top 4, and no prices of its own."""
 REQUESTS = (1, 4, 16, 64)
 """Requests a step."""
 SAMPLE_STEPS = 150
@@ -51,9 +51,9 @@ TINY_PROMPTS, TINY_TOKENS = 240, 96
 GLM_TOKENS = {"rows": 16_384, "prefill": 16_384, "decode": 1_024}
 """Tokens a step of GLM-5.2, over all ranks."""
 EVERY_LAYER = {GLM: 5, "gpt-oss-20b": 2, "deepseek-v2-lite": 3, TINY: 2}
-"""Every so manieth layer is planned and scored, from the first: layers differ little in what is compared."""
+"""Stride of the layers that are planned and scored, from the first: layers differ little in what is compared."""
 EVERY_DOMAIN = 3
-"""Every so manieth domain of GLM-5.2 is left out in turn."""
+"""Stride of the domains of GLM-5.2 that are left out in turn."""
 
 
 class Sample(NamedTuple):
@@ -74,18 +74,18 @@ class Recorded(NamedTuple):
     """[request] subject or domain."""
 
     def halves(self, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Requests to plan on, and to score."""
+        """Return the requests to plan on, and to score."""
         order = np.random.default_rng([seed, 0]).permutation(len(self.footprints))
         return order[: len(order) // 2], order[len(order) // 2 :]
 
     def sample(self, requests: int, phase: str, seed: int) -> Sample:
-        """Steps of so many requests each."""
+        """Draw steps of so many requests each."""
         rng = np.random.default_rng([seed, requests, phase == "decode"])
         fit, unseen = (self._steps(half, requests, phase, rng) for half in self.halves(seed))
         return Sample(*(Load.of_scenarios(steps, whole_steps=True) for steps in (fit, unseen)))
 
     def of_areas(self, areas: Sequence[str], requests: int, steps: int, seed: int) -> tuple[Array, Array]:
-        """[step, layer, expert] tokens of prefill steps of these areas alone, to plan on and to score."""
+        """Draw prefill steps of these areas only, to plan on and to score: tokens [step, layer, expert]."""
         rng = np.random.default_rng([seed, requests, 2])
         wanted = np.isin(self.areas, areas)
         fit, unseen = (
@@ -100,16 +100,13 @@ class Recorded(NamedTuple):
 
 
 def spec_of(trace: str) -> ModelSpec:
-    """The shape whose prices a trace's steps have."""
+    """Return the shape by whose prices a trace's steps are timed."""
     return get_model(PRICED_AS.get(trace, trace))
-
-
-# --------------------------------------------------------------------------------------------------- recorded requests
 
 
 @lru_cache(maxsize=4)
 def read_recorded(name: str, data: Path | None) -> Recorded:
-    """A recorded trace, or coterie-tiny's own routing of the shipped prompts."""
+    """Read a recorded trace, or run coterie-tiny on the shipped prompts."""
     if name == TINY:
         trace = _tiny_trace()
     elif data is None:
@@ -123,13 +120,13 @@ def read_recorded(name: str, data: Path | None) -> Recorded:
 
 
 def _one_phase(trace: ActivationTrace) -> ActivationTrace:
-    """The trace with all tokens as decoded ones: any of a request's may stand for its token of a decode step."""
+    """Mark all tokens as decoded: any token of a request may stand for its token of a decode step."""
     tokens, offsets = trace.arrays()
     return ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, trace.requests)
 
 
 def _tiny_trace() -> ActivationTrace:
-    """Experts of some shipped prompts' first tokens in coterie-tiny."""
+    """Record the experts of some shipped prompts' first tokens in coterie-tiny."""
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.worker.model import RequestRows
     from coterie.engines.worker.numpy_model import NumpyModel
@@ -137,19 +134,13 @@ def _tiny_trace() -> ActivationTrace:
     prompts = take_in_turn(load_prompts(), TINY_PROMPTS)
     model = NumpyModel(tiny_model_path(), len(prompts), TINY_TOKENS)
     tokens = [model.tokenizer.encode(prompt.prompt)[:TINY_TOKENS] for prompt in prompts]
-    ids = model.step([RequestRows(one, 0, [block], False) for block, one in enumerate(tokens)]).expert_ids
-    lengths = np.array([len(one) for one in tokens], np.int64)
+    ids = model.step([RequestRows(prompt, 0, [block], False) for block, prompt in enumerate(tokens)]).expert_ids
+    lengths = np.array([len(prompt) for prompt in tokens], np.int64)
     shape = model.capture
     meta = TraceMeta(model=TINY, num_experts=shape.num_experts, num_layers=len(shape.layer_ids), top_k=shape.top_k)
-    requests = RequestTrace(
-        prompt_tokens=np.zeros(len(prompts), np.int64),
-        output_tokens=lengths,
-        domains=[prompt.domain for prompt in prompts],
-    )
+    domains = [prompt.domain for prompt in prompts]
+    requests = RequestTrace(prompt_tokens=np.zeros(len(prompts), np.int64), output_tokens=lengths, domains=domains)
     return ActivationTrace.from_arrays(meta, ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), requests)
-
-
-# ------------------------------------------------------------------------------------------------------------- GLM-5.2
 
 
 class Chunks(NamedTuple):
@@ -160,7 +151,7 @@ class Chunks(NamedTuple):
     """[domain, chunk, layer, expert]"""
 
     def halves(self, seed: int) -> tuple[Array, Array]:
-        """Chunks to plan on and to score: the even and the odd ones for seed 0, else drawn, for each domain apart."""
+        """Return chunks to plan on and to score: even and odd ones for seed 0, else drawn within each domain."""
         count = self.shares.shape[1]
         if not seed:
             return self.shares[:, 0::2], self.shares[:, 1::2]
@@ -179,7 +170,7 @@ def read_chunks(data: Path) -> Chunks:
 
 
 def glm_samples(chunks: Chunks, traffic: str, phase: str, seed: int) -> list[Sample]:
-    """One sample, or one for each domain that is left out in turn."""
+    """Return one sample, or one per domain that is left out."""
     rows = GLM_TOKENS[phase] * get_model(GLM).top_k
     fit, unseen = (rows * half for half in chunks.halves(seed))
     fit = but_one(fit)
@@ -192,21 +183,21 @@ def glm_samples(chunks: Chunks, traffic: str, phase: str, seed: int) -> list[Sam
 
 
 def but_one(tokens: Array) -> Array:
-    """[domain, chunk, layer, expert] means of a domain's chunks without that one.
+    """Return means of a domain's chunks without one of them, for each chunk: [domain, chunk, layer, expert].
 
-    As many scenarios as chunks, and nearly as smooth as the mean of all, which is what is scored: a plan for single
-    chunks fits their chance.
+    These are as many scenarios as chunks, and nearly as smooth as the mean of all, which is scored: a plan for single
+    chunks would fit their noise.
     """
     return np.asarray((tokens.sum(axis=1, keepdims=True) - tokens) / (tokens.shape[1] - 1))
 
 
 def one_domain(tokens: Array) -> Load:
-    """A scenario for each of [domain, chunk, layer, expert], domain by domain."""
+    """Make a scenario of each domain and chunk of tokens [domain, chunk, layer, expert], domain by domain."""
     return Load.of_scenarios(tokens.reshape(-1, *tokens.shape[2:]))
 
 
 def mixed(tokens: Array, rng: Generator, rounds: int = 16) -> Load:
-    """Scenarios with one of [domain, chunk, layer, expert] of every domain each, all of them in every round."""
+    """Make scenarios of one chunk per domain, from [domain, chunk, layer, expert]; a round uses every chunk once."""
     domains, chunks = tokens.shape[:2]
     drawn = rng.permuted(np.tile(np.arange(chunks), (rounds, domains, 1)), axis=2)  # [round, domain, scenario]
     rows = np.moveaxis(drawn, 2, 1).reshape(-1, domains)
