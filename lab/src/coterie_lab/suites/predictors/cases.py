@@ -1,7 +1,7 @@
-"""What the predictors suite asks: cases, each a trace with the questions it can answer, from files.
+"""Cases of the predictors suite from files: traces with the questions they can answer.
 
 prefill and decode    prefill from the prompt's tokens; decode from the prompt's tokens, and from its footprint
-one of them only      all of a request; and its second half from its first, which stands in for a prefill
+one phase only        all of a request; and its second half from its first, which stands in for a prefill
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_as, read_unpacked
 from coterie.types import DECODE, PREFILL
 from coterie_lab.suites.predictors.traces import MIN_TOKENS, drawn, halved, long_enough, prompt_groups, taken
+from coterie_lab.suites.shared import existing_paths
 
 TRACES = ("gpt-oss-20b", "deepseek-v2-lite")
 """Folders under activations/ of the real data."""
 
 
 class Question(NamedTuple):
-    """What of a request is predicted, and from what."""
+    """Which part of a request is predicted, and from which part."""
 
     predicts: str
     truth: int | None
-    """Phase of the tokens predicted; None is all."""
+    """Phase of the predicted tokens; None is all."""
     given: int | None
-    """Phase of the tokens known, where they are others than those predicted."""
+    """Phase of the known tokens, if they differ from the predicted ones."""
     given_name: str = ""
 
 
@@ -44,12 +45,12 @@ class Case(NamedTuple):
     trace: ActivationTrace
     questions: tuple[Question, ...]
     groups: list[Hashable]
-    """[request] equal where requests share their prompt."""
+    """[request] group of requests with the same prompt."""
     prompts: list[NDArray[np.int64]] | None = None
     """[request] token ids of prompts whose routing was not recorded."""
     dry_run: TokenTable | None = None
     parts: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-    """Calibration and test requests, where they are not to be drawn."""
+    """Calibration and test requests, if they are not to be drawn."""
 
 
 TWO_PHASES = (Question("prefill", PREFILL, None), Question("decode", DECODE, PREFILL, "prompt"))
@@ -57,7 +58,7 @@ TWO_PHASES = (Question("prefill", PREFILL, None), Question("decode", DECODE, PRE
 
 
 def trace_paths(options: SuiteOptions, notes: list[str]) -> list[Path]:
-    """The user's trace, else those of the real data unless a model is run; notes say what is missing."""
+    """Return the user's trace, else those of the real data unless a model is run; notes say what is missing."""
     if options.trace is not None:
         return [options.trace]
     if options.model is not None:
@@ -65,13 +66,11 @@ def trace_paths(options: SuiteOptions, notes: list[str]) -> list[Path]:
     if options.data is None:
         notes.append("Nothing scored: give --trace or --model, or set COTERIE_DATA (docs/data.md).")
         return []
-    wanted = [options.data / "activations" / name for name in TRACES]
-    notes += [f"Not scored: {path} does not exist." for path in wanted if not path.exists()]
-    return [path for path in wanted if path.exists()]
+    return existing_paths(options.data / "activations", TRACES, notes, "Not scored: {path} does not exist.")
 
 
 def trace_cases(path: Path, options: SuiteOptions, notes: list[str]) -> list[Case]:
-    """One where the trace has both phases; else two, of all of a request and of its second half."""
+    """Make one case if the trace has both phases; else two, of all of a request and of its second half."""
     trace = read_as(ActivationTrace, path, options.trace_format)
     name = path.resolve().name if path.is_dir() else path.stem
     texts = sidecar_texts(path) if trace.arrays()[0].token_ids is None else None
@@ -92,21 +91,19 @@ def trace_cases(path: Path, options: SuiteOptions, notes: list[str]) -> list[Cas
     ]
 
 
-# Token strings that lie beside a trace without token ids, and what they stand for.
-#
-# A string gets a number, which does for a token id: a table of tokens needs no more than to tell tokens apart. Prompts
-# are cut up by the same strings, the longest first; the model's own tokenizer may cut otherwise.
-
-
 class Texts(NamedTuple):
-    """Texts of one request, from a sidecar file."""
+    """Texts of one request, from a file beside the trace.
+
+    The number of a string stands for a token id: a table of tokens only needs to tell tokens apart. Prompts are cut
+    into the same strings, the longest first; the model's own tokenizer may cut differently.
+    """
 
     prompt: str | None
     tokens: list[str] | None
 
 
 def sidecar_texts(path: Path) -> list[Texts] | None:
-    """Token strings that lie beside an archive which has no token ids; None where there are none."""
+    """Read the token strings beside an archive without token ids; None if there are none."""
     folder = path if path.is_dir() else path.parent
     file = next((folder / n for n in ("requests.jsonl.gz", "requests.jsonl") if (folder / n).is_file()), None)
     if file is None:
@@ -114,7 +111,7 @@ def sidecar_texts(path: Path) -> list[Texts] | None:
     try:
         rows = [json.loads(line) for line in read_unpacked(file).decode().splitlines()]
     except (ValueError, RecursionError):
-        return None  # some other file: where it belongs to the trace, the reader has refused it already
+        return None  # some other file: if it belonged to the trace, the reader would have refused it
     if not all(isinstance(row, dict) for row in rows) or not any(row.get("generated_tokens") for row in rows):
         return None
     return [Texts(row.get("prompt"), row.get("generated_tokens")) for row in rows]
@@ -123,7 +120,7 @@ def sidecar_texts(path: Path) -> list[Texts] | None:
 def with_token_strings(
     trace: ActivationTrace, texts: list[Texts], options: SuiteOptions, name: str, notes: list[str]
 ) -> tuple[ActivationTrace, list[NDArray[np.int64]], list[Hashable]]:
-    """Requests whose token strings match their rows, strings numbered; prompts cut up by the same strings."""
+    """Keep requests whose token strings match their rows, number the strings, and cut prompts into the same strings."""
     if len(texts) != trace.num_requests:
         raise ConfigError(f"{name}: {len(texts)} rows beside the trace, which has {trace.num_requests} requests")
     lengths = trace.lengths
@@ -156,9 +153,9 @@ def with_token_strings(
 
 
 def longest_match(text: str, numbers: dict[str, int]) -> NDArray[np.int64]:
-    """[token] numbers of the longest known strings, left to right; -1 for a letter that starts none."""
+    """Cut a text into the longest known strings, left to right: [token] numbers, -1 for a letter that starts none."""
     longest = max(map(len, numbers), default=1)
-    found, at = [], 0
+    tokens, at = [], 0
     while at < len(text):
         for length in range(min(longest, len(text) - at), 0, -1):
             number = numbers.get(text[at : at + length])
@@ -166,6 +163,6 @@ def longest_match(text: str, numbers: dict[str, int]) -> NDArray[np.int64]:
                 break
         else:
             number, length = -1, 1
-        found.append(number)
+        tokens.append(number)
         at += length
-    return np.array(found, np.int64)
+    return np.array(tokens, np.int64)

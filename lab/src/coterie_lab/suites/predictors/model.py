@@ -1,6 +1,6 @@
 """Cases of the predictors suite from a model at hand: shipped prompts recorded, and some asked once more.
 
-There first turns calibrate, and second turns test. A second turn begins as its first did, all of it, answer included.
+For the second turns, first turns calibrate. A second turn begins with its first turn, answer included.
 """
 
 from __future__ import annotations
@@ -38,33 +38,25 @@ class RecordedModel(NamedTuple):
 
 
 def model_cases(options: SuiteOptions, report: Report, notes: list[str]) -> list[Case]:
-    """Shipped prompts that fit the model, recorded; and their second turns."""
+    """Record shipped prompts that fit the model, and their second turns."""
     from coterie.engines.transformers.dry_run import dry_run_table
 
-    loaded, prompts, trace = record_prompts(options, report, notes)
+    recorded = record_prompts(options, report, notes)
+    loaded, _, trace = recorded
     table = dry_run_table(loaded.model, loaded.name)
-    return [
-        Case(
-            name=loaded.name,
-            trace=trace,
-            questions=TWO_PHASES,
-            groups=prompt_groups(trace),
-            prompts=None,
-            dry_run=table,
-        ),
-        *_second_turns(options, loaded, prompts, trace, report, notes),
-    ]
+    first = Case(loaded.name, trace, TWO_PHASES, prompt_groups(trace), dry_run=table)
+    return [first, *_second_turns(options, recorded, report, notes)]
 
 
 def record_prompts(options: SuiteOptions, report: Report, notes: list[str]) -> RecordedModel:
-    """Shipped prompts that fit the model, recorded with token ids, prefill and decode."""
+    """Record shipped prompts that fit the model, with token ids, prefill and decode."""
     from coterie.engines.transformers import RecordingSettings, load_model, record
 
     assert options.model is not None
     loaded = load_model(options.model)
     room = _room(loaded)
     shipped = load_prompts()
-    mixed = [shipped[i] for i in np.random.default_rng(options.seed).permutation(len(shipped))]  # by language they lie
+    mixed = [shipped[i] for i in np.random.default_rng(options.seed).permutation(len(shipped))]  # sorted by language
     wanted = take_in_turn(mixed, options.requests or MODEL_REQUESTS)
     prompts = [p for p in wanted if len(loaded.tokenizer(p.prompt, verbose=False)["input_ids"]) <= room]
     if len(prompts) < 2:
@@ -81,17 +73,11 @@ def record_prompts(options: SuiteOptions, report: Report, notes: list[str]) -> R
     return RecordedModel(loaded, prompts, trace)
 
 
-def _second_turns(
-    options: SuiteOptions,
-    loaded: LoadedModel,
-    prompts: list[Prompt],
-    first: ActivationTrace,
-    report: Report,
-    notes: list[str],
-) -> list[Case]:
-    """The model asked again after its answer: requests that begin as an earlier one did, all of it."""
+def _second_turns(options: SuiteOptions, recorded: RecordedModel, report: Report, notes: list[str]) -> list[Case]:
+    """Ask the model again after its answer: requests that begin with all of an earlier one."""
     from coterie.engines.transformers import RecordingSettings, record
 
+    loaded, prompts, first = recorded
     assert options.model is not None
     assert first.requests.ids is not None
     asked = {prompt.id: prompt for prompt in prompts}
@@ -122,7 +108,7 @@ def _second_turns(
 
 
 def _next_turn(loaded: LoadedModel, prompt: str, answer: str) -> str:
-    """The text of a conversation so far, as the model's chat template has it, where there is one."""
+    """Return the text of a conversation so far, by the model's chat template if there is one."""
     tokenizer = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         return f"{prompt}{answer}\n{NEXT_TURN}"
@@ -135,6 +121,6 @@ def _next_turn(loaded: LoadedModel, prompt: str, answer: str) -> str:
 
 
 def _room(loaded: LoadedModel) -> int:
-    """Tokens of a prompt at most; a chat template takes some."""
+    """Return the most tokens of a prompt; a chat template takes some."""
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return int(limit) - MODEL_MAX_TOKENS - 64

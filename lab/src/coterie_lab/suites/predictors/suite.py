@@ -1,14 +1,14 @@
 """Predictors against the truth: how well is a request's load known before it runs?
 
 Requests are split once, by seed: predictors are fitted on one part and scored on the other, and requests with the same
-prompt stay on the same side. What is asked depends on what a trace holds (`predictors_cases`, and `predictors_model`
-where a model is run); a row says what the predictor was given, under `knows` (`predictors_contenders`).
-docs/predictors.md has the results in words.
+prompt stay on the same side. The questions depend on what a trace holds (:mod:`.cases`, and :mod:`.model` if a model is
+run); a row says under `knows` what the predictor was given (:mod:`.contenders`). docs/predictors.md has the results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from coterie_lab.suites.predictors.cases import Case, trace_cases, trace_paths
 from coterie_lab.suites.predictors.contenders import OWN_TOKENS, Contender, contenders
 from coterie_lab.suites.predictors.model import model_cases
 from coterie_lab.suites.predictors.traces import footprint_of
+from coterie_lab.suites.shared import as_is, number
 
 NAME = "predictors"
 SERVICE = Path("requests") / "mooncake" / "conversation_trace.jsonl"
@@ -34,9 +35,8 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     rows: list[dict[str, Any]] = []
     loads: list[Callable[[], list[Case]]] = []
     if options.model is not None:
-        loads.append(lambda: model_cases(options, report, notes))
-    for path in trace_paths(options, notes):
-        loads.append(lambda path=path: trace_cases(path, options, notes))  # type: ignore[misc]
+        loads.append(partial(model_cases, options, report, notes))
+    loads += [partial(trace_cases, path, options, notes) for path in trace_paths(options, notes)]
     for done, load in enumerate(loads):
         report("Reading", done, len(loads))
         for case in load():
@@ -55,14 +55,14 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
 
 
 def _alike_in_service(file: Path) -> str:
-    """How often a service's requests begin as an earlier one, as far as hashes of blocks tell."""
+    """Say how often a service's requests begin like an earlier one, as far as hashes of blocks show."""
     trace = read_as(RequestTrace, file)
     assert trace.prefix_blocks is not None
     assert trace.block_tokens is not None
     index, threshold, hits = PrefixIndex(), SimilarPrefix().similarity, 0
     for blocks, tokens in zip(trace.prefix_blocks, trace.prompt_tokens.tolist(), strict=True):
-        found = index.longest(blocks)
-        hits += found is not None and min(tokens, found.tokens * trace.block_tokens) >= threshold * tokens
+        match = index.longest(blocks)
+        hits += match is not None and min(tokens, match.tokens * trace.block_tokens) >= threshold * tokens
         index.add(blocks)
     return (
         f"{file.parent.name}: {hits / len(trace):.0%} of {len(trace):,} requests of a service share {threshold:.0%} of "
@@ -80,62 +80,42 @@ def _case_rows(case: Case, seed: int, notes: list[str]) -> list[dict[str, Any]]:
     rows = []
     for question in case.questions:
         truth = np.stack([footprint_of(case.trace, int(r), question.truth) for r in test])
+        groups, top_k = [case.groups[r] for r in test], case.trace.meta.top_k
         for contender in contenders(case, question, calibration, test, seed):
-            found = score(
-                contender.predictor,
-                contender.requests,
-                truth,
-                case.trace.meta.top_k,
-                np.random.default_rng(seed),
-                [case.groups[r] for r in test],
-            )
-            rows.append(_row(case.name, question.predicts, contender, found))
+            rng = np.random.default_rng(seed)
+            result = score(contender.predictor, contender.requests, truth, top_k, rng, groups)
+            rows.append(_row(case.name, question.predicts, contender, result))
     return rows
 
 
-def _row(trace: str, predicts: str, contender: Contender, found: PredictorScore) -> dict[str, Any]:
-    return {
-        "trace": trace,
-        "predicts": predicts,
-        "predictor": contender.name,
-        "knows": contender.knows,
-        "requests": found.requests,
-        "cosine": found.cosine.over_requests.mean,
-        "cosine_low": found.cosine.over_requests.low,
-        "cosine_high": found.cosine.over_requests.high,
-        "recall_top_k": found.recall_top_k.over_requests.mean,
-        "recall_top_k_low": found.recall_top_k.over_requests.low,
-        "recall_top_k_high": found.recall_top_k.over_requests.high,
-        "recall_top_2k": found.recall_top_2k.over_requests.mean,
-        "recall_top_2k_low": found.recall_top_2k.over_requests.low,
-        "recall_top_2k_high": found.recall_top_2k.over_requests.high,
-        "recall_16": found.recall_16.over_requests.mean,
-        "recall_16_low": found.recall_16.over_requests.low,
-        "recall_16_high": found.recall_16.over_requests.high,
+def _row(trace: str, predicts: str, contender: Contender, result: PredictorScore) -> dict[str, Any]:
+    row: dict[str, Any] = {"trace": trace, "predicts": predicts, "predictor": contender.name, "knows": contender.knows}
+    row["requests"] = result.requests
+    for key in ("cosine", "recall_top_k", "recall_top_2k", "recall_16"):
+        row[key], row[f"{key}_low"], row[f"{key}_high"] = getattr(result, key).over_requests
+    return row | {
         "hit_rate": contender.hit_rate,
-        "cosine_by_layer": found.cosine.by_layer.tolist(),
-        "recall_top_k_by_layer": found.recall_top_k.by_layer.tolist(),
+        "cosine_by_layer": result.cosine.by_layer.tolist(),
+        "recall_top_k_by_layer": result.recall_top_k.by_layer.tolist(),
         "published": None,
     }
 
 
-_WHAT = (
-    Column("trace", lambda row: row["trace"]),
-    Column("predicts", lambda row: row["predicts"]),
-    Column("predictor", lambda row: row["predictor"]),
-    Column("knows", lambda row: row["knows"]),
-)
+def _ends(key: str) -> Column:
+    return Column("95%", lambda row: f"{row[f'{key}_low']:.3f}–{row[f'{key}_high']:.3f}")
 
+
+_WHAT = as_is("trace", "predicts", "predictor", "knows")
 
 TABLES = (
     SuiteTable(
         "Predictors against the truth",
         (
             *_WHAT,
-            Column("cosine", lambda row: f"{row['cosine']:.3f}"),
-            Column("95%", lambda row: f"{row['cosine_low']:.3f}–{row['cosine_high']:.3f}"),
-            Column("top-k", lambda row: f"{row['recall_top_k']:.3f}"),
-            Column("top-2k", lambda row: f"{row['recall_top_2k']:.3f}"),
+            Column("cosine", number("cosine", 3)),
+            _ends("cosine"),
+            Column("top-k", number("recall_top_k", 3)),
+            Column("top-2k", number("recall_top_2k", 3)),
         ),
         lambda _: True,
     ),
@@ -143,8 +123,8 @@ TABLES = (
         "Of the 16 experts used most, those among the 16 predicted most",
         (
             *_WHAT,
-            Column("top-16", lambda row: f"{row['recall_16']:.3f}"),
-            Column("95%", lambda row: f"{row['recall_16_low']:.3f}–{row['recall_16_high']:.3f}"),
+            Column("top-16", number("recall_16", 3)),
+            _ends("recall_16"),
             Column("alike", lambda row: "" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}"),
         ),
         lambda _: True,

@@ -1,7 +1,7 @@
-"""Traces cut to what the predictors suite asks about: requests drawn, the short left out, one phase made two.
+"""Traces prepared for the predictors suite: requests drawn, short ones left out, one phase split into two.
 
-All of them are in memory, with requests in the order they had. Requests that share a prompt are one group: a predictor
-that calibrates on one of them would know the other.
+All traces are in memory, with requests in their original order. Requests that share a prompt are one group: a predictor
+that calibrates on one of them would know the others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from coterie.types import DECODE, PREFILL
 MAX_REQUESTS = 2000
 """Most requests of a trace, sampled by seed: they are held in memory."""
 MIN_TOKENS = 4
-"""Recorded tokens a request must have: of fewer, halves say nothing."""
+"""Fewest recorded tokens of a request: halves of fewer say nothing."""
 
 
 def drawn(trace: ActivationTrace, options: SuiteOptions, name: str, notes: list[str]) -> NDArray[np.int64]:
-    """[request] as many as asked for, rising; all where there are no more."""
+    """Draw as many requests as asked for, or all: [request] indices, ascending."""
     most = options.requests or MAX_REQUESTS
     if trace.num_requests <= most:
         return np.arange(trace.num_requests, dtype=np.int64)
@@ -32,7 +32,7 @@ def drawn(trace: ActivationTrace, options: SuiteOptions, name: str, notes: list[
 
 
 def taken(trace: ActivationTrace, rows: NDArray[np.int64]) -> ActivationTrace:
-    """Some requests of a trace, in memory."""
+    """Return some requests of a trace, in memory."""
     tokens, offsets = trace.arrays()
     spans = [np.arange(offsets[r], offsets[r + 1]) for r in rows]
     at = np.concatenate(spans) if spans else np.empty(0, np.int64)
@@ -44,7 +44,7 @@ def taken(trace: ActivationTrace, rows: NDArray[np.int64]) -> ActivationTrace:
 
 
 def long_enough(trace: ActivationTrace, rows: NDArray[np.int64], name: str, notes: list[str]) -> ActivationTrace:
-    """Without requests too short to ask about: of two phases, at least a token of each."""
+    """Leave out requests that are too short, or lack a phase in a trace of two phases."""
     tokens, offsets = trace.arrays()
     both = len(np.unique(tokens.phase)) == 2
     keep = []
@@ -58,7 +58,7 @@ def long_enough(trace: ActivationTrace, rows: NDArray[np.int64], name: str, note
 
 
 def joined(one: ActivationTrace, other: ActivationTrace) -> ActivationTrace:
-    """The requests of one, then those of the other, of the same model."""
+    """Join the requests of two traces of the same model."""
     (first, ends), (second, more) = one.arrays(), other.arrays()
     assert first.token_ids is not None
     assert second.token_ids is not None
@@ -73,7 +73,7 @@ def joined(one: ActivationTrace, other: ActivationTrace) -> ActivationTrace:
 
 
 def halved(trace: ActivationTrace) -> ActivationTrace:
-    """The same tokens, the first half of each request called its prefill and the second its decode."""
+    """Relabel the first half of each request as prefill and the second as decode."""
     tokens, offsets = trace.arrays()
     phase = np.concatenate(
         [np.repeat(np.array([PREFILL, DECODE], np.uint8), [n // 2, n - n // 2]) for n in np.diff(offsets)]
@@ -82,7 +82,7 @@ def halved(trace: ActivationTrace) -> ActivationTrace:
 
 
 def prompt_groups(trace: ActivationTrace) -> list[Hashable]:
-    """Requests with the same prompt tokens, or the same first block of a prompt, are one group."""
+    """Group requests with the same prompt tokens, or with the same first block of a prompt."""
     blocks = trace.requests.prefix_blocks
     groups: list[Hashable] = []
     for index in range(trace.num_requests):
@@ -97,13 +97,13 @@ def prompt_groups(trace: ActivationTrace) -> list[Hashable]:
 
 
 def footprint_of(trace: ActivationTrace, index: int, phase: int | None) -> NDArray[np.uint32]:
-    """[layer, expert] of one request, of a phase or all."""
+    """Return the footprint of one request, of a phase or all: [layer, expert]."""
     tokens = trace.request(index)
     return footprint(tokens.expert_ids if phase is None else tokens.only(phase), trace.meta.num_experts)
 
 
 def token_ids_of(trace: ActivationTrace, index: int, phase: int | None) -> NDArray[np.int32]:
-    """[token] of one request, of a phase or all; the trace must have token ids."""
+    """Return the token ids of one request, of a phase or all; the trace must have token ids."""
     tokens = trace.request(index)
     assert tokens.token_ids is not None
     return tokens.token_ids if phase is None else tokens.token_ids[tokens.phase == phase]

@@ -1,8 +1,8 @@
-"""Which contender to deploy, by requests that it was not fitted to: what `coterie` serves.
+"""Choose the contender to deploy by requests that it was not fitted to: what `coterie` serves.
 
 The requests for fitting are halved. Contenders are made from one half and serve the other, and the reverse; the one
-with the best predicted latency is deployed as it was made from both. A placement that suits a few dozen requests by
-chance loses here, as it would in service: co-scheduling is taken only where it wins by MARGIN. E2E of a short trial is
+with the best predicted latency is deployed, made from both halves. A placement that suits a few dozen requests by
+chance loses here, as it would in service: co-scheduling is taken only if it wins by MARGIN. E2E of a short trial is
 noisy, so for its limit the winner of capacity is kept unless another has an E2E better by E2E_MARGIN.
 """
 
@@ -31,25 +31,23 @@ HALF_LOAD = 0.5
 
 
 class Trial(NamedTuple):
-    """Contenders made from one part of the requests for fitting, to serve the rest of them."""
+    """Contenders made from one part of the requests for fitting, which serve the rest."""
 
     bench: ServingBench
     contenders: list[Contender]
 
 
 def halves(bench: ServingBench) -> list[ServingBench]:
-    """Benches that fit on one half of the requests for fitting and serve the other."""
+    """Make benches that fit on one half of the requests for fitting and serve the other."""
     order = np.random.default_rng([bench.seed, 3]).permutation(len(bench.fit))
     parts = [take(bench.fit, np.sort(part)) for part in np.array_split(order, 2)]
     return [replace(bench, fit=fit, test=test) for fit, test in (parts, parts[::-1])]
 
 
 def take(recordings: Recordings, which: NDArray[np.int64]) -> Recordings:
-    """Some recordings, with their own rows alone."""
-    spans = [
-        np.arange(recordings.prompt_row[one], recordings.decode_row[one] + recordings.decode_rows[one])
-        for one in which.tolist()
-    ]
+    """Return some recordings, with only their own rows."""
+    ends = recordings.decode_row + recordings.decode_rows
+    spans = [np.arange(recordings.prompt_row[number], ends[number]) for number in which.tolist()]
     first = np.cumsum([0, *(len(span) for span in spans[:-1])])
     return Recordings(
         expert_ids=recordings.expert_ids[np.concatenate(spans)],
@@ -63,34 +61,34 @@ def take(recordings: Recordings, which: NDArray[np.int64]) -> Recordings:
 
 
 def choose(trials: Sequence[Trial], prices: GroupPrices, output_tokens: int) -> dict[str, str]:
-    """Limit → contender of the best mean score; scores are logarithms of vanilla's time over its own."""
-    scores: dict[str, dict[str, list[float]]] = {"ttft": {}, "e2e": {}}
-    baselines = {one.name: one.baseline for one in trials[0].contenders}
-    for trial in trials:
-        found = _times(trial, prices, output_tokens)
-        for limit, by_name in scores.items():
-            times = found[limit]
-            for name, seconds in times.items():
-                by_name.setdefault(name, []).append(float(np.log(times[trial.contenders[0].name] / seconds)))
-    means = {limit: {name: float(np.mean(one)) for name, one in by_name.items()} for limit, by_name in scores.items()}
+    """Choose for each limit the contender of the best mean score: the logarithm of vanilla's time over its own."""
+    baselines = {contender.name: contender.baseline for contender in trials[0].contenders}
+    runs, vanilla = [_times(trial, prices, output_tokens) for trial in trials], trials[0].contenders[0].name
+    means = {
+        limit: {
+            name: float(np.mean([np.log(run[limit][vanilla] / run[limit][name]) for run in runs]))
+            for name in runs[0][limit]
+        }
+        for limit in ("ttft", "e2e")
+    }
     first = _winner(means["ttft"], baselines)
     best = max(means["e2e"], key=means["e2e"].__getitem__)
     return {"ttft": first, "e2e": best if means["e2e"][best] > means["e2e"][first] + E2E_MARGIN else first}
 
 
 def _times(trial: Trial, prices: GroupPrices, output_tokens: int) -> dict[str, dict[str, float]]:
-    """Limit → contender → seconds to serve all at once (capacity, which bounds TTFT), and E2E at half load."""
-    bench, found = trial.bench, dict[str, dict[str, float]](ttft={}, e2e={})
+    """Time each contender: seconds to serve all at once (capacity, which bounds TTFT), and E2E at half load."""
+    bench, times = trial.bench, dict[str, dict[str, float]](ttft={}, e2e={})
     requests = bench.requests(bench.test, REQUESTS, prices.settings.prompt_tokens, output_tokens)
     unit_s, rate = bench.arrivals(REQUESTS), 0.0
     for contender in trial.contenders:
         group = ServingGroup(prices, contender.placement, requests)
         ranks, affinity = serving_of(contender, requests.recorded)
         drained = group.serve(np.zeros(REQUESTS), ranks, affinity=affinity).end_s
-        found["ttft"][contender.name] = drained
+        times["ttft"][contender.name] = drained
         rate = rate or HALF_LOAD * REQUESTS / drained
-        found["e2e"][contender.name] = summarise_served(group.serve(unit_s / rate, ranks, affinity=affinity)).e2e_p50_ms
-    return found
+        times["e2e"][contender.name] = summarise_served(group.serve(unit_s / rate, ranks, affinity=affinity)).e2e_p50_ms
+    return times
 
 
 def _winner(means: dict[str, float], baselines: dict[str, bool]) -> str:

@@ -1,7 +1,7 @@
-"""What is served and by whom: recorded requests in two parts, and contenders that place experts and requests.
+"""Recorded requests in two parts, and contenders that place experts and requests.
 
-A fifth of the recorded requests is for fitting, the rest is served, as published. Requests of one domain are alike, so
-a request's affinity to a rank is the share of its prompt's activations on that rank's experts.
+A fifth of the recorded requests is for fitting, the rest is served, as published. A request's affinity to a rank is the
+share of its prompt's activations on that rank's experts.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ STEP_TOKENS = 2048 * RANKS
 """Tokens of a step for which planners price a placement: a full chunk on every rank."""
 
 Schedule = Literal["rounds", "least_busy"]
-"""rounds: every rank takes one request of a round (round robin without affinity), as published. least_busy: among the
-ranks with the least of prompts to compute when the request arrives (:meth:`ServingGroup.serve` without ranks)."""
+"""rounds: every rank takes one request of a round (round robin without affinity), as published. least_busy: a rank with
+the least prompt tokens left to compute when the request arrives (:meth:`ServingGroup.serve` without ranks)."""
 
 
 class Contender(NamedTuple):
-    """A placement, and where requests or tokens go. Without either, requests go round robin and tokens in order."""
+    """A placement, and where requests or tokens go: by default, requests round robin and tokens in order."""
 
     name: str
     placement: Placement
     affinity: NDArray[np.float64] | None = None
-    """[recording, rank] of the requests served: they go to the rank of highest affinity that their schedule allows."""
+    """[recording, rank] of the served requests: each goes to the rank of highest affinity that its schedule allows."""
     schedule: Schedule = "rounds"
     token_ranks: NDArray[np.integer] | None = None
     """[layer, row of the recordings] predicted rank of a token, or -1."""
     baseline: bool = True
-    """Whether it is what co-scheduling is compared with."""
+    """Whether co-scheduling is compared with it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ class ServingBench:
 
     @property
     def load(self) -> Load:
-        """Tokens per expert of all that is for fitting, as steps of STEP_TOKENS."""
+        """Tokens per expert of the requests for fitting, as steps of STEP_TOKENS."""
         tokens = footprint(self.fit.expert_ids, self.spec.num_experts).astype(np.float64)
         return Load(tokens, steps=len(self.fit.expert_ids) / STEP_TOKENS)
 
@@ -82,12 +82,12 @@ class ServingBench:
         return step_model(self.spec, "h200", "bf16", Topology(RANKS, intra=link))
 
     def requests(self, recordings: Recordings, count: int, prompt_tokens: int, output_tokens: int) -> FleetRequests:
-        """Uses of recordings, as far apart as half of them allows."""
+        """Use recordings in turn, with uses of one as far apart as half of them allows."""
         recorded = order_apart(len(recordings), count, np.random.default_rng([self.seed, 1]))
         return FleetRequests(recordings, recorded, np.full(count, prompt_tokens), np.full(count, output_tokens))
 
     def arrivals(self, count: int) -> NDArray[np.float64]:
-        """[request] Poisson arrivals at one a second; other rates are the same arrivals, faster."""
+        """Draw Poisson arrivals at one per second: [request]; other rates are the same arrivals, faster."""
         return np.cumsum(np.random.default_rng([self.seed, 2]).exponential(1.0, count))
 
 
@@ -101,30 +101,30 @@ def bench_of(data: Path, trace: str, seed: int) -> ServingBench:
 
 
 def affinity_to(placement: Placement, recordings: Recordings) -> NDArray[np.float64]:
-    """[recording, rank] share of its prompt's activations that the rank's experts serve.
+    """Return the share of a prompt's activations that a rank's experts serve: [recording, rank].
 
-    It knows the prompt's own experts, which are known only once it was computed: a bound for tables of tokens.
+    The prompt's own experts are known only once it was computed: an upper bound for tables of tokens.
     """
     if recordings.footprint is None:
         raise ConfigError("recordings have no footprint; a request's affinity needs one")
     asked = np.asarray(recordings.footprint, np.float64).reshape(len(recordings), -1)
-    here = held_by(placement).reshape(placement.num_ranks, -1).astype(np.float64)
-    return np.asarray(asked @ here.T / asked.sum(axis=1, keepdims=True))
+    held = held_by(placement).reshape(placement.num_ranks, -1).astype(np.float64)
+    return np.asarray(asked @ held.T / asked.sum(axis=1, keepdims=True))
 
 
 def best_token_ranks(placement: Placement, recordings: Recordings) -> NDArray[np.int64]:
-    """[layer, row] the rank with most of a token's experts: what a perfect predictor would say."""
+    """Return the rank with most of a token's experts, as a perfect predictor would: [layer, row]."""
     ids, layers = recordings.expert_ids, placement.num_layers
-    found = np.empty((layers, len(ids)), np.int64)
+    best = np.empty((layers, len(ids)), np.int64)
     for layer in range(layers):
         ranks = np.argsort(placement.slot_experts[layer])[ids[:, layer].astype(np.int64)] // placement.slots_per_rank
         counts = (ranks[:, :, None] == np.arange(placement.num_ranks)).sum(axis=1)
-        found[layer] = counts.argmax(axis=1)
-    return found
+        best[layer] = counts.argmax(axis=1)
+    return best
 
 
 class Serving(NamedTuple):
-    """How a contender's requests find their ranks, as :meth:`ServingGroup.serve` takes it."""
+    """How a contender's requests get their ranks, as :meth:`ServingGroup.serve` takes it."""
 
     ranks: NDArray[np.int64] | None
     """[request] ranks known beforehand; None: decided when a request arrives."""
@@ -140,19 +140,15 @@ def serving_of(contender: Contender, recorded: NDArray[np.int64]) -> Serving:
 
 
 def fitted_counts(bench: ServingBench) -> NDArray[np.int64]:
-    """[recording, layer, expert] activations of each request for fitting, all of its tokens."""
+    """Count the activations of each request for fitting, over all of its tokens: [recording, layer, expert]."""
     records = bench.fit
-    ends = records.decode_row + records.decode_rows
-    return np.stack(
-        [
-            footprint(records.expert_ids[first:end], bench.spec.num_experts)
-            for first, end in zip(records.prompt_row, ends, strict=True)
-        ]
-    ).astype(np.int64)
+    spans = zip(records.prompt_row, records.decode_row + records.decode_rows, strict=True)
+    requests = [footprint(records.expert_ids[first:end], bench.spec.num_experts) for first, end in spans]
+    return np.stack(requests).astype(np.int64)
 
 
 def planned(bench: ServingBench, name: str, link: Link, context: Mapping[str, Any]) -> Placement:
-    """The placement of a registered planner for the load that is for fitting; moving is free before serving."""
+    """Plan by a registered planner for the load of the requests for fitting; moving is free before serving."""
     model = bench.model(link)
     objective = Objective.of(model, STEP_TOKENS, horizon=1e9)
     planner = planners.make(name, {"objective": objective, **context})
@@ -162,7 +158,7 @@ def planned(bench: ServingBench, name: str, link: Link, context: Mapping[str, An
 def default_contenders(
     bench: ServingBench, link: Link, context: Mapping[str, Any] | None = None
 ) -> tuple[list[Contender], list[str]]:
-    """Vanilla, requests by queue or affinity alone, and every planner that is registered; notes on those left out.
+    """Make vanilla, requests by queue or affinity alone, and every registered planner; notes name those left out.
 
     Planners are offered requests as `items`, and `transitions`; `context` replaces or adds to these.
     """
@@ -173,7 +169,7 @@ def default_contenders(
         "seed": bench.seed,
         **(context or {}),
     }
-    found = [
+    made = [
         Contender("vanilla", bench.linear),
         Contender("vanilla, least busy", bench.linear, schedule="least_busy"),
         Contender("affinity", bench.linear, affinity_to(bench.linear, bench.test), baseline=False),
@@ -189,18 +185,11 @@ def default_contenders(
             notes.append(f"{bench.trace}: planner {name!r} was not served: {error}")
             continue
         if name in CO_SCHEDULED:
-            found.append(
-                Contender(
-                    name=name,
-                    placement=placement,
-                    affinity=affinity_to(placement, bench.test),
-                    schedule="rounds" if name == "sem_moe" else "least_busy",
-                    token_ranks=best_token_ranks(placement, bench.test),
-                    baseline=False,
-                )
-            )
+            affinity, ranks = affinity_to(placement, bench.test), best_token_ranks(placement, bench.test)
+            schedule: Schedule = "rounds" if name == "sem_moe" else "least_busy"
+            made.append(Contender(name, placement, affinity, schedule, ranks, baseline=False))
         else:
-            found.append(Contender(name, placement))
+            made.append(Contender(name, placement))
             if name == "popularity":
-                found.append(Contender(f"{name}, least busy", placement, schedule="least_busy"))
-    return found, notes
+                made.append(Contender(f"{name}, least busy", placement, schedule="least_busy"))
+    return made, notes

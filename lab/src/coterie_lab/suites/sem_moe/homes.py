@@ -1,6 +1,6 @@
-"""Ranks of test items: dealt in turn, or by what is known of them, every rank with its share.
+"""Reference schedules for measuring local activations: ranks of test items, with equal shares of every rank.
 
-Reference schedules for measuring local activations. An item's score on a rank is the activations expected there.
+An item's score on a rank is the activations expected there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ FEW_PAIRS = 8
 
 
 def aligned(scores: Array, num_batches: int) -> NDArray[np.int64]:
-    """[token] ranks from scores [token, rank], batch by batch: those with the most to lose choose first, and every
-    rank gets an equal number of a batch's tokens (one more or less where they do not divide)."""
+    """Choose ranks [token] by scores [token, rank], batch by batch: the tokens with the most to lose choose first, and
+    every rank gets an equal number of a batch's tokens (one more or less if they do not divide)."""
     tokens, ranks = scores.shape
     homes = np.empty(tokens, np.int64)
     size = tokens // num_batches
@@ -29,17 +29,17 @@ def aligned(scores: Array, num_batches: int) -> NDArray[np.int64]:
 
 
 def after_ranks(fitted: Array, tested: Array, layer: int) -> NDArray[np.float64]:
-    """[token, rank] activations expected in a layer after the ranks with most activations in the two layers before.
+    """Expect activations in a layer from the ranks with most activations in the two layers before: [token, rank].
 
-    From activations [token, layer, rank] of fitted tokens; a pair of ranks seen FEW_PAIRS times counts half, the
-    average token the rest.
+    Learned from activations [token, layer, rank] of fitted tokens; a pair of ranks seen FEW_PAIRS times counts half,
+    the average token the rest.
     """
     ranks = fitted.shape[2]
     before, after = (_pairs(side, layer) for side in (fitted, tested))
-    here = fitted[:, layer]
+    own = fitted[:, layer]
     seen = np.bincount(before, minlength=ranks * ranks)
-    sums = np.stack([np.bincount(before, here[:, rank], ranks * ranks) for rank in range(ranks)], axis=1)
-    table = (sums + FEW_PAIRS * here.mean(axis=0)) / (seen + FEW_PAIRS)[:, None]
+    sums = np.stack([np.bincount(before, own[:, rank], ranks * ranks) for rank in range(ranks)], axis=1)
+    table = (sums + FEW_PAIRS * own.mean(axis=0)) / (seen + FEW_PAIRS)[:, None]
     return np.asarray(table[after], np.float64)
 
 
@@ -50,7 +50,7 @@ def _pairs(activations: Array, layer: int) -> NDArray[np.int64]:
 
 
 def surer(one: Array, other: Array) -> NDArray[np.float64]:
-    """[token, rank] of two expectations, for each token the one with the higher peak."""
+    """Take for each token the expectation [token, rank] with the higher peak."""
     return np.where((one.max(axis=1) >= other.max(axis=1))[:, None], one, other)
 
 

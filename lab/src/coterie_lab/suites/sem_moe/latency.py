@@ -8,8 +8,8 @@ are shared out by layer, in equal numbers. What is added to a layer besides the 
     reduce_scatter  the share comes from a reduce-scatter; exchange, gather: one pass around the ring less
 
 So a shuffled reduce-scatter gains twice over `all_reduce`: by the pass that it saves, which needs no prediction, and by
-tokens that are local. Rows keep the two apart. The published table is of SGLang with DeepEP, whose times hold the host;
-ours do not, so that absolute times are far below it.
+local tokens. Rows keep the two apart. The published table is of SGLang with DeepEP and includes host time; ours does
+not, so that absolute times are far lower.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from coterie.answers.runs import in_parallel, interval, interval_of, with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.sim.group.serving import (
     Collectives,
@@ -40,7 +38,8 @@ from coterie_lab.suites.sem_moe.contenders import (
     default_contenders,
 )
 from coterie_lab.suites.sem_moe.published import E2E_P50, TEXT_GAINS, TTFT_P99
-from coterie_lab.suites.sem_moe.serving import LINKS, TRACES, Contenders, ServingCell
+from coterie_lab.suites.sem_moe.serving import LINKS, METRICS, TRACES, Contenders, ServingCell
+from coterie_lab.suites.shared import distinct_values, mean_of, recorded_data, run_cells, spread
 
 PART = "latency"
 SEEDS = (0, 1)
@@ -49,11 +48,10 @@ OUTPUT_TOKENS = 128
 RATE = 1.0
 """Requests a second, as published."""
 REQUESTS, PLACES = 60, 16
-METRICS = {"ttft": "ttft_p99_ms", "e2e": "e2e_p50_ms"}
 MEDIANS = {"ttft": "ttft_p50_ms", "e2e": "e2e_p50_ms"}
-"""What the shuffle alone saves is told of medians: a p99 of few requests is that of two which met."""
+"""Metrics for what the shuffle alone saves: a p99 of few requests depends on two that happen to meet."""
 ORACLE = "known experts"
-"""Tokens on the rank with most of their experts, experts in order: no predictor does better on that placement."""
+"""Contender with tokens on the rank with most of their experts, experts in order: an upper bound for predictors."""
 
 Row = dict[str, Any]
 
@@ -68,14 +66,14 @@ class Served(NamedTuple):
 
 
 def plans_of(bench: ServingBench, contenders: Sequence[Contender]) -> list[tuple[Contender, Collectives]]:
-    """Baselines keep tokens in order, with either collective; who predicts tokens' ranks shuffles the scatter."""
+    """Pair contenders with collectives: baselines keep tokens in order, predictors of ranks shuffle the scatter."""
     vanilla = contenders[0]
-    found: list[tuple[Contender, Collectives]] = [(vanilla, "replicated"), (vanilla, "reduce_scatter")]
-    found += [(one, "all_reduce") for one in contenders if one.baseline and one.schedule == "rounds"]
-    found += [(one, "reduce_scatter") for one in contenders if one.token_ranks is not None]
+    plans: list[tuple[Contender, Collectives]] = [(vanilla, "replicated"), (vanilla, "reduce_scatter")]
+    plans += [(one, "all_reduce") for one in contenders if one.baseline and one.schedule == "rounds"]
+    plans += [(one, "reduce_scatter") for one in contenders if one.token_ranks is not None]
     ranks = best_token_ranks(vanilla.placement, bench.test)
     known = Contender(ORACLE, vanilla.placement, token_ranks=ranks, baseline=False)
-    return [*found, (known, "reduce_scatter")]
+    return [*plans, (known, "reduce_scatter")]
 
 
 def serve_cell(cell: ServingCell, data: Path, contenders: Contenders) -> dict[Served, ServeSummary]:
@@ -84,7 +82,7 @@ def serve_cell(cell: ServingCell, data: Path, contenders: Contenders) -> dict[Se
 
 
 def serve_bench(bench: ServingBench, contenders: Sequence[Contender]) -> dict[Served, ServeSummary]:
-    plans, found = plans_of(bench, contenders), dict[Served, ServeSummary]()
+    plans, summaries = plans_of(bench, contenders), dict[Served, ServeSummary]()
     arrival_s = bench.arrivals(REQUESTS) / RATE
     for link in LINKS:
         for prompt in PROMPTS:
@@ -94,24 +92,20 @@ def serve_bench(bench: ServingBench, contenders: Sequence[Contender]) -> dict[Se
                 prices = GroupPrices.of(bench.model(link), settings)
                 group = ServingGroup(prices, contender.placement, requests, contender.token_ranks)
                 key = Served(link.name, prompt, contender.name, collectives)
-                found[key] = summarise_served(group.serve(arrival_s))
-    return found
+                summaries[key] = summarise_served(group.serve(arrival_s))
+    return summaries
 
 
 def latency_rows(options: SuiteOptions, report: Report, contenders: Contenders = default_contenders) -> list[Row]:
-    """One row a trace, link, length, planner and collective, over seeds; none without recorded routing."""
-    data = options.data
-    if data is None or not (data / "activations").is_dir():
+    """Make one row per trace, link, length, planner and collective, over seeds; none without recorded routing."""
+    data = recorded_data(options.data)
+    if data is None:
         return []
     cells = [ServingCell(trace, seed) for seed in options.seeds or SEEDS for trace in TRACES]
-    found: dict[ServingCell, dict[Served, ServeSummary]] = {}
-    report("Latency", 0, len(cells))
-    for cell, result in in_parallel(partial(serve_cell, data=data, contenders=contenders), cells):
-        found[cell] = result
-        report("Latency", len(found), len(cells))
+    results = run_cells(partial(serve_cell, data=data, contenders=contenders), cells, report, "Latency")
     rows = []
     for trace in TRACES:
-        runs = [found[cell] for cell in cells if cell.trace == trace]
+        runs = [result for cell, result in results.items() if cell.trace == trace]
         rows += [_row(trace, served, runs) for served in runs[0]]
     return rows
 
@@ -131,7 +125,7 @@ def _row(trace: str, served: Served, runs: Sequence[dict[Served, ServeSummary]])
         "seeds": len(runs),
     }
     for key in ("local_rate", "ttft_p50_ms", "ttft_p99_ms", "e2e_p50_ms", "all_to_all_pct", "ring_pct"):
-        row[key] = float(np.mean([getattr(run[served], key) for run in runs]))
+        row[key] = mean_of([run[served] for run in runs], key)
     in_order = served._replace(planner="vanilla", collectives="reduce_scatter")
     for name, metric in METRICS.items():
         row |= _saved(f"{name}_saved", metric, served, [_baselines(run, served) for run in runs], runs)
@@ -141,7 +135,7 @@ def _row(trace: str, served: Served, runs: Sequence[dict[Served, ServeSummary]])
 
 
 def _baselines(run: dict[Served, ServeSummary], served: Served) -> list[Served]:
-    """Runs of the same link and length that neither shuffle nor scatter."""
+    """Return runs of the same link and length that neither shuffle nor scatter."""
     return [key for key in run if key[:2] == served[:2] and key.collectives == "all_reduce"]
 
 
@@ -152,13 +146,12 @@ def _saved(
     others: Sequence[Sequence[Served]],
     runs: Sequence[dict[Served, ServeSummary]],
 ) -> Row:
-    """Percent of the latency of the best of `others` that is saved, paired by seed."""
+    """Return percent saved of the latency of the best of `others`, paired by seed."""
     samples = []
     for run, candidates in zip(runs, others, strict=True):
         best = min(float(getattr(run[other], metric)) for other in candidates)
         samples.append(100.0 * (1.0 - float(getattr(run[served], metric)) / best))
-    found = interval(samples)
-    return {f"{key}_pct": found.mean, f"{key}_low": found.low, f"{key}_high": found.high}
+    return spread(key, samples)
 
 
 def _published(trace: str, prompt_tokens: int) -> Row | None:
@@ -176,9 +169,6 @@ def _published(trace: str, prompt_tokens: int) -> Row | None:
     }
 
 
-# ---------------------------------------------------------------------------------------------------- in words
-
-
 def latency_notes(rows: Sequence[Row]) -> list[str]:
     notes = [_table_note()]
     if not rows:
@@ -188,8 +178,8 @@ def latency_notes(rows: Sequence[Row]) -> list[str]:
         "tokens, one copy of a token per rank. Savings are of the best baseline with an all-reduce; `shuffle` leaves "
         "out what a reduce-scatter in order saves without any prediction."
     )
-    for trace in dict.fromkeys(row["trace"] for row in rows):
-        for link in dict.fromkeys(row["link"] for row in rows):
+    for trace in distinct_values(rows, "trace"):
+        for link in distinct_values(rows, "link"):
             mine = [row for row in rows if (row["trace"], row["link"]) == (trace, link)]
             notes += [_link_note(trace, link, prompt, mine) for prompt in PROMPTS]
     return notes
@@ -198,18 +188,7 @@ def latency_notes(rows: Sequence[Row]) -> list[str]:
 def _link_note(trace: str, link: str, prompt: int, rows: Sequence[Row]) -> str:
     mine = [row for row in rows if row["prompt_tokens"] == prompt]
     base = next(row for row in mine if (row["planner"], row["collectives"]) == ("vanilla", "all_reduce"))
-    words = [
-        f"{row['planner']} with {row['collectives']} {with_ends(interval_of(row, 'ttft_saved'), unit='%')} and "
-        f"{with_ends(interval_of(row, 'e2e_saved'), unit='%')}"
-        + (
-            f", by shuffle {with_ends(interval_of(row, 'ttft_saved_by_shuffle'), unit='%')} of median TTFT "
-            f"(local {100 * row['local_rate']:.0f}%)"
-            if row["collectives"] == "reduce_scatter" and row["planner"] != "vanilla"
-            else ""
-        )
-        for row in mine
-        if row is not base
-    ]
+    words = [_saved_words(row) for row in mine if row is not base]
     return (
         f"{trace} on {link}, {prompt} tokens: vanilla with an all-reduce has TTFT p99 {base['ttft_p99_ms']:.1f} ms and "
         f"E2E {base['e2e_p50_ms']:.0f} ms, {base['ring_pct']:.0f}% in rings and {base['all_to_all_pct']:.0f}% in the "
@@ -217,10 +196,20 @@ def _link_note(trace: str, link: str, prompt: int, rows: Sequence[Row]) -> str:
     )
 
 
+def _saved_words(row: Row) -> str:
+    ttft, e2e, shuffle = (
+        with_ends(interval_of(row, key), unit="%") for key in ("ttft_saved", "e2e_saved", "ttft_saved_by_shuffle")
+    )
+    words = f"{row['planner']} with {row['collectives']} {ttft} and {e2e}"
+    if row["collectives"] != "reduce_scatter" or row["planner"] == "vanilla":
+        return words
+    return f"{words}, by shuffle {shuffle} of median TTFT (local {100 * row['local_rate']:.0f}%)"
+
+
 def _table_note() -> str:
     spans = {}
     for name, table in (("TTFT", TTFT_P99), ("E2E", E2E_P50)):
-        spans[name] = [[one.gain_pct(worse) for one in table.values()] for worse in (False, True)]
+        spans[name] = [[latency.gain_pct(worse) for latency in table.values()] for worse in (False, True)]
     ratios = ", ".join(f"{table.ratio_pct:.1f}" for table in TTFT_P99.values())
     return (
         "Published table, attention tensor parallel, two readings of its own numbers: of the better baseline's time "

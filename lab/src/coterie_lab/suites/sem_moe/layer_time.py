@@ -4,10 +4,10 @@ A layer on 8 ranks, each with as many tokens, load even over experts and ranks:
 
     layer = routing + shared experts + experts + dispatch and combine of  tokens x top-k x (1 - rate)  rows
 
-Deduplicated dispatch sends a token once to a rank that holds several of its experts: remote experts are then spread by
-chance over the other ranks. Wrong where the rate rises together with skew: the slowest rank decides, and it is not the
-mean. Link rates are vendors' unless the device's preset holds measured collectives; kernels' own cost of packing and
-synchronising is not in them.
+Deduplicated dispatch sends a token once to a rank that holds several of its experts; remote experts are assumed to be
+spread by chance over the other ranks. Wrong where the rate rises together with skew: the slowest rank decides, not the
+mean. Link rates are the vendors' unless the device's preset holds measured collectives; they do not include the
+kernels' own cost of packing and synchronising.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +43,10 @@ CONTEXT = 1024
 PUBLISHED_SHARE = 59.2
 """Communication in percent of MoE layers' latency: DeepSeek-V2-Lite on 8 GPUs."""
 RAISED = {"deepseek-v2-lite": (37.0, 41.8), "qwen3-30b-a3b": (43.0, 46.6)}
-"""Model → published rise of the local activation rate, in percent or in points, and percent of the layer's time."""
+"""Model → published rise of the local activation rate, in percent or in points, and percent saved of the layer."""
 
 SMALL_PCT = 5.0
-"""Percent of a step that is too little to schedule for."""
+"""Percent of a step below which scheduling is not worth it."""
 
 Row = dict[str, Any]
 
@@ -63,21 +64,21 @@ class LayerTime(NamedTuple):
 
 
 def links() -> tuple[Link, ...]:
-    """NVLink as measured where the preset has it, and InfiniBand."""
+    """Return NVLink, as measured if the preset has it, and InfiniBand."""
     preset = load_preset("h200")
     return (NVLINK4 if preset.all_to_all is None else measured_link(preset), INFINIBAND_400G)
 
 
 def locality_at(rate: float, spec: ModelSpec, ranks: int = RANKS) -> Locality:
-    """Experts of a token at a local activation rate; those elsewhere are spread by chance over the other ranks."""
+    """Return the locality of a token at a local activation rate; remote experts are spread over the other ranks."""
     remote = spec.top_k * (1.0 - rate)
     whole = int(remote)
-    ends = [_distinct_ranks(spec, one, ranks) for one in (whole, min(whole + 1, spec.top_k))]
+    ends = [_distinct_ranks(spec, count, ranks) for count in (whole, min(whole + 1, spec.top_k))]
     return Locality(spec.top_k * rate, remote, ends[0] + (remote - whole) * (ends[1] - ends[0]), 0.0)
 
 
 def _distinct_ranks(spec: ModelSpec, remote: int, ranks: int) -> float:
-    """Expected ranks that hold one of `remote` experts, drawn from those of all ranks but the token's own."""
+    """Return the expected ranks that hold one of `remote` experts, drawn from all ranks but the token's own."""
     if not remote:
         return 0.0
     others = ranks - 1
@@ -86,12 +87,11 @@ def _distinct_ranks(spec: ModelSpec, remote: int, ranks: int) -> float:
 
 
 def layer_time(model: StepModel, tokens: int, rate: float, dispatch: str) -> LayerTime:
-    """A layer with `tokens` on every rank; load is even."""
-    spec, ranks = model.spec, model.topology.num_ranks
-    found = locality_at(rate, spec, ranks)
+    """Time a layer with `tokens` on every rank and even load."""
+    locality = locality_at(rate, model.spec, model.topology.num_ranks)
     if dispatch == "deduplicated":
-        found = found._replace(remote=found.remote_ranks)
-    exchange = all_to_all_us(ExchangeTraffic.of(found, spec, tokens), model.topology)
+        locality = locality._replace(remote=locality.remote_ranks)
+    exchange = all_to_all_us(ExchangeTraffic.of(locality, model.spec, tokens), model.topology)
     return LayerTime(compute_us(model, tokens), exchange)
 
 
@@ -105,7 +105,7 @@ def compute_us(model: StepModel, tokens: int) -> float:
 
 
 def rest_us(model: StepModel, phase: str, tokens: int) -> float:
-    """Everything of a step that is not in a MoE layer, by MoE layer."""
+    """Return the time of a step outside its MoE layers, per MoE layer."""
     spec = model.spec
     prompts = max(1, tokens // CONTEXT)
     batch = Batch(tokens, tokens * CONTEXT) if phase == "decode" else Batch(0, 0, tokens, 0, prompts)
@@ -114,7 +114,7 @@ def rest_us(model: StepModel, phase: str, tokens: int) -> float:
 
 
 class Regime(NamedTuple):
-    """What a layer's time depends on besides the rate."""
+    """Everything that a layer's time depends on besides the rate."""
 
     model: str
     phase: str
@@ -137,19 +137,16 @@ class Regime(NamedTuple):
 
 
 def regimes() -> list[Regime]:
+    steps = [(phase, tokens) for phase, sizes in TOKENS.items() for tokens in sizes]
     return [
         Regime(model, phase, tokens, link, dispatch)
-        for model in MODELS
-        for phase, sizes in TOKENS.items()
-        for tokens in sizes
-        for link in links()
-        for dispatch in DISPATCHES
+        for model, (phase, tokens), link, dispatch in product(MODELS, steps, links(), DISPATCHES)
     ]
 
 
 def layer_time_rows(options: SuiteOptions, report: Report) -> list[Row]:
-    """Rows of part `layer_time` (a rate each) and `layer_saving` (a reading of the published rise each)."""
-    del options  # nothing of it is read: no trace, no chance
+    """Make rows of part `layer_time` (one per rate) and `layer_saving` (one per reading of the published rise)."""
+    del options  # no trace, no random draws
     rows: list[Row] = []
     wanted = regimes()
     for done, regime in enumerate(wanted):
@@ -165,19 +162,18 @@ def _rate_rows(regime: Regime, model: StepModel) -> list[Row]:
     vanilla = layer_time(model, regime.tokens, chance, regime.dispatch)
     rows = []
     for rate in (chance, *RATES):
-        found = layer_time(model, regime.tokens, rate, regime.dispatch)
-        share = 100.0 * found.all_to_all_us / found.total_us
+        layer = layer_time(model, regime.tokens, rate, regime.dispatch)
         known = regime.model == "deepseek-v2-lite" and rate == chance
         rows.append(
-            {"part": PART}
-            | regime.columns
-            | {
+            {
+                "part": PART,
+                **regime.columns,
                 "local_activation_rate": rate,
-                "all_to_all_us": found.all_to_all_us,
-                "layer_us": found.total_us,
-                "communication_pct": share,
-                "communication_of_step_pct": 100.0 * found.all_to_all_us / (found.total_us + rest),
-                "saving_pct": 100.0 * (1.0 - found.total_us / vanilla.total_us),
+                "all_to_all_us": layer.all_to_all_us,
+                "layer_us": layer.total_us,
+                "communication_pct": 100.0 * layer.all_to_all_us / layer.total_us,
+                "communication_of_step_pct": 100.0 * layer.all_to_all_us / (layer.total_us + rest),
+                "saving_pct": 100.0 * (1.0 - layer.total_us / vanilla.total_us),
                 "published": {"communication_pct": PUBLISHED_SHARE} if known else None,
             }
         )
@@ -192,36 +188,20 @@ def _saving_rows(regime: Regime, model: StepModel) -> list[Row]:
     vanilla = layer_time(model, regime.tokens, chance, regime.dispatch).total_us
     rows = []
     for reading, rate in (("points", chance + rise / 100.0), ("ratio", chance * (1.0 + rise / 100.0))):
-        found = layer_time(model, regime.tokens, rate, regime.dispatch).total_us
-        rows.append(
-            {"part": SAVING}
-            | regime.columns
-            | {
-                "reading": reading,
-                "local_activation_rate": rate,
-                "layer_us": found,
-                "saving_pct": 100.0 * (1.0 - found / vanilla),
-                "published": {"saving_pct": published, "rise": rise},
-            }
-        )
+        layer_us = layer_time(model, regime.tokens, rate, regime.dispatch).total_us
+        row = {"part": SAVING, **regime.columns, "reading": reading, "local_activation_rate": rate}
+        row |= {"layer_us": layer_us, "saving_pct": 100.0 * (1.0 - layer_us / vanilla)}
+        rows.append(row | {"published": {"saving_pct": published, "rise": rise}})
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------- in words
-
-
 def layer_time_notes(rows: Sequence[Row]) -> list[str]:
-    """Where communication is a large part of a layer, and what of the published figures can follow from it."""
+    """Say where communication is a large part of a layer, and which published figures can follow from it."""
     vanilla = [row for row in rows if row["part"] == PART and row["local_activation_rate"] == 1.0 / RANKS]
     whole = [row for row in rows if row["part"] == PART and row["local_activation_rate"] == 1.0]
-    notes = [
-        "Layer time: even load, 8 H200 by the calibrated model, no overlap of exchange and experts. "
-        + (
-            "No collective was measured on this device: links have the vendors' rates."
-            if load_preset("h200").all_to_all is None
-            else "NVLink as measured."
-        )
-    ]
+    vendors = "No collective was measured on this device: links have the vendors' rates."
+    rates = vendors if load_preset("h200").all_to_all is None else "NVLink as measured."
+    notes = [f"Layer time: even load, 8 H200 by the calibrated model, no overlap of exchange and experts. {rates}"]
     for phase, sizes in TOKENS.items():
         for link in links():
             mine = [row for row in vanilla if (row["phase"], row["link"]) == (phase, link.name)]
@@ -245,7 +225,7 @@ def _span(rows: Sequence[Row], key: str) -> str:
 
 
 def _pays(rows: Sequence[Row]) -> str:
-    """By the step of the median regime: what co-scheduling could save at most."""
+    """Say what co-scheduling could save at most of the step of the median regime."""
     step = float(np.median([row["communication_of_step_pct"] for row in rows]))
     if step < SMALL_PCT:
         return f"Co-scheduling cannot pay much here: the median step has {step:.1f}% to save."
@@ -295,8 +275,6 @@ def _reading(rows: Sequence[Row]) -> str:
     rate = rows[0]["local_activation_rate"]
     return f"read as {rows[0]['reading']} ({100 / RANKS:.1f} to {100 * rate:.1f}%) ours saves " + ", ".join(spans)
 
-
-# ---------------------------------------------------------------------------------------------------- figure
 
 FIGURE = "sem-moe-layer-time"
 DRAWN = {"decode": 64, "prefill": 4096}

@@ -1,16 +1,16 @@
-"""Local activation rate and load imbalance on unseen requests: what the placement gives, and what the schedule.
+"""Local activation rate and load imbalance on unseen requests, by placement and by schedule.
 
 Every placement is measured under several schedules of items to ranks, each with equal shares:
 
 * round_robin: in turn. No placement is better than 1 ÷ ranks by more than chance.
-* affinity: by what was learned. A token id by the fitted table (an unseen one as the average token), a request by the
+* affinity: by what was learned: a token id by the fitted table (an unseen one as the average token), a request by the
   experts of its first tokens.
-* follow (tokens): where most of the token's experts of the layer before were, as MoETuner has it.
-* surer (tokens): by the table, or by what follows the ranks of the two layers before, whichever peaks higher, as
-  Sem-MoE has it. added: by the sum of the two.
-* oracle: by the item's own activations. An upper bound that no service has.
+* follow (tokens): the rank with most of the token's experts in the layer before, as in MoETuner.
+* surer (tokens): by the table, or by what follows the ranks of the two layers before, whichever peaks higher, as in
+  Sem-MoE. added: by the sum of the two.
+* oracle: by the item's own activations, an upper bound that no service reaches.
 
-Imbalance is max ÷ median rank load by layer, averaged, of all test tokens; the schedule does not change it.
+Imbalance is max ÷ median rank load of all test tokens, averaged over layers; the schedule does not change it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
-from coterie.answers.runs import in_parallel, interval, with_ends
+from coterie.answers.runs import interval, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.dispatch.requests import schedule_requests
 from coterie.placement import Load, Objective, planners
@@ -41,6 +41,7 @@ from coterie_lab.suites.sem_moe.samples import (
     table_sample,
     token_sample,
 )
+from coterie_lab.suites.shared import run_cells, spread
 
 Row = dict[str, Any]
 
@@ -97,37 +98,33 @@ class Cell(NamedTuple):
     seed: int
 
 
-Found = dict[tuple[int, str], tuple[float, float]]
+Measured = dict[tuple[int, str], tuple[float, float]]
 """Contender and schedule → local activation rate, imbalance."""
 
 
 def locality_rows(options: SuiteOptions, report: Report) -> list[Row]:
-    """One row per trace, kind of items, planner, ranks and schedule."""
+    """Make one row per trace, kind of items, planner, ranks and schedule."""
     seeds = options.seeds or SEEDS
     cases = locality_cases(options)
     work = [
-        (case, ep)
-        for case, one in enumerate(cases)
+        (number, ep)
+        for number, case in enumerate(cases)
         for ep in reversed(EP)  # the longest first
-        if one.experts % ep == 0 and one.experts > ep
+        if case.experts % ep == 0 and case.experts > ep
     ]
-    found: dict[Cell, Found] = {}
     cells = [Cell(case, ep, seed) for case, ep in work for seed in seeds]
-    report("Locality", 0, len(cells))
-    for cell, values in in_parallel(partial(_measure, options=options), cells):
-        found[cell] = values
-        report("Locality", len(found), len(cells))
+    results = run_cells(partial(_measure, options=options), cells, report, "Locality")
     return [
         _row(cases[case], ep, CONTENDERS[key[0]], key[1], samples, seeds)
         for case, ep in sorted(work)
-        for key in found[Cell(case, ep, seeds[0])]
-        for samples in [np.array([found[Cell(case, ep, seed)][key] for seed in seeds])]
+        for key in results[Cell(case, ep, seeds[0])]
+        for samples in [np.array([results[Cell(case, ep, seed)][key] for seed in seeds])]
     ]
 
 
 @lru_cache(maxsize=1)
 def locality_cases(options: SuiteOptions) -> list[Case]:
-    """The user's trace, else those of the real data."""
+    """Return cases of the user's trace, else of the real data."""
     if options.trace is None and options.data is None:
         return []
     cases: list[Case] = []
@@ -135,11 +132,10 @@ def locality_cases(options: SuiteOptions) -> list[Case]:
     for path in [options.trace] if options.trace is not None else [folder / name for name in TRACES]:
         if not path.exists():
             continue
-        found = trace_cases(path, options, [])[0]
-        trace, groups = found.trace, found.groups
+        name, trace, _, groups, *_ = trace_cases(path, options, [])[0]
         if trace.arrays()[0].token_ids is not None:
-            cases.append(Case(found.name, "tokens", trace.meta.num_experts, partial(token_sample, trace, groups)))
-        cases.append(Case(found.name, "requests", trace.meta.num_experts, partial(request_sample, trace, groups)))
+            cases.append(Case(name, "tokens", trace.meta.num_experts, partial(token_sample, trace, groups)))
+        cases.append(Case(name, "requests", trace.meta.num_experts, partial(request_sample, trace, groups)))
     if options.trace is None and (folder / TABLES).exists():
         for model in ("olmoe", "mixtral-8x7b"):
             counts, top_k = read_tables(folder / TABLES, model)
@@ -147,24 +143,23 @@ def locality_cases(options: SuiteOptions) -> list[Case]:
     return cases
 
 
-def _measure(cell: Cell, options: SuiteOptions) -> Found:
-    """Every contender on one split, under every schedule."""
+def _measure(cell: Cell, options: SuiteOptions) -> Measured:
+    """Measure every contender on one split, under every schedule."""
     sample = locality_cases(options)[cell.case].sample(default_rng(cell.seed))
-    found: Found = {}
+    measured: Measured = {}
     for at, contender in enumerate(CONTENDERS):
         if contender.planner == "moetuner" and sample.transitions is None:
             continue
         placement = _plan(contender, sample, cell.ep, cell.seed)
         uneven = float(median_imbalance(placement.rank_load(sample.test_load)).mean())
         for schedule, rate in _rates(sample, placed_ranks(placement), cell.ep).items():
-            found[at, schedule] = rate, uneven
-    return found
+            measured[at, schedule] = rate, uneven
+    return measured
 
 
 def _row(
     case: Case, ep: int, contender: Contender, schedule: str, values: NDArray[np.float64], seeds: Sequence[int]
 ) -> Row:
-    rate, uneven = interval(values[:, 0]), interval(values[:, 1])
     published = contender.planner == "sem_moe" and ep == PUBLISHED_EP and schedule == "affinity"
     return {
         "part": "locality",
@@ -174,12 +169,8 @@ def _row(
         "setting": contender.setting,
         "ep": ep,
         "schedule": schedule,
-        "local_activation_rate": rate.mean,
-        "local_activation_rate_low": rate.low,
-        "local_activation_rate_high": rate.high,
-        "imbalance": uneven.mean,
-        "imbalance_low": uneven.low,
-        "imbalance_high": uneven.high,
+        **spread("local_activation_rate", values[:, 0], ""),
+        **spread("imbalance", values[:, 1], ""),
         "seeds": list(seeds),
         "rate_by_seed": values[:, 0].tolist(),
         "published": dict(PUBLISHED) if published else None,
@@ -195,16 +186,16 @@ def _plan(contender: Contender, sample: Sample, ep: int, seed: int) -> Placement
 
 
 def _rates(sample: Sample, expert_ranks: NDArray[np.int64], ranks: int) -> dict[str, float]:
-    """Schedule → share of the tested activations that are local."""
+    """Return the share of the tested activations that are local, by schedule."""
     by_rank, expected = (_on_ranks(side, expert_ranks, ranks) for side in (sample.truth, sample.known))
     total, count = float(by_rank.sum()), len(by_rank)
     if sample.items.one_rank:
-        usual = _on_ranks(sample.load[None], expert_ranks, ranks).sum(axis=1)
-        usual = usual / usual.sum() * ranks  # a rank with hot experts is no better for one request than for another
+        prior = _on_ranks(sample.load[None], expert_ranks, ranks).sum(axis=1)
+        prior = prior / prior.sum() * ranks  # a rank with hot experts is no better for one request than for another
         scores = expected.sum(axis=1)
         homes = {
             "round_robin": np.arange(count) % ranks,
-            "affinity": schedule_requests(scores / np.maximum(usual, 1e-9)).ranks,
+            "affinity": schedule_requests(scores / np.maximum(prior, 1e-9)).ranks,
             "oracle": schedule_requests(by_rank.sum(axis=1) / by_rank.sum(axis=(1, 2))[:, None]).ranks,
         }
         whole = by_rank.sum(axis=1)
@@ -213,31 +204,28 @@ def _rates(sample: Sample, expert_ranks: NDArray[np.int64], ranks: int) -> dict[
     fitted = None if sample.fitted is None else _on_ranks(sample.fitted, expert_ranks, ranks)
     token, turn = np.arange(count), np.arange(count) % ranks
     for layer in range(by_rank.shape[1]):
-        here, table = by_rank[:, layer], expected[:, layer]
-        homes = {"round_robin": turn, "affinity": aligned(table, BATCHES), "oracle": aligned(here, BATCHES)}
+        own, table = by_rank[:, layer], expected[:, layer]
+        homes = {"round_robin": turn, "affinity": aligned(table, BATCHES), "oracle": aligned(own, BATCHES)}
         if fitted is not None:
             after = after_ranks(fitted, by_rank, layer) if layer else table
             homes["follow"] = aligned(by_rank[:, layer - 1], BATCHES) if layer else turn
             homes["surer"] = aligned(surer(table, after), BATCHES)
             homes["added"] = aligned(table + after - fitted[:, layer].mean(axis=0), BATCHES)
         for name, home in homes.items():
-            local[name] = local.get(name, 0.0) + float(here[token, home].sum())
+            local[name] = local.get(name, 0.0) + float(own[token, home].sum())
     return {name: value / total for name, value in local.items()}
 
 
 def _on_ranks(activations: NDArray[np.floating], expert_ranks: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
-    """[tested, layer, rank] from [tested, layer, expert]."""
+    """Sum activations [tested, layer, expert] over the experts of each rank: [tested, layer, rank]."""
     out = np.empty((*activations.shape[:2], ranks))
     for layer, placed in enumerate(expert_ranks):
         out[:, layer] = activations[:, layer] @ (placed[:, None] == np.arange(ranks))
     return out
 
 
-# What the rows say in words.
-
-
 def locality_notes(rows: Sequence[Row]) -> list[str]:
-    """What was compared, and per trace at EP8 what co-clustering gains over the best baseline."""
+    """Say what was compared, and per trace at EP8 what co-clustering gains over the best baseline."""
     if not rows:
         return ["No local activation rates: give --trace, or set COTERIE_DATA to the real data (docs/data.md)."]
     notes = [
@@ -280,6 +268,6 @@ def _rate(row: Row) -> float:
 
 
 def _over(row: Row, other: Row) -> str:
-    """Gain as a ratio, in pairs by seed."""
+    """Show the gain as a ratio, paired by seed."""
     ratio = np.array(row["rate_by_seed"]) / np.array(other["rate_by_seed"])
     return with_ends(interval(100 * (ratio - 1)), 1, "+", "%")

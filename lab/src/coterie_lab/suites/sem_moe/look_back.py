@@ -1,8 +1,8 @@
-"""Looking back: how well a token's ranks, or experts, in the layers before tell those of the next layer.
+"""Looking back: how well a token's ranks, or experts, in the layers before predict those of the next layer.
 
 *Accuracy* is measured on requests that were not fitted on. *Confidence* is what the table claims: smoothed, or as a
-plain share of the fitted tokens, which rises with every layer looked back at because long contexts are rare, whether
-or not they tell anything.
+plain share of the fitted tokens, which rises with every layer looked back at because long contexts are rare, even on
+noise.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Ids = NDArray[np.integer]
 
 
 class LookBack(NamedTuple):
-    """Mean over the layers that have MAX_ORDER before them, looking back at some of these."""
+    """Mean over the layers that have MAX_ORDER layers before them."""
 
     layers_back: int
-    """0 is the baseline: what is most popular in the layer."""
+    """0 is the baseline: the most popular rank of the layer."""
     accuracy: float
     """Share of test tokens whose rank was predicted."""
     confidence: float
@@ -39,20 +39,20 @@ class LookBack(NamedTuple):
 
 
 def look_back(fit: Ids, test: Ids, held: Held) -> list[LookBack]:
-    """Looking back at 0 … MAX_ORDER layers, under a placement's `held` [rank, layer, expert]."""
+    """Look back at 0 … MAX_ORDER layers, under a placement's `held` [rank, layer, expert]."""
     layers, experts, top_k = held.shape[1], held.shape[2], fit.shape[2]
     known, asked = token_ranks(fit, held), token_ranks(test, held)
     ranks = len(held)
     likely = RankTransitions(MAX_ORDER).fit(known.ranks, ranks)
     plain = RankTransitions(MAX_ORDER, smoothing=0.0, min_tokens=1).fit(known.ranks, ranks)
     shares = RankTransitions(MAX_ORDER).fit(known.ranks, ranks, known.local, top_k)
-    # An expert as its own rank: a token's rank is then the expert listed first, the one with the highest gate score.
+    # With every expert as its own rank, a token's rank is the expert listed first, which has the highest gate score.
     each = np.broadcast_to(np.eye(experts, dtype=np.bool_)[:, None], (experts, layers, experts))
     first, first_asked = token_ranks(fit, each), token_ranks(test, each)
     by_expert = RankTransitions(MAX_ORDER).fit(first.ranks, experts, first.local, top_k)
     expected = np.argpartition(-by_expert.rows.shares, top_k - 1, axis=1)[:, :top_k]  # [row, k]
     claimed, shared = likely.rows.confidence, plain.rows.confidence
-    found = []
+    results = []
     for back in range(MAX_ORDER + 1):
         values = []
         for layer in range(MAX_ORDER, layers):
@@ -71,8 +71,8 @@ def look_back(fit: Ids, test: Ids, held: Held) -> list[LookBack]:
                     np.take_along_axis(first_asked.local[:, layer], chosen, axis=1).sum(axis=1).mean() / top_k,
                 )
             )
-        found.append(LookBack(back, *map(float, np.mean(values, axis=0))))
-    return found
+        results.append(LookBack(back, *map(float, np.mean(values, axis=0))))
+    return results
 
 
 class TableShares(NamedTuple):
@@ -80,17 +80,17 @@ class TableShares(NamedTuple):
 
     popular: float
     tokens: float
-    """By the token's id, popular where it was never seen."""
+    """By the token's id; by popularity if it was never seen."""
     contexts: float
     """By its ranks in the layers before."""
     surer: float
     """By the surer of the two."""
     best: float
-    """On the rank that holds most of its experts: no table can do better."""
+    """On the rank that holds most of its experts, an upper bound for tables."""
 
 
 def table_shares(tables: RankTables, test: Ids, token_ids: NDArray[np.integer], held: Held) -> TableShares:
-    """Local shares of test tokens [token] with their recorded experts."""
+    """Return local shares of test tokens [token] with their recorded experts."""
     asked, top_k = token_ranks(test, held), test.shape[2]
     rows = tables.rows_of(token_ids)
     nothing = np.full(len(rows), -1, np.int64)
@@ -111,5 +111,5 @@ def table_shares(tables: RankTables, test: Ids, token_ids: NDArray[np.integer], 
 
 
 def _local(of: TokenRanks, layer: int, home: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """[token] activations that are local on the token's home."""
+    """Count activations that are local on the token's home: [token]."""
     return np.take_along_axis(of.local[:, layer], home[:, None], axis=1)[:, 0]
