@@ -15,17 +15,15 @@ from coterie.costs.lines import StepCost
 from coterie_lab.benches.timing import Row, median_us
 
 SIZES = ((32, 8, 60, 4), (256, 64, 256, 8))
-"""Window, batch, experts and top-k: the published setting, and one of a large model."""
-
+"""Window, batch, experts and top-k: the published setting, and that of a large model."""
 STEP_COST = "latency_aware, step cost"
-"""`latency_aware` has two costs to minimise; the other rows have the default."""
-
+"""`latency_aware` with its other cost to minimise; the other rows have the default."""
 REPEATS = 201
-"""A selection takes microseconds, so the median is of many."""
+"""Runs of which the median is taken: a selection takes microseconds."""
 
 
 def prompt_loads(rng: Generator, waiting: int, experts: int, top_k: int) -> NDArray[np.float64]:
-    """[request, 1, expert] tokens of prompts of 16 to 512 tokens, of six kinds that prefer different experts."""
+    """Draw prompts of 16 to 512 tokens, of six kinds that prefer different experts: tokens [request, 1, expert]."""
     tastes = rng.dirichlet(np.full(experts, 0.5), size=6)
     tokens = np.exp(rng.uniform(np.log(16), np.log(512), waiting)).astype(np.int64)
     kinds = rng.integers(6, size=waiting)
@@ -33,25 +31,21 @@ def prompt_loads(rng: Generator, waiting: int, experts: int, top_k: int) -> NDAr
 
 
 def bench_batching(report: Report) -> list[Row]:
-    """One call of `select`, in one layer, with nothing running, nobody passed over and a long queue."""
-
+    """Time one call of `select`, in one layer, with nothing running, no request passed over and a long queue."""
     rows: list[Row] = []
     for waiting, batch, experts, top_k in SIZES:
         loads = prompt_loads(np.random.default_rng(0), waiting, experts, top_k)
         window = Window(loads, np.zeros(waiting, np.int64), 10 * waiting)  # so that reordering pays
-        running = window.no_load()
-        for name in strategies:
-            report(name, len(rows), len(SIZES) * len(strategies))
-            strategy = strategies.make(name, {"cost": SpreadCost()})
-            select = partial(strategy.select, window, running, batch, np.random.default_rng(0))
-            spent = median_us(select, REPEATS)
-            rows.append({"strategy": name, "window": waiting, "batch": batch, "experts": experts, "median_us": spent})
-        # As in decode on one device: a request touches an expert by chance, and each one touched is streamed.
+        # As in decode on one device: a request touches an expert by chance, and every touched expert is streamed.
         decoding = window._replace(loads=loads / loads.sum(axis=2, keepdims=True) * top_k)
         cost = StepCost(
             fixed_us=100.0, first_us=10.0, tile_rows=64.0, row_us=0.1, arrival_us=0.0, num_ranks=1, by_tokens=False
         )
-        by_steps = strategies.make("latency_aware", {"cost": cost}, trust=1.0)
-        spent = median_us(partial(by_steps.select, decoding, running, batch, np.random.default_rng(0)), REPEATS)
-        rows.append({"strategy": STEP_COST, "window": waiting, "batch": batch, "experts": experts, "median_us": spent})
+        timed = [(name, strategies.make(name, {"cost": SpreadCost()}), window) for name in strategies]
+        timed.append((STEP_COST, strategies.make("latency_aware", {"cost": cost}, trust=1.0), decoding))
+        for name, strategy, seen in timed:
+            report(name, len(rows), len(SIZES) * len(timed))
+            select = partial(strategy.select, seen, window.no_load(), batch, np.random.default_rng(0))
+            spent = median_us(select, REPEATS)
+            rows.append({"strategy": name, "window": waiting, "batch": batch, "experts": experts, "median_us": spent})
     return rows

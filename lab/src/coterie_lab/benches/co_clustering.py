@@ -35,7 +35,7 @@ def bench_co_clustering(report: Report) -> list[Row]:
 
 
 def themed_items(rng: Generator, count: int, layers: int, experts: int, top_k: int, themes: int) -> Items:
-    """Token ids with Zipf frequencies; with no themes, every item has preferences of its own."""
+    """Draw token ids with Zipf frequencies; with no themes, every item has preferences of its own."""
     tokens = np.ceil(100.0 * count / np.arange(1, count + 1))
     kept = min(2 * top_k, experts)
     ids, weights = np.empty((count, layers, kept), np.int32), np.empty((count, layers, kept))
@@ -60,15 +60,9 @@ def _timed_rows(report: Report) -> Iterator[Row]:
         planners.make(name, offers, items=warm).plan(load, topology, current)  # compile, or load the machine code
         started = perf_counter()
         plan = planners.make(name, offers, items=items).plan(load, topology, current)
-        yield {
-            "name": f"{name} plan",
-            "items": ITEMS,
-            "layers": LAYERS,
-            "experts": EXPERTS,
-            "ranks": RANKS,
-            "median_ms": round(1e3 * (perf_counter() - started), 1),
-            "imbalance": round(float(median_imbalance(plan.placement.rank_load(load.tokens)).mean()), 3),
-        }
+        spent, imbalance = perf_counter() - started, median_imbalance(plan.placement.rank_load(load.tokens))
+        row = {"name": f"{name} plan", "items": ITEMS, "layers": LAYERS, "experts": EXPERTS, "ranks": RANKS}
+        yield row | {"median_ms": round(1e3 * spent, 1), "imbalance": round(float(imbalance.mean()), 3)}
 
 
 def _small_rows(report: Report) -> Iterator[Row]:
@@ -78,17 +72,9 @@ def _small_rows(report: Report) -> Iterator[Row]:
             report(f"exact, {ranks} ranks", case, SMALL_CASES)
             items = themed_items(default_rng(case), SMALL_ITEMS, 1, SMALL_EXPERTS, 2, ranks * (case % 2))
             exact = solve_exactly(items, SMALL_EXPERTS, ranks, THETA, time_limit_s=SECONDS, gap=1e-4)
-            found = cost(items, *alternate(items, SMALL_EXPERTS, ranks, default_rng(case)), ranks, THETA)
-            over.append(100 * float(found[0] / exact.cost[0] - 1))
+            ours = cost(items, *alternate(items, SMALL_EXPERTS, ranks, default_rng(case)), ranks, THETA)
+            over.append(100 * float(ours[0] / exact.cost[0] - 1))
             closed += bool(exact.cost[0] - exact.bound[0] <= 1e-3 * exact.cost[0])
-        yield {
-            "name": "alternating against the optimum",
-            "items": SMALL_ITEMS,
-            "layers": 1,
-            "experts": SMALL_EXPERTS,
-            "ranks": ranks,
-            "cases": SMALL_CASES,
-            "closed": closed,
-            "mean_excess_pct": round(float(np.mean(over)), 2),
-            "worst_excess_pct": round(max(over), 2),
-        }
+        row = {"name": "alternating against the optimum", "items": SMALL_ITEMS, "layers": 1, "experts": SMALL_EXPERTS}
+        row |= {"ranks": ranks, "cases": SMALL_CASES, "closed": closed}
+        yield row | {"mean_excess_pct": round(float(np.mean(over)), 2), "worst_excess_pct": round(max(over), 2)}

@@ -17,7 +17,7 @@ from coterie_lab.benches.timing import Row, median_us
 
 
 def bench_costs(report: Report) -> list[Row]:
-    """How exact the step-time model is on held-out cells: MoE tables fitted again, the other parts as stored."""
+    """Measure errors of the step-time model on held-out cells: MoE tables fitted again, the other parts as stored."""
     rows: list[Row] = []
     tables = [
         (preset, shape, table)
@@ -28,20 +28,9 @@ def bench_costs(report: Report) -> list[Row]:
     for done, (preset, shape, table) in enumerate(tables):
         report(f"{preset.name} {shape.model} {table.dtype}", done, len(tables))
         spec = shape_spec(shape)
-        fit = fit_table(spec, table, _cache_limit(preset))
-        rows.append(
-            {
-                "name": "moe layer",
-                "preset": preset.name,
-                "model": shape.model,
-                "dtype": table.dtype,
-                "cells": fit.held_out.cells,
-                "mape_pct": fit.held_out.mape_pct,
-                "worst_pct": fit.held_out.worst_pct,
-                "worst_cell": fit.held_out.worst_cell,
-                "median_us": _predict_us(spec, fit.params, table),
-            }
-        )
+        fit = fit_table(spec, table, float(preset.measurement.hardware.get("cache_bytes", float("inf"))))
+        row = {"name": "moe layer", "preset": preset.name, "model": shape.model, "dtype": table.dtype}
+        rows.append(row | _errors(fit.held_out) | {"median_us": _predict_us(spec, fit.params, table)})
     for preset, shape, table in tables:
         if len(preset.fits) > 1:
             rows.append(_unseen_row(preset, shape_spec(shape), table))
@@ -50,12 +39,12 @@ def bench_costs(report: Report) -> list[Row]:
     return rows
 
 
-def _cache_limit(preset: Preset) -> float:
-    return float(preset.measurement.hardware.get("cache_bytes", float("inf")))
+def _errors(quality: Any) -> Row:
+    return {key: getattr(quality, key) for key in ("cells", "mape_pct", "worst_pct", "worst_cell")}
 
 
 def _predict(spec: ModelSpec, params: MoeParams, table: MoeTable) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[cell] microseconds by a set of parameters, whatever shape they were fitted to."""
+    """Predict the microseconds of each cell by parameters that were fitted to any shape: [cell]."""
     out = np.empty(len(table.cells))
     for index, cell in enumerate(table.cells):
         counts = np.zeros(spec.num_experts)
@@ -74,32 +63,16 @@ def _predict_us(spec: ModelSpec, params: MoeParams, table: MoeTable) -> float:
 
 def _unseen_row(preset: Preset, spec: ModelSpec, table: MoeTable) -> Row:
     """Predict a shape from the nearest other one: what a user's own model gets without calibrating."""
-    others = Preset(
-        preset.name,
-        preset.version,
-        preset.measurement,
-        {name: fit for name, fit in preset.fits.items() if name != spec.name},
-        preset.copies,
-    )
-    near = nearest_shape(others, spec)
+    others = {name: fit for name, fit in preset.fits.items() if name != spec.name}
+    near = nearest_shape(Preset(preset.name, preset.version, preset.measurement, others, preset.copies), spec)
     params = preset.fits[near].moe[table.dtype].params
     error = fit_error(_predict(spec, params, table), table.cells)
-    return {
-        "name": "unseen shape",
-        "preset": preset.name,
-        "model": spec.name,
-        "dtype": table.dtype,
-        "from": near,
-        "cells": error.cells,
-        "mape_pct": error.mape_pct,
-        "worst_pct": error.worst_pct,
-        "worst_cell": error.worst_cell,
-        "median_us": _predict_us(spec, params, table),
-    }
+    row = {"name": "unseen shape", "preset": preset.name, "model": spec.name, "dtype": table.dtype, "from": near}
+    return row | _errors(error) | {"median_us": _predict_us(spec, params, table)}
 
 
 def _part_rows(preset: Preset) -> list[Row]:
-    """Dense projections, attention, routing and copies, as fitted when the preset was made."""
+    """Make rows of dense projections, attention, routing and copies, as fitted when the preset was made."""
     rows: list[Row] = []
     for model, fit in preset.fits.items():
         parts = {
@@ -115,13 +88,5 @@ def _part_rows(preset: Preset) -> list[Row]:
 
 def _part_row(name: str, preset: str, model: str, part: RooflineLaw | TransferLaw | CurveLaw) -> Row:
     call = (lambda: part.us(1e6, 1e9)) if isinstance(part, RooflineLaw) else (lambda: part.us(1e6))
-    quality = part.held_out
-    return {
-        "name": name,
-        "preset": preset,
-        "model": model,
-        "cells": quality.cells,
-        "mape_pct": quality.mape_pct,
-        "worst_pct": quality.worst_pct,
-        "median_us": median_us(call),
-    }
+    row = {"name": name, "preset": preset, "model": model} | _errors(part.held_out)
+    return {key: value for key, value in row.items() if key != "worst_cell"} | {"median_us": median_us(call)}

@@ -1,4 +1,4 @@
-"""How fast the KV directory answers, how fast it learns, and what it weighs."""
+"""How fast the KV directory answers and applies events, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ HOLDERS = 2
 def kv_directory_rows(
     report: Report, *, num_blocks: int = 1_000_000, num_workers: int = 64, prompts: int = 200
 ) -> list[Row]:
-    """A directory of `num_blocks` distinct blocks: matching by tokens and by hashes, applying events, memory.
+    """Time a directory of `num_blocks` distinct blocks: matching by tokens and by hashes, applying events, memory.
 
-    `warm` asks for one prompt again and again, `spread` for another one each time.
+    `warm` asks for the same prompt every time, `spread` for another one each time.
     """
     rng = np.random.default_rng(0)
     directory = KVDirectory(num_workers, block_size=BLOCK_SIZE, capacity=num_blocks, rng=rng)
@@ -66,7 +66,7 @@ def _in_turn(calls: list[Callable[[], object]]) -> Callable[[], object]:
 
 
 def _prompts(num_blocks: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Token ids [prompt, token] and hashes [prompt, block] of prompts with `num_blocks` distinct blocks in all."""
+    """Draw prompts with `num_blocks` distinct blocks in all: token ids [prompt, token] and hashes [prompt, block]."""
     fresh = 16 * (PROMPT_BLOCKS - SHARED_BLOCKS) + SHARED_BLOCKS
     count = 16 * max(1, round(num_blocks / fresh))
     texts = rng.integers(0, 200_000, (count, PROMPT_BLOCKS * BLOCK_SIZE))
@@ -89,7 +89,7 @@ def _stored(tokens: NDArray[np.int64], hashes: NDArray[np.uint64], parent: int |
 
 
 def _stream_row(event_blocks: int, blocks: int = 16_384) -> Row:
-    """Payloads as received, events of this many blocks, half as many removals: decoding included."""
+    """Time payloads as received, decoding included: events of this many blocks, half as many removals."""
     rng = np.random.default_rng(1)
     payloads = []
     for _ in range(blocks // PROMPT_BLOCKS):

@@ -1,10 +1,10 @@
 """Planners of expert placement: how fast, how even, how many moves, and how far from the best there is.
 
 The drift is :func:`~coterie.traces.load.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
-window before. A planner is asked for a balance of at least `target_balance`, then for as few moves as possible: the
+window before. A planner has to reach a balance of at least `target_balance`, then make as few moves as possible: the
 horizon is so long that a thousandth of balance is worth a hundred moves. Two more groups of rows compare with the
-integer program: moves at the same balance, and the objective where processing and movement both count, on
-layers that it closed. What it did not close is in the rows too, and counts for nothing.
+integer program: moves at the same balance, and the objective if processing and movement both count, on layers that the
+program closed. Rows count the others too, but do not use them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.placement.splits.shares import optimal_shares
 from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology
-from coterie_lab.benches.placement_steps import scenario_rows
+from coterie_lab.benches.placement_steps import plan_row, scenario_rows
 from coterie_lab.benches.timing import Row, median_us
 
 LAYERS, EXPERTS, SEEDS = 58, 256, range(5)
@@ -41,7 +41,7 @@ class Size(NamedTuple):
     target_balance: float
     exponent: float = 1.0
     first: str = "eplb"
-    """What made the map that the drift left behind: eplb, for the window before, or linear, for none."""
+    """Planner of the map before the drift: eplb, for the window before, or linear."""
     free_target: float | None = None
     """`target_balance` of every layer with the optimal split, which gives the same mean balance; None: the same."""
 
@@ -61,7 +61,7 @@ SIZES = (
     Size(256, 8, 0.996),
     Size(256, 8, 0.996, 0.7, "linear"),
 )
-"""The last has the paper's start, a map that is uneven to about .65, and a load that lets .996 be reached."""
+"""The last has the paper's start: a map with a balance of about .65, and a load for which .996 can be reached."""
 
 BASELINES = ("linear", "round_robin", "popularity", "eplb", "flashlb")
 EXACT = "latency_optimal_ilp"
@@ -77,8 +77,7 @@ class Case(NamedTuple):
 
 
 def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS) -> Case:
-    """The load after a drift, and the map of before it, on ranks that are all alike."""
-
+    """Return the load after a drift and the map before it, on equal ranks."""
     drift = zipf_drift(layers, experts, np.random.default_rng(seed), exponent=size.exponent, tokens=ROWS_A_STEP)
     topology = Topology(size.ranks, ranks_per_node=size.ranks)
     current = Placement.linear(layers, experts, size.ranks, size.slots)
@@ -98,7 +97,6 @@ def bench_placement(report: Report) -> list[Row]:
 
 
 def _planner_rows(report: Report) -> Iterator[Row]:
-
     for size in SIZES:
         cases = [drifted(size, seed) for seed in SEEDS]
         objective = balance_first(size.target_balance)
@@ -131,8 +129,7 @@ def _planner_row(name: str, planner: Any, size: Size, cases: Sequence[Case]) -> 
 
 
 def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
-    """The old map, its replicas sharing alike or as well as they can."""
-
+    """Keep the old map; its replicas share tokens equally or optimally."""
     problems = [balance_first(size.target_balance).problem(*case) for case in cases]
 
     def shares(problem: Problem) -> Any:
@@ -147,29 +144,13 @@ def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
 
 
 def _row(
-    name: str,
-    split: str,
-    size: Size,
-    spent: float,
-    evenness: Sequence[float],
-    moves: Sequence[int],
-    layers: int = LAYERS,
+    name: str, split: str, size: Size, ms: float, evenness: Sequence[float], moves: Sequence[int], layers: int = LAYERS
 ) -> Row:
-    return {
-        "planner": name,
-        "split": split,
-        "layers": layers,
-        "experts": EXPERTS,
-        "slots": size.slots,
-        "ranks": size.ranks,
-        "median_ms": round(spent, 3),
-        "balancedness": round(fmean(evenness), 4),
-        "moves": round(fmean(moves), 1),
-    }
+    return plan_row(name, split, (layers, EXPERTS, size.slots, size.ranks), ms, fmean(evenness), round(fmean(moves), 1))
 
 
 def _about(size: Size, cases: Sequence[Case]) -> Row:
-    """The most that the heaviest experts allow for, over how many seeds, and the setting."""
+    """Return the largest balance that the heaviest experts allow for, the number of seeds, and the setting."""
     problems = [balance_first(size.target_balance).problem(*case) for case in cases]
     attainable = fmean(float((problem.even / problem.reach).mean()) for problem in problems)
     return {"attainable": round(attainable, 4), "seeds": len(cases), "setting": size.setting}
@@ -200,8 +181,7 @@ def _move_rows(report: Report) -> Iterator[Row]:
 
 
 def move_row(contest: Contest) -> Row:
-    """Moves of the heuristic and of the integer program that starts from it, where both reach the balance."""
-
+    """Compare moves of the heuristic and of the integer program that starts from it, at the same balance."""
     size, split = contest.size, contest.split
     case = first_layers(drifted(size, 0), contest.layers)
     objective = balance_first(size.target_balance)
@@ -210,9 +190,8 @@ def move_row(contest: Contest) -> Row:
     ilp = LatencyOptimalIlp(objective, split, gap=0.0, gap_moves=0.99, time_limit_s=contest.seconds)
     best = ilp.solve(problem, starts=[plan.placement.slot_experts])
     ours, theirs = len(plan.moves), len(best.moves)
-    return _row(
-        "latency_optimal_ilp", split, size, best.planning_s * 1e3, [best.balance_after], [theirs], contest.layers
-    ) | {
+    row = _row(EXACT, split, size, best.planning_s * 1e3, [best.balance_after], [theirs], contest.layers)
+    return row | {
         "duplicates": best.placement.duplicates,
         "heuristic_moves": ours,
         "heuristic_balancedness": round(plan.balance_after, 4),
@@ -224,22 +203,20 @@ def move_row(contest: Contest) -> Row:
 
 
 def _least_moves(problem: Problem, bound_s: Any) -> int:
-    """Moves that no placement of the same processing goes below, by the bound on the objective."""
+    """Return a lower bound on the moves of any placement of the same processing, by the bound on the objective."""
     per_move = problem.load_in.max() * (1 + problem.objective.move_price)
     return int(np.ceil((bound_s - problem.objective.horizon * problem.floor) / per_move - 1e-6).clip(0).sum())
 
 
 def first_layers(case: Case, layers: int) -> Case:
-
-    load = Load(
-        case.load.tokens[:layers], case.load.steps, None if case.load.sources is None else case.load.sources[:, :layers]
-    )
+    sources = None if case.load.sources is None else case.load.sources[:, :layers]
+    load = Load(case.load.tokens[:layers], case.load.steps, sources)
     return case._replace(load=load, current=replace(case.current, slot_experts=case.current.slot_experts[:layers]))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Layers on which the objective is held against the integer program's."""
+    """Layers on which the objective is compared with that of the integer program."""
 
     name: str
     experts: int
@@ -256,7 +233,6 @@ class Trial:
     layers: int = 4
 
     def case(self, seed: int = 11) -> Case:
-
         size = Size(self.slots, self.ranks, 1.0, self.exponent)
         load, _, current = drifted(size, seed, self.layers, self.experts)
         topology = Topology(self.ranks, self.ranks_per_node or self.ranks, speeds=self.speeds)
@@ -274,37 +250,19 @@ TRIALS = (
     Trial("plain", 256, 256, 8, exponent=0.7),
     Trial("replicas", 64, 72, 8),
     Trial("few ranks", 64, 72, 4, prices={"horizon": 100.0}),
-    Trial(name="no replicas", experts=64, slots=64, ranks=8, prices={"horizon": 100.0}, exponent=0.5),
+    Trial("no replicas", 64, 64, 8, prices={"horizon": 100.0}, exponent=0.5),
     Trial("priced moves", 64, 72, 4, prices={"horizon": 100.0, "move_price": 1.0}),
     Trial("two nodes", 64, 72, 8, ranks_per_node=4),
-    Trial(name="two nodes, short", experts=64, slots=64, ranks=4, ranks_per_node=2, prices={"horizon": 100.0}),
-    Trial(
-        name="two nodes, few rows",
-        experts=64,
-        slots=72,
-        ranks=4,
-        rows=16_384.0,
-        ranks_per_node=2,
-        prices={"horizon": 200.0},
-    ),
+    Trial("two nodes, short", 64, 64, 4, ranks_per_node=2, prices={"horizon": 100.0}),
+    Trial("two nodes, few rows", 64, 72, 4, rows=16_384.0, ranks_per_node=2, prices={"horizon": 200.0}),
     Trial("mixed speeds", 64, 72, 8, speeds=SLOW),
-    Trial(name="mixed speeds, two nodes", experts=64, slots=80, ranks=8, speeds=SLOW, ranks_per_node=4),
-    Trial(name="streaming", experts=64, slots=72, ranks=8, rows=8_192.0, prices={"touch_s": 1.3e-5}),
-    Trial(name="sources", experts=64, slots=64, ranks=4, prices={"row_bytes": 14_336.0}, sources=True),
-    Trial(
-        name="sources, two nodes",
-        experts=64,
-        slots=64,
-        ranks=4,
-        ranks_per_node=2,
-        prices={"row_bytes": 14_336.0},
-        sources=True,
-    ),
+    Trial("mixed speeds, two nodes", 64, 80, 8, speeds=SLOW, ranks_per_node=4),
+    Trial("streaming", 64, 72, 8, rows=8_192.0, prices={"touch_s": 1.3e-5}),
+    Trial("sources", 64, 64, 4, prices={"row_bytes": 14_336.0}, sources=True),
+    Trial("sources, two nodes", 64, 64, 4, ranks_per_node=2, prices={"row_bytes": 14_336.0}, sources=True),
     Trial("optimal split", 64, 72, 8, "optimal"),
-    Trial(
-        name="optimal split, two nodes", experts=64, slots=72, ranks=8, split="optimal", ranks_per_node=4, speeds=SLOW
-    ),
-    Trial(name="optimal split, large", experts=256, slots=288, ranks=8, split="optimal", exponent=1.0),
+    Trial("optimal split, two nodes", 64, 72, 8, "optimal", ranks_per_node=4, speeds=SLOW),
+    Trial("optimal split, large", 256, 288, 8, "optimal", exponent=1.0),
 )
 TRIAL_SECONDS = 4.0
 """A layer, for the integer program."""
@@ -336,8 +294,7 @@ def _objective_rows(report: Report) -> Iterator[Row]:
 
 
 def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
-    """The heuristic's objective on each layer that the integer program closes, over its bound."""
-
+    """Compare the heuristic's objective with the integer program's bound on each layer that the program closes."""
     case, objective = trial.case(), trial.objective()
     problem = objective.problem(*case)
     planner = planners.make("latency_optimal", {"objective": objective}, split=trial.split)
@@ -349,16 +306,8 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
     best = ilp.solve(problem, starts=[plan.placement.slot_experts])
     proof = best.proven
     excess = (ours / proof.bound_s - 1)[proof.closed].tolist()
-    row = {
-        "planner": "latency_optimal",
-        "split": trial.split,
-        "layers": trial.layers,
-        "experts": trial.experts,
-        "slots": trial.slots,
-        "ranks": trial.ranks,
-        "median_ms": round(spent, 3),
-        "balancedness": round(plan.balance_after, 4),
-        "moves": len(plan.moves),
+    shape = (trial.layers, trial.experts, trial.slots, trial.ranks)
+    row = plan_row("latency_optimal", trial.split, shape, spent, plan.balance_after, len(plan.moves)) | {
         "duplicates": plan.placement.duplicates,
         "ilp_moves": len(best.moves),
         "closed": len(excess),

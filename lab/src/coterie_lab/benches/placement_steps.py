@@ -2,7 +2,7 @@
 
 Scenarios are steps of a few subjects: each subject has the Zipf load of :func:`~coterie.traces.load.zipf_drift`, every
 expert scaled by a lognormal factor of its own, and each step mixes subjects anew. Plans start from the map in order,
-with moves free: the most there is to search. Balancedness is over the scenarios.
+with free moves: the largest search. Balancedness is over the scenarios.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPEATS = 7
 
 
 def steps_of_subjects(layers: int, experts: int, tokens: float, seed: int) -> Load:
-    """Steps of so many tokens a layer."""
+    """Draw steps of so many tokens per layer."""
     rng = np.random.default_rng(seed)
     window = zipf_drift(layers, experts, rng, exponent=0.7).after
     subjects = window * rng.lognormal(0.0, SCATTER, (SUBJECTS, *window.shape))
@@ -35,8 +35,17 @@ def steps_of_subjects(layers: int, experts: int, tokens: float, seed: int) -> Lo
     return Load.of_scenarios(steps / steps.sum(axis=2, keepdims=True) * tokens)
 
 
+def plan_row(
+    planner: str, split: str, shape: tuple[int, int, int, int], ms: float, balance: float, moves: float
+) -> Row:
+    """Make the row of a plan; `shape` is layers, experts, slots and ranks."""
+    sizes = zip(("layers", "experts", "slots", "ranks"), shape, strict=True)
+    results = {"median_ms": round(ms, 3), "balancedness": round(balance, 4), "moves": moves}
+    return {"planner": planner, "split": split, **dict(sizes), **results}
+
+
 def scenario_rows(report: Report, layers: int, experts: int, tokens: float) -> Iterator[Row]:
-    """A row for the scenarios and one for their mean, at every size."""
+    """Make a row for the scenarios and one for their mean, at every size."""
     load = steps_of_subjects(layers, experts, tokens, seed=0)
     objective = replace(DEEPSEEK_V3_PREFILL, exposed=0.0)
     planner = planners.make("latency_optimal", {"objective": objective})
@@ -47,16 +56,8 @@ def scenario_rows(report: Report, layers: int, experts: int, tokens: float) -> I
         for given in (load, load.mean):
             spent = median_us(partial(planner.plan, given, topology, current), REPEATS) / 1e3
             plan = planner.plan(given, topology, current)
-            yield {
-                "planner": "latency_optimal",
-                "split": plan.split,
-                "layers": layers,
-                "experts": experts,
-                "slots": slots,
-                "ranks": ranks,
-                "median_ms": round(spent, 3),
-                "balancedness": round(problem.balanced(plan.placement.slot_experts), 4),
-                "moves": len(plan.moves),
+            balance, shape = problem.balanced(plan.placement.slot_experts), (layers, experts, slots, ranks)
+            yield plan_row("latency_optimal", plan.split, shape, spent, balance, len(plan.moves)) | {
                 "duplicates": plan.placement.duplicates,
                 "scenarios": given.num_scenarios,
                 "setting": f"{SCENARIOS} steps of {SUBJECTS} subjects, Zipf 0.7, from linear, moves free",

@@ -30,27 +30,24 @@ FIT_REQUESTS, FIT_WORKERS = 1000, 16
 
 
 def bench_routing(report: Report) -> list[Row]:
-    """One decision of every router, with the bookkeeping of the fleet beside it; fitting; the KV directory."""
-
+    """Time one decision of every router, the bookkeeping of the fleet, fitting, and the KV directory."""
     return [*_decision_rows(report), *_fit_rows(report), *kv_directory_rows(report)]
 
 
 def _counts(requests: int, rng: Generator, tokens: int = 400) -> np.ndarray:
-    """[request, layer, expert] activations of requests of a few kinds."""
+    """Draw activations of requests of a few kinds: [request, layer, expert]."""
     liking = rng.gamma(0.3, size=(GROUPS, LAYERS, EXPERTS)) + 0.02
     liking /= liking.sum(axis=2, keepdims=True)
     return np.array([rng.multinomial(tokens * TOP_K, liking[rng.integers(GROUPS)]) for _ in range(requests)])
 
 
 def _fitted(workers: int, rng: Generator) -> RouterFit:
-
     requests = max(64, workers)
     both = _counts(requests, rng, 200), _counts(requests, rng, 200)
     return RouterFit(workers).fit(_calibration(*both), rng)
 
 
 def _calibration(prefill: np.ndarray, decode: np.ndarray) -> Calibration:
-
     return Calibration(
         prefill=prefill,
         decode=decode,
@@ -63,9 +60,9 @@ def _calibration(prefill: np.ndarray, decode: np.ndarray) -> Calibration:
 
 
 def _busy_fleet(workers: int, fitted: RouterFit, counts: np.ndarray, rng: Generator) -> Fleet:
-    """A fleet in which every worker runs the typical number of requests and may be chosen."""
+    """Make a fleet in which every worker runs the typical number of requests and may be chosen."""
     fleet = fitted.fleet(4 * IN_FLIGHT)
-    profiles = [fitted.profile(one) for one in counts]
+    profiles = [fitted.profile(footprint) for footprint in counts]
     for number in range(workers * IN_FLIGHT if workers <= 100 else 4 * workers):
         fleet.admit(f"resident-{number}", number % workers, 1000, profiles[rng.integers(len(profiles))])
     fleet.local = rng.integers(0, 2**63, (workers, LAYERS, EXPERTS // 64)).astype(np.uint64)
@@ -73,7 +70,6 @@ def _busy_fleet(workers: int, fitted: RouterFit, counts: np.ndarray, rng: Genera
 
 
 def _decision_rows(report: Report) -> Iterator[Row]:
-
     cost = DecodeStepPrices.of(step_model(get_model(SHAPE), "h200"), IN_FLIGHT)
     rng = np.random.default_rng(0)
     counts = _counts(16, rng)
@@ -85,36 +81,25 @@ def _decision_rows(report: Report) -> Iterator[Row]:
         labels = {"code": tuple(range(size))}
         placement = Placement.linear(LAYERS, EXPERTS, size, -(-EXPERTS // size) * size)
         context = {"fitted": fitted, "cost": cost, "labels": labels, "placement": placement, "seed": 0}
-        asked = [Request(str(n), 1000, one, "code", cached) for n, one in enumerate(counts)]
+        asked = [Request(str(n), 1000, footprint, "code", cached) for n, footprint in enumerate(counts)]
+        sizes = {"workers": size, "layers": LAYERS, "experts": EXPERTS}
         for done, name in enumerate(routers.names()):
             report(f"{name}, {size} workers", done, len(routers.names()))
             router = routers.make(name, context)
-            yield {
-                "name": "decision",
-                "router": name,
-                "workers": size,
-                "layers": LAYERS,
-                "experts": EXPERTS,
-                "median_us": median_us(_turns(router, asked, fleet), 301 if size < 100 else 61),
-            }
-        yield {
-            "name": "admit and finish",
-            "router": "",
-            "workers": size,
-            "layers": LAYERS,
-            "experts": EXPERTS,
-            "median_us": median_us(_turnover(fleet, fitted.profile(counts[0])), 61),
-        }
+            spent = median_us(_turns(router, asked, fleet), 301 if size < 100 else 61)
+            yield {"name": "decision", "router": name, **sizes, "median_us": spent}
+        spent = median_us(_turnover(fleet, fitted.profile(counts[0])), 61)
+        yield {"name": "admit and finish", "router": "", **sizes, "median_us": spent}
 
 
 def _turns(router: Router, asked: list[Request], fleet: Fleet) -> Callable[[], object]:
-    """A call that asks for another request each time."""
+    """Return a call that routes another request each time."""
     turns = itertools.cycle(asked)
     return lambda: router.route(next(turns), fleet)
 
 
 def _turnover(fleet: Fleet, profile: np.ndarray) -> Callable[[], None]:
-    """What the fleet's keeper does for a request beside the decision."""
+    """Return a call that does what the fleet's keeper does for a request besides the decision."""
 
     def call() -> None:
         fleet.admit("new", 3, 1000, profile)
@@ -124,7 +109,6 @@ def _turnover(fleet: Fleet, profile: np.ndarray) -> Callable[[], None]:
 
 
 def _fit_rows(report: Report) -> Iterator[Row]:
-
     rng = np.random.default_rng(1)
     known = _calibration(_counts(FIT_REQUESTS, rng), _counts(FIT_REQUESTS, rng))
     RouterFit(4).fit(known.take(np.arange(64)), np.random.default_rng(0))  # compiles

@@ -66,7 +66,7 @@ def _decode_row(model: str, routing: str, requests: FleetRequests) -> Row:
 
     def call() -> FleetRun:
         fleet = Fleet([PLACES] * DECODERS)
-        # Recordings are too few to keep so many in flight for long if none may be there twice; time is all this is for.
+        # Recordings are too few to keep so many in flight if none may be there twice; only time is measured here.
         return run_fleet(
             requests, cost, routers.make("round_robin"), config, in_flight=IN_FLIGHT, fleet=fleet, duplicates="allow"
         )
@@ -79,14 +79,8 @@ def _pair_row(data: Path, recordings: Recordings) -> Row:
     requests = draw_requests(
         recordings, PAIR_REQUESTS, np.random.default_rng(0), arrivals.in_order(), rate=20.0, longest_prompt=16_384
     )
-    config = FleetConfig(
-        decode_workers=8,
-        prefill_workers=8,
-        places=64,
-        link=INFINIBAND_400G,
-        prefill_kv_tokens=400_000,
-        kv_tokens=1_000_000,
-    )
+    memory = {"prefill_kv_tokens": 400_000, "kv_tokens": 1_000_000}
+    config = FleetConfig(decode_workers=8, prefill_workers=8, places=64, link=INFINIBAND_400G, **memory)
     cost = step_model(get_model("gpt-oss-20b"), "h200", "bf16")
 
     def call() -> FleetRun:

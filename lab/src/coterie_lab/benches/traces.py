@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +12,14 @@ from coterie.answers.suites import Report
 from coterie.footprints.counting import accumulate_load
 from coterie.traces import ActivationTrace
 from coterie.traces.synthetic import generate_to, presets
-from coterie_lab.benches.timing import Row, median_us
+from coterie_lab.benches.timing import Row, median_ms, median_us
 
 TRACE_BYTES = 64_000_000
 """Size of the trace that is read and written."""
 
 
 def bench_traces(report: Report) -> list[Row]:
-    """Opening, reading, writing, generating and counting activation traces."""
-
+    """Time opening, reading, writing, generating and counting activation traces."""
     rows: list[Row] = []
     settings = presets["balanced"]
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +27,7 @@ def bench_traces(report: Report) -> list[Row]:
         report("generate", 0, 4)
         paths = [Path(folder) / f"trace{n}" for n in range(3)]
         draw = partial(generate_to, settings=settings, nbytes=TRACE_BYTES)
-        spent = _spaced_ms([partial(draw, path, rng=np.random.default_rng(0)) for path in paths])
+        spent = median_ms([partial(draw, path, rng=np.random.default_rng(0)) for path in paths])
         path = paths[0]
         trace = ActivationTrace.open(path)
         sizes = {"mbytes": round(trace.nbytes / 1e6, 1), "requests": trace.num_requests, "tokens": trace.num_tokens}
@@ -49,16 +45,6 @@ def bench_traces(report: Report) -> list[Row]:
 
         rows.append({"name": "count load", **sizes, "median_ms": round(median_us(count, 5) / 1e3, 3)})
         report("copy", 3, 4)
-        spent = _spaced_ms([partial(trace.save, Path(folder) / f"copy{n}") for n in range(3)])
+        spent = median_ms([partial(trace.save, Path(folder) / f"copy{n}") for n in range(3)])
         rows.append({"name": "copy", **sizes, "median_ms": spent})
     return rows
-
-
-def _spaced_ms(calls: Sequence[Callable[[], object]]) -> float:
-    """Median over calls that each do their work anew, such as writing to a folder of their own."""
-    samples = []
-    for call in calls:
-        start = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return round(statistics.median(samples), 3)

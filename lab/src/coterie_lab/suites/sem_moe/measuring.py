@@ -48,7 +48,7 @@ class WireBytes(NamedTuple):
     other: int
     """Slots, weights and counts that went with them."""
     tcp: int | None
-    """What the system says its TCP connections carried meanwhile, headers left out; None where it does not say."""
+    """Bytes that the system counted on its TCP connections meanwhile, without headers; None if it does not count."""
 
 
 class WireMeasurement(NamedTuple):
@@ -80,9 +80,9 @@ def _summed(ranks: list[WireBytes]) -> WireBytes:
 
 def _wire(member: RankMember, asked: _Wire) -> WireMeasurement:
     group = Group(timeout_s=member.timeout_s)
-    found = [_sent(group, member, asked, deduplicate) for deduplicate in (True, False)]
+    modes = [_sent(group, member, asked, deduplicate) for deduplicate in (True, False)]
     group.close()
-    return WireMeasurement(*found)
+    return WireMeasurement(*modes)
 
 
 def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> WireBytes:
@@ -109,7 +109,7 @@ def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> 
 
 
 def tcp_bytes_sent() -> int | None:
-    """Bytes that this process's TCP connections have sent so far, or None where the system does not say."""
+    """Return the bytes that this process's TCP connections have sent so far, or None if the system does not count."""
     folder, option = Path("/proc/self/fd"), getattr(socket, "TCP_INFO", None)
     if option is None or not folder.exists():
         return None
@@ -117,10 +117,10 @@ def tcp_bytes_sent() -> int | None:
     for name in [path.name for path in folder.iterdir()]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                told = connection.getsockopt(socket.IPPROTO_TCP, option, 256)
-                if len(told) < TCP_BYTES_SENT + 8:
+                info = connection.getsockopt(socket.IPPROTO_TCP, option, 256)
+                if len(info) < TCP_BYTES_SENT + 8:
                     return None
-                total += int.from_bytes(told[TCP_BYTES_SENT : TCP_BYTES_SENT + 8], sys.byteorder)
+                total += int.from_bytes(info[TCP_BYTES_SENT : TCP_BYTES_SENT + 8], sys.byteorder)
     return total
 
 
@@ -150,10 +150,9 @@ def measure_shuffle(processes: int, tokens: int, hidden_size: int, repeats: int 
     """Time the reduce-scatter of [token, hidden] float32, with and without a random shuffle."""
     if tokens % processes:
         raise ConfigError(f"tokens={tokens} must be a multiple of processes={processes}")
-    found: ShuffleTimes = run_ranks(
-        _shuffle, _Shuffle(tokens, hidden_size, repeats), processes, doing="timing the shuffle"
-    )[0]
-    return found
+    asked = _Shuffle(tokens, hidden_size, repeats)
+    times: list[ShuffleTimes] = run_ranks(_shuffle, asked, processes, doing="timing the shuffle")
+    return times[0]
 
 
 def _shuffle(member: RankMember, asked: _Shuffle) -> ShuffleTimes:
@@ -184,33 +183,22 @@ def _shuffle(member: RankMember, asked: _Shuffle) -> ShuffleTimes:
     dist.all_reduce(times, dist.ReduceOp.MAX)
     group.close()
     gloo, plain, shuffled, soon = times[1:].T.tolist()  # the first touches memory for the first time
-    median = statistics.median
-    return ShuffleTimes(
-        gloo_ms=median(gloo),
-        plain_ms=median(plain),
-        shuffled_ms=median(shuffled),
-        early_ms=median(soon),
-        shuffled_to_gloo=_ratio(shuffled, gloo),
-        shuffled_to_plain=_ratio(shuffled, plain),
-        early_to_plain=_ratio(soon, plain),
-    )
+    ratios = _ratio(shuffled, gloo), _ratio(shuffled, plain), _ratio(soon, plain)
+    return ShuffleTimes(*map(statistics.median, (gloo, plain, shuffled, soon)), *ratios)
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
-
-
-# ---------------------------------------------------------------------------------------------------------- migration
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 class MigrationCost(NamedTuple):
-    """Migrations under traffic: of all ranks, or of the slowest one."""
+    """Cost of migrations under traffic, of all ranks or of the slowest one."""
 
     switches: int
     steps: int
     """Steps that ran meanwhile."""
     changed_steps: int
-    """Steps whose output was not, bit by bit, that of before the migrations."""
+    """Steps whose output differed in any bit from that before the migrations."""
     sent_bytes: int
     planned_bytes: int
     """Bytes that the schedules said would be sent."""
@@ -291,7 +279,7 @@ def _random_placement(num_experts: int, ranks: int, rng: np.random.Generator) ->
 
 
 def _whole_expert(expert: int, size: int) -> tuple[Any, Any]:
-    """Whole numbers: with a ReLU every sum is exact, so a change of its order does not show."""
+    """Draw whole numbers: with a ReLU every sum is exact, whatever its order."""
     rng = np.random.default_rng(expert)
     up, down = (torch.from_numpy(rng.integers(-1, 2, shape)).float() for shape in ((2 * size, size), (size, size)))
     return up, down

@@ -1,15 +1,15 @@
 """How far co-clustering is from the proven optimum, on small instances drawn from recorded routing.
 
-An instance is a drawn layer of a split's fitted part: its hottest experts, and items drawn from those fitted, with
+An instance is a drawn layer of a split's fitted part: its hottest experts, and items drawn from the fitted ones, with
 their weights on these experts. The 0-1 program (placement/co_clustering/exact.py) proves its optimum. Two measures:
 
-* remote: all items count alike, and theta is so high that a rank with more of them than another costs more than it
-  could save. Every rank then has as many items, and costs differ by remote activations alone: the same balance for all.
-* cost: items with their recorded sizes, and the theta that the alternating algorithm has by default. `sem_moe` searches
-  for the least of this cost. `co_cluster` does not: it bounds the tokens of a rank and gives their spread no price.
+* remote: all items count alike, and theta is so high that an uneven number of items costs more than it could save.
+  Every rank then has as many items, and costs differ by remote activations alone.
+* cost: items with their recorded sizes, and the default theta of the alternating algorithm. `sem_moe` minimises this
+  cost. `co_cluster` does not: it bounds the tokens of a rank and does not price their spread.
 
-Planners are the registered ones. What the program does not have is switched off in `co_cluster`: the bound on the load
-of experts, and the distrust of rare items.
+Planners are the registered ones. Features of `co_cluster` that the program lacks are switched off: the bound on the
+load of experts, and the distrust of rare items.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator, default_rng
 
-from coterie.answers.runs import in_parallel, interval, interval_of, with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.placement import Items, Load, planners
 from coterie.placement.co_clustering import cost
@@ -29,6 +29,7 @@ from coterie.placement.co_clustering.alternating import AlternatingSettings
 from coterie.placement.co_clustering.exact import solve_exactly
 from coterie.types import Placement, Topology
 from coterie_lab.suites.sem_moe.locality import NO_PRICES, SEEDS, TRACES, locality_cases
+from coterie_lab.suites.shared import run_cells, spread
 
 Row = dict[str, Any]
 
@@ -41,9 +42,9 @@ THETA: Mapping[str, float] = {"remote": 0.9, "cost": 0.5}
 TIME_LIMIT_S = 30.0
 """Time limit of the solver per instance: several times its time on an idle core, enough for a proof on a busy one."""
 PROOF = 1e-3
-"""Share of the cost that its bound may be below where an optimum counts as proven."""
+"""Largest gap between cost and bound, as a share of the cost, at which an optimum counts as proven."""
 BAR_PCT = 3.0
-"""Gap that co-clustering is held to where the data allows no gain over baselines."""
+"""Gap that co-clustering must not exceed where the data allows no gain over baselines."""
 PLANNERS = ("sem_moe", "co_cluster")
 
 
@@ -57,7 +58,7 @@ class Instance(NamedTuple):
 
 
 def optimum_rows(options: SuiteOptions, report: Report, instances: Mapping[int, int] = INSTANCES) -> list[Row]:
-    """One row per trace, kind of items, number of ranks, measure and planner."""
+    """Make one row per trace, kind of items, number of ranks, measure and planner."""
     cases = locality_cases(options)
     kinds = [
         (at, ranks, measure)
@@ -67,36 +68,32 @@ def optimum_rows(options: SuiteOptions, report: Report, instances: Mapping[int, 
         if (options.trace is not None or case.trace in TRACES) and case.experts >= 2 * ranks
     ]
     work = [Instance(*kind, number) for kind in kinds for number in range(instances[kind[1]])]
-    found: dict[Instance, dict[str, float] | None] = {}
-    report("Optimum", 0, len(work))
-    for one, gaps in in_parallel(partial(_measure, options=options), work):
-        found[one] = gaps
-        report("Optimum", len(found), len(work))
+    gaps = run_cells(partial(_measure, options=options), work, report, "Optimum")
     return [
-        _row(planner, cases[kind[0]].trace, cases[kind[0]].items, kind, [found[one] for one in work if one[:3] == kind])
+        _row(planner, cases[kind[0]].trace, cases[kind[0]].items, kind, [gaps[one] for one in work if one[:3] == kind])
         for kind in sorted(kinds)
         for planner in PLANNERS
     ]
 
 
 def draw_instance(items: Items, num_experts: int, ranks: int, rng: Generator, *, alike: bool) -> Items:
-    """Items of a drawn layer, on its hottest experts; as many of both as ranks divide, up to EXPERTS and ITEMS.
+    """Draw a layer, its hottest experts and some items; as many of both as ranks divide, up to EXPERTS and ITEMS.
 
     Token ids are drawn by frequency, requests evenly.
     """
     layer = int(rng.integers(items.num_layers))
-    one = items.layers(slice(layer, layer + 1))
-    hot = np.argsort(-one.load(num_experts)[0], kind="stable")[: min(EXPERTS, num_experts) // ranks * ranks]
+    own = items.layers(slice(layer, layer + 1))
+    hot = np.argsort(-own.load(num_experts)[0], kind="stable")[: min(EXPERTS, num_experts) // ranks * ranks]
     drawn_by = None if items.one_rank else items.frequency / items.frequency.sum()
     who = rng.choice(len(items), max(min(ITEMS, len(items)) // ranks * ranks, 1), replace=False, p=drawn_by)
     shares = np.zeros((len(who), num_experts))
-    np.add.at(shares, (np.arange(len(who))[:, None], one.experts[who, 0]), one.weights[who, 0])
+    np.add.at(shares, (np.arange(len(who))[:, None], own.experts[who, 0]), own.weights[who, 0])
     tokens = np.ones(len(who)) if alike else items.frequency[who]
     return Items.of_counts((shares[:, hot] * tokens[:, None])[:, None], tokens, one_rank=items.one_rank)
 
 
 def optimum_gaps(items: Items, num_experts: int, ranks: int, theta: float, seed: int) -> dict[str, float] | None:
-    """Planner → percent of cost above the optimum; None where that was not proven in time."""
+    """Return percent of cost above the optimum by planner; None if the optimum was not proven in time."""
     exact = solve_exactly(items, num_experts, ranks, theta, time_limit_s=TIME_LIMIT_S, gap=PROOF / 10)
     best, bound = float(exact.cost.sum()), float(exact.bound.sum())
     if best - bound > PROOF * best + 1e-9:
@@ -109,24 +106,21 @@ def optimum_gaps(items: Items, num_experts: int, ranks: int, theta: float, seed:
     costs = {}
     for name in PLANNERS:
         planner: Any = planners.make(name, {"objective": NO_PRICES, "items": items, "seed": seed}, **settings[name])
-        found = planner.cluster(Load(items.load(num_experts)), topology, current)
-        costs[name] = float(cost(items, found.expert_ranks, found.ranks, ranks, theta).sum())
-    best = min(best, *costs.values())  # within the proof, a planner may be the one that has the optimum
-    # Where nothing need be remote, of what all activations cost if they were.
+        clusters = planner.cluster(Load(items.load(num_experts)), topology, current)
+        costs[name] = float(cost(items, clusters.expert_ranks, clusters.ranks, ranks, theta).sum())
+    best = min(best, *costs.values())  # within the proof's gap, a planner may be below the solver
+    # If nothing need be remote, gaps are relative to the cost of all activations as remote ones.
     whole = best if best > 0 else max((1 - theta) * float(items.frequency @ items.weights.sum(axis=(1, 2))), 1e-300)
     return {name: 100 * (value - best) / whole for name, value in costs.items()}
 
 
-def _measure(one: Instance, options: SuiteOptions) -> dict[str, float] | None:
+def _measure(instance: Instance, options: SuiteOptions) -> dict[str, float] | None:
+    case, ranks, measure, number = instance
     seeds = options.seeds or SEEDS
-    experts = locality_cases(options)[one.case].experts
-    rng = default_rng([one.number, one.ranks])
-    items = draw_instance(
-        _fitted(options, one.case, seeds[one.number % len(seeds)]), experts, one.ranks, rng,
-        alike=one.measure == "remote",
-    )  # fmt: skip
-    size = min(EXPERTS, experts) // one.ranks * one.ranks
-    return optimum_gaps(items, size, one.ranks, THETA[one.measure], one.number)
+    experts = locality_cases(options)[case].experts
+    fitted = _fitted(options, case, seeds[number % len(seeds)])
+    items = draw_instance(fitted, experts, ranks, default_rng([number, ranks]), alike=measure == "remote")
+    return optimum_gaps(items, min(EXPERTS, experts) // ranks * ranks, ranks, THETA[measure], number)
 
 
 @lru_cache(maxsize=16)
@@ -135,10 +129,9 @@ def _fitted(options: SuiteOptions, case: int, seed: int) -> Items:
 
 
 def _row(
-    planner: str, trace: str, items: str, kind: tuple[int, int, str], found: Sequence[dict[str, float] | None]
+    planner: str, trace: str, items: str, kind: tuple[int, int, str], instances: Sequence[dict[str, float] | None]
 ) -> Row:
-    gaps = [gap[planner] for gap in found if gap is not None]
-    mean = interval(gaps) if gaps else None
+    gaps = [gap[planner] for gap in instances if gap is not None]
     return {
         "part": "optimum",
         "trace": trace,
@@ -146,18 +139,16 @@ def _row(
         "ranks": kind[1],
         "measure": kind[2],
         "planner": planner,
-        "instances": len(found),
+        "instances": len(instances),
         "proven": len(gaps),
-        "gap_pct": None if mean is None else mean.mean,
-        "gap_low": None if mean is None else mean.low,
-        "gap_high": None if mean is None else mean.high,
+        **(spread("gap", gaps) if gaps else dict.fromkeys(("gap_pct", "gap_low", "gap_high"))),
         "worst_gap_pct": max(gaps, default=None),
         "published": None,
     }
 
 
 def optimum_notes(rows: Sequence[Row]) -> list[str]:
-    """How the instances are drawn, and per trace how far each planner is from the optimum."""
+    """Say how instances are drawn, and per trace how far each planner is from the optimum."""
     if not rows:
         return []
     drawn, proven = (sum(row[key] for row in rows if row["planner"] == PLANNERS[0]) for key in ("instances", "proven"))

@@ -1,8 +1,8 @@
-"""Prediction: what a token's identity, and its ranks in earlier layers, tell of its experts.
+"""Prediction of a token's experts from its id and from its ranks in earlier layers.
 
 Requests are split by seed, a quarter to fit and the rest to test, as published; requests with one prompt stay on one
-side. Token counts that come by domain, without requests, are fitted on one domain and tested on the others, each in
-turn. Intervals are over splits.
+side. Token counts by domain, without requests, are fitted on one domain and tested on the others, each in turn.
+Intervals are over splits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.rank_tables import fit_rank_tables
-from coterie.answers.runs import interval
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.errors import TraceError
 from coterie.footprints.ranks import key_starts
@@ -28,15 +27,10 @@ from coterie.types import ModelSpec, Placement, narrowest_uint
 from coterie_lab.suites.predictors.cases import trace_cases
 from coterie_lab.suites.predictors.model import record_prompts
 from coterie_lab.suites.predictors.traces import prompt_groups
+from coterie_lab.suites.sem_moe import token_sets
 from coterie_lab.suites.sem_moe.look_back import LookBack, TableShares, look_back, table_shares
-from coterie_lab.suites.sem_moe.token_sets import (
-    DEFINITIONS,
-    TokenCounts,
-    count_tokens,
-    fixed_set_kurtosis,
-    kurtosis,
-    set_scores,
-)
+from coterie_lab.suites.sem_moe.token_sets import DEFINITIONS, TokenCounts, count_tokens, kurtosis, set_scores
+from coterie_lab.suites.shared import spread as finite_spread
 
 TEST_SHARE = 0.75
 SEEDS = (0, 1, 2, 3, 4)
@@ -46,9 +40,9 @@ MAX_TEST_TOKENS = 10_000
 PRECISION, F1 = 0.963, 0.788
 """Published for the most frequent k experts of a token, on its own data."""
 LOOK_BACK_5 = 0.70
-"""Published, about, looking back at 5 layers."""
+"""Published accuracy of looking back at 5 layers, approximately."""
 KURTOSIS = 8.0
-"""Published: most tokens are above."""
+"""Published: most tokens are above this value."""
 KURTOSIS_OCCURRENCES = (1, 8, 32)
 SEEN = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 31), (32, None))
 """Occurrences in the fitted part, for rows of confidence."""
@@ -65,7 +59,7 @@ class TokenCase(NamedTuple):
     name: str
     trace: ActivationTrace
     groups: Sequence[Hashable]
-    """[request] equal where requests share their prompt."""
+    """[request] group of requests with the same prompt."""
     embeddings: NDArray[np.floating] | None = None
 
 
@@ -80,7 +74,7 @@ class Split(NamedTuple):
 
 
 def prediction_rows(options: SuiteOptions, report: Report) -> list[Row]:
-    """Kurtosis, set scores, confidences, look-back and table bytes of every trace at hand.
+    """Make rows of kurtosis, set scores, confidences, look-back and table bytes for every trace at hand.
 
     A model (`options.model`) is recorded with its token ids, which needs torch.
     """
@@ -103,16 +97,14 @@ def _cases(options: SuiteOptions, report: Report) -> list[TokenCase]:
     if not paths and options.data is not None:
         folders = (options.data / "activations" / name for name in ("gpt-oss-20b", "deepseek-v2-lite"))
         paths = [folder for folder in folders if folder.exists()]
-    found = []
-    for path in paths:
-        case = trace_cases(path, options, [])[0]
-        found.append(TokenCase(case.name, case.trace, case.groups))
+    read = [trace_cases(path, options, [])[0] for path in paths]
+    cases = [TokenCase(case.name, case.trace, case.groups) for case in read]
     if options.model is not None:
         recorded = record_prompts(options, report, [])
         weights = recorded.loaded.model.get_input_embeddings().weight.detach().float().cpu().numpy()
         groups = prompt_groups(recorded.trace)
-        found.append(TokenCase(recorded.loaded.name, recorded.trace, groups, weights))
-    return found
+        cases.append(TokenCase(recorded.loaded.name, recorded.trace, groups, weights))
+    return cases
 
 
 def _case_rows(case: TokenCase, seeds: Sequence[int]) -> list[Row]:
@@ -126,8 +118,8 @@ def _case_rows(case: TokenCase, seeds: Sequence[int]) -> list[Row]:
     ids, experts = tokens.token_ids, trace.meta.num_experts
     seen, numbers = np.unique(ids, return_inverse=True)
     counts = [
-        [count_tokens(tokens.expert_ids[at], numbers[at], len(seen), experts) for at in (one.fit, one.test)]
-        for one in splits
+        [count_tokens(tokens.expert_ids[at], numbers[at], len(seen), experts) for at in (split.fit, split.test)]
+        for split in splits
     ]
     both = TokenCounts(*(a + b for a, b in zip(*counts[0], strict=True)))
     top_k = trace.meta.top_k
@@ -139,7 +131,7 @@ def _case_rows(case: TokenCase, seeds: Sequence[int]) -> list[Row]:
 
 
 def _ranks(trace: ActivationTrace) -> int:
-    """RANKS, or as many as divide the experts."""
+    """Return RANKS, or the largest part of it that divides the experts."""
     return int(np.gcd(RANKS, trace.meta.num_experts))
 
 
@@ -152,16 +144,14 @@ def _split(case: TokenCase, seed: int) -> Split:
 
 
 def spread(key: str, samples: Sequence[float]) -> Row:
-    """Mean and 95% interval over splits; None where a split has no value."""
-    values = np.asarray(samples, np.float64)
-    if not len(values) or not np.isfinite(values).all():
+    """Return the mean and its 95% interval over splits; None if a split has no value."""
+    if not len(samples) or not np.isfinite(samples).all():
         return {key: None, f"{key}_low": None, f"{key}_high": None}
-    found = interval(values)
-    return {key: found.mean, f"{key}_low": found.low, f"{key}_high": found.high}
+    return finite_spread(key, samples, "")
 
 
 def kurtosis_rows(trace: str, counts: TokenCounts, top_k: int) -> list[Row]:
-    """Kurtosis of tokens' counts over the experts of a layer, all tokens and layers together."""
+    """Make rows of the kurtosis of tokens' counts over the experts of a layer, all tokens and layers together."""
     experts = counts.activations.shape[2]
     everyone = counts.activations.sum(axis=0) / counts.activations.sum(axis=(0, 2))[:, None]  # [layer, expert]
     rng = np.random.default_rng(0)
@@ -183,7 +173,7 @@ def kurtosis_rows(trace: str, counts: TokenCounts, top_k: int) -> list[Row]:
                 "share_above_8": float((own > KURTOSIS).mean()),
                 "by_popularity_median": float(np.median(chance)),
                 "by_popularity_above_8": float((chance > KURTOSIS).mean()),
-                "fixed_set": fixed_set_kurtosis(experts, top_k),
+                "fixed_set": token_sets.fixed_set_kurtosis(experts, top_k),
                 "median_by_layer": np.median(own, axis=0).tolist(),
                 "published": {"above": KURTOSIS, "tokens": "most"},
             }
@@ -192,16 +182,15 @@ def kurtosis_rows(trace: str, counts: TokenCounts, top_k: int) -> list[Row]:
 
 
 def sets_rows(trace: str, parts: Sequence[tuple[TokenCounts, TokenCounts]], top_k: int) -> list[Row]:
-    """Precision, recall and F1 of every definition, of the token's own experts and of the most popular ones."""
+    """Make rows of precision, recall and F1 for every definition, by the token's own experts and by popularity."""
     rows = []
     for predictor, popular in (("token_table", False), ("popularity", True)):
         scores = [set_scores(fit, test, top_k, popular) for fit, test in parts]
         for name in DEFINITIONS:
-            found = [score[name] for score in scores]
             row: Row = {"part": "sets", "trace": trace, "definition": name, "predictor": predictor}
             row |= {"splits": len(parts)}
             for key in ("precision", "recall", "f1"):
-                by_layer = np.array([getattr(one, key) for one in found])  # [split, layer]
+                by_layer = np.array([getattr(score[name], key) for score in scores])  # [split, layer]
                 row |= spread(key, by_layer.mean(axis=1).tolist())
                 row[f"{key}_by_layer"] = [float(v) if np.isfinite(v) else None for v in by_layer.mean(axis=0)]
             seen = [
@@ -213,26 +202,25 @@ def sets_rows(trace: str, parts: Sequence[tuple[TokenCounts, TokenCounts]], top_
 
 
 def _confidence_rows(case: TokenCase, splits: Sequence[Split]) -> list[Row]:
-    """What the token table claims against what it hits, by how often a token was seen; unseen tokens by embedding."""
+    """Compare the confidence of the token table with its hits, by how often a token was seen."""
     trace = case.trace
     tokens, _ = trace.arrays()
     assert tokens.token_ids is not None
     samples: dict[tuple[int, int | None, str], list[tuple[float, float, int]]] = {}
-    for one in splits:
-        at = one.sample
-        ids, right = tokens.token_ids[at], tokens.expert_ids[at]
-        tables = {"popularity": TokenTable().fit(trace, one.fit_requests)}
+    for split in splits:
+        ids, right = tokens.token_ids[split.sample], tokens.expert_ids[split.sample]
+        tables = {"popularity": TokenTable().fit(trace, split.fit_requests)}
         if case.embeddings is not None:
-            tables["embedding"] = TokenTable().fit(trace, one.fit_requests, embeddings=case.embeddings)
+            tables["embedding"] = TokenTable().fit(trace, split.fit_requests, embeddings=case.embeddings)
         for unseen, table in tables.items():
-            found = table.expected(ids)
-            hits = (found.experts[..., None] == right[:, :, None, :]).any(axis=-1).mean(axis=-1)  # [token, layer]
+            expected = table.expected(ids)
+            hits = (expected.experts[..., None] == right[:, :, None, :]).any(axis=-1).mean(axis=-1)  # [token, layer]
             rows = table.rows.find(ids)
             counts = np.where(rows >= 0, table.rows.counts[rows], 0)
             for low, high in SEEN if unseen == "popularity" else SEEN[:1]:
                 chosen = (counts >= low) & (counts <= (high if high is not None else np.inf))
                 if chosen.any():
-                    value = (float(found.confidence[chosen].mean()), float(hits[chosen].mean()), int(chosen.sum()))
+                    value = (float(expected.confidence[chosen].mean()), float(hits[chosen].mean()), int(chosen.sum()))
                     samples.setdefault((low, high, unseen), []).append(value)
     return [
         {
@@ -254,10 +242,9 @@ def _look_back_rows(case: TokenCase, splits: Sequence[Split], held: NDArray[np.b
     ids = case.trace.arrays()[0].expert_ids
     if ids.shape[1] <= 5:
         return []
-    found = [look_back(ids[one.fit], ids[one.sample], held) for one in splits]
+    results = [look_back(ids[split.fit], ids[split.sample], held) for split in splits]
     rows = []
-    for back in range(len(found[0])):
-        runs = [one[back] for one in found]
+    for back, runs in enumerate(zip(*results, strict=True)):
         row: Row = {"part": "look_back", "trace": case.name, "ep": len(held), "layers_back": back}
         for key in LookBack._fields[1:]:
             row |= spread(key, [getattr(run, key) for run in runs])
@@ -270,22 +257,22 @@ def _tables_rows(case: TokenCase, splits: Sequence[Split], held: NDArray[np.bool
     tokens, _ = trace.arrays()
     assert tokens.token_ids is not None
     placement = Placement.linear(trace.meta.num_layers, trace.meta.num_experts, len(held))
-    found = []
-    for one in splits:
-        tables = fit_rank_tables(trace, placement, one.fit_requests)
-        found.append(table_shares(tables, tokens.expert_ids[one.sample], tokens.token_ids[one.sample], held))
+    shares = []
+    for split in splits:
+        tables = fit_rank_tables(trace, placement, split.fit_requests)
+        shares.append(table_shares(tables, tokens.expert_ids[split.sample], tokens.token_ids[split.sample], held))
     row: Row = {"part": "rank_tables", "trace": case.name, "ep": len(held), "placement": "vanilla"}
     for key in TableShares._fields:
-        row |= spread(key, [getattr(one, key) for one in found])
+        row |= spread(key, [getattr(share, key) for share in shares])
     return [row | {"published": None}]
 
 
 def counts_by_domain(file: Path, model: str, num_experts: int) -> dict[str, TokenCounts]:
-    """Counts of each domain, over one numbering of tokens, from rows of layer, expert, token, count."""
+    """Read the counts of each domain, over one numbering of tokens, from rows of layer, expert, token, count."""
     with np.load(file, allow_pickle=False) as archive:
         tables = {name.split("|")[1]: archive[name] for name in archive.files if name.split("|")[0] == model}
     seen = np.unique(np.concatenate([table[:, 2] for table in tables.values()]))
-    found = {}
+    domains = {}
     for domain, table in tables.items():
         layers = int(table[:, 0].max()) + 1
         if int(table.min()) < 0 or int(table[:, 1].max()) >= num_experts:
@@ -293,16 +280,16 @@ def counts_by_domain(file: Path, model: str, num_experts: int) -> dict[str, Toke
         counts = np.zeros((len(seen), layers, num_experts), np.uint32)
         counts[np.searchsorted(seen, table[:, 2]), table[:, 0], table[:, 1]] = table[:, 3]
         top_k = {"olmoe": 8, "mixtral-8x7b": 2}[model]
-        found[domain] = TokenCounts(counts, counts[:, 0].sum(axis=1, dtype=np.int64) // top_k)
-    return found
+        domains[domain] = TokenCounts(counts, counts[:, 0].sum(axis=1, dtype=np.int64) // top_k)
+    return domains
 
 
 def _counted_rows(model: str, domains: dict[str, TokenCounts]) -> list[Row]:
     top_k = next(iter(domains.values())).top_k
     whole = _summed(list(domains.values()))
-    parts = []
-    for name, fit in domains.items():
-        parts.append((fit, _summed([counts for other, counts in domains.items() if other != name])))
+    parts = [
+        (fit, _summed([counts for other, counts in domains.items() if other != name])) for name, fit in domains.items()
+    ]
     return [*kurtosis_rows(model, whole, top_k), *sets_rows(model, parts, top_k)]
 
 
@@ -336,19 +323,12 @@ def table_bytes(spec: ModelSpec, num_ranks: int, order: int = 2) -> TableBytes:
 
 
 def bytes_rows() -> list[Row]:
-    """Bytes of the rank tables of whole vocabularies."""
+    """Make rows of the bytes of rank tables for whole vocabularies."""
     rows = []
-    for name in BYTES_MODELS:
-        spec = get_model(name)
-        found = table_bytes(spec, RANKS)
-        rows.append(
-            {
-                "part": "table_bytes",
-                "trace": spec.name,
-                "ep": RANKS,
-                "token_bytes": found.tokens,
-                "context_bytes": found.contexts,
-                "published": {"token_bytes": found.published, "is": "16-bit rank by token and MoE layer"},
-            }
-        )
+    for spec in map(get_model, BYTES_MODELS):
+        sizes = table_bytes(spec, RANKS)
+        row: Row = {"part": "table_bytes", "trace": spec.name, "ep": RANKS}
+        row |= {"token_bytes": sizes.tokens, "context_bytes": sizes.contexts}
+        published = {"token_bytes": sizes.published, "is": "16-bit rank by token and MoE layer"}
+        rows.append(row | {"published": published})
     return rows

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+_OVER = ("ttft_over_sglang_pct", "e2e_over_sglang_pct", "ttft_over_moetuner_pct", "e2e_over_moetuner_pct")
 THROUGHPUT_GAINS: dict[str, dict[str, float]] = {
-    "deepseek-v2-lite": {
-        "ttft_over_sglang_pct": 31.0,
-        "e2e_over_sglang_pct": 221.0,
-        "ttft_over_moetuner_pct": 32.0,
-        "e2e_over_moetuner_pct": 278.0,
-    },
-    "qwen3-30b-a3b": {
-        "ttft_over_sglang_pct": 98.0,
-        "e2e_over_sglang_pct": 11.0,
-        "ttft_over_moetuner_pct": 35.0,
-        "e2e_over_moetuner_pct": 32.0,
-    },
+    "deepseek-v2-lite": dict(zip(_OVER, (31.0, 221.0, 32.0, 278.0), strict=True)),
+    "qwen3-30b-a3b": dict(zip(_OVER, (98.0, 11.0, 35.0, 32.0), strict=True)),
 }
 """Gains of throughput under limits, attention data parallel."""
 
@@ -29,13 +20,13 @@ class Latency(NamedTuple):
     sem_moe: float
 
     def gain_pct(self, worse: bool) -> float:
-        """Percent by which Sem-MoE is below the better of the baselines, or the worse; of the baseline's time."""
+        """Return percent saved by Sem-MoE of the time of the better baseline, or of the worse one."""
         baseline = (max if worse else min)(self.sglang, self.moetuner)
         return 100.0 * (1.0 - self.sem_moe / baseline)
 
     @property
     def ratio_pct(self) -> float:
-        """Percent by which the worse baseline is above Sem-MoE, of Sem-MoE's time: what the text prints, mostly."""
+        """Percent by which the worse baseline is above Sem-MoE's time: mostly what the text prints."""
         return 100.0 * (max(self.sglang, self.moetuner) / self.sem_moe - 1.0)
 
 
@@ -65,4 +56,4 @@ TEXT_GAINS = {
     ("qwen3-30b-a3b", 512): 24.90,
     ("qwen3-30b-a3b", 1024): 3.80,
 }
-"""Gains of TTFT that the text prints, called those over the best baseline."""
+"""Gains of TTFT that the text prints as gains over the best baseline."""

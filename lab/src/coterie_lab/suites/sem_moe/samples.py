@@ -1,7 +1,7 @@
-"""What is fitted and what is tested: token ids or requests, a fifth of the requests to fit, the rest to test.
+"""Samples to fit and to test: token ids or requests, a fifth of the requests to fit, the rest to test.
 
-Of OLMoE and Mixtral there are tables of counts, no requests: a fifth of the occurrences of each token and expert,
-drawn, fits, and a token's test activations are its mean over the others.
+OLMoE and Mixtral have tables of counts, no requests: a drawn fifth of the occurrences of each token and expert is
+fitted, and a token's test activations are its mean over the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
+from coterie.footprints.counting import footprint
 from coterie.placement import Items
 from coterie.predictors import TokenTable
 from coterie.predictors.token_table import ONE
@@ -25,8 +26,8 @@ Array = NDArray[np.floating]
 
 FIT_SHARE = 0.2
 BATCH, BATCHES = 256, 20
-"""Tokens of a step over all ranks (fewer where a trace is short), and steps. They are drawn from all test tokens: a
-decode step's come from many requests."""
+"""Tokens of a step over all ranks (fewer if a trace is short), and steps. Tokens are drawn from all test tokens, as
+those of a decode step come from many requests."""
 HEAD = 16
 """First tokens of a request whose experts are known when it is given a rank."""
 
@@ -42,15 +43,15 @@ class Sample(NamedTuple):
     truth: Array
     """[tested, layer, expert] activations of tested tokens or requests."""
     known: Array
-    """[tested, layer, expert] activations per token that are expected of them."""
+    """[tested, layer, expert] expected activations per token."""
     transitions: Array | None = None
-    """[layer - 1, expert, expert] fitted tokens; None where layers do not follow each other."""
+    """[layer - 1, expert, expert] fitted tokens; None if layers do not follow each other."""
     fitted: Array | None = None
     """[token, layer, expert] activations of fitted tokens, where layers follow each other and items are tokens."""
 
 
 def split(groups: Sequence[Hashable], rng: Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Requests to fit and to test; those of one group stay together."""
+    """Draw requests to fit and to test; those of one group stay together."""
     names = list(dict.fromkeys(groups))
     drawn = rng.permutation(len(names))[: max(1, round(FIT_SHARE * len(names)))]
     chosen = {names[i] for i in drawn}
@@ -59,7 +60,7 @@ def split(groups: Sequence[Hashable], rng: Generator) -> tuple[NDArray[np.int64]
 
 
 def token_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Generator) -> Sample:
-    """Token ids as items; a token that was not seen is expected to be as all are on average."""
+    """Take token ids as items; an unseen token is expected to behave like the average token."""
     fit, test = split(groups, rng)
     rows = TokenTable().fit(trace, fit).rows
     tokens, offsets = trace.arrays()
@@ -87,7 +88,7 @@ def token_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Genera
 
 
 def request_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Generator) -> Sample:
-    """Requests as items, tested in a drawn order; of each test request its first HEAD tokens are known."""
+    """Take requests as items, tested in a drawn order; the first HEAD tokens of each test request are known."""
     fit, test = split(groups, rng)
     test = rng.permutation(test)
     tokens, offsets = trace.arrays()
@@ -110,7 +111,7 @@ def request_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Gene
 
 
 def read_tables(path: Path, model: str) -> tuple[Array, int]:
-    """[token seen, layer, expert] counts of a model over all its domains, and its experts per token."""
+    """Read the counts of a model over all its domains [seen token, layer, expert], and its experts per token."""
     rows = np.concatenate([array for name, array in read_arrays(path).items() if name.split("|")[0] == model])
     layer, expert, token, count = rows.T.astype(np.int64)
     _, at = np.unique(token, return_inverse=True)
@@ -120,7 +121,7 @@ def read_tables(path: Path, model: str) -> tuple[Array, int]:
 
 
 def table_sample(counts: Array, top_k: int, rng: Generator) -> Sample:
-    """Token ids as items, from counts [token, layer, expert]."""
+    """Take token ids as items, from counts [token, layer, expert]."""
     fit = rng.binomial(counts.astype(np.int64), FIT_SHARE).astype(np.float64)
     rest = counts - fit
     frequency = fit.sum(axis=2).mean(axis=1) / top_k
@@ -142,10 +143,8 @@ def _tokens_of(offsets: NDArray[np.integer], requests: NDArray[np.int64]) -> NDA
 
 
 def _load(ids: NDArray[np.integer], experts: int) -> NDArray[np.float64]:
-    """[layer, expert] tokens of ids [token, layer, k]."""
-    return np.stack([np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(ids.shape[1])]).astype(
-        np.float64
-    )
+    """Count tokens per expert of ids [token, layer, k]: [layer, expert]."""
+    return footprint(ids, experts).astype(np.float64)
 
 
 def _dense(ids: NDArray[np.integer], experts: int) -> NDArray[np.float32]:
@@ -155,7 +154,7 @@ def _dense(ids: NDArray[np.integer], experts: int) -> NDArray[np.float32]:
 
 
 def transitions_of(ids: NDArray[np.integer], experts: int) -> NDArray[np.float64]:
-    """[layer - 1, expert, expert] tokens of ids [token, layer, k] that activate the one, then the other."""
+    """Count tokens of ids [token, layer, k] by pairs of experts in successive layers: [layer - 1, expert, expert]."""
     out = np.empty((ids.shape[1] - 1, experts, experts))
     for layer in range(len(out)):
         pairs = ids[:, layer, :, None].astype(np.int64) * experts + ids[:, layer + 1, None, :]

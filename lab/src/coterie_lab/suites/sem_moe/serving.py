@@ -1,10 +1,10 @@
 """Throughput under latency limits of a group that serves, attention data parallel, by contender and regime.
 
 A limit is 5 times vanilla's latency at the lightest load, of the p99 of TTFT or the median of E2E, one limit for all
-contenders. Of a contender the highest rate of arrivals is sought that stays below it; all contenders serve the same
-requests at the same (scaled) times. Published are gains over SGLang and MoETuner, measured at 10 to 175 requests a
-second; ours are of the simulator (:mod:`coterie.sim.group.serving`), without the time of the host between steps, so
-that limits lie at higher rates than published.
+contenders. The result of a contender is the highest arrival rate that stays below the limit; all contenders serve the
+same requests at the same (scaled) times. Published are gains over SGLang and MoETuner, measured at 10 to 175 requests a
+second. Ours are simulated (:mod:`coterie.sim.group.serving`) without host time between steps, so that limits are at
+higher rates than published.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.runs import in_parallel, interval, interval_of, with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.sim.group.serving import (
     GroupPrices,
@@ -38,6 +38,7 @@ from coterie_lab.suites.sem_moe.contenders import (
     serving_of,
 )
 from coterie_lab.suites.sem_moe.published import THROUGHPUT_GAINS
+from coterie_lab.suites.shared import distinct_values, mean_of, recorded_data, run_cells, spread
 
 PART = "serving"
 TRACES = ("deepseek-v2-lite", "gpt-oss-20b")
@@ -48,7 +49,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 32
 LIGHTEST = 10.0
 """Requests a second of the lightest load, as published."""
 RATES = (LIGHTEST, 50.0, 100.0, 175.0)
-"""Rates within the published range at which latencies are told."""
+"""Rates within the published range at which latencies are reported."""
 SLO = 5.0
 """Limit of a latency, as a multiple of vanilla's at the lightest load."""
 METRICS = {"ttft": "ttft_p99_ms", "e2e": "e2e_p50_ms"}
@@ -64,8 +65,8 @@ MOST = 4000
 
 Row = dict[str, Any]
 Contenders = Callable[[ServingBench, Link], tuple[list[Contender], list[str]]]
-"""Makes contenders from the requests for fitting, and notes on what is left out; the first is named `vanilla`. It runs
-in other processes, so it must be a function of a module."""
+"""Makes contenders from the requests for fitting, and notes on those left out; the first is named `vanilla`. It must be
+a function of a module, since it runs in other processes."""
 
 
 class Regime(NamedTuple):
@@ -95,7 +96,7 @@ class Served(NamedTuple):
     """Metrics by rate."""
     limits: dict[str, Limit]
     chosen: dict[str, str] | None = None
-    """Limit → contender that was deployed for it, where one was chosen."""
+    """Limit → contender that was deployed for it; None if none was chosen."""
 
 
 class Curve:
@@ -107,7 +108,7 @@ class Curve:
         self.group = ServingGroup(prices, contender.placement, self.requests)
         self.ranks, self.affinity = serving_of(contender, self.requests.recorded)
         self.unit_s = bench.arrivals(MOST)
-        self._found: dict[tuple[float, int], tuple[ServeSummary, float]] = {}
+        self._runs: dict[tuple[float, int], tuple[ServeSummary, float]] = {}
 
     def serve(self, arrival_s: NDArray[np.float64]) -> GroupServedRun:
         ranks = None if self.ranks is None else self.ranks[: len(arrival_s)]
@@ -121,16 +122,16 @@ class Curve:
 
     def _run(self, rate: float, count: int | None) -> tuple[ServeSummary, float]:
         size = requests_at(rate) if count is None else count
-        if (rate, size) not in self._found:
+        if (rate, size) not in self._runs:
             run = self.serve(self.unit_s[:size] / rate)
-            self._found[rate, size] = summarise_served(run), duplicates_pct(run, self.requests.recorded[:size])
-        return self._found[rate, size]
+            self._runs[rate, size] = summarise_served(run), duplicates_pct(run, self.requests.recorded[:size])
+        return self._runs[rate, size]
 
     def limit(self, metric: str, slo_ms: float, guess: float, count: int) -> Limit:
-        """The highest rate with that latency within `slo_ms`, in runs of `count` requests.
+        """Find the highest rate with that latency within `slo_ms`, in runs of `count` requests.
 
         From `guess` rates rise or fall by GRID until the latency crosses the limit; between the two rates on either
-        side its logarithm is taken as a straight line.
+        side its logarithm is interpolated.
         """
 
         def latency(power: int) -> float:
@@ -153,14 +154,11 @@ def requests_at(rate: float) -> int:
 
 
 def duplicates_pct(run: GroupServedRun, recorded: NDArray[np.int64]) -> float:
-    """Percent of requests that arrive while another use of their recording is in flight."""
+    """Return percent of requests that arrive while another use of their recording is in flight."""
     order = np.lexsort((run.arrival_s, recorded))
     same = recorded[order[1:]] == recorded[order[:-1]]
     busy = run.finish_s[order[:-1]] > run.arrival_s[order[1:]]
     return 100.0 * float((same & busy).sum()) / len(recorded)
-
-
-# ---------------------------------------------------------------------------------------------------- running
 
 
 class ServingCell(NamedTuple):
@@ -181,66 +179,57 @@ def serve_cell(cell: ServingCell, data: Path, contenders: Contenders, rates: Seq
 
 
 def serve_bench(bench: ServingBench, contenders: Contenders, rates: Sequence[float] = RATES) -> CellResult:
-    """Every contender in every regime; contenders are planned once, for the faster link."""
+    """Serve every contender in every regime; contenders are planned once, for the faster link."""
     made, notes = contenders(bench, LINKS[0])
     trials = [Trial(half, contenders(half, LINKS[0])[0]) for half in halves(bench)]
     served: dict[tuple[Regime, str], Served] = {}
     for link in LINKS:
         for deduplicate in (False, True):
             prices = GroupPrices.of(bench.model(link), ServeSettings(PROMPT_TOKENS, deduplicate=deduplicate))
-            found = _regime(bench, made, prices, rates)
+            results = _regime(bench, made, prices, rates)
             chosen = choose(trials, prices, OUTPUT_TOKENS)
-            found[CHOSEN] = Served(
-                found[chosen["ttft"]].curve,
-                {limit: found[name].limits[limit] for limit, name in chosen.items()},
-                chosen,
-            )
-            served |= {(Regime(link.name, deduplicate), name): one for name, one in found.items()}
-    return CellResult(served, {one.name: one.baseline for one in made} | {CHOSEN: False}, notes)
+            limits = {limit: results[name].limits[limit] for limit, name in chosen.items()}
+            results[CHOSEN] = Served(results[chosen["ttft"]].curve, limits, chosen)
+            served |= {(Regime(link.name, deduplicate), name): result for name, result in results.items()}
+    return CellResult(served, {contender.name: contender.baseline for contender in made} | {CHOSEN: False}, notes)
 
 
 def _regime(
     bench: ServingBench, contenders: Sequence[Contender], prices: GroupPrices, rates: Sequence[float]
 ) -> dict[str, Served]:
-    """The first contender is vanilla: its lightest load sets the limits, its own limits start the search of others."""
-    curves = {one.name: Curve(bench, one, prices) for one in contenders}
+    """Serve all contenders; vanilla is the first: its lightest load sets the limits, its own limits start the searches."""
+    curves = {contender.name: Curve(bench, contender, prices) for contender in contenders}
     vanilla = next(iter(curves.values()))
     light = vanilla.at(LIGHTEST)
     most = MOST // 2
     guess = float(most / vanilla.serve(np.zeros(most)).end_s)
     count = requests_at(guess)
     starts = dict.fromkeys(METRICS, 0.9 * guess)
-    found: dict[str, Served] = {}
+    served: dict[str, Served] = {}
     for name, curve in curves.items():
-        limits = {}
-        for limit, metric in METRICS.items():
-            limits[limit] = curve.limit(metric, SLO * float(getattr(light, metric)), starts[limit], count)
+        limits = {
+            limit: curve.limit(metric, SLO * float(getattr(light, metric)), starts[limit], count)
+            for limit, metric in METRICS.items()
+        }
         if name == contenders[0].name:
-            starts = {limit: found_at.rate for limit, found_at in limits.items()}
-        found[name] = Served({rate: curve.at(rate) for rate in (LIGHTEST, *rates)}, limits)
-    return found
+            starts = {name: limit.rate for name, limit in limits.items()}
+        served[name] = Served({rate: curve.at(rate) for rate in (LIGHTEST, *rates)}, limits)
+    return served
 
 
 def serving_rows(options: SuiteOptions, report: Report, contenders: Contenders = default_contenders) -> list[Row]:
-    """One row a trace, regime and contender, over seeds; none without recorded routing."""
-    data = options.data
-    if data is None or not (data / "activations").is_dir():
+    """Make one row per trace, regime and contender, over seeds; none without recorded routing."""
+    data = recorded_data(options.data)
+    if data is None:
         return []
     cells = [ServingCell(trace, seed) for seed in options.seeds or SEEDS for trace in TRACES]
     work = partial(serve_cell, data=data, contenders=contenders, rates=options.rates or RATES)
-    found: dict[ServingCell, CellResult] = {}
-    report("Serving", 0, len(cells))
-    for cell, result in in_parallel(work, cells):
-        found[cell] = result
-        report("Serving", len(found), len(cells))
-    return [row for trace in TRACES for row in rows_of(trace, [found[cell] for cell in cells if cell.trace == trace])]
-
-
-# ---------------------------------------------------------------------------------------------------- rows
+    results = run_cells(work, cells, report, "Serving")
+    return [row for trace in TRACES for row in rows_of(trace, [results[cell] for cell in cells if cell.trace == trace])]
 
 
 def rows_of(trace: str, results: Sequence[CellResult]) -> list[Row]:
-    """Cells that differ in their seed alone are samples of a row."""
+    """Make rows; cells that differ only in their seed are samples of a row."""
     rows = []
     for regime, name in results[0].served:
         runs = [result.served[regime, name] for result in results]
@@ -256,24 +245,16 @@ def rows_of(trace: str, results: Sequence[CellResult]) -> list[Row]:
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
             "seeds": len(results),
-            "local_activation_rate": float(np.mean([_last(run).local_rate for run in runs])),
-            "all_to_all_pct": float(np.mean([_last(run).all_to_all_pct for run in runs])),
+            "local_activation_rate": mean_of([_last(run) for run in runs], "local_rate"),
+            "all_to_all_pct": mean_of([_last(run) for run in runs], "all_to_all_pct"),
         }
-        row["curve"] = [
-            {
-                "rate": rate,
-                **{
-                    key: float(np.mean([getattr(run.curve[rate], key) for run in runs]))
-                    for key in ("ttft_p99_ms", "e2e_p50_ms", "tokens_per_s")
-                },
-            }
-            for rate in runs[0].curve
-        ]
+        row["curve"] = []
+        for rate in runs[0].curve:
+            points, keys = [run.curve[rate] for run in runs], ("ttft_p99_ms", "e2e_p50_ms", "tokens_per_s")
+            row["curve"].append({"rate": rate} | {key: mean_of(points, key) for key in keys})
         for limit in METRICS:
             mine = [run.limits[limit] for run in runs]
-            row[f"{limit}_rate"] = float(np.mean([one.rate for one in mine]))
-            row[f"{limit}_tokens_per_s"] = float(np.mean([one.tokens_per_s for one in mine]))
-            row[f"{limit}_duplicates_pct"] = float(np.mean([one.duplicates_pct for one in mine]))
+            row |= {f"{limit}_{field}": mean_of(mine, field) for field in Limit._fields}
             row |= _gains(limit, "vanilla", mine, [_of(result, regime, "vanilla", limit) for result in results])
             best = _best_baseline(results, regime, limit)
             row |= _gains(limit, "best", mine, [_of(result, regime, best, limit) for result in results])
@@ -293,7 +274,7 @@ def _of(result: CellResult, regime: Regime, name: str, limit: str) -> Limit:
 
 
 def _best_baseline(results: Sequence[CellResult], regime: Regime, limit: str) -> str:
-    """The baseline of the highest mean rate; the best of each seed would be the luckiest."""
+    """Return the baseline of the highest mean rate; the best of each seed would be the luckiest."""
 
     def mean_rate(name: str) -> float:
         return float(np.mean([_of(result, regime, name, limit).rate for result in results]))
@@ -302,13 +283,9 @@ def _best_baseline(results: Sequence[CellResult], regime: Regime, limit: str) ->
 
 
 def _gains(limit: str, against: str, mine: Sequence[Limit], others: Sequence[Limit]) -> Row:
-    """Gain in rate within a limit, percent, paired by seed."""
-    found = interval([100.0 * (one.rate / other.rate - 1.0) for one, other in zip(mine, others, strict=True)])
-    key = f"{limit}_over_{against}"
-    return {f"{key}_pct": found.mean, f"{key}_low": found.low, f"{key}_high": found.high}
-
-
-# ---------------------------------------------------------------------------------------------------- in words
+    """Return the gain in rate within a limit, percent, paired by seed."""
+    gains = [100.0 * (own.rate / other.rate - 1.0) for own, other in zip(mine, others, strict=True)]
+    return spread(f"{limit}_over_{against}", gains)
 
 
 def serving_notes(rows: Sequence[Row]) -> list[str]:
@@ -322,7 +299,7 @@ def serving_notes(rows: Sequence[Row]) -> list[str]:
         "have no token ids and gpt-oss-20b's are of decode alone: both stand for prompts too.",
         "Requests go by the experts of their own prompts, which nobody knows before it runs: a bound for tables.",
     ]
-    for trace in dict.fromkeys(row["trace"] for row in rows):
+    for trace in distinct_values(rows, "trace"):
         for key in dict.fromkeys((row["link"], row["dispatch"]) for row in rows if row["trace"] == trace):
             mine = [row for row in rows if (row["trace"], row["link"], row["dispatch"]) == (trace, *key)]
             notes.append(_regime_note(trace, key, mine))

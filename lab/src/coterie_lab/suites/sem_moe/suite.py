@@ -5,7 +5,7 @@
     layer_time, layer_saving          a MoE layer against the rate, by phase and link: where fewer bytes pay
     serving       throughput within latency limits, attention data parallel
     latency       TTFT and E2E at one request a second, attention tensor parallel
-    sets, kurtosis, confidence, look_back, rank_tables, table_bytes       what a token's identity tells of its experts
+    sets, kurtosis, confidence, look_back, rank_tables, table_bytes       prediction of a token's experts from its id
     wire, shuffle, migration          real processes joined by gloo: bytes beside the prediction, what shuffles add
 
 A fifth of the recorded requests fits and the rest tests, as published (prediction: a quarter). Rates are counted on
@@ -32,7 +32,7 @@ NAME = "sem-moe"
 
 
 class Part(NamedTuple):
-    """Rows of one question, and what they say in words."""
+    """Rows of one question, and notes on them."""
 
     rows: Callable[[SuiteOptions, Report], list[dict[str, Any]]]
     notes: Callable[[list[dict[str, Any]]], list[str]]
@@ -59,20 +59,17 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     if options.requests is not None:
         notes.append(f"Local activations and prediction: at most {options.requests:,} requests of a trace, drawn.")
     for part in PARTS if options.trace is None else OF_A_TRACE:
-        found = part.rows(options, report)
-        rows += found
-        notes += part.notes(found)
+        own = part.rows(options, report)
+        rows += own
+        notes += part.notes(own)
     drawn = [row for row in rows if row["part"] == "layer_time"]
     if options.out is not None and drawn:
         draw_layer_time(options.out, drawn)
     return SuiteResult(NAME, rows, notes)
 
 
-# ---------------------------------------------------------------------------------------------------- tables
-
-
 def _of(part: str, **wanted: Any) -> Callable[[Row], bool]:
-    """Rows of a part with these values."""
+    """Show rows of a part with these values."""
     return lambda row: row["part"] == part and all(row.get(key) == value for key, value in wanted.items())
 
 
@@ -85,7 +82,7 @@ def _number(key: str, digits: int = 1, scale: float = 1.0) -> Callable[[Row], st
 
 
 def _with_ends(key: str, digits: int = 1, scale: float = 1.0) -> Callable[[Row], str]:
-    """A mean with the ends of its interval, of columns KEY (or KEY_pct), KEY_low and KEY_high."""
+    """Show a mean with the ends of its interval, from fields KEY (or KEY_pct), KEY_low and KEY_high."""
 
     def show(row: Row) -> str:
         mean, low, high = row.get(key, row.get(f"{key}_pct")), row.get(f"{key}_low"), row.get(f"{key}_high")
@@ -105,18 +102,19 @@ def _shown_rate(row: Row) -> bool:
     return _of("locality", ep=8)(row) and row["schedule"] != "round_robin"
 
 
-def _columns(*columns: tuple[str, Callable[[Row], Any]]) -> tuple[Column, ...]:
-    return tuple(Column(heading, value) for heading, value in columns)
+def _columns(*columns: str | tuple[str, Callable[[Row], Any]]) -> tuple[Column, ...]:
+    """Make columns: a key to show as it is, or a heading and a function of the row."""
+    return tuple(Column(one, _text(one)) if isinstance(one, str) else Column(*one) for one in columns)
 
 
 TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Local activations of unseen requests on 8 ranks, %; 12.5 by chance",
         _columns(
-            ("trace", _text("trace")),
-            ("items", _text("items")),
+            "trace",
+            "items",
             ("planner", _planner),
-            ("schedule", _text("schedule")),
+            "schedule",
             ("local, %", _with_ends("local_activation_rate", scale=100)),
             ("max ÷ median load", _number("imbalance", 2)),
         ),
@@ -125,10 +123,10 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Above the proven optimum of small instances, %",
         _columns(
-            ("trace", _text("trace")),
-            ("items", _text("items")),
-            ("ranks", _text("ranks")),
-            ("planner", _text("planner")),
+            "trace",
+            "items",
+            "ranks",
+            "planner",
             ("proven", lambda row: f"{row['proven']} of {row['instances']}"),
             ("by", _text("measure")),
             ("above", _with_ends("gap")),
@@ -139,11 +137,11 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Exchange in a MoE layer at the rate of chance, 8 ranks of an H200",
         _columns(
-            ("model", _text("model")),
-            ("phase", _text("phase")),
+            "model",
+            "phase",
             ("tokens a rank", _text("tokens_per_rank")),
-            ("link", _text("link")),
-            ("dispatch", _text("dispatch")),
+            "link",
+            "dispatch",
             ("layer, us", _number("layer_us", 0)),
             ("exchange, % of layer", _number("communication_pct")),
             ("% of step", _number("communication_of_step_pct")),
@@ -153,10 +151,10 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Attention data parallel: rate within 5 x the lightest latency, against the best baseline, %",
         _columns(
-            ("trace", _text("trace")),
-            ("link", _text("link")),
-            ("dispatch", _text("dispatch")),
-            ("planner", _text("planner")),
+            "trace",
+            "link",
+            "dispatch",
+            "planner",
             ("local, %", _number("local_activation_rate", 1, 100)),
             ("TTFT limit", _with_ends("ttft_over_best")),
             ("E2E limit", _with_ends("e2e_over_best")),
@@ -166,11 +164,11 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Attention tensor parallel, one request a second: latency saved against the best baseline, %",
         _columns(
-            ("trace", _text("trace")),
-            ("link", _text("link")),
+            "trace",
+            "link",
             ("prompt", _text("prompt_tokens")),
-            ("planner", _text("planner")),
-            ("collectives", _text("collectives")),
+            "planner",
+            "collectives",
             ("TTFT p99, ms", _number("ttft_p99_ms", 2)),
             ("saved", _with_ends("ttft_saved")),
             ("by the shuffle alone", _with_ends("ttft_saved_by_shuffle")),
@@ -180,9 +178,9 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Experts of a token by its id: sets compared, %",
         _columns(
-            ("trace", _text("trace")),
+            "trace",
             ("sets compared", _text("definition")),
-            ("predictor", _text("predictor")),
+            "predictor",
             ("precision", _with_ends("precision", scale=100)),
             ("recall", _with_ends("recall", scale=100)),
             ("F1", _with_ends("f1", scale=100)),
@@ -193,7 +191,7 @@ TABLES: Sequence[SuiteTable] = (
         "Bytes on the wire between processes joined by gloo",
         _columns(
             ("ranks", _text("ep")),
-            ("dispatch", _text("dispatch")),
+            "dispatch",
             ("sent, MB", _number("hidden_bytes", 2, 1e-6)),
             ("predicted, MB", _number("predicted_bytes", 2, 1e-6)),
             ("all bytes ÷ predicted", _number("ratio", 4)),

@@ -1,10 +1,10 @@
-"""How well a token's identity tells its experts: sets predicted from one part of a trace against the other part.
+"""How well a token's id predicts its experts: sets predicted from one part of a trace against the other part.
 
 All measures need only how often each token activated each expert in the two parts, so tables of counts without
 recorded requests can be scored too. Precision is the share of predicted experts that are right, recall the share of
 right ones that were predicted; sums over all tokens of a layer are divided (micro averages), layers are averaged.
 
-What is predicted and what is right is a choice, and the numbers follow from it:
+The numbers depend on the definition of the predicted and of the right set:
 
     occurrence    the token's k most frequent experts, against the k experts of each occurrence: sizes are equal, so
                   precision = recall
@@ -27,7 +27,7 @@ from coterie.errors import ConfigError
 from coterie.footprints.counting import footprints
 
 OFTEN = (50, 75, 90)
-"""Per cent of a token's occurrences from which on an expert is predicted by `often_…`."""
+"""Least per cent of a token's occurrences at which an expert is predicted by `often_…`."""
 DEFINITIONS = ("occurrence", "static", "ever", "ever_weighted", *(f"often_{share}" for share in OFTEN), "all_ever")
 
 
@@ -47,7 +47,7 @@ class TokenCounts(NamedTuple):
 def count_tokens(
     expert_ids: NDArray[np.integer], token_ids: NDArray[np.integer], num_tokens: int, num_experts: int
 ) -> TokenCounts:
-    """Counts of tokens 0 … num_tokens - 1 in expert_ids [occurrence, layer, k]."""
+    """Count tokens 0 … num_tokens - 1 in expert_ids [occurrence, layer, k]."""
     order = np.argsort(token_ids, kind="stable")
     occurrences = np.bincount(token_ids, minlength=num_tokens).astype(np.int64)
     if len(occurrences) > num_tokens:
@@ -60,7 +60,7 @@ class SetScore(NamedTuple):
     """Scores of one definition, by layer."""
 
     precision: NDArray[np.float64]
-    """[layer]; NaN where nothing was predicted."""
+    """[layer]; NaN if nothing was predicted."""
     recall: NDArray[np.float64]
     """[layer]"""
 
@@ -73,10 +73,10 @@ class SetScore(NamedTuple):
 def set_scores(fit: TokenCounts, test: TokenCounts, top_k: int, popular: bool = False) -> dict[str, SetScore]:
     """Score every definition on tokens of the test part; those unseen in the fit are predicted by popularity.
 
-    `ever`, `static` and `all_ever` take tokens of both parts alone. With `popular`, the layer's most popular experts
+    `ever`, `static` and `all_ever` take only tokens of both parts. With `popular`, the layer's most popular experts
     (and shares) stand for every token's own: the baseline.
     """
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in DEFINITIONS}
+    scores: dict[str, list[tuple[float, float]]] = {name: [] for name in DEFINITIONS}
     everyone = fit.activations.sum(axis=0) / fit.occurrences.sum()  # [layer, expert]
     both = (fit.occurrences > 0) & (test.occurrences > 0)
     weight = test.occurrences.astype(np.float64)
@@ -90,28 +90,28 @@ def set_scores(fit: TokenCounts, test: TokenCounts, top_k: int, popular: bool = 
         ever = after > 0
         total = after.sum()
         hits = (top * after).sum()
-        found["occurrence"].append((hits / total, hits / total))
-        found["static"].append(_ratio(top & right_top, top, right_top, both))
-        found["ever"].append(_ratio(top & ever, top, ever, both))
-        found["ever_weighted"].append(_ratio(top & ever, top, ever, both * weight))
+        scores["occurrence"].append((hits / total, hits / total))
+        scores["static"].append(_ratio(top & right_top, top, right_top, both))
+        scores["ever"].append(_ratio(top & ever, top, ever, both))
+        scores["ever_weighted"].append(_ratio(top & ever, top, ever, both * weight))
         for share in OFTEN:
             often = shares >= share / 100 - 1e-12
             predicted, hits = float((often.sum(axis=1) * weight).sum()), float((often * after).sum())
-            found[f"often_{share}"].append((hits / predicted if predicted else np.nan, hits / total))
-        found["all_ever"].append(_ratio((shares > 0) & ever, shares > 0, ever, both))
-    return {name: SetScore(*np.array(values, np.float64).T) for name, values in found.items()}
+            scores[f"often_{share}"].append((hits / predicted if predicted else np.nan, hits / total))
+        scores["all_ever"].append(_ratio((shares > 0) & ever, shares > 0, ever, both))
+    return {name: SetScore(*np.array(values, np.float64).T) for name, values in scores.items()}
 
 
 def _ratio(
     hits: NDArray[np.bool_], predicted: NDArray[np.bool_], right: NDArray[np.bool_], weight: NDArray[np.generic]
 ) -> tuple[float, float]:
-    """Precision and recall of sets [token, expert], each token with its weight."""
+    """Return precision and recall of sets [token, expert], each token with its weight."""
     sums = [float((mask.sum(axis=1) * weight).sum()) for mask in (hits, predicted, right)]
     return sums[0] / max(sums[1], 1e-300), sums[0] / max(sums[2], 1e-300)
 
 
 def top_mask(values: NDArray[np.floating], k: int) -> NDArray[np.bool_]:
-    """[token, expert] the k largest of each row; of ties, the lowest index. Values of 0 are never taken."""
+    """Mark the k largest values of each row [token, expert]; of ties, the lowest index. 0 is never taken."""
     least = np.partition(values, -k, axis=1)[:, -k, None]  # [token, 1] the k-th largest
     above, tied = values > least, values == least
     places = k - above.sum(axis=1, keepdims=True)
@@ -119,9 +119,9 @@ def top_mask(values: NDArray[np.floating], k: int) -> NDArray[np.bool_]:
 
 
 def kurtosis(counts: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Fourth moment about the mean ÷ squared variance, over the last axis; a normal distribution has 3.
+    """Return the fourth moment about the mean ÷ squared variance, over the last axis; 0 if all values are equal.
 
-    0 where all values are equal.
+    A normal distribution has 3.
     """
     values = np.asarray(counts, np.float64)
     squared = np.square(values - values.mean(axis=-1, keepdims=True))
@@ -131,6 +131,6 @@ def kurtosis(counts: NDArray[np.generic]) -> NDArray[np.float64]:
 
 
 def fixed_set_kurtosis(num_experts: int, top_k: int) -> float:
-    """Kurtosis of a token that always activates the same k experts, and of every token seen once."""
+    """Return the kurtosis of a token that always activates the same k experts, and of every token seen once."""
     share = top_k / num_experts
     return 1 / (share * (1 - share)) - 3

@@ -60,7 +60,7 @@ def wire_rows(options: SuiteOptions, report: Report) -> list[dict[str, Any]]:
 
 
 def wire_notes(rows: list[dict[str, Any]]) -> list[str]:
-    """Sentences for the rows of :func:`wire_rows`."""
+    """Say what the rows of :func:`wire_rows` show."""
     wire, shuffle, moves = ([row for row in rows if row["part"] == part] for part in ("wire", "shuffle", "migration"))
     if not shuffle:
         return ["No bytes on the wire: the expert-parallel layer needs torch: pip install 'coterie[torch]'."]
@@ -80,11 +80,10 @@ def wire_notes(rows: list[dict[str, Any]]) -> list[str]:
         return [*notes, f"No bytes on the wire: set COTERIE_DATA to the folder of real data ({TRACE}, docs/data.md)."]
     hidden = max(abs(row["hidden_bytes"] / row["predicted_bytes"] - 1) for row in wire)
     total = max(abs(row["ratio"] - 1) for row in wire)
-    told = [row["tcp_bytes"] / row["predicted_bytes"] - 1 for row in wire if row["tcp_bytes"] is not None]
-    tcp = f"; the system's own count of TCP bytes differs by at most {max(map(abs, told)):.1%}" if told else ""
-    fewer = [row["hidden_bytes"] for row in wire if row["dispatch"] == "deduplicated"]
-    single = [row["hidden_bytes"] for row in wire if row["dispatch"] == "per activation"]
-    saved = [1 - one / other for one, other in zip(fewer, single, strict=True)]
+    counted = [row["tcp_bytes"] / row["predicted_bytes"] - 1 for row in wire if row["tcp_bytes"] is not None]
+    tcp = f"; the system's own count of TCP bytes differs by at most {max(map(abs, counted)):.1%}" if counted else ""
+    fewer, single = ([row["hidden_bytes"] for row in wire if row["dispatch"] == mode] for mode in MODES)
+    saved = [1 - a / b for a, b in zip(fewer, single, strict=True)]
     return [
         *notes,
         f"Bytes on the wire, gloo: hidden states differ from the prediction by at most {hidden:.1%}, all bytes, with "
@@ -99,7 +98,7 @@ def _span(rows: list[dict[str, Any]], key: str) -> str:
 
 
 def _sample(options: SuiteOptions) -> _Sample | None:
-    """One step of the trace; None without the data."""
+    """Take one step of the trace; None without the data."""
     path = None if options.data is None else options.data / "activations" / TRACE
     if path is None or not path.exists():
         return None
@@ -120,38 +119,20 @@ def _wire_rows(sample: _Sample, ranks: int) -> list[dict[str, Any]]:
     for mode, field in MODES.items():
         crossing = locality.remote_ranks if mode == "deduplicated" else locality.remote
         predicted = 2 * tokens * layers * crossing * HIDDEN * VALUE_BYTES
-        found = getattr(measured, field)
-        row = {
-            "part": "wire",
-            "trace": TRACE,
-            "ep": ranks,
-            "dispatch": mode,
-            "tokens": tokens,
-            "layers": layers,
-            "hidden_size": HIDDEN,
-            "hidden_bytes": found.hidden,
-            "other_bytes": found.other,
-            "tcp_bytes": found.tcp,
-            "predicted_bytes": round(predicted),
-            "ratio": (found.hidden + found.other) / predicted,
-            "published": None,
-        }
-        rows.append(row)
+        sent = getattr(measured, field)
+        row = {"part": "wire", "trace": TRACE, "ep": ranks, "dispatch": mode, "tokens": tokens, "layers": layers}
+        row |= {"hidden_size": HIDDEN} | {f"{name}_bytes": value for name, value in sent._asdict().items()}
+        ratio = (sent.hidden + sent.other) / predicted
+        rows.append(row | {"predicted_bytes": round(predicted), "ratio": ratio, "published": None})
     return rows
 
 
 def _shuffle_row(ranks: int) -> dict[str, Any]:
     from coterie_lab.suites.sem_moe.measuring import measure_shuffle
 
-    found = measure_shuffle(ranks, SHUFFLE_TOKENS, SHUFFLE_HIDDEN)
-    return {
-        "part": "shuffle",
-        "ep": ranks,
-        "tokens": SHUFFLE_TOKENS,
-        "hidden_size": SHUFFLE_HIDDEN,
-        **found._asdict(),
-        "published": 1 + PUBLISHED_OVERHEAD,
-    }
+    times = measure_shuffle(ranks, SHUFFLE_TOKENS, SHUFFLE_HIDDEN)
+    row = {"part": "shuffle", "ep": ranks, "tokens": SHUFFLE_TOKENS, "hidden_size": SHUFFLE_HIDDEN}
+    return row | times._asdict() | {"published": 1 + PUBLISHED_OVERHEAD}
 
 
 def _migration_row(ranks: int) -> dict[str, Any]:
