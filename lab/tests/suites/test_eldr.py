@@ -18,7 +18,7 @@ from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.locality_band import LocalityBand
 from coterie.sim.fleet.requests import split_recordings
-from coterie_lab.suites.eldr import fleets
+from coterie_lab.suites.eldr import fleets, synthetic
 from coterie_lab.suites.eldr import published as eldr_published
 from coterie_lab.suites.eldr import suite as eldr
 from coterie_lab.suites.eldr.analysis import analyse, domain_unions, phase_correlation
@@ -245,7 +245,7 @@ def test_a_placement_spreads_decoders_over_ranks() -> None:
 
 def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
-    monkeypatch.setattr(eldr.synthetic, "POOLS", (8,))
+    monkeypatch.setattr(synthetic, "POOLS", (8,))
     monkeypatch.setattr(
         eldr, "serve_synthetic", lambda cell: serve_synthetic(cell._replace(decoders=2, per_decoder=4), TINY)
     )

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def _pair_row(data: Path, recordings: Recordings) -> Row:
     requests = draw_requests(
         recordings, PAIR_REQUESTS, np.random.default_rng(0), arrivals.in_order(), rate=20.0, longest_prompt=16_384
     )
-    memory = {"prefill_kv_tokens": 400_000, "kv_tokens": 1_000_000}
+    memory: dict[str, Any] = {"prefill_kv_tokens": 400_000, "kv_tokens": 1_000_000}
     config = FleetConfig(decode_workers=8, prefill_workers=8, places=64, link=INFINIBAND_400G, **memory)
     cost = step_model(get_model("gpt-oss-20b"), "h200", "bf16")
 

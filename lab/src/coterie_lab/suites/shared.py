@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.answers.runs import in_parallel, interval, interval_of, with_half
 from coterie.answers.suites import Column, Report, Row
@@ -52,7 +53,7 @@ def savings(own: Iterable[Any], base: Iterable[Any], field: str) -> list[float]:
     return [100.0 * (1.0 - getattr(a, field) / getattr(b, field)) for a, b in zip(own, base, strict=True)]
 
 
-def spread(key: str, samples: Sequence[float], unit: str = "_pct") -> dict[str, Any]:
+def spread(key: str, samples: Sequence[float] | NDArray[np.float64], unit: str = "_pct") -> dict[str, Any]:
     """Return the mean of samples and its 95% interval as fields of a row: KEY_pct, KEY_low and KEY_high."""
     mean, low, high = interval(samples)
     return {f"{key}{unit}": mean, f"{key}_low": low, f"{key}_high": high}

@@ -153,8 +153,8 @@ def _formula_row(beside: str, spec: ModelSpec, topology: Topology, batch: int) -
     return row
 
 
-LATER = ("time_us", "time_article_rule_us", "time_if_batch_per_gpu_us", "tokens_counted", "busiest_rank")
-LATER += ("busiest_rank_if_uniform", "published")
+LATER = ["time_us", "time_article_rule_us", "time_if_batch_per_gpu_us", "tokens_counted", "busiest_rank"]
+LATER += ["busiest_rank_if_uniform", "published"]
 """Fields of a row that are filled in only if they apply and are known."""
 
 

@@ -135,12 +135,13 @@ class Fleet(NamedTuple):
 
 def serve(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting, advance: Advance) -> Served:
     """Serve under `kept`, `eplb`, `every window` (latency_optimal after each) or `automatic`."""
-    placement = Placement.linear(*shares.shape[1:], setting.ranks, setting.slots)
+    placement = Placement.linear(shares.shape[1], shares.shape[2], setting.ranks, setting.slots)
     first = Load(shares[0] * fleet.rows * setting.steps, setting.steps)
     planning_s = 0.0 if policy == "kept" else _planning_s(_planner(policy, fleet.objective), first, placement, fleet)
     fleet = fleet._replace(objective=replace(fleet.objective, planning_s=planning_s))
     decide = _decider(policy, placement, fleet, setting)
-    served = Served(*np.zeros((4, len(shares) - 1)), moves=[], planning_s=planning_s, last=placement)
+    step_s, moe_s, cost_s, balance = np.zeros((4, len(shares) - 1))
+    served = Served(step_s, moe_s, cost_s, balance, [], planning_s, placement)
     for window in range(len(shares) - 1):
         decision = decide(Load(shares[window] * fleet.rows * setting.steps, setting.steps), placement)
         if decision.planned:

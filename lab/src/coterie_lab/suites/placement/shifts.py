@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,8 +94,12 @@ def serve_shift(shift: Shift, data: Path) -> list[Replanned]:
                 most[horizon] = FEW_PCT * len(plan.moves) // 100
             after = score(new.unseen, plan.placement, priced)
             before, layers = score(new.unseen, running, priced).balancedness, plan.placement.num_layers
-            costs = (len(plan.moves), plan.movement_s, plan.planning_s)
-            results.append(Replanned(name, horizon, layers, before, *after, *costs))
+            costs: dict[str, Any] = {
+                "moves": len(plan.moves),
+                "movement_s": plan.movement_s,
+                "planning_s": plan.planning_s,
+            }
+            results.append(Replanned(name, horizon, layers, before, *after, **costs))
     return results
 
 

@@ -96,8 +96,8 @@ def _fill(
             axes.axvline(column - 0.5, color=theme.background, lw=5 if edge else 1)
     _headings(panels, columns)
     over = max(float(np.nanmax(np.abs(matrix.gain_pct), initial=0.0)) for matrix in matrices) > CLIP_PCT
-    extend, size = "both" if over else "neither", {"pad": 0.02, "shrink": 0.8, "aspect": 45}
-    bar = figure.colorbar(image, ax=panels, location="bottom", extend=extend, **size)
+    style: dict[str, Any] = {"extend": "both" if over else "neither", "pad": 0.02, "shrink": 0.8, "aspect": 45}
+    bar = figure.colorbar(image, ax=panels, location="bottom", **style)
     bar.set_label((" " * 8).join(("hurts", "←", "cut of P99 against fcfs (%)", "→", "helps")), fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)

@@ -183,8 +183,9 @@ def _shuffle(member: RankMember, asked: _Shuffle) -> ShuffleTimes:
     dist.all_reduce(times, dist.ReduceOp.MAX)
     group.close()
     gloo, plain, shuffled, soon = times[1:].T.tolist()  # the first touches memory for the first time
-    ratios = _ratio(shuffled, gloo), _ratio(shuffled, plain), _ratio(soon, plain)
-    return ShuffleTimes(*map(statistics.median, (gloo, plain, shuffled, soon)), *ratios)
+    medians = [statistics.median(series) for series in (gloo, plain, shuffled, soon)]
+    ratios = [_ratio(shuffled, gloo), _ratio(shuffled, plain), _ratio(soon, plain)]
+    return ShuffleTimes(*medians, *ratios)
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:

@@ -197,7 +197,7 @@ def serve_bench(bench: ServingBench, contenders: Contenders, rates: Sequence[flo
 def _regime(
     bench: ServingBench, contenders: Sequence[Contender], prices: GroupPrices, rates: Sequence[float]
 ) -> dict[str, Served]:
-    """Serve all contenders; vanilla is the first: its lightest load sets the limits, its own limits start the searches."""
+    """Serve all contenders; the first is vanilla: its lightest load sets the limits, its limits start the searches."""
     curves = {contender.name: Curve(bench, contender, prices) for contender in contenders}
     vanilla = next(iter(curves.values()))
     light = vanilla.at(LIGHTEST)
