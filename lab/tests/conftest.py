@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import settings
 settings.register_profile("coterie", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("coterie")
 
-# Commands that tests start would otherwise read every source file of Coterie anew: half the time that most take.
+# Without compiled bytecode, commands that tests start would compile every source file: half of their time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -25,6 +26,14 @@ def data_dir() -> Path:
     if not folder:
         pytest.skip("COTERIE_DATA is not set: no real data to read (docs/data.md)")
     return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """Run cells in this process: starting processes takes longer than small runs, and a test of its own covers that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
+        yield
 
 
 @pytest.fixture

@@ -7,25 +7,13 @@ import json
 import pytest
 
 from gateway.faults import main
+from gateway.faulty import verdict
 from gateway.faulty.client import Asked, State
 from gateway.faulty.hands import GATEWAY, Fault
-from gateway.faulty.verdict import (
-    CRASH,
-    CUT_BY_DRAIN,
-    DRAIN,
-    LOST,
-    REFUSED,
-    RESET,
-    SILENT,
-    TOLD,
-    WHOLE,
-    class_of,
-    different_answers,
-    recoveries,
-)
+from gateway.faulty.verdict import LOST, RESET, SILENT, WHOLE, recoveries
 
-KILLED = Fault(CRASH, GATEWAY, began_s=100.0, repaired_s=104.0)
-DRAINED = Fault(DRAIN, GATEWAY, began_s=200.0, repaired_s=206.0)
+KILLED = Fault(verdict.CRASH, GATEWAY, began_s=100.0, repaired_s=104.0)
+DRAINED = Fault(verdict.DRAIN, GATEWAY, began_s=200.0, repaired_s=206.0)
 WORKER = Fault("kill a decode worker", "decode-1", began_s=300.0, repaired_s=305.0)
 FAULTS = [KILLED, DRAINED, WORKER]
 
@@ -38,16 +26,16 @@ def asked(state: State, began_s: float, ended_s: float, problem: str = "", name:
     ("one", "found"),
     [
         (asked("whole", 99.0, 99.5), WHOLE),
-        (asked("told", 99.0, 99.5), TOLD),
+        (asked("told", 99.0, 99.5), verdict.TOLD),
         (asked("before", 99.0, 100.1, "reset"), RESET),
         (asked("before", 103.0, 103.0, "connect"), RESET),
         (asked("silent", 99.0, 100.1), RESET),
         (asked("before", 99.0, 99.9, "reset"), LOST),
         (asked("before", 102.0, 104.5, "502 worker_failed"), LOST),
-        (asked("before", 199.5, 200.5, "reset"), REFUSED),
-        (asked("before", 201.0, 201.0, "503 draining"), REFUSED),
+        (asked("before", 199.5, 200.5, "reset"), verdict.REFUSED),
+        (asked("before", 201.0, 201.0, "503 draining"), verdict.REFUSED),
         (asked("before", 201.0, 201.0, "503 overloaded"), LOST),
-        (asked("before", 198.0, 200.5, "reset"), CUT_BY_DRAIN),
+        (asked("before", 198.0, 200.5, "reset"), verdict.CUT_BY_DRAIN),
         (asked("silent", 199.0, 201.0), SILENT),
         (asked("before", 301.0, 302.0, "502 worker_failed"), LOST),
         (asked("silent", 299.0, 300.1), SILENT),
@@ -55,7 +43,7 @@ def asked(state: State, began_s: float, ended_s: float, problem: str = "", name:
     ],
 )
 def test_only_a_restart_of_the_gateway_explains_a_loss(one: Asked, found: str) -> None:
-    assert class_of(one, FAULTS) == found
+    assert verdict.class_of(one, FAULTS) == found
 
 
 def test_recovery_counts_requests_that_were_sent_after_the_fault() -> None:
@@ -76,8 +64,8 @@ def test_recovery_counts_requests_that_were_sent_after_the_fault() -> None:
 
 def test_answers_to_one_prompt_must_be_the_same() -> None:
     same = [asked("whole", 0, 1, text="yes"), asked("whole", 1, 2, text="yes"), asked("told", 1, 2, text="ye")]
-    assert not different_answers(same)
-    assert len(different_answers([*same, asked("whole", 2, 3, text="no")])) == 1
+    assert not verdict.different_answers(same)
+    assert len(verdict.different_answers([*same, asked("whole", 2, 3, text="no")])) == 1
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.connection import wait
@@ -22,41 +21,22 @@ from coterie.errors import UnknownNameError
 from coterie.types import Interval
 from coterie_lab.suites.caps.published import BURSTY, RATES, TOP_SIX, published
 from coterie_lab.suites.caps.suite import Cell, paper_results, run, run_cell
+from simulate_traces import quiet
 
 SMALL = SuiteOptions(requests=300, seeds=(1, 2), rates=(150.0, 300.0), strategies=("greedy_variance", "latency_aware"))
 
 
-def silent(doing: str, done: int, total: int) -> None:
-    pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """Starting processes takes longer than these runs; that they give the same is tested on its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    return run(SMALL, silent)
+    return run(SMALL, quiet)
 
 
 def test_rows_have_what_is_promised(small: Any) -> None:
-    keys = {
-        "pattern",
-        "rate",
-        "strategy",
-        "p99_reduction_pct",
-        "throughput_gain_pct",
-        "imbalance_reduction_pct",
-        "published",
-        "p99_reduction_low",
-        "p99_reduction_high",
-        "worst_skips",
-        "worst_wait_ms",
-    }
+    keys = {"pattern", "rate", "strategy", "throughput_gain_pct", "imbalance_reduction_pct", "published", "worst_skips"}
+    keys |= {"p99_reduction_pct", "p99_reduction_low", "p99_reduction_high", "worst_wait_ms"}
     assert len(small.rows) == 2 * 2 * 3
     assert all(keys <= row.keys() for row in small.rows)
     for row in small.rows:
@@ -68,12 +48,12 @@ def test_rows_have_what_is_promised(small: Any) -> None:
 
 
 def test_the_same_seeds_give_the_same_numbers(small: Any) -> None:
-    assert run(SMALL, silent).rows == small.rows
+    assert run(SMALL, quiet).rows == small.rows
 
 
 def test_gains_are_of_the_means_over_seeds() -> None:
     cells = {seed: run_cell(Cell("bursty", 300.0, seed), ("fcfs", "random"), 300, DRAWN) for seed in (1, 2)}
-    rows = run(SuiteOptions(requests=300, seeds=(1, 2), rates=(300.0,), strategies=("random",)), silent).rows
+    rows = run(SuiteOptions(requests=300, seeds=(1, 2), rates=(300.0,), strategies=("random",)), quiet).rows
     row = next(row for row in rows if row["pattern"] == "bursty" and row["strategy"] == "random")
     means = {name: np.mean([cells[seed][name].p99_ms for seed in (1, 2)]) for name in ("fcfs", "random")}
     assert row["p99_reduction_pct"] == pytest.approx(100 * (1 - means["random"] / means["fcfs"]))
@@ -82,7 +62,7 @@ def test_gains_are_of_the_means_over_seeds() -> None:
 
 def test_files_in_the_published_structure(tmp_path: Path) -> None:
     options = SuiteOptions(requests=200, seeds=(1,), rates=(300.0,), strategies=("lpt",), out=tmp_path / "out")
-    result = run(options, silent)
+    result = run(options, quiet)
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["config"]["requests"] == 200
     assert found["strategies"] == ["fcfs", "lpt"]
@@ -97,7 +77,7 @@ def test_files_in_the_published_structure(tmp_path: Path) -> None:
 
 def test_an_unknown_strategy_is_named() -> None:
     with pytest.raises(UnknownNameError, match="greedy_variance"):
-        run(SuiteOptions(strategies=("greedy_varianc",)), silent)
+        run(SuiteOptions(strategies=("greedy_varianc",)), quiet)
 
 
 def test_published_figures() -> None:

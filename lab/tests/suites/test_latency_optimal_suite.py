@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from coterie.types import Placement
+from coterie_lab.suites.latency_optimal import sweep
 from coterie_lab.suites.latency_optimal.domains import DomainSetting, Fleet, rank_shares, serve, shifting
 from coterie_lab.suites.latency_optimal.suite import SWEEP, TABLE, _sweep_row, policies
-from coterie_lab.suites.latency_optimal.sweep import (
-    DriftSetting,
-    Policy,
-    SweepSetting,
-    busiest_rank,
-    run_fixed,
-    run_seed,
-)
+from coterie_lab.suites.latency_optimal.sweep import DriftSetting, Policy, SweepSetting, busiest_rank, run_seed
 
 SMALL = SweepSetting(DriftSetting(experts=32, half_life=60.0), ranks=4, layers=2, warm_up=100, iterations=200, short=20)
 
@@ -57,7 +51,7 @@ def test_rounds_are_planned_on_the_past_and_charged() -> None:
     loads = SMALL.drift.draw(SMALL.layers, 300, np.random.default_rng(1))
     policy = Policy("eplb", 50, 0.26, unconditional=True)
     unbalanced = busiest_rank(loads, SMALL.linear())
-    found = run_fixed(loads, SMALL, policy).outcome(unbalanced)
+    found = sweep.run_fixed(loads, SMALL, policy).outcome(unbalanced)
     placement, busy, cost = SMALL.linear(), 0.0, 0.0
     for at in range(50, 300, 50):
         plan = Eplb(objective=SMALL.objective).plan(

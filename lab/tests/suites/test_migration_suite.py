@@ -18,10 +18,7 @@ from coterie_lab.suites.migration import suite as migration
 from coterie_lab.suites.migration.memory import Case, Steps, memory_rows
 from coterie_lab.suites.migration.suite import ORDER, PUBLISHED, RANKS, Bench, run
 from coterie_lab.suites.migration.traffic import Domains, by_rank, make_windows, read_domains
-
-
-def quiet(doing: Any, done: Any, total: Any) -> None:
-    pass
+from simulate_traces import quiet
 
 
 def save(
@@ -88,13 +85,8 @@ def test_without_data_the_published_tables_are_still_checked(tmp_path: Path) -> 
     for row in found.rows:
         assert round(row["kv_gb"], 1) == row["published"]["kv_gb"]
         assert round(row["sessions"], 1) == row["published"]["sessions"]
-    assert [row["formula_ratio"] and round(row["formula_ratio"], 3) for row in found.rows] == [
-        1.0,
-        1.001,
-        1.002,
-        1.003,
-        None,
-    ]
+    ratios = [row["formula_ratio"] and round(row["formula_ratio"], 3) for row in found.rows]
+    assert ratios == [1.0, 1.001, 1.002, 1.003, None]
     assert any("COTERIE_DATA" in note for note in found.notes)
     assert any("does not exist" in note for note in run(SuiteOptions(data=tmp_path), quiet).notes)
     # All-to-all times and "throughput" of the published rows follow from its remote share.

@@ -23,31 +23,17 @@ from coterie.traces.readers import _rows
 from coterie.types import DECODE, PREFILL
 from coterie_lab.suites.predictors.cases import longest_match, sidecar_texts
 from coterie_lab.suites.predictors.suite import run
+from simulate_traces import quiet
 
-KEYS = {
-    "trace",
-    "predictor",
-    "requests",
-    "cosine",
-    "cosine_low",
-    "cosine_high",
-    "recall_top_k",
-    "recall_top_2k",
-    "recall_16",
-    "recall_16_low",
-    "recall_16_high",
-    "hit_rate",
-    "published",
-}
+KEYS = (
+    "trace predictor requests cosine cosine_low cosine_high recall_top_k recall_top_2k recall_16 recall_16_low "
+    "recall_16_high hit_rate published"
+)
 RECENT = {
     ("recent_popularity", knows)
     for knows in ("before it, as listed", "before it, shuffled", "before it, of its worker")
 }
 EXPERTS, LAYERS, TOP_K, VOCABULARY = 16, 2, 2, 30
-
-
-def quiet(doing: str, done: int, total: int) -> None:
-    pass
 
 
 def by_name(result: Any, predicts: Any = None) -> dict[Any, Any]:
@@ -92,7 +78,7 @@ def test_a_trace_of_two_phases(tmp_path: Path) -> None:
         ("token_table", "the tokens predicted"),
     }
     for row in result.rows:
-        assert set(row) >= KEYS
+        assert set(row) >= set(KEYS.split())
         assert row["published"] is None
         assert row["requests"] == round(TEST_SHARE * 40)
         assert len(row["cosine_by_layer"]) == LAYERS
@@ -141,13 +127,8 @@ def test_a_trace_of_one_phase_is_asked_for_its_second_half(tmp_path: Path) -> No
 
 def test_without_token_ids_there_is_no_table(tmp_path: Path) -> None:
     result = run(SuiteOptions(trace=make(tmp_path / "t", ids=False)), quiet)
-    assert {row["predictor"] for row in result.rows} == {
-        "popularity",
-        "recent_popularity",
-        "domain",
-        "recorded",
-        "prefix",
-    }
+    left = {"popularity", "recent_popularity", "domain", "recorded", "prefix"}
+    assert {row["predictor"] for row in result.rows} == left
 
 
 def test_token_strings_beside_an_archive(tmp_path: Path) -> None:
@@ -162,17 +143,8 @@ def test_token_strings_beside_an_archive(tmp_path: Path) -> None:
         if i == 3:
             listed = listed[1:]  # does not match its rows
         prompt = None if i == 4 else "".join(words[t] for t in tokens)
-        rows.append(
-            {
-                "category": "c",
-                "dataset": "d",
-                "n_prompt_tokens": 3,
-                "n_routed_tokens": 12,
-                "offset": at,
-                "prompt": prompt,
-                "generated_tokens": None if i == 5 else listed,
-            }
-        )
+        row = {"category": "c", "dataset": "d", "n_prompt_tokens": 3, "n_routed_tokens": 12, "offset": at}
+        rows.append(row | {"prompt": prompt, "generated_tokens": None if i == 5 else listed})
         ids.append(function[tokens])
         at += 12
     expert_ids = np.concatenate(ids).astype(np.uint8)
@@ -364,30 +336,13 @@ def test_the_suite_scores_a_model() -> None:
         for name in (TINY, f"{TINY}, second turns")
     )
     assert len(first) + len(second) == len(result.rows)
-    tables = {
-        ("prefill", "dry_run", "prompt's tokens"),
-        ("decode", "dry_run", "prompt's tokens"),
-        ("decode", "dry_run", "the tokens predicted"),
-    }
-    assert set(first) == {
-        ("prefill", "popularity", "nothing"),
-        ("prefill", "domain", "domain"),
-        ("prefill", "similar_prefix", "prompt's tokens"),
-        ("prefill", "token_table", "prompt's tokens"),
-        ("decode", "popularity", "nothing"),
-        ("decode", "domain", "domain"),
-        ("decode", "recorded", "prompt's footprint"),
-        ("decode", "prefix", "prompt's footprint"),
-        ("decode", "similar_prefix", "prompt's tokens"),
-        ("decode", "token_table", "prompt's tokens"),
-        ("decode", "token_table", "the tokens predicted"),
-        *tables,
-        *(
-            (part, "recent_popularity", knows)
-            for part in ("prefill", "decode")
-            for knows in ("before it, as listed", "before it, shuffled", "before it, of its worker")
-        ),
-    }
+    both = {("popularity", "nothing"), ("domain", "domain"), *RECENT}
+    both |= {("similar_prefix", "prompt's tokens"), ("token_table", "prompt's tokens"), ("dry_run", "prompt's tokens")}
+    decode = {("recorded", "prompt's footprint"), ("prefix", "prompt's footprint")}
+    decode |= {("token_table", "the tokens predicted"), ("dry_run", "the tokens predicted")}
+    asked = {("prefill", *known) for known in both} | {("decode", *known) for known in both | decode}
+    tables = {question for question in asked if question[1] == "dry_run"}
+    assert set(first) == asked
     assert set(second) == set(first) - tables
     assert {row["requests"] for row in first.values()} == {3}
     assert {row["requests"] for row in second.values()} == {10}

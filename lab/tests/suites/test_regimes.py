@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,7 @@ from coterie_lab.suites.eldr.synthetic import load_arrivals
 from coterie_lab.suites.regimes import suite as regimes
 from coterie_lab.suites.regimes.suite import ARRIVALS, BURST, REGIMES, Bench, Cell, draw, draw_order, run, verdict
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """Starting processes takes longer than these runs; that they give the same is tested on its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +95,10 @@ def test_rows_and_notes(data_dir: Path, tmp_path: Path, monkeypatch: pytest.Monk
     overall = [row for row in result.rows if row["model"] == "all"]
     assert len(overall) == len(REGIMES) * 2 * 2
     assert len(result.rows) == len(overall) + len(REGIMES) * len(TRACES) * len(ARRIVALS) * 2 * 2
-    mean = np.mean(
-        [
-            r["p99_reduction_pct"]
-            for r in result.rows
-            if r["regime"] == "decode"
-            and r["order"] == "bursts"
-            and r["strategy"] == "latency_aware"
-            and r["model"] != "all"
-        ]
-    )
-    row = next(r for r in overall if (r["regime"], r["order"], r["strategy"]) == ("decode", "bursts", "latency_aware"))
+    kind = ("decode", "bursts", "latency_aware")
+    mine = [row for row in result.rows if (row["regime"], row["order"], row["strategy"]) == kind]
+    mean = np.mean([row["p99_reduction_pct"] for row in mine if row["model"] != "all"])
+    row = next(row for row in mine if row["model"] == "all")
     assert row["p99_reduction_pct"] == pytest.approx(mean)
     for row in result.rows:
         assert row["model"] == "all" or row["behind_best_pct"] >= 0.0

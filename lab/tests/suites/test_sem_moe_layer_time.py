@@ -12,33 +12,19 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.models import get_model
 from coterie.types import NVLINK4, Placement, Topology
-from coterie_lab.suites.sem_moe.layer_time import (
-    DISPATCHES,
-    FIGURE,
-    MODELS,
-    PART,
-    RANKS,
-    RATES,
-    SAVING,
-    TOKENS,
-    compute_us,
-    draw_layer_time,
-    layer_time,
-    layer_time_notes,
-    layer_time_rows,
-    links,
-    locality_at,
-    rest_us,
-)
+from coterie_lab.suites.sem_moe import layer_time
+from coterie_lab.suites.sem_moe.layer_time import DISPATCHES, PART, RANKS, RATES, locality_at
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    return layer_time_rows(SuiteOptions(), lambda *_: None)
+    return layer_time.layer_time_rows(SuiteOptions(), lambda *_: None)
 
 
 def test_every_regime_has_every_rate_and_less_crosses_as_it_rises(rows: list[dict[str, Any]]) -> None:
-    regimes = len(MODELS) * sum(map(len, TOKENS.values())) * len(links()) * len(DISPATCHES)
+    regimes = (
+        len(layer_time.MODELS) * sum(map(len, layer_time.TOKENS.values())) * len(layer_time.links()) * len(DISPATCHES)
+    )
     rates = [row for row in rows if row["part"] == PART]
     assert len(rates) == regimes * (1 + len(RATES))
     for start in range(0, len(rates), 1 + len(RATES)):
@@ -60,7 +46,7 @@ def test_single_copies_take_no_longer(rows: list[dict[str, Any]]) -> None:
     assert all(one["deduplicated"] <= one["per activation"] * (1 + 1e-9) for one in by.values())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", layer_time.MODELS)
 def test_the_rate_of_chance_is_uniform_routing(name: str) -> None:
     spec = get_model(name)
     ours, uniform = locality_at(1 / RANKS, spec), expected_locality(spec, Topology(RANKS))
@@ -78,9 +64,9 @@ def test_a_layer_and_the_rest_are_a_step() -> None:
     load = np.full((layers, spec.num_experts), RANKS * tokens * spec.top_k // spec.num_experts)
     placement = Placement.linear(layers, spec.num_experts, RANKS)
     whole = model.step(load, Batch(tokens, tokens * 1024), placement)
-    ours = layers * (compute_us(model, tokens) + rest_us(model, "decode", tokens))
+    ours = layers * (layer_time.compute_us(model, tokens) + layer_time.rest_us(model, "decode", tokens))
     assert 1e-6 * ours == pytest.approx(whole.total_s - whole.all_to_all_s.sum())
-    found = layer_time(model, tokens, 1 / RANKS, DISPATCHES[0])
+    found = layer_time.layer_time(model, tokens, 1 / RANKS, DISPATCHES[0])
     assert 1e-6 * found.all_to_all_us == pytest.approx(whole.all_to_all_s[0])
 
 
@@ -98,7 +84,7 @@ def test_decode_on_nvlink_has_a_few_percent_to_save(rows: list[dict[str, Any]]) 
 
 
 def test_both_readings_of_the_published_rise(rows: list[dict[str, Any]]) -> None:
-    savings = [row for row in rows if row["part"] == SAVING and row["model"] == "deepseek-v2-lite"]
+    savings = [row for row in rows if row["part"] == layer_time.SAVING and row["model"] == "deepseek-v2-lite"]
     assert {row["reading"] for row in savings} == {"points", "ratio"}
     for row in savings:
         wanted = 0.125 + 0.37 if row["reading"] == "points" else 0.125 * 1.37
@@ -108,11 +94,12 @@ def test_both_readings_of_the_published_rise(rows: list[dict[str, Any]]) -> None
 
 
 def test_words_and_figure(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    notes = layer_time_notes(rows)
+    notes = layer_time.layer_time_notes(rows)
     text = " ".join(notes)
     assert "Co-scheduling cannot pay much here" in next(note for note in notes if note.startswith("decode on nvlink4"))
     assert "Co-scheduling can pay here" in next(note for note in notes if note.startswith("prefill on nvlink4"))
     assert "59.2%" in text
     assert "read as points" in text
     assert "read as ratio" in text
-    assert [path.name for path in draw_layer_time(tmp_path, rows)] == [f"{FIGURE}.pdf", f"{FIGURE}.png"]
+    drawn = layer_time.draw_layer_time(tmp_path, rows)
+    assert [path.name for path in drawn] == [f"{layer_time.FIGURE}.{kind}" for kind in ("pdf", "png")]

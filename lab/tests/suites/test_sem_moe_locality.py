@@ -15,12 +15,9 @@ from coterie_lab.suites.sem_moe import locality
 from coterie_lab.suites.sem_moe.homes import after_ranks, aligned, surer
 from coterie_lab.suites.sem_moe.locality import locality_notes, locality_rows
 from coterie_lab.suites.sem_moe.samples import FIT_SHARE, split, table_sample
+from simulate_traces import quiet
 
 EXPERTS, LAYERS, TOP_K, THEMES = 16, 3, 2, 4
-
-
-def quiet(doing: str, done: int, total: int) -> None:
-    pass
 
 
 @settings(deadline=None, max_examples=40)

@@ -14,18 +14,9 @@ from coterie.footprints.counting import footprint
 from coterie.sim.fleet.requests import Recordings
 from coterie.sim.group.serving import GroupPrices, ServeSettings
 from coterie.types import INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement
-from coterie_lab.suites.sem_moe import latency, serving
+from coterie_lab.suites.sem_moe import contenders, latency, serving
 from coterie_lab.suites.sem_moe.choosing import CHOSEN, Trial, choose, halves, take
-from coterie_lab.suites.sem_moe.contenders import (
-    RANKS,
-    Contender,
-    ServingBench,
-    affinity_to,
-    best_token_ranks,
-    default_contenders,
-    fitted_counts,
-    serving_of,
-)
+from coterie_lab.suites.sem_moe.contenders import RANKS, Contender, ServingBench, fitted_counts, serving_of
 from coterie_lab.suites.sem_moe.published import E2E_P50, TEXT_GAINS, TTFT_P99
 from coterie_lab.suites.sem_moe.samples import transitions_of
 
@@ -66,9 +57,9 @@ def together(one: ServingBench, _link: Link) -> tuple[list[Contender], list[str]
     beside = Contender(
         "beside",
         placement,
-        affinity_to(placement, one.test),
+        contenders.affinity_to(placement, one.test),
         "least_busy",
-        best_token_ranks(placement, one.test),
+        contenders.best_token_ranks(placement, one.test),
         baseline=False,
     )
     return [Contender("vanilla", one.linear), beside], []
@@ -80,7 +71,7 @@ def test_affinity_and_masks(seed: int) -> None:
     rng = np.random.default_rng(seed)
     records = mixed(10, rng)
     placement = Placement(np.array([rng.permutation(16) for _ in range(LAYERS)], np.int32), RANKS, 16)
-    affinity = affinity_to(placement, records)
+    affinity = contenders.affinity_to(placement, records)
     assert affinity.sum(axis=1) == pytest.approx(1.0), "every activation is on one rank"
     recorded = rng.integers(0, 10, 40)
     ranks = serving_of(Contender("x", placement, affinity), recorded).ranks
@@ -88,7 +79,7 @@ def test_affinity_and_masks(seed: int) -> None:
     for start in range(0, 40, RANKS):
         assert sorted(ranks[start : start + RANKS]) == list(range(RANKS)), "a round takes every rank once"
         assert ranks[start] == affinity[recorded[start]].argmax(), "the first of a round goes where it likes"
-    best = best_token_ranks(placement, records)
+    best = contenders.best_token_ranks(placement, records)
     for layer in range(LAYERS):
         where = {int(expert): slot // 2 for slot, expert in enumerate(placement.slot_experts[layer])}
         for row in rng.integers(0, len(records.expert_ids), 20):
@@ -108,7 +99,7 @@ def test_what_planners_learn_from() -> None:
 
 
 def test_default_contenders_serve_what_is_registered() -> None:
-    made, notes = default_contenders(bench(), NVLINK4)
+    made, notes = contenders.default_contenders(bench(), NVLINK4)
     names = [one.name for one in made]
     assert names[0] == "vanilla"
     assert "popularity" in names

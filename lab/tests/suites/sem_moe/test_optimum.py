@@ -10,19 +10,9 @@ import pytest
 from coterie.answers.suites import SuiteOptions
 from coterie.placement import Items
 from coterie.traces import ActivationTrace, TraceMeta
-from coterie_lab.suites.sem_moe.optimum import (
-    EXPERTS,
-    ITEMS,
-    THETA,
-    draw_instance,
-    optimum_gaps,
-    optimum_notes,
-    optimum_rows,
-)
-
-
-def quiet(doing: str, done: int, total: int) -> None:
-    pass
+from coterie_lab.suites.sem_moe import optimum
+from coterie_lab.suites.sem_moe.optimum import ITEMS, optimum_gaps, optimum_notes, optimum_rows
+from simulate_traces import quiet
 
 
 @pytest.mark.parametrize("background", [0.0, 0.1])
@@ -30,7 +20,7 @@ def test_planted_clusters_have_no_gap(background: float) -> None:
     """Items of even and odd numbers activate even and odd experts; a background is remote wherever they are."""
     same = np.arange(ITEMS)[:, None] % 2 == np.arange(4)[None] % 2
     items = Items.of_counts(np.where(same, 1.0, background)[:, None], np.ones(ITEMS))
-    for theta in THETA.values():
+    for theta in optimum.THETA.values():
         gaps = optimum_gaps(items, 4, 2, theta, 0)
         assert gaps is not None
         assert gaps == pytest.approx({"sem_moe": 0.0, "co_cluster": 0.0}, abs=1e-9)
@@ -41,12 +31,12 @@ def test_an_instance_has_the_hottest_experts_with_their_shares(alike: bool) -> N
     rng = np.random.default_rng(0)
     counts = rng.poisson(3.0, (30, 2, 20)) * np.linspace(2.0, 0.1, 20)
     fitted = Items.of_counts(counts, np.full(30, 50.0), one_rank=True)
-    found = draw_instance(fitted, 20, 4, np.random.default_rng(1), alike=alike)
+    found = optimum.draw_instance(fitted, 20, 4, np.random.default_rng(1), alike=alike)
     assert (len(found), found.num_layers, found.one_rank) == (ITEMS, 1, True)
     assert set(found.frequency.tolist()) == {1.0 if alike else 50.0}
     load = fitted.load(20)
     per_token = found.weights.sum() / len(found)
-    hottest = np.sort(load, axis=1)[:, -EXPERTS:].sum(axis=1) / fitted.frequency.sum()
+    hottest = np.sort(load, axis=1)[:, -optimum.EXPERTS :].sum(axis=1) / fitted.frequency.sum()
     assert min(abs(per_token / hottest - 1)) < 0.2, "the shares of items are kept, not scaled"
 
 

@@ -30,12 +30,9 @@ from coterie_lab.suites.sem_moe.prediction import (
     table_bytes,
 )
 from coterie_lab.suites.sem_moe.prediction_notes import prediction_notes
+from simulate_traces import quiet
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 8, 8, 2, 30
-
-
-def quiet(doing: str, done: int, total: int) -> None:
-    pass
 
 
 def token_trace(rng: np.random.Generator, requests: int = 24, length: int = 40, follow: float = 0.8) -> ActivationTrace:

@@ -12,15 +12,8 @@ from scipy import stats
 
 from coterie.errors import ConfigError
 from coterie.traces import ActivationTrace
-from coterie_lab.suites.sem_moe.token_sets import (
-    DEFINITIONS,
-    TokenCounts,
-    count_tokens,
-    fixed_set_kurtosis,
-    kurtosis,
-    set_scores,
-    top_mask,
-)
+from coterie_lab.suites.sem_moe import token_sets
+from coterie_lab.suites.sem_moe.token_sets import TokenCounts, count_tokens, kurtosis, set_scores
 from token_traces import EXPERTS, LAYERS, TOP_K, random_trace
 
 VOCABULARY = 20
@@ -48,7 +41,7 @@ def test_scores_are_those_of_sets_in_plain_python(seed: int, popular: bool) -> N
     first, second = random_trace(rng, 2), random_trace(rng, 4)
     fit, test = counted(first), counted(second)
     found = set_scores(fit, test, TOP_K, popular)
-    assert tuple(found) == DEFINITIONS
+    assert tuple(found) == token_sets.DEFINITIONS
     everyone = fit.activations.sum(axis=0) / fit.occurrences.sum()
     tokens, _ = second.arrays()
     assert tokens.token_ids is not None
@@ -115,7 +108,7 @@ def test_more_occurrences_raise_precision_and_lower_recall_of_ever(rng: np.rando
 @given(seed=st.integers(0, 2**20), k=st.integers(1, 6))
 def test_the_top_is_that_of_a_sort(seed: int, k: int) -> None:
     values = np.random.default_rng(seed).integers(0, 4, (8, 6)).astype(np.float64)
-    for row, mask in zip(values.tolist(), top_mask(values, k), strict=True):
+    for row, mask in zip(values.tolist(), token_sets.top_mask(values, k), strict=True):
         right = [e for e in sorted(range(6), key=lambda e: (-row[e], e))[:k] if row[e] > 0]
         assert sorted(np.flatnonzero(mask).tolist()) == sorted(right)
 
@@ -142,4 +135,4 @@ def test_kurtosis_is_scipys(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("experts", "k"), [(64, 6), (128, 8), (32, 4), (8, 2)])
 def test_a_fixed_set_has_the_kurtosis_of_the_formula(experts: int, k: int) -> None:
     counts = np.where(np.arange(experts) < k, 7, 0)
-    assert kurtosis(counts) == pytest.approx(fixed_set_kurtosis(experts, k))
+    assert kurtosis(counts) == pytest.approx(token_sets.fixed_set_kurtosis(experts, k))
