@@ -88,8 +88,7 @@ def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topo
         inter += int(rows.activations[far].sum())
         remote_ranks += crossing(rows.copies)
     cells = len(expert_ids) * placement.num_layers
-    remote = expert_ids.size - local
-    return Locality(local / cells, remote / cells, remote_ranks / cells, inter / cells)
+    return Locality(local / cells, (expert_ids.size - local) / cells, remote_ranks / cells, inter / cells)
 
 
 class RowsBetween(NamedTuple):

@@ -116,9 +116,8 @@ def _table(
 
 def _take(table: _Table, keep: NDArray[np.bool_]) -> _Table:
     entries = keep[table.cell]
-    renumber = np.cumsum(keep) - 1
     return table._replace(
-        cell=renumber[table.cell[entries]],
+        cell=(np.cumsum(keep) - 1)[table.cell[entries]],
         rows=table.rows[entries],
         experts=table.experts[entries],
         tokens=table.tokens[keep],
@@ -194,8 +193,7 @@ def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
     first[2] = float(np.clip(np.median(table.active * table.nbytes / table.us), 2 * low[2], high[2] / 2))
     first[0] = float(np.clip(table.us.min() / 2, 2 * low[0], high[0] / 2))
     if shape.cached:
-        largest = float((table.active * table.nbytes).max())
-        limit = min(largest / 2, table.cache_limit)
+        limit = min(float((table.active * table.nbytes).max()) / 2, table.cache_limit)
         low, high, first = [*low, 1e4, low[2]], [*high, limit, 10 * high[2]], [*first, limit * cache, 4 * first[2]]
     begin = np.log(first)
 
@@ -259,13 +257,16 @@ def fit_moe(
 
 
 def fit_error(predicted: NDArray[np.float64], cells: Sequence[MoeCell]) -> FitError:
-    measured = np.array([c.us for c in cells])
-    error = 100.0 * np.abs(predicted / measured - 1.0)
+    error = 100.0 * np.abs(predicted / np.array([c.us for c in cells]) - 1.0)
     worst = int(error.argmax())
     cell = cells[worst]
     skew = f", zipf {cell.zipf:g}" if cell.zipf else ""
-    label = f"{cell.tokens} tokens, {cell.active} active{skew}: {cell.us:.0f} us, predicted {predicted[worst]:.0f}"
-    return FitError(round(float(error.mean()), 2), round(float(error[worst]), 2), len(cells), label)
+    return FitError(
+        round(float(error.mean()), 2),
+        round(float(error[worst]), 2),
+        len(cells),
+        f"{cell.tokens} tokens, {cell.active} active{skew}: {cell.us:.0f} us, predicted {predicted[worst]:.0f}",
+    )
 
 
 def _params(solution: _Solution, table: _Table) -> MoeParams:
@@ -273,13 +274,12 @@ def _params(solution: _Solution, table: _Table) -> MoeParams:
     # A cache that is slower than memory, or that no warm cell fits in, is an artefact of the fit.
     fits = bool((table.warm & (table.active * table.nbytes <= x[10])).any()) if solution.shape.cached else False
     cache = {"cache_bytes": x[10], "cache_bytes_per_us": x[11]} if fits and x[11] > x[2] else {}
-    large = x[5] if solution.shape.switch < NEVER else x[4]
     return MoeParams(
         overhead_us=x[0],
         token_us=x[1],
         stream_bytes_per_us=x[2],
         row_us=x[3],
-        tile_flops_per_us=(x[4], large),
+        tile_flops_per_us=(x[4], x[5] if solution.shape.switch < NEVER else x[4]),
         sharpness=x[6],
         fill_penalty=x[7],
         partial_penalty=x[8],

@@ -73,8 +73,9 @@ class StepCost:
         first = (1.0 - moe.overlap) * max(weights, compute)
         first += moe.overlap * (weights if behind == weights else compute)
         rest = model.attention_s(batch) + model.dense_s(batch.tokens, batch.decode_requests or batch.prefill_requests)
-        layers = spec.num_moe_layers
-        fixed = rest * 1e6 + layers * (model.routing_us(batch.tokens) + moe.overhead_us + moe.token_us * batch.tokens)
+        fixed = rest * 1e6 + spec.num_moe_layers * (
+            model.routing_us(batch.tokens) + moe.overhead_us + moe.token_us * batch.tokens
+        )
         arrival = 0.0
         if ranks > 1:
             links = arrival_links(spec, model.topology)
@@ -120,8 +121,9 @@ class StepCost:
 
     def numbers(self) -> Array:
         """Return [6] values for compiled loops: fixed_us, first_us, tile_rows, row_us, arrival_us, by_tokens."""
-        by_tokens = float(self.by_tokens)
-        return np.array([self.fixed_us, self.first_us, self.tile_rows, self.row_us, self.arrival_us, by_tokens])
+        return np.array(
+            [self.fixed_us, self.first_us, self.tile_rows, self.row_us, self.arrival_us, float(self.by_tokens)]
+        )
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -129,8 +131,9 @@ class StepCost:
 
 
 def _is_linear(placement: Placement) -> bool:
-    experts = np.arange(placement.num_experts)
-    return placement.num_slots == placement.num_experts and bool((placement.slot_experts == experts).all())
+    return placement.num_slots == placement.num_experts and bool(
+        (placement.slot_experts == np.arange(placement.num_experts)).all()
+    )
 
 
 @helper()
@@ -179,8 +182,9 @@ class DecodeStepPrices:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
         if not 0 < self.output_tokens < np.inf:
             raise ConfigError(f"output_tokens={self.output_tokens} must be a finite number above 0")
-        shared = self.prefill_us / self.output_tokens
-        line = np.array([self.fixed_us, self.expert_us, self.request_us, self.context_us, shared])
+        line = np.array(
+            [self.fixed_us, self.expert_us, self.request_us, self.context_us, self.prefill_us / self.output_tokens]
+        )
         object.__setattr__(self, "line", line)
 
     @classmethod

@@ -74,20 +74,18 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
         if report:
             report(f"fit {shape.model}", done, len(measurement.shapes))
         fits[shape.model] = fit_shape(shape, float(measurement.hardware.get("cache_bytes", math.inf)))
-    paths = sorted({cell.path for cell in measurement.copies})
     copies: dict[str, TransferLaw] = {
         path: fit_transfer(*zip(*((c.nbytes, c.us) for c in measurement.copies if c.path == path), strict=True))
-        for path in paths
+        for path in sorted({cell.path for cell in measurement.copies})
     }
     exchange = measurement.collectives
-    all_to_all = fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None
     return Preset(
         name=name,
         version=VERSION,
         measurement=measurement,
         fits=fits,
         copies=copies,
-        all_to_all=all_to_all,
+        all_to_all=fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None,
         contention=fit_contention(measurement.contention),
     )
 
@@ -163,8 +161,11 @@ def _check(path: Path, preset: Preset) -> None:
     for name, fit in preset.fits.items():
         for dtype in fit.moe or ["none"]:
             if dtype not in BYTES_PER_WEIGHT:
-                problem = f"holds {dtype!r}, expected weight dtypes out of {', '.join(BYTES_PER_WEIGHT)}"
-                raise TraceError(path, f"fits.{name}.moe", problem)
+                raise TraceError(
+                    path,
+                    f"fits.{name}.moe",
+                    f"holds {dtype!r}, expected weight dtypes out of {', '.join(BYTES_PER_WEIGHT)}",
+                )
         for curve in filter(None, [fit.routing]):
             at, times = curve.at, curve.times_us
             if len(at) < 2 or len(at) != len(times) or any(a >= b for a, b in pairwise(at)):

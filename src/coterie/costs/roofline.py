@@ -119,8 +119,7 @@ def fit_curve(at: Sequence[float], us: Sequence[float]) -> CurveLaw:
         100.0 * abs(_interpolate(xs[i], xs[:i] + xs[i + 1 :], ys[:i] + ys[i + 1 :]) / ys[i] - 1.0)
         for i in range(1, len(xs) - 1)
     ]
-    quality = Quality(round(float(np.mean(error)), 2), round(max(error), 2), len(error))
-    return CurveLaw(tuple(xs), tuple(ys), quality)
+    return CurveLaw(tuple(xs), tuple(ys), Quality(round(float(np.mean(error)), 2), round(max(error), 2), len(error)))
 
 
 def _roofline(logs: Column, nbytes: Column, flops: Column) -> Column:
@@ -147,8 +146,9 @@ def _fit(
             return np.log(law(logs, *(column[keep] for column in inputs)) / us[keep])
 
         # Launch jitter makes outliers of a few small cells: soft_l1 bounds their influence.
-        found = least_squares(residual, np.log(start), bounds=(low, np.log(high)), loss="soft_l1", f_scale=0.1)
-        return np.asarray(found.x)
+        return np.asarray(
+            least_squares(residual, np.log(start), bounds=(low, np.log(high)), loss="soft_l1", f_scale=0.1).x
+        )
 
     fold = np.random.default_rng(0).permutation(len(us)) % FOLDS
     predicted = np.empty(len(us))

@@ -87,8 +87,7 @@ class StepTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        rest_s = self.attention_s + (self.dense_s + self.routing_s)
-        return rest_s + float(self.moe_s.sum() + self.all_to_all_s.sum())
+        return (self.attention_s + (self.dense_s + self.routing_s)) + float(self.moe_s.sum() + self.all_to_all_s.sum())
 
 
 NO_LAYERS = np.zeros(0)
@@ -260,8 +259,7 @@ class PlacedStepModel:
             return StepTime(0.0, 0.0, 0.0, NO_LAYERS, NO_LAYERS)
         model, sizes = self.model, (self.model.running_tokens(batch), batch.outputs)
         if sizes not in self._dense_s:
-            routing_s = model.routing_us(sizes[0]) * 1e-6 * model.spec.num_moe_layers
-            self._dense_s[sizes] = model.dense_s(*sizes), routing_s
+            self._dense_s[sizes] = model.dense_s(*sizes), model.routing_us(sizes[0]) * 1e-6 * model.spec.num_moe_layers
         return StepTime(model.attention_s(batch), *self._dense_s[sizes], NO_LAYERS, NO_LAYERS)
 
     def step(self, load: NDArray[np.integer], batch: Batch, crossing: NDArray[np.int64] = NO_CROSSING) -> StepTime:

@@ -221,8 +221,9 @@ class PositionStore:
         if expert_ids.shape != (len(positions), shape.num_layers, shape.top_k):
             expected = (len(positions), shape.num_layers, shape.top_k)
             raise ConfigError(f"expert_ids has shape {expert_ids.shape}; {len(positions)} positions need {expected}")
-        stamp = np.uint16(self.epoch if epoch is None else epoch)
-        kept, distinct = _write(positions, expert_ids, self._ids, self._epochs, stamp, self.load)
+        kept, distinct = _write(
+            positions, expert_ids, self._ids, self._epochs, np.uint16(self.epoch if epoch is None else epoch), self.load
+        )
         self.log.add(time.monotonic(), kept, distinct / shape.num_layers)
         self._header[_TOKENS] += np.uint64(kept)
         self._header[_DISTINCT] += np.uint64(distinct)
@@ -258,8 +259,7 @@ class PositionStore:
         """Return [layer, expert] activation counts of the known tokens at `positions`, and their number."""
         _check_positions(positions, self.shape.num_positions)
         counts = np.zeros((self.shape.num_layers, self.shape.num_experts), np.uint32)
-        known = _count(positions, self._ids, self._epochs, np.uint16(self._header[_EPOCH]), counts)
-        return counts, int(known)
+        return counts, int(_count(positions, self._ids, self._epochs, np.uint16(self._header[_EPOCH]), counts))
 
     def unlink(self) -> None:
         """Remove the file; processes that map it keep their view."""

@@ -103,9 +103,12 @@ class Signature:
         if self.mask:
             pairs = sample_pairs(requests, MAX_PAIRS, rng)
             rows = np.ascontiguousarray(_values(prefill, self.weighting) * weights)
-            truth = _centred_ranks(pair_cosines(decode.reshape(requests, -1), pairs))
             order, rhos = _greedy_layers(
-                _layer_products(rows, pairs), np.einsum("rle,rle->lr", rows, rows), pairs, truth, np.int64(_BUCKETS)
+                _layer_products(rows, pairs),
+                np.einsum("rle,rle->lr", rows, rows),
+                pairs,
+                _centred_ranks(pair_cosines(decode.reshape(requests, -1), pairs)),
+                np.int64(_BUCKETS),
             )
             kept = np.sort(order[: int(np.argmax(rhos)) + 1])
         self.kept_ = KeptLayers(weights, kept)
@@ -174,8 +177,7 @@ def _values(counts: Counts, weighting: str) -> NDArray[np.float32]:
 def _centred_ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return the ranks minus their mean; equal values share a rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks = (last - (counts - 1) / 2)[inverse]
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return np.asarray(ranks - ranks.mean(), np.float64)
 
 

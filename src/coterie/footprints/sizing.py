@@ -78,12 +78,11 @@ def store_size(spec: ModelSpec, kv_dtype: KVDtype = "bf16", block_size: int = 16
     check_one_of(get_args(KVDtype), kv_dtype=kv_dtype)
     check_at_least(1, block_size=block_size)
     kv_bytes = spec.kv_bytes_per_token // (2 if kv_dtype == "fp8" else 1)
-    counts = spec.num_moe_layers * spec.num_experts
     return StoreSize(
         model=spec.name,
         kv_dtype=kv_dtype,
         block_size=block_size,
         position_bytes=position_bytes(spec),
         kv_bytes=kv_bytes,
-        block_count_bytes=counts,
+        block_count_bytes=spec.num_moe_layers * spec.num_experts,
     )

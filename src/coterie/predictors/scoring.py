@@ -107,8 +107,9 @@ def recall(predicted: Loads, truth: Loads, k: int) -> NDArray[np.float64]:
     order = np.argsort(-guess, axis=-1, kind="stable")[..., :k]
     hits, drawn = (np.take_along_axis(of & (guess > 0), order, axis=-1).sum(axis=-1) for of in (above, tied))
     places = k - above.sum(axis=-1)  # places in the true top k that any of the tied experts may take
-    size = np.minimum(k, (true > 0).sum(axis=-1))
-    return np.asarray((hits + np.minimum(drawn, places)) / np.maximum(1, size), np.float64)
+    return np.asarray(
+        (hits + np.minimum(drawn, places)) / np.maximum(1, np.minimum(k, (true > 0).sum(axis=-1))), np.float64
+    )
 
 
 def _draws(groups: Sequence[Hashable], rng: Generator) -> NDArray[np.float64]:
@@ -120,6 +121,5 @@ def _draws(groups: Sequence[Hashable], rng: Generator) -> NDArray[np.float64]:
 
 
 def _interval(values: NDArray[np.float64], draws: NDArray[np.float64]) -> Interval:
-    means = draws @ values / draws.sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
+    low, high = np.percentile(draws @ values / draws.sum(axis=1), [2.5, 97.5])
     return Interval(float(values.mean()), float(low), float(high))

@@ -85,8 +85,7 @@ class PrefixIndex:
                 break
             at = self._shared(node, tokens)
             if at < node.stop:
-                rest = self._held[node.latest][at : at + _WIDTH]
-                upper = _Node(node.start, at, number, {rest: node})
+                upper = _Node(node.start, at, number, {self._held[node.latest][at : at + _WIDTH]: node})
                 node.start = at
                 children[first] = node = upper
             node.latest = number
@@ -136,8 +135,7 @@ class PrefixIndex:
         own, asked = self._held[node.latest][node.start : stop], tokens[node.start : stop]
         if own == asked:
             return stop
-        differ = np.frombuffer(own, np.int32) != np.frombuffer(asked, np.int32)
-        return node.start + int(differ.argmax()) * _WIDTH
+        return node.start + int((np.frombuffer(own, np.int32) != np.frombuffer(asked, np.int32)).argmax()) * _WIDTH
 
 
 def _packed(token_ids: NDArray[np.integer]) -> bytes:

@@ -100,8 +100,10 @@ class RankTransitions:
         if local is not None and (int(local.min()) < 0 or int(local.max()) > top_k):
             raise ConfigError(f"local must be in 0 … top_k={top_k}")
         starts = key_starts(num_ranks, self.order)
-        parts = [self._layer(ranks, layer, starts, num_ranks, local, top_k) for layer in range(ranks.shape[1])]
-        keys, tokens, shares = zip(*parts, strict=True)
+        keys, tokens, shares = zip(
+            *[self._layer(ranks, layer, starts, num_ranks, local, top_k) for layer in range(ranks.shape[1])],
+            strict=True,
+        )
         self.rows_ = TransitionRows(
             offsets=np.cumsum([0, *map(len, keys)]),
             keys=np.concatenate(keys),

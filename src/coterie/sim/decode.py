@@ -137,8 +137,9 @@ class _Decoder(SimulatedServer):
         requests, running = self.requests, self.running
         _count_step(requests.expert_ids, requests.first, self.decoded, running, self.load)
         context = int((requests.context[running] + self.decoded[running]).sum())
-        per_rank = -(-len(running) // self.ranks)
-        ran = self.timer(self.load, Batch(decode_requests=per_rank, decode_context=context // self.ranks))
+        ran = self.timer(
+            self.load, Batch(decode_requests=-(-len(running) // self.ranks), decode_context=context // self.ranks)
+        )
         check_seconds(ran, len(running))
         self.decoded[running] += 1
         self.batches.append((ran.seconds, len(running), ran.imbalance, ran.distinct))

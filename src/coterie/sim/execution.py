@@ -108,5 +108,7 @@ class PrefillExecution:
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         tokens = int(self.prompt_tokens[requests].sum())
-        batch = Batch(prefill_tokens=-(-tokens // self.ranks), prefill_requests=-(-len(requests) // self.ranks))
-        return self.timer(self.loads[requests].sum(axis=0), batch)
+        return self.timer(
+            self.loads[requests].sum(axis=0),
+            Batch(prefill_tokens=-(-tokens // self.ranks), prefill_requests=-(-len(requests) // self.ranks)),
+        )

@@ -47,8 +47,7 @@ def run_batches(
     `arrival_s` [request] must be in ascending order. The strategy sees the `predicted` [request, layer, expert] loads.
     """
     check_requests(arrival_s, predicted)
-    server = _BatchServer(arrival_s, predicted, execution, config, strategy, rng, check, progress)
-    return server.serve()
+    return _BatchServer(arrival_s, predicted, execution, config, strategy, rng, check, progress).serve()
 
 
 def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:

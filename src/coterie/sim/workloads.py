@@ -59,8 +59,7 @@ class SemanticLoads:
         """Return [domain, expert] the share of the domain's activations on the expert."""
         profiles = np.full((self.domains, self.num_experts), (1.0 - self.strength) / self.num_experts)
         for domain in range(self.domains):
-            start = round(domain * self.num_experts / self.domains)
-            arc = (start + np.arange(self.hot)) % self.num_experts
+            arc = (round(domain * self.num_experts / self.domains) + np.arange(self.hot)) % self.num_experts
             profiles[domain, arc] += self.strength / self.hot
         return profiles
 

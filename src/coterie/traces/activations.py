@@ -157,8 +157,9 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
         """Write the two files of a segment; return its entry in meta.json."""
         optional = [n for n in OPTIONAL if all(getattr(s.tokens, n) is not None for s in trace.segments)]
         write_requests(self.folder / requests, trace.requests)
-        specs = self.meta.specs(trace.num_tokens, trace.num_requests, optional)
-        with ArrayFileWriter(self.folder / activations, specs) as out:
+        with ArrayFileWriter(
+            self.folder / activations, self.meta.specs(trace.num_tokens, trace.num_requests, optional)
+        ) as out:
             out.append("offsets", np.concatenate([[0], np.cumsum(trace.lengths)]))
             for chunk in trace.chunks():
                 for name in ("expert_ids", "phase", *optional):

@@ -58,8 +58,7 @@ class PoissonArrivals:
         check_positive(rate=self.rate)
 
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
-        arrival_s = np.cumsum(rng.exponential(1.0 / self.rate, count))
-        return Arrivals(arrival_s, rng.choice(len(mix), size=count, p=mix))
+        return Arrivals(np.cumsum(rng.exponential(1.0 / self.rate, count)), rng.choice(len(mix), size=count, p=mix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +169,9 @@ class LognormalLengths:
 
     def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
         def some(mean: float, sigma: float) -> NDArray[np.int64]:
-            drawn = rng.lognormal(math.log(mean) - sigma * sigma / 2, sigma, len(domain))
-            return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
+            return np.clip(
+                np.rint(rng.lognormal(math.log(mean) - sigma * sigma / 2, sigma, len(domain))), 1, self.longest
+            ).astype(np.int64)
 
         return Lengths(some(self.prompt_mean, self.prompt_sigma), some(self.output_mean, self.output_sigma))
 
@@ -204,8 +204,9 @@ class RecordedLengths:
         if self.domain is not None:
             for d in np.unique(domain):
                 same = np.flatnonzero(self.domain == d)
-                pool = same if len(same) else np.arange(len(self.prompt_tokens))
-                row[domain == d] = rng.choice(pool, int((domain == d).sum()))
+                row[domain == d] = rng.choice(
+                    same if len(same) else np.arange(len(self.prompt_tokens)), int((domain == d).sum())
+                )
         return Lengths(self.prompt_tokens[row].astype(np.int64), self.output_tokens[row].astype(np.int64))
 
 

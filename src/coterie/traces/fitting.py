@@ -98,8 +98,7 @@ class _Halves:
         if not several.any():
             return np.zeros(self.product.shape[1])
         means = np.einsum("dle,dle->dl", self.first[several], self.second[several]) / self.count[several, None]
-        pooled = (self.product[several] - means).sum(axis=0) / (self.count[several] - 1).sum()
-        return np.asarray(pooled, np.float64)
+        return np.asarray((self.product[several] - means).sum(axis=0) / (self.count[several] - 1).sum(), np.float64)
 
 
 def _count(trace: ActivationTrace) -> _Counts:
@@ -119,8 +118,9 @@ def _count(trace: ActivationTrace) -> _Counts:
         decode = np.diff(offsets) - prefill
         # Four runs per request: each phase is split in two, so that both halves have the same share of each phase.
         runs = np.stack([prefill // 2, prefill - prefill // 2, decode // 2, decode - decode // 2], axis=1)
-        cuts = np.concatenate([[0], np.cumsum(runs)])
-        per_run = footprints(chunk.tokens.expert_ids, cuts, shape[2]).reshape(len(rows), 4, *shape[1:])
+        per_run = footprints(chunk.tokens.expert_ids, np.concatenate([[0], np.cumsum(runs)]), shape[2]).reshape(
+            len(rows), 4, *shape[1:]
+        )
         first, second = (per_run[:, i] + per_run[:, i + 2] for i in (0, 1))  # [request, layer, expert]
         np.add.at(load, rows, (first + second).astype(np.float64))
         np.add.at(tokens, rows, np.diff(offsets))
@@ -129,9 +129,15 @@ def _count(trace: ActivationTrace) -> _Counts:
         halves.add(rows[long], first[long] / sizes[0], second[long] / sizes[1])
         prompts.append(prefill)
         outputs.append(decode)
-    degrees = np.maximum(halves.count - 1, 0.0)
     return _Counts(
-        names, domain, np.concatenate(prompts), np.concatenate(outputs), load, tokens, halves.scatter(), degrees
+        names,
+        domain,
+        np.concatenate(prompts),
+        np.concatenate(outputs),
+        load,
+        tokens,
+        halves.scatter(),
+        np.maximum(halves.count - 1, 0.0),
     )
 
 
@@ -150,8 +156,9 @@ def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> tuple[NDArray
     else:
         # First order: inclusion changes by t (1 - inclusion) per unit of q, whose variance is q (1 - q) / (c + 1).
         slope = hazard.sum(axis=2, keepdims=True) * (1 - inclusion)
-        scatter = _pool((slope**2 * q * (1 - q)).sum(axis=2), counts)
-        concentration = np.clip(scatter / np.maximum(counts.scatter, 1e-9) - 1, 0.5, 1e6)
+        concentration = np.clip(
+            _pool((slope**2 * q * (1 - q)).sum(axis=2), counts) / np.maximum(counts.scatter, 1e-9) - 1, 0.5, 1e6
+        )
     mean, variance = np.empty((domains * layers, experts)), np.empty(domains * layers)
     for step in _STEPS:
         rows = np.tile(np.minimum(concentration, 1e6), domains)

@@ -115,8 +115,7 @@ def zipf_drift(
     """Draw a load before and after a drift; each layer of each window sums to `tokens`."""
     check_at_least(1, layers=layers, experts=experts)
     check_share(shuffled=shuffled)
-    popularity = np.arange(1, experts + 1) ** -exponent
-    before = rng.permuted(np.tile(popularity, (layers, 1)), axis=1)
+    before = rng.permuted(np.tile(np.arange(1, experts + 1) ** -exponent, (layers, 1)), axis=1)
     after = before * rng.lognormal(0.0, sigma, before.shape)
     count = round(shuffled * experts)
     for row in after:

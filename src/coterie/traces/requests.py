@@ -89,8 +89,11 @@ class RequestTrace:
                 return None if column is None else column[rows]
             return [column[int(row)] for row in rows]
 
-        columns = {name: cut(getattr(self, name)) for name in COLUMNS}
-        return replace(self, **columns, extra={name: cut(column) for name, column in self.extra.items()})
+        return replace(
+            self,
+            **{name: cut(getattr(self, name)) for name in COLUMNS},
+            extra={name: cut(column) for name, column in self.extra.items()},
+        )
 
     def in_order(self) -> RequestTrace:
         """Return the same requests in order of arrival; ties keep their order."""
@@ -100,15 +103,17 @@ class RequestTrace:
         """Write the trace to a folder, which must be new or empty."""
         folder = new_trace_folder(path)
         write_requests(folder / "requests.parquet", self)
-        meta = {
-            "format": FORMAT,
-            "version": VERSION,
-            "kind": "requests",
-            "num_requests": len(self),
-            "block_tokens": self.block_tokens,
-            "source": dict(self.source),
-        }
-        write_json(folder / "meta.json", meta)
+        write_json(
+            folder / "meta.json",
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "kind": "requests",
+                "num_requests": len(self),
+                "block_tokens": self.block_tokens,
+                "source": dict(self.source),
+            },
+        )
 
     @classmethod
     def open(cls, path: str | Path) -> RequestTrace:
@@ -118,8 +123,11 @@ class RequestTrace:
         if meta["kind"] == "requests":
             trace = read_requests(folder / "requests.parquet", meta.get("block_tokens"), meta.get("source") or {})
             if len(trace) != meta.get("num_requests"):
-                problem = f"found {len(trace)}, meta.json says {meta.get('num_requests')}"
-                raise TraceError(folder / "requests.parquet", "rows", problem)
+                raise TraceError(
+                    folder / "requests.parquet",
+                    "rows",
+                    f"found {len(trace)}, meta.json says {meta.get('num_requests')}",
+                )
             return trace
         if meta["kind"] in TABLES:
             return TABLES[meta["kind"]](folder)
@@ -152,8 +160,11 @@ def new_trace_folder(path: str | Path) -> Path:
 def read_meta(folder: Path, *kinds: str) -> dict[str, Any]:
     """Read the meta.json of a trace of one of the `kinds`; of any kind by default."""
     if not folder.is_dir():
-        problem = "is a file; a trace is a folder (coterie convert makes one)" if folder.exists() else "does not exist"
-        raise TraceError(folder, "trace", problem)
+        raise TraceError(
+            folder,
+            "trace",
+            "is a file; a trace is a folder (coterie convert makes one)" if folder.exists() else "does not exist",
+        )
     meta = read_json(folder / "meta.json")
     known = {"format": (FORMAT,), "version": (VERSION,), "kind": kinds or ("activations", "requests", "load")}
     for name, values in known.items():

@@ -209,8 +209,11 @@ class SegmentedTrace:
     def empty(cls, meta: TraceMeta) -> Self:
         """Make a trace without requests."""
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in meta.specs(0, 0).items()}
-        segment = Segment(arrays["offsets"], Activations(arrays["expert_ids"], arrays["phase"]), None, None)
-        return cls(meta, [segment], RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)))
+        return cls(
+            meta,
+            [Segment(arrays["offsets"], Activations(arrays["expert_ids"], arrays["phase"]), None, None)],
+            RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)),
+        )
 
     @property
     def num_requests(self) -> int:
@@ -325,8 +328,7 @@ def check_table(requests: RequestTrace, offsets: NDArray[np.int64]) -> None:
 def check_shapes(
     name: str, meta: TraceMeta, tokens: Activations, offsets: NDArray[np.int64], deep: bool = True
 ) -> None:
-    specs = meta.specs(len(tokens.phase), len(offsets) - 1, OPTIONAL)
-    for field_name, spec in specs.items():
+    for field_name, spec in meta.specs(len(tokens.phase), len(offsets) - 1, OPTIONAL).items():
         array = offsets if field_name == "offsets" else getattr(tokens, field_name)
         if array is not None and (array.shape, array.dtype) != (spec.shape, spec.dtype):
             raise ConfigError(f"{field_name} is {array.dtype} {array.shape}; expected {spec.dtype} {spec.shape}")

@@ -131,8 +131,11 @@ class ArrayFile(dict[str, NDArray[Any]]):
         except (KeyError, TypeError, ValueError, RecursionError):
             raise TraceError(self.path, "metadata", f"is not that of a {kind} file") from None
         if stated != (kind, version):
-            problem = f"found {stated[0]!r} version {stated[1]!r}, expected {kind!r} version {version}"
-            raise TraceError(self.path, "metadata format", problem)
+            raise TraceError(
+                self.path,
+                "metadata format",
+                f"found {stated[0]!r} version {stated[1]!r}, expected {kind!r} version {version}",
+            )
         return dict(about)
 
     def _view(self, name: str, entry: Any, start: int, size: int) -> tuple[NDArray[Any], int]:
@@ -191,8 +194,11 @@ class ArrayFileWriter(AbstractContextManager["ArrayFileWriter"]):
         header: dict[str, Any] = {}
         at = 0
         for name, spec in self.specs.items():
-            code = _NAMES[spec.dtype.newbyteorder("<")]
-            header[name] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+            header[name] = {
+                "dtype": _NAMES[spec.dtype.newbyteorder("<")],
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
             at += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -230,8 +236,7 @@ class ArrayFileWriter(AbstractContextManager["ArrayFileWriter"]):
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write whole arrays at once."""
-    specs = {name: ArraySpec(array.dtype, array.shape) for name, array in arrays.items()}
-    with ArrayFileWriter(path, specs) as out:
+    with ArrayFileWriter(path, {name: ArraySpec(array.dtype, array.shape) for name, array in arrays.items()}) as out:
         for name, array in arrays.items():
             out.append(name, array)
 

@@ -269,8 +269,12 @@ def generate_to(
                 done += len(chunk.phase)
                 if progress is not None:
                     progress(done, work.num_tokens)
-        segment = {"activations": "activations.safetensors", "requests": "requests.parquet", "num_tokens": done}
-        write_json(part / "meta.json", work.meta.json([segment]))
+        write_json(
+            part / "meta.json",
+            work.meta.json(
+                [{"activations": "activations.safetensors", "requests": "requests.parquet", "num_tokens": done}]
+            ),
+        )
         try:
             part.rename(folder)  # replaces an empty folder; fails for any other
         except OSError:

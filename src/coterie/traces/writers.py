@@ -97,8 +97,9 @@ def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Writ
             shutil.rmtree(tmp)
         elif tmp.exists():
             tmp.unlink()
-    left_out = tuple(part for part in optional_parts(trace) if part.split(".")[0] not in writer.keeps)
-    return Written(path, format, left_out)
+    return Written(
+        path, format, tuple(part for part in optional_parts(trace) if part.split(".")[0] not in writer.keeps)
+    )
 
 
 def _write_coterie(trace: Trace, path: Path) -> None:
@@ -133,8 +134,7 @@ def _write_csv(trace: RequestTrace, path: Path) -> None:
 def _write_jsonl(trace: RequestTrace, path: Path) -> None:
     sizes = None if trace.prefix_blocks is None else [trace.block_tokens] * len(trace)
     columns = _table(trace, "jsonl", prefix_blocks=trace.prefix_blocks, block_tokens=sizes)
-    rows = zip(*columns.values(), strict=True)
-    _dump_lines((dict(zip(columns, row, strict=True)) for row in rows), path)
+    _dump_lines((dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)), path)
 
 
 def _write_mooncake(trace: RequestTrace, path: Path) -> None:
@@ -150,16 +150,18 @@ def _write_mooncake(trace: RequestTrace, path: Path) -> None:
         if len(blocks) != needed:
             relation = f"format 'mooncake' needs {needed} for prompt_tokens={trace.prompt_tokens[i]}; jsonl holds any"
             raise ConfigError(f"request {i} has {len(blocks)} prefix_blocks; {relation}")
-    rows = (
-        {
-            "timestamp": _milliseconds(float(arrival_s[i])),
-            "input_length": int(trace.prompt_tokens[i]),
-            "output_length": int(trace.output_tokens[i]),
-            "hash_ids": blocks.tolist(),
-        }
-        for i, blocks in enumerate(trace.prefix_blocks)
+    _dump_lines(
+        (
+            {
+                "timestamp": _milliseconds(float(arrival_s[i])),
+                "input_length": int(trace.prompt_tokens[i]),
+                "output_length": int(trace.output_tokens[i]),
+                "hash_ids": blocks.tolist(),
+            }
+            for i, blocks in enumerate(trace.prefix_blocks)
+        ),
+        path,
     )
-    _dump_lines(rows, path)
 
 
 def _milliseconds(arrival_s: float) -> int | float:
@@ -190,8 +192,9 @@ def _write_npz(trace: ActivationTrace | LoadTable, path: Path) -> None:
 
 
 def _write_load_history(trace: LoadTable, path: Path) -> None:
-    history = [{"logical_expert_load": window.tolist()} for window in trace.counts]
-    path.write_text(json.dumps({"load_history": history}) + "\n")
+    path.write_text(
+        json.dumps({"load_history": [{"logical_expert_load": window.tolist()} for window in trace.counts]}) + "\n"
+    )
 
 
 def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:

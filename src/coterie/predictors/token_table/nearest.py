@@ -51,8 +51,10 @@ class NearestTokens:
 
     def of(self, token_ids: NDArray[np.integer]) -> Nearest:
         """Find the nearest seen token of each id."""
-        wanted = np.unique(np.asarray(token_ids, np.int64))
-        new = np.array([token for token in wanted.tolist() if token not in self._found], np.int64)
+        new = np.array(
+            [token for token in np.unique(np.asarray(token_ids, np.int64)).tolist() if token not in self._found],
+            np.int64,
+        )
         if len(new):
             self._search(new)
         found = [self._found[token] for token in np.asarray(token_ids).tolist()]

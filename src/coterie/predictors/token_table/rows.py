@@ -64,12 +64,11 @@ class TokenRows(NamedTuple):
         chosen = most_frequent(counts, layers * kept * (dtype.itemsize + 2), max_bytes)
         shape = (len(chosen), layers, kept)
         out_experts, out_weights = np.zeros(shape, dtype), np.zeros(shape, np.uint16)
-        share = (old / (old + new))[chosen]
         _blend_rows(
             self.experts,
             self.weights,
             old_at[chosen],
-            share,
+            (old / (old + new))[chosen],
             newer.experts,
             newer.weights,
             new_at[chosen],
@@ -79,13 +78,14 @@ class TokenRows(NamedTuple):
         )
         before = keep * float(self.counts.sum())
         part = before / (before + float(newer.counts.sum()))
-        per_token = part * self.popularity.per_token + (1 - part) * newer.popularity.per_token
         return TokenRows(
             token_ids=both[chosen].astype(np.int32),
             counts=counts[chosen],
             experts=out_experts,
             weights=out_weights,
-            popularity=ActivationRates(per_token, self.popularity.top_k),
+            popularity=ActivationRates(
+                part * self.popularity.per_token + (1 - part) * newer.popularity.per_token, self.popularity.top_k
+            ),
             model=self.model,
             layer_ids=self.layer_ids,
         )

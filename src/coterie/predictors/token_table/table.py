@@ -106,8 +106,7 @@ class TokenTable(FallsBack):
             raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: a token table needs them")
         chosen = check_request_rows(trace, requests)
         popularity = mean_rates(trace, chosen, phase)
-        spans = [np.arange(offsets[r], offsets[r + 1]) for r in chosen]
-        at = np.concatenate(spans)  # [token] position in the trace
+        at = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in chosen])  # [token] position in the trace
         if phase is not None:
             at = at[tokens.phase[at] == phase]
         ids = tokens.token_ids[at]
@@ -164,8 +163,7 @@ class TokenTable(FallsBack):
         placed = add_rows(rows.experts, rows.weights, nearest.rows[known], trust, out)  # [layer] activations
         rest = len(request.token_ids) * rows.popularity.top_k - placed
         out += rest[:, None] / rows.popularity.top_k * rows.popularity.per_token
-        scale = 1.0 if request.num_tokens is None else request.num_tokens / len(request.token_ids)
-        return out * scale
+        return out * (1.0 if request.num_tokens is None else request.num_tokens / len(request.token_ids))
 
     def expected(self, token_ids: NDArray[np.integer], k: int | None = None) -> Expected:
         """Return the k experts (None: top_k) that each token activated most, with confidence.
@@ -186,8 +184,7 @@ class TokenTable(FallsBack):
         counts = np.where(nearest.rows >= 0, rows.counts[nearest.rows], 0)  # a token without a row has no trust
         trust = (nearest.similarity * counts / np.maximum(counts + self.confidence_smoothing, 1e-300))[:, None]
         # `share` and `prior` are sums ÷ k; the share of a token's activations is the sum ÷ top_k.
-        scale = size / popularity.top_k
-        return Expected(experts, np.minimum(1.0, scale * (trust * share + (1 - trust) * prior)))
+        return Expected(experts, np.minimum(1.0, (size / popularity.top_k) * (trust * share + (1 - trust) * prior)))
 
     def local_shares(self, held: Held) -> NDArray[np.float32]:
         """Compute the expected share of each seen token's activations that are local on a rank, [seen, layer, rank].
@@ -238,13 +235,16 @@ class TokenTable(FallsBack):
         """
         file = Path(path)
         check_new_file(file)
-        settings = {
-            "smoothing": float(self.smoothing),
-            "experts_kept": self.experts_kept,
-            "max_bytes": self.max_bytes,
-            "confidence_smoothing": float(self.confidence_smoothing),
-        }
-        write_rows(file, self.rows, settings)
+        write_rows(
+            file,
+            self.rows,
+            {
+                "smoothing": float(self.smoothing),
+                "experts_kept": self.experts_kept,
+                "max_bytes": self.max_bytes,
+                "confidence_smoothing": float(self.confidence_smoothing),
+            },
+        )
 
     @classmethod
     def load(cls, path: str | Path, *, embeddings: Embeddings | None = None) -> TokenTable:

@@ -67,9 +67,10 @@ def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
             request = int(np.flatnonzero(done)[row])
             require_invariant(20, False, f"request {request}: {after} at {later[row]} s, {before} at {earlier[row]} s")
     first = run.first_token_s[done]
-    between = (first >= stages[2]) & (first <= stages[-1])
     require_invariant(
-        20, bool(between.all()), "a first token came before its prompt was computed or after the last token"
+        20,
+        bool(((first >= stages[2]) & (first <= stages[-1])).all()),
+        "a first token came before its prompt was computed or after the last token",
     )
 
 
@@ -87,8 +88,7 @@ def _check_places(run: FleetRun, places: int, prefill_places: int, both: bool) -
 def _sweep(worker: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64], places: int) -> None:
     for one in np.unique(worker[worker >= 0]):
         mine = (worker == one) & np.isfinite(start)
-        leaves = np.where(np.isfinite(end[mine]), end[mine], np.inf)
-        times = np.concatenate([start[mine], leaves])
+        times = np.concatenate([start[mine], np.where(np.isfinite(end[mine]), end[mine], np.inf)])
         change = np.repeat([1, -1], mine.sum())
         order = np.lexsort((change, times))  # at equal times, requests leave before others join
         most = int(np.cumsum(change[order]).max(initial=0))
@@ -117,13 +117,15 @@ def _check_work(run: FleetRun, steps: list[NDArray[np.int64]], done: NDArray[np.
         here = here & done
         due, until = due[here], until[here]
         for at in np.flatnonzero(gaps > TOLERANCE_S):
-            idle = (due <= end[at] + TOLERANCE_S) & (until >= start[at + 1])
             require_invariant(
-                21, not idle.any(), f"worker {worker} idle from {end[at]} to {start[at + 1]} s while one is due"
+                21,
+                not ((due <= end[at] + TOLERANCE_S) & (until >= start[at + 1])).any(),
+                f"worker {worker} idle from {end[at]} to {start[at + 1]} s while one is due",
             )
-            late = (due > end[at] + TOLERANCE_S) & (due < start[at + 1] - TOLERANCE_S)
             require_invariant(
-                21, not late.any(), f"worker {worker} idle until {start[at + 1]} s while one is due before"
+                21,
+                not ((due > end[at] + TOLERANCE_S) & (due < start[at + 1] - TOLERANCE_S)).any(),
+                f"worker {worker} idle until {start[at + 1]} s while one is due before",
             )
 
 
@@ -155,8 +157,11 @@ def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[
         wrong = np.flatnonzero(alone & (counted != run.step_distinct[mine]))
         if wrong.size:
             step = mine[wrong[0]]
-            words = f"step {step} touches {counted[wrong[0]]} experts a layer, reported {run.step_distinct[step]}"
-            require_invariant(31, False, words)
+            require_invariant(
+                31,
+                False,
+                f"step {step} touches {counted[wrong[0]]} experts a layer, reported {run.step_distinct[step]}",
+            )
 
 
 def _check_unique(run: FleetRun, requests: FleetRequests) -> None:
@@ -169,5 +174,8 @@ def _check_unique(run: FleetRun, requests: FleetRequests) -> None:
     twice = np.flatnonzero(same & (begins <= run.end_s) & (begins < ends))
     if twice.size:
         row = order[twice[0] + 1]
-        words = f"request {row} replays recording {requests.recorded[row]}, in flight at {run.arrival_s[row]} s already"
-        require_invariant(32, False, words)
+        require_invariant(
+            32,
+            False,
+            f"request {row} replays recording {requests.recorded[row]}, in flight at {run.arrival_s[row]} s already",
+        )

@@ -79,8 +79,7 @@ def split_recordings(
     """
     if not 0.0 < share < 1.0:
         raise ConfigError(f"share={share} must be between 0 and 1")
-    cuts = np.maximum(1, (share * trace.lengths).astype(np.int64))
-    return _recordings(trace, rows, cuts, max(2, least_tokens))
+    return _recordings(trace, rows, np.maximum(1, (share * trace.lengths).astype(np.int64)), max(2, least_tokens))
 
 
 def phase_recordings(trace: ActivationTrace, rows: NDArray[np.integer] | None = None) -> Recordings:
@@ -163,18 +162,17 @@ def draw_requests(
         return FleetRequests(recordings, recorded, prompt_tokens, recordings.decode_rows[recorded])
     if arrivals.arrival_s is None:
         raise ConfigError("arrivals has no arrival times")
-    start = int(rng.integers(max(1, len(arrivals) - count + 1)))
-    rows = (start + np.arange(count)) % len(arrivals)
-    gaps = np.diff(arrivals.arrival_s, append=arrivals.arrival_s[-1])[rows]
-    times = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, gaps))[:-1]])
+    rows = (int(rng.integers(max(1, len(arrivals) - count + 1))) + np.arange(count)) % len(arrivals)
+    times = np.concatenate(
+        [[0.0], np.cumsum(np.maximum(0.0, np.diff(arrivals.arrival_s, append=arrivals.arrival_s[-1])[rows]))[:-1]]
+    )
     if rate is not None:
         check_positive(rate=rate)
         times = times / max(times[-1], 1e-9) * (count - 1) / rate
     prompt_tokens = np.maximum(1, arrivals.prompt_tokens[rows])
     if longest_prompt is not None:
         prompt_tokens = np.minimum(prompt_tokens, longest_prompt)
-    output_tokens = np.maximum(1, arrivals.output_tokens[rows])
-    found = FleetRequests(recordings, recorded, prompt_tokens, output_tokens, times)
+    found = FleetRequests(recordings, recorded, prompt_tokens, np.maximum(1, arrivals.output_tokens[rows]), times)
     if arrivals.prefix_blocks is None or arrivals.block_tokens is None:
         return found
     taken = []
@@ -296,6 +294,7 @@ class EndedRequests:
         known = self._counts.get((first, rows))
         if known is None:
             recordings = self.requests.recordings
-            ids = recordings.expert_ids[first : first + rows]
-            known = self._counts[first, rows] = footprint(ids, recordings.num_experts).astype(np.uint32)
+            known = self._counts[first, rows] = footprint(
+                recordings.expert_ids[first : first + rows], recordings.num_experts
+            ).astype(np.uint32)
         return known

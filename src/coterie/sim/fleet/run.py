@@ -265,8 +265,10 @@ class _Driver:
         c, r, cache, blocks = self.world.c, self.world.r, self.world.cache, self.world.blocks
         if not len(blocks):
             return None
-        workers = range(self.config.decode_workers)
-        return np.array([state.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
+        return np.array(
+            [state.hit_tokens(c, r, cache, blocks, worker, request) for worker in range(self.config.decode_workers)],
+            np.int64,
+        )
 
     def refine(self) -> None:
         """Update the profiles of requests that decoded at least `refine_tokens` since their last update."""

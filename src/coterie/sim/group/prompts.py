@@ -41,8 +41,7 @@ class PromptTables(NamedTuple):
 def piece_lengths(prompt_tokens: int, piece: int) -> NDArray[np.int64]:
     """Return [piece] tokens: full pieces, then the remainder."""
     check_at_least(1, prompt_tokens=prompt_tokens, piece=piece)
-    cuts = np.arange(0, prompt_tokens, piece)
-    return np.diff(cuts, append=prompt_tokens).astype(np.int64)
+    return np.diff(np.arange(0, prompt_tokens, piece), append=prompt_tokens).astype(np.int64)
 
 
 def check_one_slot_each(placement: Placement) -> None:

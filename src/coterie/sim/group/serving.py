@@ -117,22 +117,23 @@ class GroupPrices(NamedTuple):
         most = settings.chunk_tokens * ranks
         links = crossing_links(spec, model.topology.intra, model.options.overlap)
         if settings.collectives is None:
-            tables = replace(model, topology=ONE_DEVICE).tables(most)
-            return cls(model, settings, tables, links, np.empty(0), np.zeros(2), 1)
+            return cls(
+                model, settings, replace(model, topology=ONE_DEVICE).tables(most), links, np.empty(0), np.zeros(2), 1
+            )
         lane = replace(model, spec=sharded(spec, ranks), routing=None, topology=ONE_DEVICE)
         spread = 1 if settings.collectives == "replicated" else ranks
         routing = np.array([model.routing_us(tokens) for tokens in range(-(-most // spread) + 1)])
         around = ring_time(model.topology)
-        dense_layers = spec.num_layers - spec.num_moe_layers
-        passes = PASSES[settings.collectives] * spec.num_moe_layers + DENSE_PASSES * dense_layers
-        row_bytes = BYTES_PER_VALUE * spec.hidden_size
+        passes = PASSES[settings.collectives] * spec.num_moe_layers + DENSE_PASSES * (
+            spec.num_layers - spec.num_moe_layers
+        )
         return cls(
             model=model,
             settings=settings,
             tables=lane.tables(settings.chunk_tokens),
             links=links if spread > 1 else np.zeros_like(links),
             routing=spec.num_moe_layers * routing,
-            ring=passes * np.array([around.fixed_us, around.byte_us * row_bytes]),
+            ring=passes * np.array([around.fixed_us, around.byte_us * (BYTES_PER_VALUE * spec.hidden_size)]),
             spread=spread,
         )
 
@@ -359,13 +360,15 @@ def summarise_served(run: GroupServedRun) -> ServeSummary:
 def check_served(run: GroupServedRun, requests: FleetRequests, prompt_tokens: int) -> None:
     """Check INV-19, 20, 21 and 29: no request is lost, times are in order, steps do not overlap, token counts agree."""
     arrived, done = int((run.arrival_s <= run.end_s).sum()), run.done
-    words = f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run"
-    require_invariant(29, arrived == done + run.queued + run.running, words)
+    require_invariant(
+        29,
+        arrived == done + run.queued + run.running,
+        f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run",
+    )
     finished = np.isfinite(run.finish_s)
     check_times(run.arrival_s[finished], run.first_s[finished], run.finish_s[finished])
     check_tokens(run.decoded[finished], requests.output_tokens[: len(finished)][finished])
-    begun = np.isfinite(run.first_s)
-    tokens = int(np.maximum(run.decoded[begun] - 1, 0).sum())
+    tokens = int(np.maximum(run.decoded[np.isfinite(run.first_s)] - 1, 0).sum())
     require_invariant(
         19, int(run.steps.decoded.sum()) == tokens, f"steps decoded {run.steps.decoded.sum()} tokens of {tokens}"
     )

@@ -73,8 +73,9 @@ class LockstepGroup:
         """
         tokens = np.bincount(home, minlength=self.ranks)
         cached = np.bincount(home, weights=context, minlength=self.ranks).astype(np.int64)
-        batches = [Batch(int(n), int(held)) for n, held in zip(tokens, cached, strict=True)]
-        return self.mixed_step(expert_ids, home, batches)
+        return self.mixed_step(
+            expert_ids, home, [Batch(int(n), int(held)) for n, held in zip(tokens, cached, strict=True)]
+        )
 
     def mixed_step(
         self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], batches: Sequence[Batch]
@@ -106,8 +107,13 @@ class LockstepGroup:
         )
         tokens = np.array([self._model.model.running_tokens(batch) for batch in batches])
         experts_s, all_to_all_s = 1e-6 * self._model.layers_us(rows, tokens, crossing).cumsum(axis=1)[:, -1]
-        rest_s = max(self._model.rest(batch).total_s for batch in batches)
-        return GroupStep(rest_s, float(experts_s), float(all_to_all_s), int(remote), expert_ids.size)
+        return GroupStep(
+            max(self._model.rest(batch).total_s for batch in batches),
+            float(experts_s),
+            float(all_to_all_s),
+            int(remote),
+            expert_ids.size,
+        )
 
 
 def check_group(model: StepModel, placement: Placement) -> None:
@@ -140,8 +146,7 @@ def slot_tables(placement: Placement) -> SlotTables:
     for slot in range(placement.num_slots - 1, -1, -1):
         own[np.arange(layers), slot // placement.slots_per_rank, slots[:, slot]] = slot
     copies = (own >= 0).sum(axis=1)
-    order = np.argsort(own < 0, axis=1, kind="stable")
-    holders = np.take_along_axis(own, order, axis=1).transpose(0, 2, 1)
+    holders = np.take_along_axis(own, np.argsort(own < 0, axis=1, kind="stable"), axis=1).transpose(0, 2, 1)
     return SlotTables(own, np.ascontiguousarray(holders), copies.astype(np.int64))
 
 

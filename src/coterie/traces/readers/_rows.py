@@ -165,8 +165,11 @@ class _Unpacking(io.RawIOBase):
 def check_unpacked(path: Path, unpacked: int) -> None:
     """Raise TraceError if a file unpacks to far more than its size, before the bytes fill memory."""
     if unpacked > max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size):
-        problem = f"unpacks to at least {unpacked:,} bytes, over {MOST_RATIO} times its size: not a file of real data"
-        raise TraceError(path, "file", problem)
+        raise TraceError(
+            path,
+            "file",
+            f"unpacks to at least {unpacked:,} bytes, over {MOST_RATIO} times its size: not a file of real data",
+        )
 
 
 def read_unpacked(path: Path) -> bytes:

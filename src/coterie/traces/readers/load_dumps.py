@@ -35,8 +35,9 @@ def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
     if options.num_experts is not None and options.num_experts != experts:
         problem = f"has {experts} experts, --num-experts says {options.num_experts}"
         raise TraceError(path, "logical_expert_load", problem)
-    source = {"format": "load-history", "file": path.name}
-    return LoadTable(np.stack(windows), model=options.model or "unknown", source=source)
+    return LoadTable(
+        np.stack(windows), model=options.model or "unknown", source={"format": "load-history", "file": path.name}
+    )
 
 
 def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:

@@ -155,22 +155,39 @@ def _read_gpt_oss(file: Path, arrays: Arrays, options: ReadOptions) -> Activatio
         extra={"dataset": [row.text("dataset") for row in rows]},
     )
     gates = _array(file, arrays, "gate_probs_f16", 3, "f")
-    name = options.model or file.absolute().parent.name
-    return _trace(file, arrays, options, name, requests, DECODE, gates, range(gates.shape[1]))
+    return _trace(
+        file,
+        arrays,
+        options,
+        options.model or file.absolute().parent.name,
+        requests,
+        DECODE,
+        gates,
+        range(gates.shape[1]),
+    )
 
 
 def _read_esft(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
     offsets = _offsets(file, arrays)
-    rows = _requests(file, offsets, "n_tokens", "requests.jsonl", "requests.jsonl.gz")
     requests = RequestTrace(
         prompt_tokens=np.diff(offsets),
         output_tokens=np.zeros(len(offsets) - 1, np.int64),
-        domains=[row.text("domain") for row in rows],
+        domains=[
+            row.text("domain") for row in _requests(file, offsets, "n_tokens", "requests.jsonl", "requests.jsonl.gz")
+        ],
     )
     gates = _array(file, arrays, "gate_weight_x1e4", 3, "ui") / 1e4
-    name = options.model or file.absolute().parent.name
     # Layer 0 of the model is dense; ESFT numbers the MoE layers 1 … 26.
-    return _trace(file, arrays, options, name, requests, PREFILL, gates, range(1, 1 + gates.shape[1]))
+    return _trace(
+        file,
+        arrays,
+        options,
+        options.model or file.absolute().parent.name,
+        requests,
+        PREFILL,
+        gates,
+        range(1, 1 + gates.shape[1]),
+    )
 
 
 def _read_own(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
@@ -303,11 +320,9 @@ def _load_table(file: Path, options: ReadOptions, counts: NDArray[Any], model: s
     if counts.size and counts.min() < 0:
         raise TraceError(file, "counts", f"hold {counts.min()}; tokens must not be negative")
     if options.num_experts is not None and options.num_experts != counts.shape[2]:
-        problem = f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}"
-        raise TraceError(file, "counts", problem)
+        raise TraceError(file, "counts", f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}")
     with value_errors(file, "counts"):
-        source = {"format": "npz", "file": file.name}
-        return LoadTable(counts.astype(np.uint64), model=model, source=source, **columns)
+        return LoadTable(counts.astype(np.uint64), model=model, source={"format": "npz", "file": file.name}, **columns)
 
 
 def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:

@@ -54,8 +54,9 @@ def _nanoseconds(row: Row) -> int:
         if not 1700 < int(whole[:4]) < 2200:  # the years whose nanoseconds fit 64 bits
             raise ValueError
     except ValueError:
-        problem = f"found {text[:40]!r}, expected a time like 2023-11-16 18:17:03.9799600 (a zone may follow)"
-        raise row.error("TIMESTAMP", problem) from None
+        raise row.error(
+            "TIMESTAMP", f"found {text[:40]!r}, expected a time like 2023-11-16 18:17:03.9799600 (a zone may follow)"
+        ) from None
     return (seconds - offset) * 10**9 + int((fraction or "0").ljust(9, "0"))
 
 

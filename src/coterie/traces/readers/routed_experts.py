@@ -161,8 +161,11 @@ def _token_ids(prompt: Any, output: Any, rows: int) -> NDArray[np.int64] | None:
 
 def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
     bodies = list(_bodies(path))
-    named = next((body.get("model") for _, body in bodies if isinstance(body, dict)), None)
-    name = options.model or _text(named) or "unknown"
+    name = (
+        options.model
+        or _text(next((body.get("model") for _, body in bodies if isinstance(body, dict)), None))
+        or "unknown"
+    )
     spec = find_model(name)
     answers = [answer for number, body in bodies for answer in _Line(path, number, spec).answers(body)]
     if not sum(len(answer.expert_ids) for answer in answers):
@@ -214,8 +217,11 @@ def _layers(path: Path, ids: NDArray[np.integer], spec: ModelSpec | None) -> NDA
     """Return the indices of the MoE layers. A row of zeros in an MoE layer raises: the engine did not capture it."""
     counted = ids.shape[1]
     if spec is not None and counted not in (spec.num_layers, spec.num_moe_layers):
-        problem = f"has {counted} layers; {spec.name} has {spec.num_layers}, {spec.num_moe_layers} of them MoE"
-        raise TraceError(path, "routed_experts", problem)
+        raise TraceError(
+            path,
+            "routed_experts",
+            f"has {counted} layers; {spec.name} has {spec.num_layers}, {spec.num_moe_layers} of them MoE",
+        )
     moe = routed_layers(ids)
     if spec is not None:
         moe = np.array(spec.moe_layer_ids) if counted == spec.num_layers else np.arange(counted)

@@ -259,8 +259,11 @@ def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> L
     total = float(share.sum())
     in_range = (pairs >= 0).all() and (pairs <= MAX_TOKENS).all()  # both are False for NaN
     if not (in_range and (tokens % 1 == 0).all() and abs(total - 1) < 1e-3):
-        problem = f"expected whole tokens and shares of at least 0 that sum to 1; they sum to {total:g}"
-        raise TraceError(path, f"{where}, {field}", problem)
+        raise TraceError(
+            path,
+            f"{where}, {field}",
+            f"expected whole tokens and shares of at least 0 that sum to 1; they sum to {total:g}",
+        )
     cumulative = np.cumsum(share) / total
     cumulative[-1] = 1.0  # rounding may leave less than 1, and a higher draw would have no bin
     return LengthHistogram(tokens.astype(np.int64), cumulative)
@@ -269,8 +272,7 @@ def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> L
 def _read(path: Path, options: ReadOptions) -> RequestTrace:
     clients = read_servegen_clients(path)
     start_s = clients[0].windows[0].start_s
-    rng = np.random.default_rng(DEFAULT_SEED)
-    trace = sample_servegen(clients, rng, start_s, DEFAULT_DURATION_S)
+    trace = sample_servegen(clients, np.random.default_rng(DEFAULT_SEED), start_s, DEFAULT_DURATION_S)
     if not len(trace) or trace.arrival_s is None:
         raise TraceError(path, "rate", f"no client sends a request in the first {DEFAULT_DURATION_S:g} s")
     source = {**trace.source, "file": path.name, "clients": len(clients), "seed": DEFAULT_SEED}
