@@ -144,20 +144,21 @@ def test_count_refuses_what_does_not_fit() -> None:
 
 def test_time_by_hand() -> None:
     topology = Topology(8)
-    traffic = ExchangeTraffic.expected(SPEC, 16, topology)
+    traffic = ExchangeTraffic.of(expected_locality(SPEC, topology), SPEC, 16)
     assert traffic == ExchangeTraffic(16 * 7 * 7168 * 2, 0.0)
     assert all_to_all_us(traffic, topology) == pytest.approx(2 * (2.0 + 1_605_632 / 450e3))
     nodes = Topology(32)
-    far = ExchangeTraffic.expected(SPEC, 4, nodes)
+    far = ExchangeTraffic.of(expected_locality(SPEC, nodes), SPEC, 4)
     assert (far.intra_bytes, far.inter_bytes) == (4 * 1.75 * 14336, 4 * 6.0 * 14336)
     assert all_to_all_us(far, nodes) == pytest.approx(2 * (5.0 + 344_064 / 50e3)), "the slower kind of link decides"
     assert all_to_all_us(ExchangeTraffic(0.0, 0.0), nodes) == 0.0
-    assert all_to_all_us(ExchangeTraffic.expected(SPEC, 4, Topology(1)), Topology(1)) == 0.0
+    assert all_to_all_us(ExchangeTraffic.of(expected_locality(SPEC, Topology(1)), SPEC, 4), Topology(1)) == 0.0
 
 
 def test_a_node_of_any_size_pays_no_latency_between_nodes() -> None:
     spec = replace(SPEC, num_experts=49 * 4)  # 49 x (1 / 49) is not 1 in floating point
-    times = [all_to_all_us(ExchangeTraffic.expected(spec, 1, t), t) for t in (Topology(49, 49), Topology(49, 64))]
+    topologies = Topology(49, 49), Topology(49, 64)
+    times = [all_to_all_us(ExchangeTraffic.of(expected_locality(spec, t), spec, 1), t) for t in topologies]
     assert times[0] == times[1] < 2 * INFINIBAND_400G.latency_s * 1e6
 
 

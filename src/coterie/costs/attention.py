@@ -6,7 +6,7 @@ Compiled loops and NumPy share these functions: a context may be a number or an 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,6 @@ ATTENTION_BLOCKS = 132
 LAYERS, CACHED_BYTES, QUERY_BYTES, CACHED_FLOPS, HEADS, KV_HEADS, WIDTH = range(7)
 """Indices into :func:`attention_shape`. Bytes and flops are those of decode: CACHED_… per cached token, QUERY_… per
 query."""
-
-
-class Work(NamedTuple):
-    """Bytes and flops that a kernel must at least move and compute."""
-
-    nbytes: float
-    flops: float
 
 
 @lru_cache(maxsize=64)
@@ -66,12 +59,6 @@ def layer_work(shape: Array, batch: int, query: int, context: Any) -> Any:
     blocks = max(float(ATTENTION_BLOCKS), batch * shape[HEADS] * tiles)
     nbytes = 4.0 * (context * shape[KV_HEADS] + batch * query * shape[HEADS]) * shape[WIDTH]
     return nbytes, 4.0 * context / batch * blocks * ATTENTION_TILE * shape[WIDTH]
-
-
-def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> Work:
-    """Return :func:`layer_work` for a model's attention shape."""
-    nbytes, flops = layer_work(attention_shape(spec), batch, query, float(context))
-    return Work(float(nbytes), float(flops))
 
 
 @helper()

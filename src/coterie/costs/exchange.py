@@ -134,13 +134,6 @@ class ExchangeTraffic(NamedTuple):
     inter_bytes: float
 
     @classmethod
-    def expected(
-        cls, spec: ModelSpec, tokens: int, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
-    ) -> ExchangeTraffic:
-        """Return the expected traffic of `tokens` tokens on every rank under uniform routing."""
-        return cls.of(expected_locality(spec, topology), spec, tokens, bytes_per_value)
-
-    @classmethod
     def arriving(
         cls, rows: float, spec: ModelSpec, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
     ) -> ExchangeTraffic:
@@ -153,6 +146,7 @@ class ExchangeTraffic(NamedTuple):
     def of(
         cls, locality: Locality, spec: ModelSpec, tokens: float, bytes_per_value: float = BYTES_PER_VALUE
     ) -> ExchangeTraffic:
+        """Return the traffic of `tokens` tokens on every rank."""
         row = spec.hidden_size * bytes_per_value
         return cls(tokens * (locality.remote - locality.inter_node) * row, tokens * locality.inter_node * row)
 

@@ -28,7 +28,7 @@ from coterie.costs.experts import (
     stream_us,
     tile_us,
 )
-from coterie.costs.roofline import soft_max
+from coterie.costs.roofline import Quality, soft_max
 from coterie.errors import ConfigError
 
 FOLDS = 5
@@ -52,13 +52,9 @@ _LOW = [0.01, 1e-6, 1e3, 1e-7, 1e4, 1e4, 1.0, 1e-4, 1e-4, 1e-3]
 _HIGH = [1e5, 1e3, 2e7, 1e3, 1e10, 1e10, 30.0, 1.5, 2.0, 1.0]
 
 
-class FitError(msgspec.Struct, frozen=True):
-    """Error of a fit on held-out cells."""
+class FitError(Quality, frozen=True):
+    """Error of a fit on held-out cells, with the cell of the largest error in words."""
 
-    mape_pct: float
-    """Mean absolute error, percent of the measured time."""
-    worst_pct: float
-    cells: int
     worst_cell: str
 
 
@@ -93,8 +89,8 @@ def _table(
     cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float, flops: float, cache_limit: float
 ) -> _Table:
     cell, rows, experts = [], [], []
-    for index, one in enumerate(cells):
-        values, repeats = np.unique(expert_tokens(one.tokens, top_k, one.active, one.zipf), return_counts=True)
+    for index, of in enumerate(cells):
+        values, repeats = np.unique(expert_tokens(of.tokens, top_k, of.active, of.zipf), return_counts=True)
         cell += [index] * len(values)
         rows += values.tolist()
         experts += repeats.tolist()
@@ -201,8 +197,8 @@ def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
         return np.log(_predict(np.exp(logs), table, shape) / table.us)
 
     bounds = (np.log(low), np.log(high))
-    found = least_squares(residual, np.clip(begin, bounds[0] + 1e-9, bounds[1] - 1e-9), bounds=bounds, max_nfev=steps)
-    return _Solution(float(found.cost), np.exp(found.x), shape)
+    best = least_squares(residual, np.clip(begin, bounds[0] + 1e-9, bounds[1] - 1e-9), bounds=bounds, max_nfev=steps)
+    return _Solution(float(best.cost), np.exp(best.x), shape)
 
 
 # The fit has no gradient in the cache size while all cells fit in the cache, or none does: try two starting points,

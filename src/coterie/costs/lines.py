@@ -24,7 +24,7 @@ from coterie.costs.exchange import arrival_links, exchange_us
 from coterie.costs.experts import NBYTES, STREAM, TILE, arrival_us, fixed_us, tile_us
 from coterie.costs.replicas import Slots
 from coterie.costs.step import Batch, StepModel
-from coterie.errors import ConfigError
+from coterie.errors import check_at_least, check_not_negative, check_positive
 from coterie.types import Placement
 
 Array = NDArray[np.float64]
@@ -126,8 +126,7 @@ class StepCost:
         )
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ConfigError(f"num_ranks={self.num_ranks} must be at least 1")
+        check_at_least(1, num_ranks=self.num_ranks)
 
 
 def _is_linear(placement: Placement) -> bool:
@@ -177,11 +176,9 @@ class DecodeStepPrices:
     """All prices as one array for compiled loops, prefill spread over the output."""
 
     def __post_init__(self) -> None:
-        for name in ("fixed_us", "expert_us", "request_us", "context_us", "prefill_us"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
-        if not 0 < self.output_tokens < np.inf:
-            raise ConfigError(f"output_tokens={self.output_tokens} must be a finite number above 0")
+        names = ("fixed_us", "expert_us", "request_us", "context_us", "prefill_us")
+        check_not_negative(**{name: getattr(self, name) for name in names})
+        check_positive(output_tokens=self.output_tokens)
         line = np.array(
             [self.fixed_us, self.expert_us, self.request_us, self.context_us, self.prefill_us / self.output_tokens]
         )

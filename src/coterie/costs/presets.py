@@ -14,22 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from coterie.costs.attention import attention_work
-from coterie.costs.cells import (
-    AttentionCell,
-    ContentionCell,
-    Measurement,
-    MoeTable,
-    ShapeMeasurement,
-    check_preset,
-    preset_names,
-)
+from coterie.costs.attention import attention_shape, layer_work
+from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement, check_preset, preset_names
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.movement import Contention, fit_contention
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, fit_curve, fit_roofline, fit_transfer, gemm_work
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
-from coterie.errors import ConfigError, InputError, TraceError, check_input_file
+from coterie.errors import ConfigError, InputError, TraceError, check_input_file, check_new_file
 from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
@@ -90,17 +82,6 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
     )
 
 
-def with_contention(preset: Preset, cells: Sequence[ContentionCell], where: str) -> Preset:
-    """Return the preset with contention fitted to `cells`; other fits stay. `where` names the run, for the note."""
-    measurement = preset.measurement
-    note = "; ".join(filter(None, (measurement.note, where)))
-    return msgspec.structs.replace(
-        preset,
-        measurement=msgspec.structs.replace(measurement, contention=tuple(cells), note=note),
-        contention=fit_contention(cells),
-    )
-
-
 def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFit:
     spec = shape_spec(shape)
     gemm = [gemm_work(c.tokens, c.n, c.k) for c in shape.gemm]
@@ -115,8 +96,8 @@ def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFi
 
 
 def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell]) -> RooflineLaw:
-    work = [attention_work(spec, c.batch, c.query, c.batch * c.seen) for c in cells]
-    return fit_roofline([w.nbytes for w in work], [w.flops for w in work], [c.us for c in cells])
+    work = [layer_work(attention_shape(spec), c.batch, c.query, float(c.batch * c.seen)) for c in cells]
+    return fit_roofline([nbytes for nbytes, _ in work], [flops for _, flops in work], [c.us for c in cells])
 
 
 def fit_table(spec: ModelSpec, table: MoeTable, cache_limit: float = math.inf) -> MoeFit:
@@ -154,10 +135,8 @@ def _check(path: Path, preset: Preset) -> None:
     """Raise TraceError if a preset has values that cannot price a step."""
     if not preset.fits:
         raise TraceError(path, "fits", "is empty: it must hold one shape at least")
-    _check_ranges(path, "fits", preset.fits)
-    _check_ranges(path, "copies", preset.copies)
-    _check_ranges(path, "all_to_all", preset.all_to_all)
-    _check_ranges(path, "contention", preset.contention)
+    for part in ("fits", "copies", "all_to_all", "contention"):
+        _check_ranges(path, part, getattr(preset, part))
     for name, fit in preset.fits.items():
         for dtype in fit.moe or ["none"]:
             if dtype not in BYTES_PER_WEIGHT:
@@ -166,10 +145,9 @@ def _check(path: Path, preset: Preset) -> None:
                     f"fits.{name}.moe",
                     f"holds {dtype!r}, expected weight dtypes out of {', '.join(BYTES_PER_WEIGHT)}",
                 )
-        for curve in filter(None, [fit.routing]):
-            at, times = curve.at, curve.times_us
-            if len(at) < 2 or len(at) != len(times) or any(a >= b for a, b in pairwise(at)):
-                raise TraceError(path, f"fits.{name}.routing", "must hold two points at least, at numbers that rise")
+        at, times = (fit.routing.at, fit.routing.times_us) if fit.routing else ((0.0, 1.0), (0.0, 0.0))
+        if len(at) < 2 or len(at) != len(times) or any(a >= b for a, b in pairwise(at)):
+            raise TraceError(path, f"fits.{name}.routing", "must hold two points at least, at numbers that rise")
     shapes = {shape.model: shape for shape in preset.measurement.shapes}
     for name in preset.fits:
         try:
@@ -188,11 +166,11 @@ def _check_ranges(path: Path, field: str, value: object) -> None:
             if name not in ("hardware", "spec"):  # hardware is only information; ModelSpec checks its own fields
                 _check_ranges(path, f"{field}.{name}", getattr(value, name))
     elif isinstance(value, dict):
-        for name, one in value.items():
-            _check_ranges(path, f"{field}.{name}", one)
+        for name, item in value.items():
+            _check_ranges(path, f"{field}.{name}", item)
     elif isinstance(value, tuple):
-        for index, one in enumerate(value):
-            _check_ranges(path, f"{field}[{index}]", one)
+        for index, item in enumerate(value):
+            _check_ranges(path, f"{field}[{index}]", item)
     elif isinstance(value, int | float):
         name = field.rpartition(".")[2].partition("[")[0]
         least = 1.0 if name == "sharpness" else LEAST if name in RATES + SIZES else 0.0
@@ -202,16 +180,12 @@ def _check_ranges(path: Path, field: str, value: object) -> None:
 
 def save_preset(preset: Preset, path: Path) -> None:
     """Write a preset; raise ConfigError if the file exists."""
-    if path.exists():
-        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+    check_new_file(path)
     tmp = path.with_name(path.name + ".tmp")
-    tmp.write_bytes(_one_cell_a_line(msgspec.json.encode(preset)))
+    # Each cell on a line of its own, so that a diff shows the cells that changed.
+    raw = msgspec.json.encode(preset).replace(b'{"tokens"', b'\n{"tokens"').replace(b'{"batch"', b'\n{"batch"')
+    tmp.write_bytes(raw + b"\n")
     tmp.replace(path)
-
-
-def _one_cell_a_line(raw: bytes) -> bytes:
-    """Put each cell on a line of its own, so that a diff shows the cells that changed."""
-    return raw.replace(b'{"tokens"', b'\n{"tokens"').replace(b'{"batch"', b'\n{"batch"') + b"\n"
 
 
 def step_model(
@@ -222,9 +196,9 @@ def step_model(
     options: CostOptions = PLAIN,
 ) -> StepModel:
     """Return the step-time model of a shape on a device, in a weight dtype (by default the shape's own)."""
-    found = load_preset(preset) if isinstance(preset, str) else preset
-    nearest = nearest_shape(found, spec)
-    fit = found.fits[nearest]
+    chosen = load_preset(preset) if isinstance(preset, str) else preset
+    nearest = nearest_shape(chosen, spec)
+    fit = chosen.fits[nearest]
     wanted = dtype or spec.weight_dtype
     return StepModel(
         spec=spec,
@@ -234,8 +208,8 @@ def step_model(
         gemm=fit.gemm,
         decode_attention=fit.decode_attention,
         prefill_attention=fit.prefill_attention,
-        copies=dict(found.copies),
-        contention=dict(found.contention),
+        copies=dict(chosen.copies),
+        contention=dict(chosen.contention),
         topology=topology,
         options=options,
         measured=nearest == spec.name and wanted in fit.moe,
@@ -246,8 +220,8 @@ def measured_link(preset: Preset) -> Link:
     """Return the measured all-to-all as a Link, for a Topology with measured instead of vendor rates."""
     if preset.all_to_all is None:
         raise ConfigError(f"preset {preset.name} holds no collectives; calibrate with --processes to measure them")
-    found = preset.all_to_all
-    return Link(f"{preset.name} all-to-all", found.bytes_per_us * 1e6, found.latency_us * 1e-6)
+    law = preset.all_to_all
+    return Link(f"{preset.name} all-to-all", law.bytes_per_us * 1e6, law.latency_us * 1e-6)
 
 
 def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:

@@ -45,6 +45,7 @@ class Quality(msgspec.Struct, frozen=True):
     """Error on held-out cells, percent of the measured time."""
 
     mape_pct: float
+    """Mean of the absolute errors."""
     worst_pct: float
     cells: int
 
@@ -165,8 +166,7 @@ def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike) -> Roofline
     size, work, time = (np.asarray(v, float) for v in (nbytes, flops, us))
     start = [max(1e-2, time.min() / 2), np.median(size / time), np.median(work / time) * 2, 2.0]
     best, quality = _fit(_roofline, [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], time, size, work)
-    overhead, bandwidth, rate, sharpness = best
-    return RooflineLaw(overhead, bandwidth, rate, sharpness, quality)
+    return RooflineLaw(*best, quality)
 
 
 def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:
@@ -174,5 +174,4 @@ def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:
     size, time = np.asarray(nbytes, float), np.asarray(us, float)
     start = [max(1e-2, float(time.min())), max(1.5, float(size.max() / time.max()))]
     best, quality = _fit(_linear, start, [1e7, 1e9], time, size)
-    latency, bandwidth = best
-    return TransferLaw(latency, bandwidth, quality)
+    return TransferLaw(*best, quality)

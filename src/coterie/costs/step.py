@@ -23,7 +23,7 @@ from coterie.costs.movement import Contention, transfer_s
 from coterie.costs.replicas import Slots, slot_tokens
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, gemm_work
 from coterie.costs.shapes import dense_shapes
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_share
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
 
 
@@ -40,8 +40,7 @@ class CostOptions:
     """Share of the experts' time behind which an all-to-all can hide."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.overlap <= 1.0:
-            raise ConfigError(f"overlap={self.overlap} must be in 0 … 1")
+        check_share(overlap=self.overlap)
         if list(self.graph_sizes) != sorted(set(self.graph_sizes)) or any(size < 1 for size in self.graph_sizes):
             raise ConfigError(f"graph_sizes={self.graph_sizes} must rise from at least 1")
 
@@ -198,14 +197,15 @@ class StepModel:
         add_projections(law, np.array(rows, np.float64), dense[0])
         add_projections(law, np.array([[spec.vocab_size, spec.hidden_size, 1]], np.float64), dense[1])
         dense[0] += spec.num_moe_layers * np.array([self.routing_us(tokens) for tokens in sizes])
-        laws = self.decode_attention.numbers(), self.prefill_attention.numbers()
         return StepTables(
             p=p,
             experts=experts,
             blend=blend_table(self.moe.sharpness),
             dense=dense,
             padded=np.array([options.padded(tokens) for tokens in sizes], np.int64),
-            attention=np.concatenate([attention_shape(spec), *laws]),
+            attention=np.concatenate(
+                [attention_shape(spec), self.decode_attention.numbers(), self.prefill_attention.numbers()]
+            ),
         )
 
     def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:

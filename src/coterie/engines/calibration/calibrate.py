@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from coterie.costs.attention import attention_work
+from coterie.costs.attention import attention_shape, layer_work
 from coterie.costs.cells import (
     AttentionCell,
     CopyCell,
@@ -125,7 +125,7 @@ def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSetting
     for shape in attention_grid(settings):
         tokens = shape.batch * (shape.context + shape.query)
         nbytes = tokens * spec.kv_bytes_per_token / spec.num_layers
-        flops = attention_work(spec, shape.batch, shape.query, tokens).flops
+        _, flops = layer_work(attention_shape(spec), shape.batch, shape.query, float(tokens))
         if nbytes > 8e9 if device.type == "cuda" else nbytes > 5e8 or flops > CPU_FLOPS:
             continue
         causal = not (shape.query > 1 and shape.context)  # torch aligns a causal mask with the first cached token
