@@ -15,7 +15,15 @@ from pathlib import Path
 import msgspec
 
 from coterie.costs.attention import attention_shape, layer_work
-from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement, check_preset, preset_names
+from coterie.costs.cells import (
+    AttentionCell,
+    ContentionCell,
+    Measurement,
+    MoeTable,
+    ShapeMeasurement,
+    check_preset,
+    preset_names,
+)
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.movement import Contention, fit_contention
@@ -79,6 +87,17 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
         copies=copies,
         all_to_all=fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None,
         contention=fit_contention(measurement.contention),
+    )
+
+
+def with_contention(preset: Preset, cells: Sequence[ContentionCell], where: str) -> Preset:
+    """Return the preset with contention fitted to `cells`; other fits stay. `where` names the run, for the note."""
+    measurement = preset.measurement
+    note = "; ".join(filter(None, (measurement.note, where)))
+    return msgspec.structs.replace(
+        preset,
+        measurement=msgspec.structs.replace(measurement, contention=tuple(cells), note=note),
+        contention=fit_contention(cells),
     )
 
 

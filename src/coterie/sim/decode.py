@@ -17,11 +17,11 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie._numba import njit
 from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError, check_at_least
+from coterie.footprints.counting import footprint
 from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_places, check_tokens
 from coterie.sim.metrics import Run
@@ -112,7 +112,6 @@ class _Decoder(SimulatedServer):
         self.running = np.zeros(0, np.int64)
         self.running_load = np.zeros((layers, experts))
         self.decoded = np.zeros(count, np.int64)
-        self.load = np.zeros((layers, experts), np.int64)
 
     def serve(self) -> Run:
         run = super().serve()
@@ -135,10 +134,11 @@ class _Decoder(SimulatedServer):
             due_s = max(self.free_since_s, self.arrivals[self.running.min()])
             self.idle_while_due_s = max(self.idle_while_due_s, self.sim.now_s - due_s)
         requests, running = self.requests, self.running
-        _count_step(requests.expert_ids, requests.first, self.decoded, running, self.load)
+        rows = requests.first[running] + self.decoded[running]
+        load = footprint(requests.expert_ids[rows], self.predicted.shape[2]).astype(np.int64)
         context = int((requests.context[running] + self.decoded[running]).sum())
         ran = self.timer(
-            self.load, Batch(decode_requests=-(-len(running) // self.ranks), decode_context=context // self.ranks)
+            load, Batch(decode_requests=-(-len(running) // self.ranks), decode_context=context // self.ranks)
         )
         check_seconds(ran, len(running))
         self.decoded[running] += 1
@@ -178,20 +178,3 @@ class _Decoder(SimulatedServer):
             if self.progress is not None:
                 self.progress(len(rows))
         self.start()
-
-
-@njit()
-def _count_step(
-    expert_ids: NDArray[np.integer],
-    first: NDArray[np.int64],
-    decoded: NDArray[np.int64],
-    running: NDArray[np.int64],
-    load: NDArray[np.int64],
-) -> None:
-    """Fill load [layer, expert] with the tokens of one step."""
-    load[:] = 0
-    for request in running:
-        token = expert_ids[first[request] + decoded[request]]
-        for layer in range(token.shape[0]):
-            for k in range(token.shape[1]):
-                load[layer, token[layer, k]] += 1

@@ -193,21 +193,6 @@ def _request_preferences(
 
 
 @njit()
-def _draw_request(
-    ids: Array, prompt: int, base: Array, concentration: Array, phase_correlation: float, state: Array
-) -> None:
-    prefill, decode = np.empty_like(base), np.empty_like(base)
-    _request_preferences(base, concentration, phase_correlation, prefill, decode, state)
-    _draw_tokens(ids[:prompt], prefill, state)
-    _draw_tokens(ids[prompt:], decode, state)
-
-
-@njit()
-def _blend(a: Array, b: Array, weight: float) -> Array:
-    return (1.0 - weight) * a + weight * b
-
-
-@njit()
 def _stream(seed: U64, index: int) -> Array:
     state = np.empty(1, np.uint64)
     state[0] = _mix(seed + _mix(np.uint64(index) + _GOLDEN))
@@ -235,9 +220,12 @@ def draw_requests(
     drawn around (1 - weight[r]) values[origin[r]] + weight[r] values[target[r]]; values is [row, layer, expert].
     """
     for r in chosen:
-        base = _blend(values[origin[r]], values[target[r]], weight[r])
+        base = (1.0 - weight[r]) * values[origin[r]] + weight[r] * values[target[r]]
+        prefill, decode, state = np.empty_like(base), np.empty_like(base), _stream(seed, first + r)
+        _request_preferences(base, concentration, phase_correlation, prefill, decode, state)
         tokens = ids[offsets[r] : offsets[r + 1]]
-        _draw_request(tokens, prompts[r], base, concentration, phase_correlation, _stream(seed, first + r))
+        _draw_tokens(tokens[: prompts[r]], prefill, state)
+        _draw_tokens(tokens[prompts[r] :], decode, state)
 
 
 @njit()

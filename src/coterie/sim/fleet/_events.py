@@ -98,10 +98,10 @@ def _choose_prefiller(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], block
 
 @helper()
 def _fits(c: Ints, w: Ints, r: Ints, request: int) -> bool:
-    first = c[PREFILL_WORKERS]
-    if first > 0 and blocks_of(c, w, r, 0, request) > w[CAPACITY, 0]:
-        return False
-    return bool(blocks_of(c, w, r, first, request) <= w[CAPACITY, first])
+    fits = True
+    for worker in (0, c[PREFILL_WORKERS]):  # a prefill worker if there are any, and a decoder
+        fits = fits and blocks_of(c, w, r, worker, request) <= w[CAPACITY, worker]
+    return fits
 
 
 @helper()
@@ -140,11 +140,9 @@ def arrive(
 @helper()
 def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
     """Return the next request of a closed loop whose recording is not in flight, or -1."""
-    request = c[ARRIVED]
-    while request < r.shape[0]:
+    for request in range(c[ARRIVED], r.shape[0]):
         if r[request, PHASE] == ABSENT and (c[DUPLICATES] == ALLOW or not recordings[BUSY, r[request, RECORDED]]):
-            return int(request)
-        request += 1
+            return request
     c[STUCK] = 1
     return -1
 
@@ -156,8 +154,7 @@ def next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> f
     In a closed loop it is now if fewer than CLOSED requests are in flight and one may start.
     """
     if c[CLOSED] == 0:
-        at = c[ARRIVED]
-        return float(rt[at, ARRIVAL]) if at < r.shape[0] else np.inf
+        return float(rt[c[ARRIVED], ARRIVAL]) if c[ARRIVED] < r.shape[0] else np.inf
     if c[IN_FLIGHT] >= c[CLOSED] or c[STUCK] or _candidate(c, r, recordings) < 0:
         return np.inf
     return float(f[CLOCK])
@@ -174,10 +171,8 @@ def arrivals(
             if request < 0:
                 break
             arrive(c, w, r, rt, cache, blocks, recordings, request, now)
-            at = c[ARRIVED]
-            while at < r.shape[0] and r[at, PHASE] != ABSENT:
-                at += 1
-            c[ARRIVED] = at
+            while c[ARRIVED] < r.shape[0] and r[c[ARRIVED], PHASE] != ABSENT:
+                c[ARRIVED] += 1
         return True
     while c[ARRIVED] < r.shape[0] and rt[c[ARRIVED], ARRIVAL] <= now:
         request = c[ARRIVED]

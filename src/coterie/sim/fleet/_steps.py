@@ -175,8 +175,7 @@ def counted_step_us(
     total, distinct = 0.0, 0
     if slot_rows.shape[1] > per_layer or ranks > 1:
         fill_slots(counts, slots[0], slots[1], slots[2], slot_rows)
-        for rank in range(ranks):
-            rank_tokens[rank] = tokens
+        rank_tokens[:] = tokens
         layers_us(p, experts, blend, links, slot_rows, np.empty((0, 0, 0), np.int64), rank_tokens, parts)
         for layer in range(layers):
             distinct += _touched(counts[layer])
@@ -189,10 +188,7 @@ def counted_step_us(
         together, distinct = _together_us(experts, blend, counts, large, rows, one_tile)
         alone = _alone_us(experts[0, large], counts.reshape(counts.size))
         total = overlapped_us(layers * fixed_us(p, tokens), p[OVERLAP], alone, together)
-    for layer in range(layers):
-        row = counts[layer]
-        for expert in range(per_layer):
-            row[expert] = 0
+    counts[:, :] = 0
     total = step_us(dense, attention, total, tokens, decoding, decode_context, prefill, prefill_context, prompts)
     return total, distinct / layers
 

@@ -100,7 +100,7 @@ def _recordings(
     numbers, lengths, cut = numbers[kept], lengths[kept], cut[kept]
     ids = [np.asarray(trace.request(int(number)).expert_ids) for number in numbers]
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    shown = np.array([footprint(one[:at], experts) for one, at in zip(ids, cut, strict=True)])
+    shown = np.array([footprint(rows[:at], experts) for rows, at in zip(ids, cut, strict=True)])
     return Recordings(
         np.concatenate(ids),
         experts,
@@ -156,9 +156,7 @@ def draw_requests(
     recorded = order_apart(len(recordings), count, rng, apart)
     if arrivals is None:
         prompts = recordings.prompt_tokens if recordings.prompt_tokens is not None else recordings.prompt_rows
-        prompt_tokens = np.maximum(1, prompts[recorded])
-        if longest_prompt is not None:
-            prompt_tokens = np.minimum(prompt_tokens, longest_prompt)
+        prompt_tokens = np.clip(prompts[recorded], 1, longest_prompt)
         return FleetRequests(recordings, recorded, prompt_tokens, recordings.decode_rows[recorded])
     if arrivals.arrival_s is None:
         raise ConfigError("arrivals has no arrival times")
@@ -169,19 +167,19 @@ def draw_requests(
     if rate is not None:
         check_positive(rate=rate)
         times = times / max(times[-1], 1e-9) * (count - 1) / rate
-    prompt_tokens = np.maximum(1, arrivals.prompt_tokens[rows])
-    if longest_prompt is not None:
-        prompt_tokens = np.minimum(prompt_tokens, longest_prompt)
-    found = FleetRequests(recordings, recorded, prompt_tokens, np.maximum(1, arrivals.output_tokens[rows]), times)
+    prompt_tokens = np.clip(arrivals.prompt_tokens[rows], 1, longest_prompt)
+    drawn = FleetRequests(recordings, recorded, prompt_tokens, np.maximum(1, arrivals.output_tokens[rows]), times)
     if arrivals.prefix_blocks is None or arrivals.block_tokens is None:
-        return found
-    taken = []
-    for row, tokens in zip(rows, prompt_tokens, strict=True):
-        blocks = np.asarray(arrivals.prefix_blocks[int(row)])
-        taken.append(blocks if tokens == arrivals.prompt_tokens[row] else blocks[: tokens // arrivals.block_tokens])
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in taken])]).astype(np.int64)
-    blocks = np.unique(np.concatenate(taken), return_inverse=True)[1].astype(np.int64)
-    return replace(found, block_offsets=offsets, blocks=blocks, block_tokens=arrivals.block_tokens)
+        return drawn
+    whole = prompt_tokens == arrivals.prompt_tokens[rows]
+    lengths = np.where(whole, prompt_tokens, prompt_tokens // arrivals.block_tokens)  # no prompt has more blocks
+    taken = [
+        np.asarray(arrivals.prefix_blocks[row])[:length]
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
+    ]
+    offsets = np.concatenate([[0], np.cumsum([len(blocks) for blocks in taken])]).astype(np.int64)
+    numbers = np.unique(np.concatenate(taken), return_inverse=True)[1].astype(np.int64)
+    return replace(drawn, block_offsets=offsets, blocks=numbers, block_tokens=arrivals.block_tokens)
 
 
 def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | None) -> None:
@@ -209,15 +207,14 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
     for row, rows in ((recordings.prompt_row, recordings.prompt_rows), (recordings.decode_row, recordings.decode_rows)):
         if row.min() < 0 or rows.min() < 1 or int((row + rows).max()) > len(ids):
             raise ConfigError(f"recordings need at least one token each for prompt and decode within {len(ids)}")
-    check_at_least(1, in_flight=in_flight)
+    check_at_least(1, in_flight=in_flight, block_tokens=requests.block_tokens)
     if (requests.arrival_s is None) == (in_flight is None):
         raise ConfigError("give either requests with arrival_s (open) or in_flight (closed)")
-    times = requests.arrival_s
-    if times is not None and (len(times) != count or not np.isfinite(times).all() or times[0] < 0):
+    times = np.zeros(count) if requests.arrival_s is None else requests.arrival_s
+    if len(times) != count or not np.isfinite(times).all() or times[0] < 0:
         raise ConfigError(f"arrival_s must hold {count} finite times of at least 0")
-    if times is not None and (np.diff(times) < 0).any():
+    if (np.diff(times) < 0).any():
         raise ConfigError("arrival_s must not fall")
-    check_at_least(1, block_tokens=requests.block_tokens)
     if (requests.blocks is None) != (requests.block_offsets is None):
         raise ConfigError("blocks and block_offsets must be given together")
     if requests.blocks is not None and requests.block_offsets is not None:
@@ -281,7 +278,7 @@ class EndedRequests:
         self.requests = requests
         self._counts: dict[tuple[int, int], NDArray[np.uint32]] = {}
 
-    def told(self, request: int, at_s: float, worker: int) -> FinishedRequest:
+    def finished(self, request: int, at_s: float, worker: int) -> FinishedRequest:
         recorded, kept = int(self.requests.recorded[request]), self.requests.recordings
         prompt = self._counted(int(kept.prompt_row[recorded]), int(kept.prompt_rows[recorded]))
         tokens, rows = int(self.requests.output_tokens[request]), int(kept.decode_rows[recorded])

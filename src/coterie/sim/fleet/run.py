@@ -135,8 +135,9 @@ def run_fleet(
             f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
             f"{config.decode_workers} without any"
         )
-    driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, progress)
-    driver.controller = controller
+    driver = _Driver(
+        requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, progress, controller
+    )
     run = driver.serve()
     if check:
         check_fleet(
@@ -167,9 +168,10 @@ class _Driver:
         fleet: Fleet,
         until_s: float,
         progress: Callable[[int], None] | None,
+        controller: FleetController | None,
     ) -> None:
         self.requests, self.router, self.config, self.progress = requests, router, config, progress
-        self.fleet = fleet
+        self.fleet, self.controller = fleet, controller
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
         self.tables = *model.tables(max(most, MOST_DECODING)), *step_counts(model, placement)
         self.world = _world(requests, model, config, in_flight, duplicates, until_s)
@@ -177,8 +179,7 @@ class _Driver:
         self.recorded: list[int] = requests.recorded.tolist()
         self.prompt_tokens: list[int] = requests.prompt_tokens.tolist()
         self.footprints, self.domains = requests.recordings.footprint, requests.recordings.domains
-        self.told = 0
-        self.controller: FleetController | None = None
+        self.reported = 0
         self.ended = EndedRequests(requests)
         self.unseen: list[FinishedRequest] = []
         self.profiles: dict[int, tuple[NDArray[np.float32], int]] = {}
@@ -208,26 +209,25 @@ class _Driver:
 
     def tell_finished(self) -> None:
         ended = int(self.world.c[state.FINISHED])
-        if ended == self.told:
+        if ended == self.reported:
             return
-        for request in self.world.r[self.told : ended, state.ENDING].tolist():
+        for request in self.world.r[self.reported : ended, state.ENDING].tolist():
             self.fleet.finish(str(request))
             self.profiles.pop(request, None)
             if self.controller is not None and self.world.r[request, state.PHASE] == state.DONE:
                 at_s, worker = float(self.world.rt[request, state.FINISH]), int(self.world.r[request, state.DECODER])
-                self.unseen.append(self.ended.told(request, at_s, worker))
+                self.unseen.append(self.ended.finished(request, at_s, worker))
         if self.progress is not None:
-            self.progress(ended - self.told)
-        self.told = ended
+            self.progress(ended - self.reported)
+        self.reported = ended
 
     def control(self, controller: FleetController) -> None:
         """Pass the ended requests to the controller, and swap the router if it returns one."""
         ended, self.unseen = self.unseen, []
         swap = controller.tick(float(self.world.f[state.CLOCK]), ended)
-        if swap is None:
-            return
-        self.router = swap.router
-        if swap.fleet is not None:
+        if swap is not None:
+            self.router = swap.router
+        if swap is not None and swap.fleet is not None:
             swap.fleet.take_over(self.fleet)
             self.fleet = swap.fleet
 
@@ -334,12 +334,16 @@ def _world(
 ) -> state.World:
     prefill, decode, recordings, spec = config.prefill_workers, config.decode_workers, requests.recordings, model.spec
     workers, count = prefill + decode, len(requests)
-    c = np.zeros(18, np.int64)
-    c[state.PREFILL_WORKERS], c[state.STEP_TOKENS] = prefill, config.chunk_tokens
-    c[state.BLOCK_TOKENS] = requests.block_tokens
-    c[state.POLICY], c[state.CLOSED] = get_args(PrefillPolicy).index(config.prefill_policy), in_flight
-    c[state.AHEAD] = config.schedule_ahead
-    c[state.DUPLICATES] = get_args(Duplicates).index(duplicates)
+    settings = {
+        state.PREFILL_WORKERS: prefill,
+        state.STEP_TOKENS: config.chunk_tokens,
+        state.BLOCK_TOKENS: requests.block_tokens,
+        state.POLICY: get_args(PrefillPolicy).index(config.prefill_policy),
+        state.CLOSED: in_flight,
+        state.AHEAD: config.schedule_ahead,
+        state.DUPLICATES: get_args(Duplicates).index(duplicates),
+    }
+    c = np.array([settings.get(index, 0) for index in range(18)], np.int64)
     f = np.zeros(5)
     f[state.OVERHEAD], f[state.UNTIL] = config.step_overhead_s, until_s
     if config.link is not None:
@@ -360,16 +364,17 @@ def _world(
         wt[state.SPEED, prefill:] = config.speeds
 
     r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)  # transposed below
-    r[[state.NEXT, state.PREFILLER, state.DECODER]] = -1
-    r[state.PROMPT_TOKENS], r[state.OUTPUT_TOKENS] = requests.prompt_tokens, requests.output_tokens
-    r[state.RECORDED] = requests.recorded
     for field, column in (
-        (state.PROMPT_ROW, recordings.prompt_row),
-        (state.PROMPT_ROWS, recordings.prompt_rows),
-        (state.DECODE_ROW, recordings.decode_row),
-        (state.DECODE_ROWS, recordings.decode_rows),
+        ([state.NEXT, state.PREFILLER, state.DECODER], -1),
+        (state.PROMPT_TOKENS, requests.prompt_tokens),
+        (state.OUTPUT_TOKENS, requests.output_tokens),
+        (state.RECORDED, requests.recorded),
+        (state.PROMPT_ROW, recordings.prompt_row[requests.recorded]),
+        (state.PROMPT_ROWS, recordings.prompt_rows[requests.recorded]),
+        (state.DECODE_ROW, recordings.decode_row[requests.recorded]),
+        (state.DECODE_ROWS, recordings.decode_rows[requests.recorded]),
     ):
-        r[field] = column[requests.recorded]
+        r[field] = column
     blocks = np.zeros(0, np.int64)
     if requests.blocks is not None and requests.block_offsets is not None:
         blocks = np.ascontiguousarray(requests.blocks, np.int64)

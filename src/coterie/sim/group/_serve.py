@@ -45,15 +45,6 @@ def _add_piece(
 
 
 @helper()
-def _clear(rows: Ints, crossing: Ints) -> None:
-    for number in range(len(rows)):
-        for slot in range(rows.shape[1]):
-            rows[number, slot] = 0
-        for rank in range(crossing.shape[2]):
-            crossing[0, number, rank], crossing[1, number, rank] = 0, 0
-
-
-@helper()
 def _longer(log: Floats) -> Floats:
     """Return a copy of the log with room for twice the steps."""
     longer = np.empty((2 * len(log), log.shape[1]))
@@ -71,9 +62,7 @@ def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, prompt: int, ahea
     with less than `prompt` pieces more than the least. Lanes that have `ahead` requests more than the lane with fewest
     are excluded, unless that excludes all.
     """
-    most, fewest = waiting[0], present[0]
-    for lane in range(len(waiting)):
-        most, fewest = min(most, waiting[lane]), min(fewest, present[lane])
+    most, fewest = waiting.min(), present.min()
     if most > 0:
         most += prompt - 1
     room = False
@@ -174,7 +163,8 @@ def serve(
             continue
         if clock >= until_s:
             break
-        _clear(rows, crossing)
+        rows[:, :] = 0
+        crossing[:, :, :] = 0
         rest, tokens, count, here, decoding_all = 0.0, 0, 0, 0, 0
         for lane in range(lanes):
             decoding, context = 0, 0
@@ -236,8 +226,7 @@ def serve(
         around = 0.0
         if tensor:
             share = (tokens + spread - 1) // spread
-            for rank in range(ranks):
-                computed[rank] = share
+            computed[:] = share
             rest += routing[share]
             around = ring[0] + ring[1] * (share * spread)
         layers_us(p, experts, blend, links, rows, crossing, computed, parts)
@@ -270,8 +259,4 @@ def serve(
                     active[lane, kept] = request
                     kept += 1
             running[lane] = kept
-    waits, runs = 0, 0
-    for lane in range(lanes):
-        waits += queued[lane]
-        runs += running[lane]
-    return log, steps, clock, waits, runs
+    return log, steps, clock, queued.sum(), running.sum()

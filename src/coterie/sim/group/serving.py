@@ -224,9 +224,12 @@ class ServingGroup:
         `affinity` [recording, rank] wins, then the fewest requests.
         """
         count, tensor = len(arrival_s), self.prices.settings.collectives is not None
-        requests = replace(self.requests, recorded=self.requests.recorded[:count], arrival_s=arrival_s)
         requests = replace(
-            requests, prompt_tokens=requests.prompt_tokens[:count], output_tokens=requests.output_tokens[:count]
+            self.requests,
+            recorded=self.requests.recorded[:count],
+            prompt_tokens=self.requests.prompt_tokens[:count],
+            output_tokens=self.requests.output_tokens[:count],
+            arrival_s=arrival_s,
         )
         check_fleet_requests(requests, self.prices.model.spec, None)
         lanes = 1 if tensor else self.placement.num_ranks
