@@ -115,11 +115,11 @@ def test_bad_settings_say_why(make: Callable[..., Any], message: str) -> None:
 @given(tokens=st.integers(1, 5000))
 def test_a_number_of_tokens_is_met_exactly(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
-    work = draw_arrivals(PoissonArrivals(), LognormalLengths(5, 1, 5, 1), MIX, rng, tokens=tokens)
-    assert work.prompt_tokens.sum() + work.output_tokens.sum() == tokens
-    assert len({len(column) for column in work}) == 1
-    assert (work.prompt_tokens >= 1).all()
-    assert (work.output_tokens[:-1] >= 1).all()
+    arrived, lengths = draw_arrivals(PoissonArrivals(), LognormalLengths(5, 1, 5, 1), MIX, rng, tokens=tokens)
+    assert lengths.prompt_tokens.sum() + lengths.output_tokens.sum() == tokens
+    assert len({len(column) for column in (*arrived, *lengths)}) == 1
+    assert (lengths.prompt_tokens >= 1).all()
+    assert (lengths.output_tokens[:-1] >= 1).all()
 
 
 def test_unreachable_tokens_are_refused(rng: np.random.Generator) -> None:

@@ -7,6 +7,7 @@ of a trace, or else is the expectation for uniform routing.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -63,10 +64,7 @@ def uniform_locality(num_experts: int, top_k: int, topology: Topology) -> Locali
 
 def _hit_probability(experts: int, on_rank: int, k: int) -> float:
     """Return the probability that at least one of k distinct random experts is among the `on_rank` on a rank."""
-    miss = 1.0
-    for draw in range(k):
-        miss *= max(0.0, (experts - on_rank - draw) / (experts - draw))
-    return 1.0 - miss
+    return 1.0 - math.prod(max(0.0, (experts - on_rank - draw) / (experts - draw)) for draw in range(k))
 
 
 def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topology: Topology) -> Locality:

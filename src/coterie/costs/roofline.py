@@ -60,20 +60,19 @@ class RooflineLaw(msgspec.Struct, frozen=True):
     held_out: Quality
 
     def us(self, nbytes: float, flops: float) -> float:
-        return float(roofline_us(self.as_fitted(), np.array([nbytes]), np.array([flops]))[0])
+        return float(roofline_us(as_fitted(self), np.array([nbytes]), np.array([flops]))[0])
 
     def numbers(self) -> Column:
         """Return [4] parameters for compiled loops."""
         return np.array([self.overhead_us, self.bytes_per_us, self.flops_per_us, self.sharpness])
 
-    def as_fitted(self) -> Column:
-        """Return [4] parameters, passed through logarithms as in the fit: predictions are then bit-identical to it."""
-        return _as_fitted(self)
-
 
 @lru_cache(maxsize=256)
-def _as_fitted(law: RooflineLaw) -> Column:
-    """Return the parameters as a read-only array; cached, since laws are immutable."""
+def as_fitted(law: RooflineLaw) -> Column:
+    """Return [4] parameters, passed through logarithms as in the fit: predictions are then bit-identical to it.
+
+    The array is read-only and cached, since laws are immutable.
+    """
     numbers = np.exp([float(np.log(number)) for number in law.numbers()])
     numbers.flags.writeable = False
     return np.asarray(numbers)

@@ -11,10 +11,7 @@ def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:
     kv = spec.kv_lora_rank + spec.rope_head_dim if spec.kv_lora_rank else 2 * spec.num_kv_heads * spec.head_dim
     shapes = [([(heads, hidden), (kv, hidden), (hidden, heads)], spec.num_layers)]
     moe, dense = spec.num_moe_layers, spec.num_layers - spec.num_moe_layers
-    if spec.shared_intermediate_size:
-        inner = spec.shared_intermediate_size
-        shapes.append(([(2 * inner, hidden), (hidden, inner)], moe))
-    if spec.dense_intermediate_size and dense:
-        inner = spec.dense_intermediate_size
-        shapes.append(([(2 * inner, hidden), (hidden, inner)], dense))
+    for inner, layers in ((spec.shared_intermediate_size, moe), (spec.dense_intermediate_size, dense)):
+        if inner and layers:
+            shapes.append(([(2 * inner, hidden), (hidden, inner)], layers))
     return shapes

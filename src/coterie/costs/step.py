@@ -21,7 +21,7 @@ from coterie.costs.exchange import ExchangeTraffic, arrival_links, traffic_links
 from coterie.costs.experts import MoeParams, blend_table, expert_table, layer_us
 from coterie.costs.movement import Contention, transfer_s
 from coterie.costs.replicas import Slots, slot_tokens
-from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, gemm_work
+from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, as_fitted, gemm_work
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError, check_share
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
@@ -147,8 +147,8 @@ class StepModel:
         """Return seconds of a step's attention over all layers."""
         us = attention_us(
             attention_shape(self.spec),
-            self.decode_attention.as_fitted(),
-            self.prefill_attention.as_fitted(),
+            as_fitted(self.decode_attention),
+            as_fitted(self.prefill_attention),
             batch.decode_requests,
             np.array([batch.decode_context]),
             batch.prefill_tokens,

@@ -107,9 +107,7 @@ def key_starts(num_ranks: int, order: int) -> NDArray[np.int64]:
     """Return [order + 2] the first key of each order 0 … `order`, and the end."""
     if not 0 <= order <= MAX_ORDER:
         raise ConfigError(f"order={order} must be in 0 … {MAX_ORDER}")
-    starts = [0]
-    for m in range(order + 1):
-        starts.append(starts[-1] + num_ranks**m)
+    starts = [sum(num_ranks**shorter for shorter in range(m)) for m in range(order + 2)]
     if num_ranks < 1 or starts[-1] > MAX_KEY:
         raise ConfigError(f"num_ranks={num_ranks} with order={order} has {starts[-1]} contexts; at most {MAX_KEY}")
     return np.array(starts, np.int64)

@@ -210,15 +210,6 @@ class RecordedLengths:
         return Lengths(self.prompt_tokens[row].astype(np.int64), self.output_tokens[row].astype(np.int64))
 
 
-class DrawnRequests(NamedTuple):
-    """Requests in order of arrival, with their domains and lengths; each array is [request]."""
-
-    arrival_s: NDArray[np.float64]
-    domain: NDArray[np.int64]
-    prompt_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
-
-
 def draw_arrivals(
     arrivals: ArrivalProcess,
     lengths: LengthModel,
@@ -226,7 +217,7 @@ def draw_arrivals(
     rng: Generator,
     requests: int | None = None,
     tokens: int | None = None,
-) -> DrawnRequests:
+) -> tuple[Arrivals, Lengths]:
     """Draw `requests` requests, or as many as have exactly `tokens` tokens; then the last request is cut short."""
     if (requests is None) == (tokens is None):
         raise ConfigError("give either a number of requests or a number of tokens")
@@ -238,7 +229,7 @@ def draw_arrivals(
         arrived = arrivals.draw(count, mix, rng)
         prompt, output = lengths.draw(arrived.domain, rng)
         if tokens is None:
-            return DrawnRequests(*arrived, prompt, output)
+            return arrived, Lengths(prompt, output)
         ends = np.cumsum(prompt + output)
         if ends[-1] >= tokens:
             break
@@ -250,4 +241,4 @@ def draw_arrivals(
     prompt, output = prompt[: last + 1].copy(), output[: last + 1].copy()
     prompt[last] -= max(0, excess - output[last])
     output[last] -= min(excess, output[last])
-    return DrawnRequests(arrived.arrival_s[: last + 1], arrived.domain[: last + 1], prompt, output)
+    return Arrivals(arrived.arrival_s[: last + 1], arrived.domain[: last + 1]), Lengths(prompt, output)

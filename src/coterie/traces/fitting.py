@@ -102,12 +102,11 @@ class _Halves:
 
 
 def _count(trace: ActivationTrace) -> _Counts:
-    labels = trace.requests.domains
-    names = tuple(sorted(set(labels))) if labels is not None else (UNLABELLED,)
-    index = {name: i for i, name in enumerate(names)}
-    domain = np.array([index[n] for n in labels] if labels is not None else [0] * trace.num_requests, np.int64)
     if not trace.num_tokens:
         raise ConfigError("a trace without tokens cannot be fitted")
+    labels = trace.requests.domains
+    named = [UNLABELLED] * trace.num_requests if labels is None else labels
+    names, domain = np.unique(np.array(named, np.str_), return_inverse=True)
     shape = (len(names), trace.meta.num_layers, trace.meta.num_experts)
     load, tokens = np.zeros(shape), np.zeros(len(names))
     halves = _Halves(np.zeros(shape), np.zeros(shape), np.zeros(shape[:2]), np.zeros(len(names)))
@@ -130,7 +129,7 @@ def _count(trace: ActivationTrace) -> _Counts:
         prompts.append(prefill)
         outputs.append(decode)
     return _Counts(
-        names,
+        tuple(names.tolist()),
         domain,
         np.concatenate(prompts),
         np.concatenate(outputs),

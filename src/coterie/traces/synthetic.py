@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -152,15 +152,6 @@ def _num_epochs(drift: SlowDrift | AbruptDrift | None) -> int:
     return 2 if isinstance(drift, SlowDrift) else 1 + len(drift.at_s if drift else ())
 
 
-class _Blend(NamedTuple):
-    origin: NDArray[np.int64]
-    """[request] epoch from which the preferences move."""
-    target: NDArray[np.int64]
-    """[request] epoch towards which the preferences move."""
-    weight: NDArray[np.float64]
-    """[request] progress from the origin (0) to the target (1)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Preferences:
     """True preferences behind a trace, of every domain at any time."""
@@ -175,13 +166,17 @@ class Preferences:
                 f"epochs has shape {self.epochs.shape}; {self.drift} needs {_num_epochs(self.drift)} of them"
             )
 
-    def blend(self, time_s: NDArray[np.float64]) -> _Blend:
+    def blend(self, time_s: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Return, for requests that arrive at `time_s` [request], where their preferences are between two epochs.
+
+        These are the epoch of origin, the target and the progress from the one (0) to the other (1), each [request].
+        """
         if isinstance(self.drift, SlowDrift):
             first = np.zeros(len(time_s), np.int64)
-            return _Blend(first, first + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s))
+            return first, first + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s)
         changes = np.array(self.drift.at_s if self.drift else (), np.float64)
         epoch = np.searchsorted(changes, time_s, side="right").astype(np.int64)
-        return _Blend(epoch, epoch, np.zeros(len(time_s)))
+        return epoch, epoch, np.zeros(len(time_s))
 
     def at(self, time_s: float) -> NDArray[np.float64]:
         """Return the preferences [domain, layer, expert] for a request that arrives at `time_s`."""
@@ -312,10 +307,10 @@ class _Workload:
         """
         prompts, arrival_s = self.requests.prompt_tokens, self.requests.arrival_s
         assert arrival_s is not None
-        blend = self.preferences.blend(arrival_s)
+        origin, target, weight = self.preferences.blend(arrival_s)
         values = self.preferences.epochs.reshape(-1, self.meta.num_layers, self.meta.num_experts)
         domains = self.preferences.epochs.shape[1]
-        origin, target = blend.origin * domains + self.domain, blend.target * domains + self.domain
+        origin, target = origin * domains + self.domain, target * domains + self.domain
         memory = np.empty(0, self.meta.specs(0, 0)["expert_ids"].dtype)
         for start, stop in request_ranges(self.offsets, max_tokens):
             rows, local = slice(start, stop), self.offsets[start : stop + 1] - self.offsets[start]
@@ -334,7 +329,7 @@ class _Workload:
                 values,
                 origin[rows],
                 target[rows],
-                blend.weight[rows],
+                weight[rows],
                 self.concentrations,
                 self.phase_correlation,
             )
@@ -357,15 +352,10 @@ def _draw_workload(
     if preferences.epochs.shape[1:] != expected:
         raise ConfigError(f"preferences has shape {preferences.epochs.shape[1:]} per epoch; expected {expected}")
     seed = rng.integers(1 << 64, dtype=np.uint64)
-    drawn = draw_arrivals(settings.arrivals, settings.lengths, settings.shares(), rng, requests, tokens)
-    if drawn.domain.max() >= len(settings.domains):
-        raise ConfigError(f"arrivals name domain {drawn.domain.max()}; the settings have {len(settings.domains)}")
-    table = RequestTrace(
-        prompt_tokens=drawn.prompt_tokens,
-        output_tokens=drawn.output_tokens,
-        arrival_s=drawn.arrival_s,
-        domains=[settings.domains[d] for d in drawn.domain],
-    )
+    arrived, lengths = draw_arrivals(settings.arrivals, settings.lengths, settings.shares(), rng, requests, tokens)
+    if arrived.domain.max() >= len(settings.domains):
+        raise ConfigError(f"arrivals name domain {arrived.domain.max()}; the settings have {len(settings.domains)}")
+    table = RequestTrace(*lengths, arrived.arrival_s, domains=[settings.domains[d] for d in arrived.domain])
     meta = TraceMeta(
         settings.model,
         settings.num_experts,
@@ -378,9 +368,9 @@ def _draw_workload(
             **(source or {}),
         },
     )
-    offsets = np.concatenate([[0], np.cumsum(drawn.prompt_tokens + drawn.output_tokens)]).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths.prompt_tokens + lengths.output_tokens)]).astype(np.int64)
     return _Workload(
-        meta, table, offsets, drawn.domain, preferences, settings.concentrations(), settings.phase_correlation, seed
+        meta, table, offsets, arrived.domain, preferences, settings.concentrations(), settings.phase_correlation, seed
     )
 
 

@@ -102,10 +102,6 @@ def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Writ
     )
 
 
-def _write_coterie(trace: Trace, path: Path) -> None:
-    trace.save(path)
-
-
 def _table(trace: RequestTrace, format: str, **more: Sequence[Any] | None) -> dict[str, Sequence[Any]]:
     """Return the columns of a plain table, without those that the trace lacks; raises if an extra one is ambiguous."""
     columns: dict[str, Sequence[Any] | None] = {
@@ -221,7 +217,7 @@ _REQUEST_COLUMNS = frozenset({"arrival_s", "ids", "domains", "prefix_blocks", "e
 writers.add(
     "coterie",
     Writer(
-        _write_coterie,
+        lambda trace, path: trace.save(path),
         (ActivationTrace, LoadTable, RequestTrace),
         _REQUEST_COLUMNS | {"requests", "labels", "tokens", "layer_ids", "model"},
         "a trace folder of Coterie's own: every kind, nothing lost",

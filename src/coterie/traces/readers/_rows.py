@@ -61,8 +61,8 @@ class Row(NamedTuple):
             return value
         raise self.error(name, f"found {_shown(value)}, expected a whole number of at least 0")
 
-    def time(self, name: str) -> float:
-        """Return a time in the file's own unit and from its own origin: finite, at least 0."""
+    def number(self, name: str) -> float:
+        """Return a number, such as a time in the file's own unit and from its own origin: finite, at least 0."""
         value = self.values[name]
         number = math.nan
         if self.is_text and "_" not in value:  # float() accepts 1_0 as 10
@@ -72,7 +72,7 @@ class Row(NamedTuple):
             number = float(value)
         if math.isfinite(number) and number >= 0:
             return number
-        raise self.error(name, f"found {_shown(value)}, expected a finite time of at least 0")
+        raise self.error(name, f"found {_shown(value)}, expected a finite number of at least 0")
 
     def text(self, name: str) -> str:
         value = self.values.get(name)
@@ -237,6 +237,14 @@ def json_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
             yield Row(path, number, value, is_text=False)
     if not count:
         raise TraceError(path, "file", "is empty")
+
+
+def head_of(path: Path, size: int) -> bytes:
+    """Return the first bytes of a file, without leading white space; none for a folder. For format detection."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as stream:
+        return stream.read(size).lstrip()
 
 
 def sniff_csv(path: Path) -> frozenset[str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import TraceError
 from coterie.traces.load import LoadTable
+from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.segments import MAX_EXPERTS
 from coterie.traces.store import ArrayFile, read_json
@@ -58,10 +59,7 @@ def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:
 
 
 def sniff_load_history(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as stream:
-        head = stream.read(1 << 16).lstrip()
+    head = head_of(path, 1 << 16)
     return head.startswith(b"{") and b'"load_history"' in head
 
 

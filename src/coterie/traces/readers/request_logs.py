@@ -85,7 +85,7 @@ def read_burstgpt(path: Path, options: ReadOptions) -> RequestTrace:
     """
     columns = RequestColumns(BURSTGPT_USED)
     for row in csv_rows(path, BURSTGPT_COLUMNS):
-        columns.add(row, row.time("Timestamp"), row.whole("Request tokens"), row.whole("Response tokens"))
+        columns.add(row, row.number("Timestamp"), row.whole("Request tokens"), row.whole("Response tokens"))
     return columns.trace(path, "burstgpt", options)
 
 
@@ -118,7 +118,7 @@ def read_mooncake(path: Path, options: ReadOptions) -> RequestTrace:
             needed = f"{-(-length // MOONCAKE_BLOCK_TOKENS)} for {length} tokens in blocks of {MOONCAKE_BLOCK_TOKENS}"
             raise row.error("hash_ids", f"found {len(hashes)} hashes, expected {needed}")
         blocks.append(hashes)
-        columns.add(row, row.time("timestamp"), length, row.whole("output_length"))
+        columns.add(row, row.number("timestamp"), length, row.whole("output_length"))
     return columns.trace(path, "mooncake", options, prefix_blocks=blocks, block_tokens=MOONCAKE_BLOCK_TOKENS)
 
 
@@ -136,14 +136,6 @@ TOKENS = ("prompt_tokens", "output_tokens")
 CLOCKS = ("arrival_s", "timestamp")
 OPTIONAL = ("id", "domain")
 BLOCKS = ("prefix_blocks", "block_tokens")
-
-
-def read_csv(path: Path, options: ReadOptions) -> RequestTrace:
-    return _read(csv_rows(path, TOKENS), path, "csv", options, OPTIONAL)
-
-
-def read_jsonl(path: Path, options: ReadOptions) -> RequestTrace:
-    return _read(json_rows(path, TOKENS), path, "jsonl", options, (*OPTIONAL, *BLOCKS))
 
 
 def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, known: tuple[str, ...]) -> RequestTrace:
@@ -170,7 +162,7 @@ def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, kn
             blocks.append(row.blocks("prefix_blocks"))
             if row.whole("block_tokens") != block_tokens:
                 raise row.error("block_tokens", f"found {row.whole('block_tokens')}, line {first.line} {block_tokens}")
-        columns.add(row, row.time(clock), row.whole("prompt_tokens"), row.whole("output_tokens"))
+        columns.add(row, row.number(clock), row.whole("prompt_tokens"), row.whole("output_tokens"))
     return columns.trace(
         path,
         format,
@@ -198,7 +190,7 @@ def _has_request_columns(names: frozenset[str]) -> bool:
 readers.add(
     "csv",
     Reader(
-        read_csv,
+        lambda path, options: _read(csv_rows(path, TOKENS), path, "csv", options, OPTIONAL),
         lambda path: _has_request_columns(sniff_csv(path)),
         "plain CSV of requests: arrival_s (or timestamp), prompt_tokens, output_tokens, optional id, domain",
     ),
@@ -206,7 +198,7 @@ readers.add(
 readers.add(
     "jsonl",
     Reader(
-        read_jsonl,
+        lambda path, options: _read(json_rows(path, TOKENS), path, "jsonl", options, (*OPTIONAL, *BLOCKS)),
         lambda path: _has_request_columns(sniff_json(path)),
         "plain JSON Lines of requests: the keys of csv, and prefix_blocks with block_tokens",
     ),

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import InputError, TraceError, UnknownNameError
 from coterie.traces.activations import ActivationTrace, TraceMeta
+from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
 from coterie.traces.store import file_errors, value_errors
@@ -236,10 +237,7 @@ def _layers(path: Path, ids: NDArray[np.integer], spec: ModelSpec | None) -> NDA
 
 
 def sniff_routed_experts(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as stream:
-        head = stream.readline(1 << 22).lstrip()  # a first line may be megabytes of base64
+    head, _, _ = head_of(path, 1 << 22).partition(b"\n")  # a first line may be megabytes of base64
     return head[:1] in (b"{", b"[") and b'"routed_experts"' in head
 
 

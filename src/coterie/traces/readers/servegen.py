@@ -18,7 +18,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 import tarfile
 import zlib
@@ -33,7 +32,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError, check_positive
-from coterie.traces.readers._rows import is_gzip, read_unpacked
+from coterie.traces.readers._rows import Row, is_gzip, read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import MAX_TOKENS, MOST_REQUESTS, RequestTrace
 
@@ -42,6 +41,7 @@ DEFAULT_DURATION_S = 3600.0
 """Seconds of traffic that `read_trace` draws: the first hour. A day of DeepSeek-R1's 73 clients has 1.4 M requests."""
 
 _FILE = re.compile(r"chunk-(\d{1,9})-(trace\.csv|dataset\.json)")
+_COLUMNS = ("time", "rate", "cv", "family", "shape", "scale")
 _TAR_END = bytes(1024)  # every tar ends with two empty blocks
 
 
@@ -196,29 +196,20 @@ def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
 
 
 def _windows(path: Path, name: str, data: bytes) -> list[ClientWindow]:
-    def error(line: int, field: str, problem: str) -> TraceError:
-        return TraceError(path, f"{name}, line {line}, {field}", problem)
-
     if not data.endswith(b"\n"):
         raise TraceError(path, name, "does not end with a newline: the file is cut short")
     rows: list[tuple[float, float, str, float]] = []
     for line, columns in enumerate(csv.reader(data.decode("ascii", "replace").splitlines()), start=1):
-        if len(columns) != 6:
-            raise error(line, "columns", f"found {len(columns)}, expected time, rate, cv, family, shape, scale")
-        numbers = []
-        for field, text in (("time", columns[0]), ("rate", columns[1]), ("shape", columns[4])):
-            try:
-                numbers.append(float(text))
-            except ValueError:
-                numbers.append(math.nan)
-            if not (math.isfinite(numbers[-1]) and numbers[-1] >= 0):
-                raise error(line, field, f"found {text!r}, expected a finite number of at least 0")
-        time, rate, shape = numbers
-        if rate and (columns[3] not in ("Gamma", "Weibull") or not shape):
-            raise error(line, "family", f"found {columns[3]!r} of shape {shape}, expected Gamma or Weibull, above 0")
+        row = Row(path / name, line, dict(zip(_COLUMNS, columns, strict=False)), is_text=True)
+        if len(columns) != len(_COLUMNS):
+            raise row.error("columns", f"found {len(columns)}, expected {', '.join(_COLUMNS)}")
+        time, rate, shape = (row.number(field) for field in ("time", "rate", "shape"))
+        if rate and (row.values["family"] not in ("Gamma", "Weibull") or not shape):
+            family = row.values["family"]
+            raise row.error("family", f"found {family!r} of shape {shape}, expected Gamma or Weibull, above 0")
         if rows and time <= rows[-1][0]:
-            raise error(line, "time", f"found {time:g}, expected more than the line before, {rows[-1][0]:g}")
-        rows.append((time, rate, columns[3], shape))
+            raise row.error("time", f"found {time:g}, expected more than the line before, {rows[-1][0]:g}")
+        rows.append((time, rate, row.values["family"], shape))
     if len(rows) < 2:
         raise TraceError(path, name, f"has {len(rows)} windows; the length of a window takes at least 2")
     # The last window is as long as the one before it.
