@@ -107,9 +107,8 @@ class StepCost:
         """
         ranks = 1 if placement is None else placement.num_ranks
         each = -(-requests // ranks)
-        batch = Batch(decode_requests=each, decode_context=each * tokens)
-        if phase == "prefill":
-            batch = Batch(prefill_tokens=each * tokens, prefill_requests=each)
+        prompts = Batch(prefill_tokens=each * tokens, prefill_requests=each)
+        batch = prompts if phase == "prefill" else Batch(decode_requests=each, decode_context=each * tokens)
         return cls.of(model, batch, placement, batch.tokens * ranks * model.spec.top_k / model.spec.num_experts)
 
     def slot_loads(self, loads: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -218,8 +218,8 @@ class PositionStore:
         step's `epoch` if it may be older than the current one: rows of a past epoch are unknown.
         """
         shape = self.shape
-        if expert_ids.shape != (len(positions), shape.num_layers, shape.top_k):
-            expected = (len(positions), shape.num_layers, shape.top_k)
+        expected = (len(positions), shape.num_layers, shape.top_k)
+        if expert_ids.shape != expected:
             raise ConfigError(f"expert_ids has shape {expert_ids.shape}; {len(positions)} positions need {expected}")
         kept, distinct = _write(
             positions, expert_ids, self._ids, self._epochs, np.uint16(self.epoch if epoch is None else epoch), self.load
@@ -279,8 +279,10 @@ def _locked_new(path: Path) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             if not _remove_dead(path):
-                problem = "is the position store of a running engine, or not one of this version"
-                raise ConfigError(f"{path} {problem}: name another, or remove it") from None
+                raise ConfigError(
+                    f"{path} is the position store of a running engine, or not one of this version: name another, or "
+                    "remove it"
+                ) from None
             continue
         # Another engine starting now may have found the file before it was locked, and locked or removed it.
         if _lock(descriptor) and _same_file(descriptor, path):
@@ -444,8 +446,7 @@ class StepLog:
         """Return the steps after the first `after` steps since the start; by default all that are kept."""
         total = self.total
         first = max(0, total - len(self._ring))
-        if after is None:
-            after = first
+        after = first if after is None else after
         if not first <= after <= total:
             raise InputError(f"steps after {after} were asked for; of {total}, the last {len(self._ring)} are kept")
         return LoggedSteps(total, self._ring[np.arange(after, total) % len(self._ring)])

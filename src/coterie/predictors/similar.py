@@ -144,8 +144,7 @@ def _packed(token_ids: NDArray[np.integer]) -> bytes:
         raise ConfigError(f"token_ids has shape {ids.shape}; expected [token]")
     packed = ids.astype(np.int32)
     if ids.dtype != np.int32 and (packed != ids).any():
-        bad = int(ids[packed != ids][0])
-        raise ConfigError(f"token_ids holds {bad}; it must be in {-(1 << 31)} … {(1 << 31) - 1}")
+        raise ConfigError(f"token_ids holds {int(ids[packed != ids][0])}; it must be in {-(1 << 31)} … {(1 << 31) - 1}")
     return packed.tobytes()
 
 

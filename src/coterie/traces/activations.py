@@ -128,8 +128,10 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
         narrow = Activations._make((ids, *(None if array is None else array.copy() for array in tokens[1:])))
         columns = _columns(tokens, requests)
         if self._columns is not None and columns != self._columns:
-            differing = ", ".join(sorted(columns ^ self._columns))
-            raise ConfigError(f"{differing}: given for some requests and not for others; give it for all or for none")
+            raise ConfigError(
+                f"{', '.join(sorted(columns ^ self._columns))}: given for some requests and not for others; "
+                "give it for all or for none"
+            )
         check_shapes("the appended requests", self.meta, narrow, offsets)
         check_table(requests, offsets)
         self._columns = columns
@@ -215,8 +217,11 @@ def _check_same_meta(folder: Path, recorded: TraceMeta, wanted: TraceMeta) -> No
         old, new = getattr(recorded, field.name), getattr(wanted, field.name)
         if field.name == "source":
             new = json.loads(json.dumps(dict(new)))  # as read back from disk, where a tuple becomes a list
-            keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-            differing += [f"{key}={old.get(key)!r}, not {new.get(key)!r}" for key in keys]
+            differing += [
+                f"{key}={old.get(key)!r}, not {new.get(key)!r}"
+                for key in sorted({*old, *new})
+                if old.get(key) != new.get(key)
+            ]
         elif old != new:
             differing.append(f"{field.name}={old!r}, not {new!r}")
     if differing:

@@ -100,9 +100,8 @@ class BurstyArrivals:
                 drawn, last = drawn + some * self.burst_size, float(starts[-1])
         arrival_s, domain = np.concatenate(times), np.concatenate(domains)
         order = np.argsort(arrival_s, kind="stable")[:count]
-        if self.even_rate:
-            return Arrivals(np.cumsum(rng.exponential(1.0 / self.rate, count)), domain[order])
-        return Arrivals(arrival_s[order], domain[order])
+        times_s = np.cumsum(rng.exponential(1.0 / self.rate, count)) if self.even_rate else arrival_s[order]
+        return Arrivals(times_s, domain[order])
 
 
 def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
@@ -130,8 +129,9 @@ class ReplayedArrivals:
             if self.trace.domains is None:
                 raise ConfigError("replayed arrivals: domains are asked for, but the trace has none")
             for name in sorted(set(self.trace.domains) - set(self.domains)):
-                known = ", ".join(self.domains)
-                raise ConfigError(f"replayed arrivals: the trace has domain {name!r}; expected one of {known}")
+                raise ConfigError(
+                    f"replayed arrivals: the trace has domain {name!r}; expected one of {', '.join(self.domains)}"
+                )
 
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
         assert self.trace.arrival_s is not None
@@ -143,8 +143,7 @@ class ReplayedArrivals:
         arrival_s = (times[row] + lap * lap_s) * self.time_scale
         if self.domains is None or self.trace.domains is None:
             return Arrivals(arrival_s, rng.choice(len(mix), size=count, p=mix))
-        index = {name: i for i, name in enumerate(self.domains)}
-        own = np.array([index[name] for name in self.trace.domains], np.int64)
+        own = np.array([self.domains.index(name) for name in self.trace.domains], np.int64)
         return Arrivals(arrival_s, own[order][row])
 
 

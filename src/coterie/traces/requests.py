@@ -169,8 +169,9 @@ def read_meta(folder: Path, *kinds: str) -> dict[str, Any]:
     known = {"format": (FORMAT,), "version": (VERSION,), "kind": kinds or ("activations", "requests", "load")}
     for name, values in known.items():
         if meta.get(name) not in values:
-            expected = " or ".join(repr(value) for value in values)
-            raise TraceError(folder / "meta.json", name, f"found {meta.get(name)!r}, expected {expected}")
+            raise TraceError(
+                folder / "meta.json", name, f"found {meta.get(name)!r}, expected {' or '.join(map(repr, values))}"
+            )
     return meta
 
 

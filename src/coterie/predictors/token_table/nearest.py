@@ -36,8 +36,10 @@ class NearestTokens:
 
     def __init__(self, embeddings: NDArray[np.floating], seen: NDArray[np.integer]) -> None:
         if embeddings.ndim != 2 or 0 in embeddings.shape or embeddings.dtype.kind != "f":
-            problem = f"embeddings is {embeddings.dtype} {embeddings.shape}"
-            raise ConfigError(f"{problem}; expected floating point [vocabulary, width], none 0")
+            raise ConfigError(
+                f"embeddings is {embeddings.dtype} {embeddings.shape}; expected floating point [vocabulary, width], "
+                "none 0"
+            )
         self.embeddings = embeddings
         self._lengths = np.concatenate([_lengths(part) for part in _blocks(embeddings)])
         bad = np.flatnonzero(~(self._lengths <= _LONGEST))

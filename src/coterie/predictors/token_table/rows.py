@@ -101,8 +101,6 @@ class TokenRows(NamedTuple):
 def most_frequent(counts: NDArray[np.int64], row_bytes: int, max_bytes: int) -> NDArray[np.int64]:
     """Return the indices, ascending, of the tokens that fit in `max_bytes`: all, or those seen most often."""
     limit = max(1, max_bytes // (row_bytes + 12))  # 12 bytes: id and count of the token
-    if len(counts) <= limit:
-        return np.arange(len(counts))
     return np.sort(np.argsort(-counts, kind="stable")[:limit])
 
 

@@ -169,9 +169,7 @@ def counted_step_us(
         decoding, decode_context = (decoding + ranks - 1) // ranks, decode_context // ranks
         prefill, prefill_context = (prefill + ranks - 1) // ranks, prefill_context // ranks
         prompts = (prompts + ranks - 1) // ranks
-    tokens = decoding + prefill
-    if prefill == 0:
-        tokens = padded[tokens]
+    tokens = decoding + prefill if prefill > 0 else padded[decoding]
     total, distinct = 0.0, 0
     if slot_rows.shape[1] > per_layer or ranks > 1:
         fill_slots(counts, slots[0], slots[1], slots[2], slot_rows)

@@ -63,8 +63,7 @@ def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
     for (before, earlier), (after, later) in pairwise(zip(names, stages, strict=True)):
         wrong = np.flatnonzero(~(later >= earlier))
         if wrong.size:
-            row = wrong[0]
-            request = int(np.flatnonzero(done)[row])
+            row, request = wrong[0], int(np.flatnonzero(done)[wrong[0]])
             require_invariant(20, False, f"request {request}: {after} at {later[row]} s, {before} at {earlier[row]} s")
     first = run.first_token_s[done]
     require_invariant(

@@ -58,8 +58,12 @@ def read_npz(path: Path, options: ReadOptions) -> Trace:
     names = _names(file)
     layout = _layout(names)
     if layout is None:
-        problem = f"holds {', '.join(names[:4]) or 'nothing'}{', …' if len(names) > 4 else ''}: not a layout of traces"
-        raise TraceError(file, "arrays", f"{problem} (token tables and placements have functions of their own)")
+        raise TraceError(
+            file,
+            "arrays",
+            f"holds {', '.join(names[:4]) or 'nothing'}{', …' if len(names) > 4 else ''}: not a layout of traces "
+            "(token tables and placements have functions of their own)",
+        )
     # Read all arrays, even unknown ones: an array with a damaged name must not look like an absent optional array.
     return _READ[layout](file, _load(file, names), options)
 
@@ -254,8 +258,8 @@ def _trace(
 def _array(file: Path, arrays: Arrays, name: str, ndim: int, kinds: str) -> NDArray[Any]:
     array = arrays[name]
     if array.ndim != ndim or array.dtype.kind not in kinds:
-        words = {"ui": "integers", "f": "floating point"}[kinds]
-        raise TraceError(file, name, f"is {array.dtype} {array.shape}, expected {words} of {ndim} dimensions")
+        expected = f"{'floating point' if kinds == 'f' else 'integers'} of {ndim} dimensions"
+        raise TraceError(file, name, f"is {array.dtype} {array.shape}, expected {expected}")
     return array
 
 
@@ -344,9 +348,7 @@ def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:
 
 def sniff_npz(path: Path) -> bool:
     try:
-        if path.is_dir():
-            return bool(_find(path))
-        return _layout(_names(path)) is not None
+        return bool(_find(path)) if path.is_dir() else _layout(_names(path)) is not None
     except TraceError:
         return False
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import chain
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from coterie.traces.requests import RequestTrace
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
-_EPOCH = datetime(1970, 1, 1)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = timedelta(seconds=1)
 
 
@@ -47,17 +47,14 @@ def _nanoseconds(row: Row) -> int:
         if match is None:
             raise ValueError
         whole, fraction, zone = match.groups()
-        seconds = (datetime.fromisoformat(whole) - _EPOCH) // _SECOND
-        offset = 0
-        if zone not in (None, "Z"):
-            offset = (int(zone[1:3]) * 3600 + int(zone[4:]) * 60) * (-1 if zone[0] == "-" else 1)
+        seconds = (datetime.fromisoformat(whole + (zone or "Z")) - _EPOCH) // _SECOND
         if not 1700 < int(whole[:4]) < 2200:  # the years whose nanoseconds fit 64 bits
             raise ValueError
     except ValueError:
         raise row.error(
             "TIMESTAMP", f"found {text[:40]!r}, expected a time like 2023-11-16 18:17:03.9799600 (a zone may follow)"
         ) from None
-    return (seconds - offset) * 10**9 + int((fraction or "0").ljust(9, "0"))
+    return seconds * 10**9 + int((fraction or "0").ljust(9, "0"))
 
 
 readers.add(
@@ -115,8 +112,11 @@ def read_mooncake(path: Path, options: ReadOptions) -> RequestTrace:
     for row in json_rows(path, MOONCAKE_KEYS):
         length, hashes = row.whole("input_length"), row.blocks("hash_ids")
         if len(hashes) != -(-length // MOONCAKE_BLOCK_TOKENS):
-            needed = f"{-(-length // MOONCAKE_BLOCK_TOKENS)} for {length} tokens in blocks of {MOONCAKE_BLOCK_TOKENS}"
-            raise row.error("hash_ids", f"found {len(hashes)} hashes, expected {needed}")
+            raise row.error(
+                "hash_ids",
+                f"found {len(hashes)} hashes, expected {-(-length // MOONCAKE_BLOCK_TOKENS)} for {length} tokens in "
+                f"blocks of {MOONCAKE_BLOCK_TOKENS}",
+            )
         blocks.append(hashes)
         columns.add(row, row.number("timestamp"), length, row.whole("output_length"))
     return columns.trace(path, "mooncake", options, prefix_blocks=blocks, block_tokens=MOONCAKE_BLOCK_TOKENS)

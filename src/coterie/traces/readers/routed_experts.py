@@ -125,8 +125,11 @@ class _Line:
             name = _text(body.get("id"))
             yield _Answer(ids, prompt, f"{name}/{index}" if name and len(choices) > 1 else name, tokens)
         if rows != total:
-            problem = f"describes {rows} generated tokens, usage.completion_tokens is {total}"
-            raise self.error("routed_experts", f"{problem} ({prompt} of prompt; the last token has no row)")
+            raise self.error(
+                "routed_experts",
+                f"describes {rows} generated tokens, usage.completion_tokens is {total} ({prompt} of prompt; "
+                "the last token has no row)",
+            )
 
     def sglang(self, payload: Any, place: Any, where: str, dtype: Any) -> NDArray[np.integer]:
         prompt, completion = (self.count(place, where, name) for name in ("prompt_tokens", "completion_tokens"))

@@ -105,8 +105,12 @@ def read_servegen_clients(path: str | Path) -> list[TrafficClient]:
                 raise TraceError(path, f"chunk-{id}-{kind}", "is missing: every client has both files")
         windows = _windows(path, f"chunk-{id}-trace.csv", files[id, "trace.csv"])
         if clients and [w.start_s for w in windows] != [w.start_s for w in clients[0].windows]:
-            problem = f"{len(windows)} windows up to {windows[-1].start_s:g} s do not match client {clients[0].id}'s"
-            raise TraceError(path, f"chunk-{id}-trace.csv", f"{problem} {len(clients[0].windows)}: cut short?")
+            raise TraceError(
+                path,
+                f"chunk-{id}-trace.csv",
+                f"{len(windows)} windows up to {windows[-1].start_s:g} s do not match client {clients[0].id}'s "
+                f"{len(clients[0].windows)}: cut short?",
+            )
         lengths = _lengths(path, f"chunk-{id}-dataset.json", files[id, "dataset.json"])
         if not lengths and any(window.rate for window in windows):
             raise TraceError(path, f"chunk-{id}-dataset.json", "has no lengths, but the client sends requests")
