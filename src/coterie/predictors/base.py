@@ -180,9 +180,8 @@ def check_request_rows(trace: ActivationTrace, requests: NDArray[np.integer] | N
     if requests is None:
         return np.arange(trace.num_requests, dtype=np.int64)
     chosen = np.unique(np.asarray(requests, np.int64))
-    bad = chosen[(chosen < 0) | (chosen >= trace.num_requests)]
-    if bad.size:
-        raise ConfigError(f"request {int(bad[0])} must be in 0 … {trace.num_requests - 1}")
+    for request in chosen[(chosen < 0) | (chosen >= trace.num_requests)]:
+        raise ConfigError(f"request {request} must be in 0 … {trace.num_requests - 1}")
     return chosen
 
 

@@ -88,9 +88,7 @@ class RecentPopularity(Calibrated):
             raise ConfigError("footprint must be finite and not negative")
         sums = footprint.sum(axis=1, dtype=np.float64)
         top_k = known.top_k if known else max(1, round(float(sums[0]) / tokens))
-        wrong = np.flatnonzero(np.abs(sums - tokens * top_k) > 1e-6 * tokens * top_k)
-        if wrong.size:
-            layer = int(wrong[0])
+        for layer in np.flatnonzero(np.abs(sums - tokens * top_k) > 1e-6 * tokens * top_k):
             raise ConfigError(
                 f"footprint sums to {sums[layer]:g} in layer {layer}; expected tokens={tokens:g} x top_k={top_k}"
             )

@@ -63,15 +63,14 @@ def score(
         raise ConfigError(f"top_k={top_k} must be in 1 … num_experts={shape[2]}")
     if groups is not None and len(groups) != len(requests):
         raise ConfigError(f"groups has {len(groups)} entries; there are {len(requests)} requests")
-    empty = np.flatnonzero((truth.sum(axis=2) <= 0).any(axis=1))
-    if empty.size:
-        raise ConfigError(f"request {int(empty[0])} has a layer without tokens, which cannot be scored")
+    for request in np.flatnonzero((truth.sum(axis=2) <= 0).any(axis=1)):
+        raise ConfigError(f"request {request} has a layer without tokens, which cannot be scored")
     predicted = np.stack([predictor.predict(request) for request in requests])
     sizes = (top_k, min(2 * top_k, shape[2]), min(16, shape[2]))
-    found = (cosine(predicted, truth), *(recall(predicted, truth, size) for size in sizes))
+    measures = (cosine(predicted, truth), *(recall(predicted, truth, size) for size in sizes))
     draws = _draws(groups if groups is not None else range(len(requests)), rng)
     return PredictorScore(
-        len(requests), *(Measure(_interval(one.mean(axis=1), draws), one.mean(axis=0)) for one in found)
+        len(requests), *(Measure(_interval(values.mean(axis=1), draws), values.mean(axis=0)) for values in measures)
     )
 
 

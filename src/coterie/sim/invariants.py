@@ -31,25 +31,21 @@ def check_clock(before_s: float, now_s: float) -> None:
 def check_once(times_run: NDArray[np.int64], waiting: int) -> None:
     """INV-19: when a run ends, every request has run exactly once and none waits."""
     other = np.flatnonzero(times_run != 1)
-    if other.size:
-        row = other[0]
+    for row in other:
         require_invariant(19, False, f"request {row} ran {times_run[row]} times, {other.size} not once; {waiting} wait")
     require_invariant(19, waiting == 0, f"every request ran, but {waiting} still wait")
 
 
 def check_tokens(decoded: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
     """INV-19 for tokens: every token of every request was decoded once."""
-    other = np.flatnonzero(decoded != tokens)
-    if other.size:
-        row = other[0]
+    for row in np.flatnonzero(decoded != tokens):
         require_invariant(19, False, f"request {row} decoded {decoded[row]} of {tokens[row]} tokens")
 
 
 def check_times(arrival_s: NDArray[np.float64], start_s: NDArray[np.float64], finish_s: NDArray[np.float64]) -> None:
     """INV-20: a request starts after it arrives and ends after it starts."""
-    early = np.flatnonzero(~((start_s >= arrival_s - TOLERANCE_S) & (finish_s >= start_s)))  # NaN fails too
-    if early.size:
-        row = early[0]
+    in_order = (start_s >= arrival_s - TOLERANCE_S) & (finish_s >= start_s)  # NaN fails too
+    for row in np.flatnonzero(~in_order):
         require_invariant(
             20, False, f"request {row} arrived {arrival_s[row]}, started {start_s[row]}, ended {finish_s[row]} s"
         )

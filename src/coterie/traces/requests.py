@@ -65,9 +65,9 @@ class RequestTrace:
             low, high = (int(f(getattr(self, name), initial=0)) for f in (np.min, np.max))
             if low < 0 or high > MAX_TOKENS:
                 raise ConfigError(f"{name}={low if low < 0 else high} must be in 0 … {MAX_TOKENS}")
-        if self.arrival_s is not None and not np.isfinite(self.arrival_s).all():
-            bad = int(np.flatnonzero(~np.isfinite(self.arrival_s))[0])
-            raise ConfigError(f"arrival_s[{bad}]={self.arrival_s[bad]} must be a finite time")
+        times = np.empty(0) if self.arrival_s is None else self.arrival_s
+        for row in np.flatnonzero(~np.isfinite(times)):
+            raise ConfigError(f"arrival_s[{row}]={times[row]} must be a finite time")
         if self.block_tokens is not None and not (isinstance(self.block_tokens, int) and self.block_tokens >= 1):
             raise ConfigError(f"block_tokens={self.block_tokens!r} must be a whole number of at least 1")
         if (self.prefix_blocks is None) != (self.block_tokens is None):

@@ -42,9 +42,8 @@ class NearestTokens:
             )
         self.embeddings = embeddings
         self._lengths = np.concatenate([_lengths(part) for part in _blocks(embeddings)])
-        bad = np.flatnonzero(~(self._lengths <= _LONGEST))
-        if bad.size:
-            raise ConfigError(f"the embedding of token {int(bad[0])} holds NaN, or is longer than {_LONGEST:g}")
+        for token in np.flatnonzero(~(self._lengths <= _LONGEST)):
+            raise ConfigError(f"the embedding of token {token} holds NaN, or is longer than {_LONGEST:g}")
         self._lengths[self._lengths < _SHORTEST] = 0
         inside = np.flatnonzero((seen >= 0) & (seen < len(embeddings)))
         self._rows = inside[self._lengths[seen[inside]] > 0]

@@ -35,9 +35,8 @@ def check_fleet(
     _check_times(run, done)
     check_tokens(run.decoded[done], run.output_tokens[done] - both)
     _check_places(run, places, prefill_places, both)
-    over = np.flatnonzero(run.kv_most > capacity)
-    if over.size:
-        require_invariant(30, False, f"worker {over[0]} held {run.kv_most[over[0]]} of {capacity[over[0]]} KV blocks")
+    for worker in np.flatnonzero(run.kv_most > capacity):
+        require_invariant(30, False, f"worker {worker} held {run.kv_most[worker]} of {capacity[worker]} KV blocks")
     steps = _steps_by_worker(run)
     _check_work(run, steps, done)
     if unique:
@@ -61,9 +60,8 @@ def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
     names = ("arrival", "prefill_start", "prefill_end", "ready", "decode_start", "finish")
     stages = [getattr(run, f"{name}_s")[done] for name in names]
     for (before, earlier), (after, later) in pairwise(zip(names, stages, strict=True)):
-        wrong = np.flatnonzero(~(later >= earlier))
-        if wrong.size:
-            row, request = wrong[0], int(np.flatnonzero(done)[wrong[0]])
+        for row in np.flatnonzero(~(later >= earlier)):
+            request = int(np.flatnonzero(done)[row])
             require_invariant(20, False, f"request {request}: {after} at {later[row]} s, {before} at {earlier[row]} s")
     first = run.first_token_s[done]
     require_invariant(
@@ -85,13 +83,13 @@ def _check_places(run: FleetRun, places: int, prefill_places: int, both: bool) -
 
 
 def _sweep(worker: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64], places: int) -> None:
-    for one in np.unique(worker[worker >= 0]):
-        mine = (worker == one) & np.isfinite(start)
+    for number in np.unique(worker[worker >= 0]):
+        mine = (worker == number) & np.isfinite(start)
         times = np.concatenate([start[mine], np.where(np.isfinite(end[mine]), end[mine], np.inf)])
         change = np.repeat([1, -1], mine.sum())
         order = np.lexsort((change, times))  # at equal times, requests leave before others join
         most = int(np.cumsum(change[order]).max(initial=0))
-        require_invariant(30, most <= places, f"worker {one} ran {most} requests on {places} places")
+        require_invariant(30, most <= places, f"worker {number} ran {most} requests on {places} places")
 
 
 def _steps_by_worker(run: FleetRun) -> list[NDArray[np.int64]]:
@@ -106,15 +104,11 @@ def _check_work(run: FleetRun, steps: list[NDArray[np.int64]], done: NDArray[np.
         start, end = run.step_start_s[mine], run.step_start_s[mine] + run.step_s[mine]
         gaps = start[1:] - end[:-1]
         require_invariant(21, bool((gaps >= -TOLERANCE_S).all()), f"two steps of worker {worker} overlap")
-        decoder = worker - run.prefill_workers
-        if decoder < 0:
-            due, until = run.prefill_start_s, run.prefill_end_s
-            here = run.prefiller == worker
+        if worker < run.prefill_workers:
+            own, due, until = run.prefiller == worker, run.prefill_start_s, run.prefill_end_s
         else:
-            due, until = run.ready_s, run.finish_s
-            here = run.decoder == decoder
-        here = here & done
-        due, until = due[here], until[here]
+            own, due, until = run.decoder == worker - run.prefill_workers, run.ready_s, run.finish_s
+        due, until = due[own & done], until[own & done]
         for at in np.flatnonzero(gaps > TOLERANCE_S):
             require_invariant(
                 21,
@@ -151,15 +145,12 @@ def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[
             tokens[first : first + decoded] += 1
         alone = run.step_prefill[mine] == 0
         counted = touched.sum(axis=(1, 2)) / len(layers)
-        wrong = np.flatnonzero(tokens != run.step_decoding[mine])
-        require_invariant(31, not wrong.size, f"decoder {decoder}: a step decodes other requests than are there")
-        wrong = np.flatnonzero(alone & (counted != run.step_distinct[mine]))
-        if wrong.size:
-            step = mine[wrong[0]]
+        same = bool((tokens == run.step_decoding[mine]).all())
+        require_invariant(31, same, f"decoder {decoder}: a step decodes other requests than are there")
+        for at in np.flatnonzero(alone & (counted != run.step_distinct[mine])):
+            step = mine[at]
             require_invariant(
-                31,
-                False,
-                f"step {step} touches {counted[wrong[0]]} experts a layer, reported {run.step_distinct[step]}",
+                31, False, f"step {step} touches {counted[at]} experts a layer, reported {run.step_distinct[step]}"
             )
 
 
@@ -170,9 +161,8 @@ def _check_unique(run: FleetRun, requests: FleetRequests) -> None:
     same = requests.recorded[order][1:] == requests.recorded[order][:-1]
     ends = np.where(np.isfinite(run.finish_s), run.finish_s, np.inf)[order][:-1]
     begins = run.arrival_s[order][1:]
-    twice = np.flatnonzero(same & (begins <= run.end_s) & (begins < ends))
-    if twice.size:
-        row = order[twice[0] + 1]
+    for at in np.flatnonzero(same & (begins <= run.end_s) & (begins < ends)):
+        row = order[at + 1]
         require_invariant(
             32,
             False,

@@ -226,8 +226,7 @@ def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: N
         raise ConfigError(f"block_offsets must run from 0 to {len(blocks)} over {len(requests)} requests")
     held = np.diff(offsets)
     most = -(-requests.prompt_tokens // requests.block_tokens)
-    if held.min() < 0 or (held > most).any():
-        row = int(np.flatnonzero((held < 0) | (held > most))[0])
+    for row in np.flatnonzero((held < 0) | (held > most)):
         raise ConfigError(
             f"request {row} has {held[row]} blocks; its prompt of {requests.prompt_tokens[row]} tokens has at most "
             f"{most[row]} of {requests.block_tokens}"

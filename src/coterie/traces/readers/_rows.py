@@ -249,11 +249,9 @@ def head_of(path: Path, size: int) -> bytes:
 
 def sniff_csv(path: Path) -> frozenset[str]:
     """Return the columns of the header; empty if the file is not CSV. For format detection: never raises."""
-    try:
-        header = next(csv.reader([_first_line(path)], strict=True), [])
-    except (ValueError, csv.Error):
-        return frozenset()
-    return frozenset(name.strip() for name in header)
+    with suppress(ValueError, csv.Error):
+        return frozenset(name.strip() for name in next(csv.reader([_first_line(path)], strict=True), []))
+    return frozenset()
 
 
 def sniff_json(path: Path) -> frozenset[str]:

@@ -51,9 +51,8 @@ def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:
         raise TraceError(path, field, "has rows of different lengths, expected [layer][expert]") from None
     if load.ndim != 2 or 0 in load.shape or load.dtype.kind not in "uif":
         raise TraceError(path, field, f"is {load.dtype} {load.shape}, expected numbers [layer][expert]")
-    bad = np.argwhere(~((load >= 0) & (load < 2**63) & (load == np.floor(load))))  # ~ catches NaN too
-    if bad.size:
-        layer, expert = (int(n) for n in bad[0])
+    whole = (load >= 0) & (load < 2**63) & (load == np.floor(load))  # False for NaN too
+    for layer, expert in np.argwhere(~whole):
         raise TraceError(path, f"{field}[{layer}][{expert}]", f"is {load[layer, expert]}, expected a count of tokens")
     return load.astype(np.uint64)
 

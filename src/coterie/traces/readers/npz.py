@@ -137,7 +137,7 @@ def _match(rows: Sequence[Row], name: str, expected: NDArray[np.integer], what: 
     stated = _whole(rows, name)
     if len(stated) != len(expected):
         raise TraceError(rows[0].path, "rows", f"found {len(stated)}, the arrays hold {len(expected)}")
-    for at in np.flatnonzero(stated != expected)[:1]:
+    for at in np.flatnonzero(stated != expected):
         raise rows[at].error(name, f"is {stated[at]}, {what} say {expected[at]}")
 
 
@@ -272,9 +272,7 @@ def _offsets(file: Path, arrays: Arrays) -> NDArray[np.int64]:
         raise TraceError(
             file, "offsets", f"run from {offsets[0]} to {offsets[-1]}; expert_ids has {tokens} tokens, from 0"
         )
-    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
-    if falls.size:
-        at = int(falls[0])
+    for at in np.flatnonzero(offsets[1:] < offsets[:-1]):
         raise TraceError(file, f"offsets[{at + 1}]", f"is {offsets[at + 1]}, below {offsets[at]} before it")
     return offsets.astype(np.int64)
 
@@ -337,9 +335,8 @@ def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:
         held = _array(path, arrays, name, 3, "ui")
         if 0 in held.shape or int(held.min()) < 0 or int(held.max()) > 1:
             raise TraceError(path, name, f"of shape {held.shape} must hold 0 or 1 for [rank, layer, expert]")
-        nowhere = np.argwhere(held.sum(axis=0) == 0)
-        if nowhere.size:
-            raise TraceError(path, name, f"has no rank for expert {nowhere[0][1]} of layer {nowhere[0][0]}")
+        for layer, expert in np.argwhere(held.sum(axis=0) == 0):
+            raise TraceError(path, name, f"has no rank for expert {expert} of layer {layer}")
         placements[name] = held.astype(np.uint8)
     if not placements:
         raise TraceError(path, "arrays", "holds no placement")

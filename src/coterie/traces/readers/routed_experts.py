@@ -230,10 +230,9 @@ def _layers(path: Path, ids: NDArray[np.integer], spec: ModelSpec | None) -> NDA
     if spec is not None:
         moe = np.array(spec.moe_layer_ids) if counted == spec.num_layers else np.arange(counted)
     if ids.shape[2] > 1:
-        empty = np.argwhere((ids[:, moe] == 0).all(axis=2))
-        if empty.size:
-            token, layer = int(empty[0][0]), int(moe[empty[0][1]])
-            raise TraceError(path, f"routed_experts[{token}, {layer}]", "is all zero: the engine did not capture it")
+        for token, layer in np.argwhere((ids[:, moe] == 0).all(axis=2)):
+            field = f"routed_experts[{token}, {moe[layer]}]"
+            raise TraceError(path, field, "is all zero: the engine did not capture it")
     if not moe.size:
         raise TraceError(path, "routed_experts", "is all zero: the engine captured nothing")
     return moe
