@@ -218,7 +218,7 @@ def test_own_counts(tmp_path: Path) -> None:
     assert isinstance(table, LoadTable)
     np.testing.assert_array_equal(table.counts, counts)
     assert (np.asarray(table.tokens).tolist(), np.asarray(table.layer_ids).tolist()) == ([4, 5], [1, 2])
-    with pytest.raises(TraceError, match="counts: have 3 experts, --num-experts says 4"):
+    with pytest.raises(TraceError, match="counts: has 3 experts, --num-experts says 4"):
         read_trace(tmp_path, options=ReadOptions(num_experts=4))
 
 
@@ -299,7 +299,7 @@ def test_npz_that_is_wrong(
 
 def test_stated_and_given_experts_must_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     np.savez(tmp_path / "t.npz", **own(rng))  # type: ignore[arg-type]
-    with pytest.raises(TraceError, match="num_experts: is 8, --num-experts says 9"):
+    with pytest.raises(TraceError, match="num_experts: has 8 experts, --num-experts says 9"):
         read_trace(tmp_path, options=ReadOptions(num_experts=9))
 
 

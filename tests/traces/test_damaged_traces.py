@@ -65,7 +65,7 @@ def test_a_table_with_other_rows_is_refused(tmp_path: Path, rng: np.random.Gener
     make(rng, [1, 2]).save(tmp_path / "two")
     make(rng, [3]).save(tmp_path / "one")
     shutil.copy(tmp_path / "one" / "requests.parquet", tmp_path / "two" / "requests.parquet")
-    with pytest.raises(TraceError, match=r"requests.parquet: rows: found 1; the activations hold 2 requests"):
+    with pytest.raises(TraceError, match=r"requests.parquet: rows: found 1, expected 2"):
         ActivationTrace.open(tmp_path / "two").requests  # noqa: B018
 
 

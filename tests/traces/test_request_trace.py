@@ -87,7 +87,7 @@ def test_folder_is_never_written_over_and_a_lost_row_is_seen(tmp_path: Path) -> 
         example().save(tmp_path / "t")
     meta = json.loads((tmp_path / "t/meta.json").read_text())
     (tmp_path / "t/meta.json").write_text(json.dumps(meta | {"num_requests": 4}))
-    with pytest.raises(TraceError, match=r"requests.parquet: rows: found 3, meta.json says 4"):
+    with pytest.raises(TraceError, match=r"requests.parquet: rows: found 3, expected 4"):
         RequestTrace.open(tmp_path / "t")
 
 

@@ -100,12 +100,11 @@ class RecordedLoads(Calibrated):
 
     def predict(self, request: PredictRequest) -> Load:
         """Return the request's own footprint, scaled only if `num_tokens` is given."""
-        popularity = self.popularity
-        popularity.check(request)
+        self.popularity.check(request)
         known = request.footprint if request.footprint is not None else self.footprints_.get(request.id or "")
         if known is None or not known.any():
-            return popularity.scaled(request)
+            return self.popularity.scaled(request)
         load = np.array(known, np.float64)
         if request.num_tokens is not None:
-            load *= request.num_tokens * popularity.num_layers * popularity.top_k / load.sum()
+            load *= request.num_tokens * self.num_layers * self.popularity.top_k / load.sum()
         return load

@@ -200,7 +200,7 @@ class SimilarPrefix(FallsBack):
 
         The trace must have token ids. A request without a recorded prompt counts for popularity only.
         """
-        known = [trace.request(index) for index in range(trace.num_requests)]
+        known = map(trace.request, range(trace.num_requests))
         prompts = [request.token_ids if (request.phase == PREFILL).any() else None for request in known]
         return self.fit_prompts(trace, requests, phase, prompts)
 

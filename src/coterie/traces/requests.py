@@ -121,14 +121,8 @@ class RequestTrace:
         folder = Path(path)
         meta = read_meta(folder)
         if meta["kind"] == "requests":
-            trace = read_requests(folder / "requests.parquet", meta.get("block_tokens"), meta.get("source") or {})
-            if len(trace) != meta.get("num_requests"):
-                raise TraceError(
-                    folder / "requests.parquet",
-                    "rows",
-                    f"found {len(trace)}, meta.json says {meta.get('num_requests')}",
-                )
-            return trace
+            source, table = meta.get("source") or {}, folder / "requests.parquet"
+            return read_requests(table, meta.get("block_tokens"), source, meta.get("num_requests"))
         if meta["kind"] in TABLES:
             return TABLES[meta["kind"]](folder)
         raise TraceError(folder / "meta.json", "kind", f"{meta['kind']!r} has no requests")
@@ -201,7 +195,10 @@ def write_requests(path: Path, trace: RequestTrace) -> None:
         pq.write_table(pa.table(columns), stream, compression="zstd")
 
 
-def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any]) -> RequestTrace:
+def read_requests(
+    path: Path, block_tokens: int | None, source: Mapping[str, Any], num_requests: int | None
+) -> RequestTrace:
+    """Read a request table; raises TraceError unless it has `num_requests` rows, as stated elsewhere."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -214,6 +211,8 @@ def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any
     for name in names:
         if names.count(name) > 1:
             raise TraceError(path, name, f"names {names.count(name)} columns")
+    if table.num_rows != num_requests:
+        raise TraceError(path, "rows", f"found {table.num_rows}, expected {num_requests}")
 
     kinds = pa.types
 

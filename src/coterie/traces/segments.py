@@ -233,15 +233,11 @@ class SegmentedTrace:
         """The request table, read on first access."""
         if self._given_requests is not None:
             return self._given_requests
-        tables = []
-        for segment in self.segments:
-            assert segment.table is not None
-            table = read_requests(segment.table, self.meta.block_tokens, self.meta.source)
-            if len(table) != segment.num_requests:
-                raise TraceError(
-                    segment.table, "rows", f"found {len(table)}; the activations hold {segment.num_requests} requests"
-                )
-            tables.append(table)
+        tables = [
+            read_requests(segment.table, self.meta.block_tokens, self.meta.source, segment.num_requests)
+            for segment in self.segments
+            if segment.table is not None
+        ]
         return tables[0] if len(tables) == 1 else concat_requests(tables)
 
     @cached_property

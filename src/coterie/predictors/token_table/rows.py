@@ -60,10 +60,7 @@ class TokenRows(NamedTuple):
         counts = np.maximum(1, np.rint(old + new)).astype(np.int64)
         kept = max(self.experts.shape[2], newer.experts.shape[2])
         layers, experts = self.popularity.num_layers, self.popularity.num_experts
-        dtype = narrowest_uint(experts - 1)
-        chosen = most_frequent(counts, layers * kept * (dtype.itemsize + 2), max_bytes)
-        shape = (len(chosen), layers, kept)
-        out_experts, out_weights = np.zeros(shape, dtype), np.zeros(shape, np.uint16)
+        chosen, out_experts, out_weights = empty_rows(counts, layers, kept, experts, max_bytes)
         _blend_rows(
             self.experts,
             self.weights,
@@ -98,10 +95,18 @@ class TokenRows(NamedTuple):
                 raise ConfigError(f"{name} is {two!r} in the newer table; it must be {one!r}, as in the older")
 
 
-def most_frequent(counts: NDArray[np.int64], row_bytes: int, max_bytes: int) -> NDArray[np.int64]:
-    """Return the indices, ascending, of the tokens that fit in `max_bytes`: all, or those seen most often."""
-    limit = max(1, max_bytes // (row_bytes + 12))  # 12 bytes: id and count of the token
-    return np.sort(np.argsort(-counts, kind="stable")[:limit])
+def empty_rows(
+    counts: NDArray[np.int64], num_layers: int, kept: int, num_experts: int, max_bytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger], NDArray[np.uint16]]:
+    """Choose the tokens, seen `counts` times, whose rows fit in `max_bytes`: all, or those seen most often.
+
+    Returns their indices, ascending, and arrays [chosen, layer, kept] for their experts and weights.
+    """
+    dtype = narrowest_uint(num_experts - 1)
+    row_bytes = num_layers * kept * (dtype.itemsize + 2) + 12  # 12 bytes: id and count of the token
+    chosen = np.sort(np.argsort(-counts, kind="stable")[: max(1, max_bytes // row_bytes)])
+    shape = (len(chosen), num_layers, kept)
+    return chosen, np.zeros(shape, dtype), np.zeros(shape, np.uint16)
 
 
 @helper()

@@ -36,14 +36,13 @@ from coterie.predictors.token_table.rows import (
     TokenRows,
     add_rows,
     count_rows,
-    most_frequent,
+    empty_rows,
     read_rows,
     top_experts,
     write_rows,
 )
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import value_errors
-from coterie.types import narrowest_uint
 
 Embeddings = NDArray[np.floating]
 """[vocabulary, width] input embeddings of the model, any floating point dtype."""
@@ -117,10 +116,7 @@ class TokenTable(FallsBack):
         ends = np.cumsum(counts)
         meta = trace.meta
         kept = min(meta.num_experts, self.experts_kept or 2 * meta.top_k)
-        dtype = narrowest_uint(meta.num_experts - 1)
-        keep = most_frequent(counts, meta.num_layers * kept * (dtype.itemsize + 2), self.max_bytes)
-        shape = (len(keep), meta.num_layers, kept)
-        experts, weights = np.zeros(shape, dtype), np.zeros(shape, np.uint16)
+        keep, experts, weights = empty_rows(counts, meta.num_layers, kept, meta.num_experts, self.max_bytes)
         bad = count_rows(tokens.expert_ids, at, (ends - counts)[keep], ends[keep], meta.num_experts, experts, weights)
         if bad >= 0:
             raise ConfigError(f"token {bad} activates an expert outside 0 … {meta.num_experts - 1}")

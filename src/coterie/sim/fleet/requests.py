@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -275,7 +276,7 @@ class EndedRequests:
 
     def __init__(self, requests: FleetRequests) -> None:
         self.requests = requests
-        self._counts: dict[tuple[int, int], NDArray[np.uint32]] = {}
+        self._counted = cache(self._count)
 
     def finished(self, request: int, at_s: float, worker: int) -> FinishedRequest:
         recorded, kept = int(self.requests.recorded[request]), self.requests.recordings
@@ -285,12 +286,7 @@ class EndedRequests:
         decode = (tokens // rows) * self._counted(first, rows) + self._counted(first, tokens % rows)
         return FinishedRequest(at_s, request, recorded, worker, prompt, decode.astype(np.uint32))
 
-    def _counted(self, first: int, rows: int) -> NDArray[np.uint32]:
-        """Return [layer, expert] activations of `rows` recorded tokens from row `first` on; cached."""
-        known = self._counts.get((first, rows))
-        if known is None:
-            recordings = self.requests.recordings
-            known = self._counts[first, rows] = footprint(
-                recordings.expert_ids[first : first + rows], recordings.num_experts
-            ).astype(np.uint32)
-        return known
+    def _count(self, first: int, rows: int) -> NDArray[np.uint32]:
+        """Return [layer, expert] activations of `rows` recorded tokens from row `first` on."""
+        recordings = self.requests.recordings
+        return footprint(recordings.expert_ids[first : first + rows], recordings.num_experts).astype(np.uint32)

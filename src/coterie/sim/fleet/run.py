@@ -128,8 +128,8 @@ def run_fleet(
     check_fleet_requests(requests, model.spec, in_flight)
     check_one_of(get_args(Duplicates), duplicates=duplicates)
     if fleet is None:
-        speeds = config.speeds
-        fleet = Fleet([config.places] * config.decode_workers, speeds=None if speeds is None else list(speeds))
+        speeds = None if config.speeds is None else list(config.speeds)
+        fleet = Fleet([config.places] * config.decode_workers, speeds=speeds)
     if len(fleet) != config.decode_workers or fleet.running.any():
         raise ConfigError(
             f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
@@ -349,15 +349,15 @@ def _world(
     if config.link is not None:
         f[state.LATENCY], f[state.TOKEN_S] = config.link.latency_s, spec.kv_bytes_per_token / config.link.bytes_per_s
 
-    def in_blocks(tokens: int | None) -> int:
-        return UNBOUNDED if tokens is None else tokens // requests.block_tokens
-
     w = np.zeros((16, workers), np.int64)
     w[state.WAIT_HEAD : state.STAGED] = -1
-    w[state.ROLE, :prefill], w[state.ROLE, prefill:] = state.PREFILL, state.BOTH if config.both else state.DECODE
-    w[state.PLACES, :prefill], w[state.PLACES, prefill:] = config.prefill_places, config.places
-    w[state.CAPACITY, :prefill] = in_blocks(config.prefill_kv_tokens)
-    w[state.CAPACITY, prefill:] = in_blocks(config.kv_tokens)
+    decode_role = state.BOTH if config.both else state.DECODE
+    for part, role, places, tokens in (
+        (slice(prefill), state.PREFILL, config.prefill_places, config.prefill_kv_tokens),
+        (slice(prefill, None), decode_role, config.places, config.kv_tokens),
+    ):
+        w[state.ROLE, part], w[state.PLACES, part] = role, places
+        w[state.CAPACITY, part] = UNBOUNDED if tokens is None else tokens // requests.block_tokens
     wt = np.zeros((3, workers))
     wt[state.STEP_END], wt[state.SPEED] = np.inf, 1.0
     if config.speeds is not None:
@@ -393,25 +393,22 @@ def _world(
     expert_indices = np.add(
         recordings.expert_ids, (np.arange(layers) * experts).astype(narrow)[None, :, None], dtype=narrow
     )
-    counts = np.zeros((layers, experts), np.uint32)
     expert_indices = expert_indices.reshape(len(expert_indices), -1)
     bits = np.zeros((len(expert_indices) + 1, -(-layers * experts // WORD)), np.uint64)
     fill_bits(expert_indices, bits)
-    rows = np.zeros(run.shape[1] + 8, np.uint64)
-    r, rt = np.ascontiguousarray(r.T), np.ascontiguousarray(rt.T)
     return state.World(
         c=c,
         f=f,
         w=w,
         wt=wt,
-        r=r,
-        rt=rt,
+        r=np.ascontiguousarray(r.T),
+        rt=np.ascontiguousarray(rt.T),
         run=run,
         cache=cache,
         blocks=blocks,
         recordings=held,
         expert_indices=expert_indices,
-        counts=counts,
+        counts=np.zeros((layers, experts), np.uint32),
         bits=bits,
-        rows=rows,
+        rows=np.zeros(run.shape[1] + 8, np.uint64),
     )

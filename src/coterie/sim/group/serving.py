@@ -292,12 +292,10 @@ def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, ro
 
 
 def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bool) -> NDArray[np.int64]:
-    if tensor:
-        if ranks is not None:
-            raise ConfigError("with attention tensor parallel a request has no rank; give ranks=None")
-        return np.zeros(count, np.int64)
     if ranks is None:
-        return np.full(count, -1, np.int64)
+        return np.full(count, 0 if tensor else -1, np.int64)
+    if tensor:
+        raise ConfigError("with attention tensor parallel a request has no rank; give ranks=None")
     if len(ranks) != count:
         raise ConfigError(f"ranks must have one rank for each of {count} requests; it has {len(ranks)}")
     if count and not 0 <= ranks.min() <= ranks.max() < lanes:

@@ -34,6 +34,11 @@ class ReadOptions:
     num_experts: int | None = None
     """Experts per layer, for files that do not state it."""
 
+    def check_experts(self, path: Path, field: str, experts: int) -> None:
+        """Raise TraceError if the file has another number of experts than the user says."""
+        if self.num_experts not in (None, experts):
+            raise TraceError(path, field, f"has {experts} experts, --num-experts says {self.num_experts}")
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -54,8 +59,11 @@ def _read_coterie(path: Path, _: ReadOptions) -> Trace:
     if kind == "activations":
         trace = ActivationTrace.open(path)
         if trace.unfinished:
-            problem = f"its recording was interrupted or still runs; it holds {trace.num_requests:,} requests so far"
-            warnings.warn(f"{path}: {problem}", UnfinishedWarning, stacklevel=3)
+            warnings.warn(
+                f"{path}: its recording was interrupted or still runs; it holds {trace.num_requests:,} requests so far",
+                UnfinishedWarning,
+                stacklevel=3,
+            )
         return trace
     return LoadTable.open(path) if kind == "load" else RequestTrace.open(path)
 
@@ -96,8 +104,9 @@ def detect(path: Path) -> str:
     if not matches and path.suffix == ".npz":
         return "npz"  # truncated or damaged: the reader's error is more specific
     if not matches:
-        known = ", ".join(readers)
-        raise TraceError(path, "format", f"is unknown, or the file is empty or cut: --from FORMAT says more ({known})")
+        raise TraceError(
+            path, "format", f"is unknown, or the file is empty or cut: --from FORMAT says more ({', '.join(readers)})"
+        )
     if len(matches) > 1:
         raise TraceError(path, "format", f"could be {' or '.join(matches)}; say which with --from")
     return matches[0]

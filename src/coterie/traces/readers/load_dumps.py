@@ -30,12 +30,10 @@ def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
     windows = [_window(path, index, entry) for index, entry in enumerate(history)]
     for index, window in enumerate(windows):
         if window.shape != windows[0].shape:
-            problem = f"has shape {window.shape}, the first window {windows[0].shape}"
-            raise TraceError(path, f"load_history[{index}]", problem)
-    experts = windows[0].shape[1]
-    if options.num_experts is not None and options.num_experts != experts:
-        problem = f"has {experts} experts, --num-experts says {options.num_experts}"
-        raise TraceError(path, "logical_expert_load", problem)
+            raise TraceError(
+                path, f"load_history[{index}]", f"has shape {window.shape}, the first window {windows[0].shape}"
+            )
+    options.check_experts(path, "logical_expert_load", windows[0].shape[1])
     return LoadTable(
         np.stack(windows), model=options.model or "unknown", source={"format": "load-history", "file": path.name}
     )
@@ -84,8 +82,7 @@ def read_trtllm(path: Path, options: ReadOptions) -> LoadTable:
     """
     meta = read_json(path / META)
     num_experts, top_k = (_positive(path / META, meta, name) for name in ("num_experts", "num_experts_per_token"))
-    if options.num_experts is not None and options.num_experts != num_experts:
-        raise TraceError(path / META, "num_experts", f"is {num_experts}, --num-experts says {options.num_experts}")
+    options.check_experts(path / META, "num_experts", num_experts)
     files = _rank_files(path)
     if meta.get("ep_size", len(files)) != len(files):
         raise TraceError(path, "rank*.safetensors", f"found {len(files)} files, {META} says ep_size={meta['ep_size']}")

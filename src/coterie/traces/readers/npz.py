@@ -321,8 +321,7 @@ def _read_olmoe(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
 def _load_table(file: Path, options: ReadOptions, counts: NDArray[Any], model: str, **columns: Any) -> LoadTable:
     if counts.size and counts.min() < 0:
         raise TraceError(file, "counts", f"hold {counts.min()}; tokens must not be negative")
-    if options.num_experts is not None and options.num_experts != counts.shape[2]:
-        raise TraceError(file, "counts", f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}")
+    options.check_experts(file, "counts", counts.shape[2])
     with value_errors(file, "counts"):
         return LoadTable(counts.astype(np.uint64), model=model, source={"format": "npz", "file": file.name}, **columns)
 

@@ -44,7 +44,7 @@ def _nanoseconds(row: Row) -> int:
     text = row.values["TIMESTAMP"].strip()
     match = _STAMP.fullmatch(text)
     try:
-        whole, fraction, zone = match.groups() if match else ("", "", "")  # no time of the standard library
+        whole, fraction, zone = match.groups() if match else ("", "", "")  # "" is not a time: it raises
         seconds = (datetime.fromisoformat(whole + (zone or "Z")) - _EPOCH) // _SECOND
         if not 1700 < int(whole[:4]) < 2200:  # the years whose nanoseconds fit 64 bits
             raise ValueError

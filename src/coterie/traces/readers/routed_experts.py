@@ -48,11 +48,11 @@ def experts_of(path: Path, options: ReadOptions, name: str | None, stated: int |
 
     The largest id in the file + 1 is no substitute: some experts may never have been chosen.
     """
-    if stated is not None and options.num_experts not in (None, stated):
-        raise TraceError(path, "num_experts", f"is {stated}, --num-experts says {options.num_experts}")
-    given = options.num_experts if options.num_experts is not None else stated
-    if given is not None:
-        return given
+    if stated is not None:
+        options.check_experts(path, "num_experts", stated)
+        return stated
+    if options.num_experts is not None:
+        return options.num_experts
     spec = find_model(options.model, name)
     if spec is None:
         raise TraceError(path, "num_experts", "is not in the file; give --num-experts or a known --model")
