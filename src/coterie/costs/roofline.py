@@ -165,7 +165,8 @@ def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike) -> Roofline
     size, work, time = (np.asarray(v, float) for v in (nbytes, flops, us))
     start = [max(1e-2, time.min() / 2), np.median(size / time), np.median(work / time) * 2, 2.0]
     best, quality = _fit(_roofline, [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], time, size, work)
-    return RooflineLaw(*best, quality)
+    overhead, bandwidth, rate, sharpness = best
+    return RooflineLaw(overhead, bandwidth, rate, sharpness, quality)
 
 
 def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:
@@ -173,4 +174,5 @@ def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:
     size, time = np.asarray(nbytes, float), np.asarray(us, float)
     start = [max(1e-2, float(time.min())), max(1.5, float(size.max() / time.max()))]
     best, quality = _fit(_linear, start, [1e7, 1e9], time, size)
-    return TransferLaw(*best, quality)
+    latency, bandwidth = best
+    return TransferLaw(latency, bandwidth, quality)

@@ -147,10 +147,10 @@ def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[
         counted = touched.sum(axis=(1, 2)) / len(layers)
         same = bool((tokens == run.step_decoding[mine]).all())
         require_invariant(31, same, f"decoder {decoder}: a step decodes other requests than are there")
-        for at in np.flatnonzero(alone & (counted != run.step_distinct[mine])):
-            step = mine[at]
+        for wrong in np.flatnonzero(alone & (counted != run.step_distinct[mine])):
+            step = mine[wrong]
             require_invariant(
-                31, False, f"step {step} touches {counted[at]} experts a layer, reported {run.step_distinct[step]}"
+                31, False, f"step {step} touches {counted[wrong]} experts a layer, reported {run.step_distinct[step]}"
             )
 
 

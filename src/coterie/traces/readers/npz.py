@@ -138,7 +138,7 @@ def _match(rows: Sequence[Row], name: str, expected: NDArray[np.integer], what: 
     if len(stated) != len(expected):
         raise TraceError(rows[0].path, "rows", f"found {len(stated)}, the arrays hold {len(expected)}")
     for at in np.flatnonzero(stated != expected):
-        raise rows[at].error(name, f"is {stated[at]}, {what} say {expected[at]}")
+        raise rows[int(at)].error(name, f"is {stated[at]}, {what} say {expected[at]}")
 
 
 def _requests(file: Path, offsets: NDArray[np.int64], length: str, *names: str) -> list[Row]:
