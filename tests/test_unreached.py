@@ -191,6 +191,13 @@ def definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef 
 
 def extends_a_library(module: str, node: ast.ClassDef) -> bool:
     """Whether a base of the class is imported from outside of Coterie, `typing` and `abc` aside."""
+    bases = {name.id for base in node.bases for name in ast.walk(base) if isinstance(name, ast.Name)}
+    return bool(bases) and not bases.isdisjoint(imported_from_outside(module))
+
+
+@cache
+def imported_from_outside(module: str) -> set[str]:
+    """Names that a module imports from other packages than Coterie, `typing` and `abc`."""
     outside: set[str] = set()
     for statement in ast.walk(tree(modules()[module])):
         if isinstance(statement, ast.ImportFrom) and not (statement.module or "").startswith(
@@ -199,8 +206,7 @@ def extends_a_library(module: str, node: ast.ClassDef) -> bool:
             outside |= {alias.asname or alias.name for alias in statement.names}
         elif isinstance(statement, ast.Import):
             outside |= {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
-    bases = {name.id for base in node.bases for name in ast.walk(base) if isinstance(name, ast.Name)}
-    return bool(bases & outside)
+    return outside
 
 
 def own_uses(node: ast.AST, name: str) -> int:

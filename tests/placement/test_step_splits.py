@@ -64,8 +64,30 @@ def least(problem: Problem, layer: int, scenario: int) -> float:
         streamed = np.zeros(len(problem.alive))
         for at, slot in enumerate(slots):
             streamed[slot // each] += steps.touch[slot // each] * bool(on[at] and known[at])
-        best = min(best, _program(problem, row[slots], np.array(slots) // each, np.array(seconds), on, streamed))
+        if _bound(row[slots], np.array(slots) // each, np.array(seconds), on, streamed) < best:
+            best = min(best, _program(problem, row[slots], np.array(slots) // each, np.array(seconds), on, streamed))
     return best
+
+
+def _bound(
+    expert: NDArray[np.integer],
+    rank: NDArray[np.integer],
+    seconds: NDArray[np.float64],
+    on: NDArray[np.bool_],
+    streamed: NDArray[np.float64],
+) -> float:
+    """Lower bound on `_program`: for any set of ranks, the mean of the work that no rank outside of it may take."""
+    holders: dict[int, int] = {}  # expert → set of ranks, as bits
+    least_s: dict[int, float] = {}
+    for name, place, cost in zip(expert[on].tolist(), rank[on].tolist(), seconds[on].tolist(), strict=True):
+        holders[name] = holders.get(name, 0) | 1 << place
+        least_s[name] = min(least_s.get(name, np.inf), cost)
+    bound = 0.0
+    for ranks in range(1, 1 << len(streamed)):
+        members = [place for place in range(len(streamed)) if ranks >> place & 1]
+        work = sum(least_s[name] for name, places in holders.items() if not places & ~ranks)
+        bound = max(bound, (work + sum(streamed[place] for place in members)) / len(members))
+    return bound
 
 
 def _program(
