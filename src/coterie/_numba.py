@@ -19,6 +19,8 @@ import numba  # noqa: E402
 import numpy as np  # noqa: E402
 from numba.extending import register_jitable  # noqa: E402
 
+from coterie._helpers import without_machine_code  # noqa: E402
+
 _interrupts.on_numba_import()
 _compiling.on_numba_import()
 
@@ -44,7 +46,12 @@ def helper(*, fastmath: bool = False, division_raises: bool = True) -> Callable[
     callers pass. A call from Python runs the function uncompiled.
     """
     register: Callable[[F], F] = register_jitable(**_options(fastmath, division_raises))
-    return register
+
+    def decorate(function: F) -> F:
+        without_machine_code(function)
+        return register(function)
+
+    return decorate
 
 
 def _options(fastmath: bool, division_raises: bool) -> dict[str, Any]:

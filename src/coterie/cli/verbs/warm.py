@@ -29,10 +29,12 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("fleet", "trace", "--decoders", "2", "--in-flight", "4", "--requests", "24", "--splits", "2", "--rate", "40"),
         ("tokens", "trace-with-tokens", "-o", "loads.safetensors"),
         ("inspect", "trace"),
+        ("plan", "trace", "--ranks", "4", "--slots", "36", "--split", "optimal"),
     ),
     (
         ("plan", "trace", "--ranks", "4"),
         ("plan", "trace", "--ranks", "4", "--slots", "36"),
+        ("plan", "trace", "--ranks", "4", "--slots", "36", "--requests", "2", "--steps", "8"),
         ("simulate", "trace", "--requests", "24", "--out", "simulated"),
         ("simulate", "--requests", "40"),
     ),
