@@ -108,6 +108,13 @@ def check_one_of(choices: Collection[str], **values: str) -> None:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
 
 
+def refuse(reasons: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first message whose condition holds."""
+    for message, holds in reasons.items():
+        if holds:
+            raise ConfigError(message)
+
+
 def check_input_file(path: Path) -> None:
     """Raise TraceError for a device, a pipe or a socket before it is opened: reading it may never end.
 

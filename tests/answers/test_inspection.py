@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.answers.inspect.drift import measure_drift
-from coterie.answers.inspect.inspection import arrival_rate, inspect_trace
-from coterie.answers.inspect.loads import gini, layer_loads
+from coterie.answers.inspect.inspection import inspect_trace
+from coterie.answers.inspect.loads import arrival_rate, gini, layer_loads
 from coterie.answers.inspect.one_pass import cut_windows
 from coterie.errors import TraceError
 from coterie.footprints.counting import footprint

@@ -1,31 +1,37 @@
 """Figures in one shared style, drawn without a display.
 
-Every figure is a function of a :class:`Theme` and plain numbers, so that a page can carry a light and a dark version
-and another suite can reuse it. None (a value that could not be computed) is drawn as a gap.
+Every plot is a function of plain numbers, axes and a :class:`Theme`, so that a page can carry a light and a dark
+version and another suite can reuse it. None (a value that could not be computed) is drawn as a gap.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from coterie.errors import InputError
+from coterie.traces.store import write_json
+
+if TYPE_CHECKING:
+    from coterie.placement import PlacementMap
 
 Numbers = Sequence[float | None]
 WIDTH_IN, HEIGHT_IN, DPI = 7.2, 4.0, 150
 MAX_LABEL = 22
 """Most characters of an axis label; a longer name is cut."""
+EVEN = 0.01
+"""Relative distance from the mean below which a text replaces the colours, which would look the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +74,7 @@ THEMES = (LIGHT, DARK)
 
 def draw(plot: Callable[[Any, Theme], None], theme: Theme, height_in: float = HEIGHT_IN) -> bytes:
     """Return a PNG of one pair of axes that `plot` fills."""
-    with matplotlib.rc_context(_style(theme)):
-        figure = _figure(WIDTH_IN, height_in)
-        plot(figure.add_subplot(), theme)
-        _lay_out(figure)
+    with _figure(lambda figure, theme: plot(figure.add_subplot(), theme), theme, height_in) as figure:
         return _png(figure)
 
 
@@ -79,10 +82,7 @@ def write_figure(
     fill: Callable[[Figure, Theme], None], folder: Path, name: str, height_in: float = HEIGHT_IN, theme: Theme = LIGHT
 ) -> list[Path]:
     """Write a figure that `fill` draws (one or more axes) as ``name.pdf`` and ``name.png``; replace older files."""
-    with matplotlib.rc_context(_style(theme)):
-        figure = _figure(WIDTH_IN, height_in)
-        fill(figure, theme)
-        _lay_out(figure)
+    with _figure(fill, theme, height_in) as figure:
         png, pdf = _png(figure), io.BytesIO()
         figure.savefig(pdf, format="pdf", metadata={"Creator": None, "Producer": None, "CreationDate": None})
     paths = [folder / f"{name}.pdf", folder / f"{name}.png"]
@@ -91,13 +91,19 @@ def write_figure(
     return paths
 
 
-def check_result(path: Path, verb: str, first_field: str) -> None:
-    """Raise unless the file starts like a result of `verb`: a PNG, a PDF, or JSON that begins with `first_field`."""
-    starts = {".json": f'{{\n "{first_field}": '.encode(), ".png": b"\x89PNG", ".pdf": b"%PDF"}
-    with path.open("rb") as stream:
-        start = stream.read(64)
-    if not start.startswith(starts[path.suffix]):
-        raise InputError(f"{path} is not a result of coterie {verb}")
+def write_result(
+    folder: Path, verb: str, result: Mapping[str, Any], fill: Callable[[Figure, Theme], None], height_in: float
+) -> list[Path]:
+    """Write the numbers and the figure of a verb to ``VERB.json``, ``.pdf`` and ``.png``; replace older results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = write_figure(fill, folder, verb, height_in)
+    write_json(folder / f"{verb}.json", dict(result))
+    return [folder / f"{verb}.json", *drawn]
+
+
+def short(name: str) -> str:
+    """Cut a long name for an axis label."""
+    return name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
 
 
 def _style(theme: Theme) -> dict[str, Any]:
@@ -120,18 +126,18 @@ def _style(theme: Theme) -> dict[str, Any]:
     }
 
 
-def _figure(width_in: float, height_in: float) -> Figure:
-    figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _lay_out(figure: Figure) -> None:
-    """Compute the layout once, before any file is saved: otherwise every save lays out and draws the figure twice."""
-    layout = figure.get_layout_engine()
-    assert layout is not None
-    layout.execute(figure)
-    figure.set_layout_engine(None)
+@contextmanager
+def _figure(fill: Callable[[Figure, Theme], None], theme: Theme, height_in: float) -> Iterator[Figure]:
+    with matplotlib.rc_context(_style(theme)):
+        figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        fill(figure, theme)
+        # Compute the layout once, before any file is saved: otherwise every save lays out and draws the figure twice.
+        layout = figure.get_layout_engine()
+        assert layout is not None
+        layout.execute(figure)
+        figure.set_layout_engine(None)
+        yield figure
 
 
 def _png(figure: Figure) -> bytes:
@@ -141,149 +147,182 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def heat_map(load: Sequence[Sequence[float]], layer_ids: Sequence[int]) -> Callable[[Any, Theme], None]:
+def heat_map(load: Sequence[Sequence[float]], layer_ids: Sequence[int], axes: Any, theme: Theme) -> None:
     """Plot load [layer, expert] as a heat map relative to the layer's mean: a row per layer, hottest expert first."""
-
-    def plot(axes: Any, theme: Theme) -> None:
-        values = -np.sort(-np.asarray(load), axis=1)
-        values = values / np.maximum(values.mean(axis=1, keepdims=True), 1e-300)
-        # The scale ends at the 99.5th percentile: with a single far outlier, all other values would have one colour.
-        top = max(1.5, float(np.percentile(values, 99.5)))
-        layers, experts = values.shape
-        image = axes.imshow(
-            values,
-            aspect="auto",
-            cmap=theme.colormap(),
-            vmin=0.0,
-            vmax=top,
-            interpolation="nearest",
-            extent=(0.5, experts + 0.5, layers - 0.5, -0.5),
-        )
-        axes.set(xlabel="expert, hottest first", ylabel="layer")
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1, prune=None))
-        _layer_ticks(axes.yaxis, layer_ids, 12)
-        bar = axes.figure.colorbar(image, ax=axes, extend="max" if values.max() > top else "neither", pad=0.02)
-        bar.set_label("load ÷ mean of the layer")
-        bar.outline.set_visible(False)
-
-    return plot
+    values = -np.sort(-np.asarray(load), axis=1)
+    values = values / np.maximum(values.mean(axis=1, keepdims=True), 1e-300)
+    # The scale ends at the 99.5th percentile: with a single far outlier, all other values would have one colour.
+    top = max(1.5, float(np.percentile(values, 99.5)))
+    axes.set(xlabel="expert, hottest first", ylabel="layer")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1, prune=None))
+    extend = "max" if values.max() > top else "neither"
+    _image(axes, values, "load ÷ mean of the layer", layer_ids, 1, extend, cmap=theme.colormap(), vmin=0.0, vmax=top)
 
 
 def layer_lines(
-    layer_ids: Sequence[int], series: Mapping[str, Numbers], ylabel: str, band: tuple[float, float, str] | None = None
-) -> Callable[[Any, Theme], None]:
+    layer_ids: Sequence[int],
+    series: Mapping[str, Numbers],
+    ylabel: str,
+    band: tuple[float, float, str] | None,
+    axes: Any,
+    theme: Theme,
+) -> None:
     """Plot one line per series over the layers; `band` (low, high, label) shades a range, such as published values."""
-
-    def plot(axes: Any, theme: Theme) -> None:
-        if band is not None:
-            axes.axhspan(band[0], band[1], color=theme.muted, alpha=0.16, lw=0, label=band[2])
-        for color, (label, values) in zip(theme.series, series.items(), strict=False):
-            axes.plot(range(len(layer_ids)), _array(values), color=color, marker="o", ms=3.5, label=label)
-        axes.set(xlabel="layer", ylabel=ylabel)
-        axes.set_xlim(-0.5, len(layer_ids) - 0.5)
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(0.0, low), max(high, 1e-3) * 1.02)
-        axes.grid(axis="y")
-        _layer_ticks(axes.xaxis, layer_ids, 16)
-        _legend(axes)
-
-    return plot
+    if band is not None:
+        axes.axhspan(band[0], band[1], color=theme.muted, alpha=0.16, lw=0, label=band[2])
+    for color, (label, values) in zip(theme.series, series.items(), strict=False):
+        axes.plot(range(len(layer_ids)), _array(values), color=color, marker="o", ms=3.5, label=label)
+    axes.set(xlabel="layer", ylabel=ylabel, xlim=(-0.5, len(layer_ids) - 0.5))
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(0.0, low), max(high, 1e-3) * 1.02)
+    _layer_ticks(axes.xaxis, layer_ids, 16)
+    _legend(axes)
 
 
 def against_batch(
-    batch: Sequence[int], series: Mapping[str, Numbers], reference: Numbers, experts: int
-) -> Callable[[Any, Theme], None]:
+    batch: Sequence[int], series: Mapping[str, Numbers], reference: Numbers, experts: int, axes: Any, theme: Theme
+) -> None:
     """Plot distinct experts per layer against batch size; `reference` is the curve of uniform random routing."""
-
-    def plot(axes: Any, theme: Theme) -> None:
-        axes.axhline(experts, color=theme.muted, lw=1, ls=":")
-        axes.annotate(
-            f"all {experts}", (batch[0], experts), (2, 3), textcoords="offset points", color=theme.muted, fontsize=9
-        )
-        axes.plot(batch, _array(reference), color=theme.muted, ls="--", label="uniform random routing")
-        for color, marker, (label, values) in zip(theme.series, "osd^", series.items(), strict=False):
-            axes.plot(batch, _array(values), color=color, marker=marker, ms=5, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(batch), [str(b) for b in batch])
-        axes.set(xlabel="decode tokens in the step, each of another request", ylabel="distinct experts in a layer")
-        axes.set_ylim(0, experts * 1.1)
-        axes.grid(axis="y")
-        _legend(axes, loc="lower right")
-
-    return plot
+    axes.axhline(experts, color=theme.muted, lw=1, ls=":")
+    axes.annotate(
+        f"all {experts}", (batch[0], experts), (2, 3), textcoords="offset points", color=theme.muted, fontsize=9
+    )
+    axes.plot(batch, _array(reference), color=theme.muted, ls="--", label="uniform random routing")
+    for color, marker, (label, values) in zip(theme.series, "osd^", series.items(), strict=False):
+        axes.plot(batch, _array(values), color=color, marker=marker, ms=5, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(batch), [str(b) for b in batch])
+    axes.set(xlabel="decode tokens in the step, each of another request", ylabel="distinct experts in a layer")
+    axes.set_ylim(0, experts * 1.1)
+    _legend(axes, loc="lower right")
 
 
-def matrix(names: Sequence[str], values: Sequence[Numbers], label: str) -> Callable[[Any, Theme], None]:
+def matrix(names: Sequence[str], values: Sequence[Numbers], label: str, axes: Any, theme: Theme) -> None:
     """Plot a square matrix of similarities, with its numbers as text."""
-
-    def plot(axes: Any, theme: Theme) -> None:
-        cells = np.array([_array(row) for row in values])
-        low = float(np.floor(np.nanmin(cells, initial=1.0) * 10) / 10)
-        low = min(low, 0.9)
-        image = axes.imshow(cells, cmap=theme.colormap(), vmin=low, vmax=1.0, aspect="auto")
-        short = [n if len(n) <= MAX_LABEL else n[: MAX_LABEL - 1] + "…" for n in names]
-        axes.set_xticks(range(len(names)), short, rotation=40, ha="right", rotation_mode="anchor")
-        axes.set_yticks(range(len(names)), short)
-        axes.tick_params(length=0, colors=theme.text, labelsize=9)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-        for row, column in np.ndindex(cells.shape):
-            value = cells[row, column]
-            if np.isfinite(value):
-                red, green, blue, _ = image.cmap(image.norm(value))
-                ink = "#10161e" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "#ffffff"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
-        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
-        bar.set_label(label)
-        bar.outline.set_visible(False)
-
-    return plot
+    cells = np.array([_array(row) for row in values])
+    low = min(0.9, float(np.floor(np.nanmin(cells, initial=1.0) * 10) / 10))
+    image = _image(axes, cells, label, cmap=theme.colormap(), vmin=low, vmax=1.0)
+    labels = [short(name) for name in names]
+    axes.set_xticks(range(len(names)), labels, rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(names)), labels)
+    axes.tick_params(length=0, colors=theme.text, labelsize=9)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for row, column in np.ndindex(cells.shape):
+        value = cells[row, column]
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            ink = "#10161e" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "#ffffff"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
 
 
 def drift_curve(
-    lag: Sequence[float], skew_left: Numbers, unit: str, fitted: tuple[float, float] | None
-) -> Callable[[Any, Theme], None]:
+    lag: Sequence[float], skew_left: Numbers, unit: str, fitted: tuple[float, float] | None, axes: Any, theme: Theme
+) -> None:
     """Plot the share of the initial skew left against lag; `fitted` is the half-life (in `unit`) and the floor."""
-
-    def plot(axes: Any, theme: Theme) -> None:
-        axes.plot(lag, _array(skew_left), "o", ms=4, color=theme.series[0], label="measured, noise removed")
-        if fitted is not None:
-            half_life, floor = fitted
-            fine = np.linspace(0, lag[-1], 200)
-            label = (
-                f"fit: half-life {half_life:,.3g} {unit}"
-                if half_life < 1e4
-                else f"fit: half-life {half_life:,.0f} {unit}"
-            )
-            axes.plot(fine, floor + (1 - floor) * 2 ** (-fine / half_life), color=theme.series[1], label=label)
-        axes.axhline(1.0, color=theme.muted, lw=1, ls=":")
-        axes.set(xlabel=f"lag ({unit})", ylabel="share of the first skew left")
-        axes.set_xlim(0, lag[-1] * 1.02)
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(0.0, low), max(1.05, high))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        axes.xaxis.set_major_locator(MaxNLocator(7))
-        axes.grid(axis="y")
-        _legend(axes, loc="lower left")
-
-    return plot
+    axes.plot(lag, _array(skew_left), "o", ms=4, color=theme.series[0], label="measured, noise removed")
+    if fitted is not None:
+        half_life, floor = fitted
+        fine = np.linspace(0, lag[-1], 200)
+        label = f"fit: half-life {half_life:,.{'3g' if half_life < 1e4 else '0f'}} {unit}"
+        axes.plot(fine, floor + (1 - floor) * 2 ** (-fine / half_life), color=theme.series[1], label=label)
+    axes.axhline(1.0, color=theme.muted, lw=1, ls=":")
+    axes.set(xlabel=f"lag ({unit})", ylabel="share of the first skew left", xlim=(0, lag[-1] * 1.02))
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(0.0, low), max(1.05, high))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.xaxis.set_major_locator(MaxNLocator(7))
+    _legend(axes, loc="lower left")
 
 
-def steps(values: Sequence[float], bin_s: float, mean: float) -> Callable[[Any, Theme], None]:
+def steps(values: Sequence[float], bin_s: float, mean: float, axes: Any, theme: Theme) -> None:
     """Plot the arrival rate over time: `values` in requests per second, one per bin of `bin_s` seconds."""
+    scale, unit = (60.0, "min") if bin_s * len(values) > 600 else (1.0, "s")
+    edges = np.arange(len(values) + 1) * bin_s / scale
+    axes.stairs(values, edges, fill=True, color=theme.series[0], alpha=0.3)
+    axes.stairs(values, edges, color=theme.series[0], lw=1.4, label=f"per bin of {bin_s:,.3g} s")
+    axes.axhline(mean, color=theme.muted, lw=1.2, ls="--", label=f"mean {mean:,.3g} a second")
+    axes.set(xlabel=f"time ({unit})", ylabel="requests a second", xlim=(0, edges[-1]), ylim=(0, max(values) * 1.25))
+    _legend(axes)
 
-    def plot(axes: Any, theme: Theme) -> None:
-        scale, unit = (60.0, "min") if bin_s * len(values) > 600 else (1.0, "s")
-        edges = np.arange(len(values) + 1) * bin_s / scale
-        axes.stairs(values, edges, fill=True, color=theme.series[0], alpha=0.3)
-        axes.stairs(values, edges, color=theme.series[0], lw=1.4, label=f"per bin of {bin_s:,.3g} s")
-        axes.axhline(mean, color=theme.muted, lw=1.2, ls="--", label=f"mean {mean:,.3g} a second")
-        axes.set(xlabel=f"time ({unit})", ylabel="requests a second", xlim=(0, edges[-1]))
-        axes.set_ylim(0, max(values) * 1.25)
-        axes.grid(axis="y")
-        _legend(axes)
 
-    return plot
+def draw_map(
+    path: Path, map: PlacementMap, rank_load: NDArray[np.float64] | None, load: NDArray[np.float64] | None
+) -> list[Path]:
+    """Write the slots or the rank of every expert, and the load of every rank, to `path` (.png) and as .pdf beside it.
+
+    Older files are replaced.
+    """
+    placement, counts = map.placement, map.placement.replicas
+    ids = list(range(len(counts)) if map.layer_ids is None else map.layer_ids)
+
+    def fill(figure: Any, theme: Theme) -> None:
+        upper, *lower = [figure.add_subplot()] if rank_load is None else figure.subplots(2, 1)
+        if counts.max() > 1:
+            what = "expert" if load is None else "expert, hottest first"
+            order = None if load is None else np.argsort(-load, axis=1, kind="stable")
+            _replicas(upper, theme, counts if order is None else np.take_along_axis(counts, order, 1), ids, what)
+        else:  # every count is 1: a heat map of the counts would have one colour
+            values: NDArray[Any] = placement.slot_experts
+            what, title, label = "slot", "Expert of every slot", "expert"
+            if placement.num_ranks > 1:
+                values = np.argsort(values, axis=1, kind="stable") // placement.slots_per_rank
+                what, title, label = "expert", "Rank of every expert", "rank"
+            _image(upper, values, label, ids, ticks=MaxNLocator(8, integer=True), cmap=theme.colormap(), vmin=0)
+            upper.set(xlabel=what, ylabel="layer", title=f"{title} (no expert has a replica)")
+        upper.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        for axes in lower:
+            assert rank_load is not None
+            _rank_loads(axes, theme, rank_load, ids)
+
+    return write_figure(fill, path.parent, path.stem, HEIGHT_IN * (1 if rank_load is None else 1.9))
+
+
+def _replicas(axes: Any, theme: Theme, counts: NDArray[np.int64], ids: list[int], what: str) -> None:
+    most = int(counts.max())
+    norm = BoundaryNorm(np.arange(0.5, most + 1.0), most)
+    ticks = np.unique(np.linspace(1, most, min(most, 9)).round().astype(int))
+    image = _image(axes, counts, "slots", ids, ticks=ticks, cmap=theme.colormap().resampled(most), norm=norm)
+    image.colorbar.minorticks_off()
+    axes.set(xlabel=what, ylabel="layer", title="Slots of every expert")
+
+
+def _rank_loads(axes: Any, theme: Theme, rank_load: NDArray[np.float64], ids: list[int]) -> None:
+    mean = rank_load.mean(axis=1, keepdims=True)
+    values = np.divide(rank_load, mean, out=np.zeros_like(rank_load), where=mean > 0)
+    # The scale is symmetric around the mean. The most loaded rank (series[1]) makes the others of its layer wait.
+    apart = float(np.abs(values - 1.0).max())
+    far = max(0.1, apart)
+    colors = LinearSegmentedColormap.from_list("coterie-ranks", [theme.series[0], theme.grid, theme.series[1]])
+    _image(axes, values, "load ÷ mean of the layer", ids, cmap=colors, vmin=1.0 - far, vmax=1.0 + far)
+    axes.set(xlabel="rank", ylabel="layer", title="Load of every rank")
+    if apart < EVEN:
+        middle = (values.shape[1] - 1) / 2, (values.shape[0] - 1) / 2
+        even = f"even: all within {100 * max(apart, 1e-4):.2f}% of their layer's mean"
+        axes.text(*middle, even, ha="center", va="center", color=theme.text)
+    axes.set_xticks(range(0, values.shape[1], -(-values.shape[1] // 16)))
+
+
+def _image(
+    axes: Any,
+    values: NDArray[Any],
+    label: str,
+    layer_ids: Sequence[int] = (),
+    first: int = 0,
+    extend: str = "neither",
+    ticks: Any = None,
+    **settings: Any,
+) -> Any:
+    """Draw values [row, column] as colours, with a colour bar; `first` is the number of the first column."""
+    rows, columns = values.shape
+    extent = (first - 0.5, first + columns - 0.5, rows - 0.5, -0.5)
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", extent=extent, **settings)
+    if layer_ids:
+        _layer_ticks(axes.yaxis, layer_ids, 12)
+    bar = axes.figure.colorbar(image, ax=axes, extend=extend, ticks=ticks, pad=0.02)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+    return image
 
 
 def _array(values: Numbers) -> NDArray[np.float64]:
@@ -291,15 +330,14 @@ def _array(values: Numbers) -> NDArray[np.float64]:
 
 
 def _layer_ticks(axis: Any, layer_ids: Sequence[int], most: int) -> None:
-    step = -(-len(layer_ids) // most)
-    at = list(range(0, len(layer_ids), step))
+    at = range(0, len(layer_ids), -(-len(layer_ids) // most))
     axis.set_ticks(at, [str(layer_ids[i]) for i in at])
 
 
 def _legend(axes: Any, loc: str | None = None) -> None:
-    """Draw a legend for two or more series: at `loc`, or above the axes if None."""
-    handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1 and loc is None:
-        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(labels), borderaxespad=0.2, fontsize=9)
-    elif len(handles) > 1:
-        axes.legend(loc=loc, fontsize=9)
+    """Draw horizontal grid lines, and a legend for two or more series: at `loc`, or above the axes if None."""
+    axes.grid(axis="y")
+    count = len(axes.get_legend_handles_labels()[0])
+    above = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": count, "borderaxespad": 0.2}
+    if count > 1:
+        axes.legend(**(above if loc is None else {"loc": loc}), fontsize=9)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.answers.suites import Report
 from coterie.errors import ConfigError
 from coterie.footprints.signatures import WEIGHTINGS, Signature, Weighting, rho, sample_pairs
 from coterie.routing import Calibration, RouterFit, calibration
@@ -29,8 +31,6 @@ FEWEST = 20
 """Fewest requests to choose a weighting by score: fewer than 10 requests in a half are fewer than 45 pairs."""
 REQUESTS = 1400
 """Default number of requests to read from the trace."""
-
-Report = Callable[[str, int, int], None]
 
 
 class ScoredFit(NamedTuple):
@@ -88,8 +88,7 @@ def fit_and_score(
     `speeds` [worker] are relative. Without `weighting`, the best one on held-out requests is used.
     """
     asked = None if weighting is None else check_weighting(weighting)
-    wanted = np.sort(rng.permutation(trace.num_requests)[:requests])
-    known = calibration(trace, wanted, report)
+    known = calibration(trace, np.sort(rng.permutation(trace.num_requests)[:requests]), report)
     order = rng.permutation(len(known.prefill))
     test = np.sort(order[: int(TEST_SHARE * len(order))])
     fit = np.sort(order[len(test) :])
@@ -102,8 +101,7 @@ def fit_and_score(
     report("Scoring signatures", 0, 1)
     scores = score_signatures(known) if len(known.prefill) >= FEWEST else []
     used, why = (asked, "as asked") if asked is not None else choose_weighting(scores, known.take(fit))
-    made = RouterFit(workers, batch, used, speeds)
-    fitted = made.fit(known.take(fit), rng, note)
+    fitted = RouterFit(workers, batch, used, speeds).fit(known.take(fit), rng, note)
     report("Scoring other requests", 0, 1)
     return ScoredFit(
         fitted=fitted,
@@ -120,16 +118,16 @@ def fit_and_score(
 
 def choose_weighting(scores: list[RhoScore], fit: Calibration) -> tuple[Weighting, str]:
     """Return the weighting with the highest rho on held-out requests, and the reason in words."""
-    ours = [one for one in scores if one.mask and one.weighting in CHOICES and one.rho is not None]
+    ours = [score for score in scores if score.mask and score.weighting in CHOICES and score.rho is not None]
     if not ours:
         if (np.count_nonzero(fit.prefill, axis=0) == len(fit.prefill)).all():
             return "count", f"fewer than {FEWEST} requests, each of which activates every expert: none was scored"
         return DEFAULT, f"fewer than {FEWEST} requests, too few to score: the published weighting"
-    best, *others = sorted(ours, key=lambda one: -(one.rho or 0.0))
-    beside = ", ".join(f"{one.weighting} {one.rho:.2f}" for one in others)
-    sure = all(a > b for one in others for a, b in zip(best.per_split, one.per_split, strict=True))
+    best, *others = sorted(ours, key=lambda score: -(score.rho or 0.0))
+    beside = ", ".join(f"{other.weighting} {other.rho:.2f}" for other in others)
+    sure = all(a > b for other in others for a, b in zip(best.per_split, other.per_split, strict=True))
     said = f"the best on held-out requests, rho {best.rho:.2f} ({beside}), "
-    return best.weighting, said + (f"in each of {SPLITS} splits" if sure else f"but not in each of {SPLITS} splits")
+    return best.weighting, f"{said}{'' if sure else 'but not '}in each of {SPLITS} splits"
 
 
 def score_signatures(known: Calibration, seeds: Sequence[int] = range(SPLITS)) -> list[RhoScore]:
@@ -152,13 +150,13 @@ def score_signatures(known: Calibration, seeds: Sequence[int] = range(SPLITS)) -
                 except ConfigError:
                     pass  # count_idf cannot be fitted if every request activates every expert
     rows = []
-    for weighting in WEIGHTINGS:
-        for mask in (False, True):
-            values = found.get((weighting, mask), [])
-            whole = len(values) == len(seeds)  # a weighting that failed in one split has no score
-            scores = [score for score, _ in values] if whole else []
-            layers = float(np.mean([kept for _, kept in values])) if whole else None
-            rows.append(RhoScore(weighting, mask, float(np.mean(scores)) if whole else None, scores, layers))
+    for weighting, mask in product(WEIGHTINGS, (False, True)):
+        values = found.get((weighting, mask), [])
+        if len(values) < len(seeds):  # a weighting that failed in one split has no score
+            rows.append(RhoScore(weighting, mask, None, [], None))
+        else:
+            scores, layers = zip(*values, strict=True)
+            rows.append(RhoScore(weighting, mask, float(np.mean(scores)), list(scores), float(np.mean(layers))))
     return rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +82,11 @@ def write_report(found: Inspection, folder: Path) -> Report:
     write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *names, PAGE})})
     for name in set(before) - {*names, PAGE}:
         (folder / name).unlink(missing_ok=True)
-    drawn = {s.key: _draw(s) for s in shown if s.plot is not None}
+    drawn = {
+        s.key: {theme.name: figures.draw(s.plot, theme, s.height_in) for theme in figures.THEMES}
+        for s in shown
+        if s.plot is not None
+    }
     for key, pictures in drawn.items():
         (folder / f"{key}.png").write_bytes(pictures[figures.LIGHT.name])
     (folder / PAGE).write_text(render_page(found, shown, drawn), encoding="utf-8", errors="backslashreplace")
@@ -100,11 +104,6 @@ def _written_before(folder: Path) -> list[str]:
         raise TraceError(marker, "format", f"found {mark.get('format')!r}, expected {_MARK!r} and a list of files")
     # Keep plain file names only: a marker that was tampered with must not name files outside its folder.
     return [name for name in files if isinstance(name, str) and Path(name).name == name]
-
-
-def _draw(section: Section) -> dict[str, bytes]:
-    assert section.plot is not None
-    return {theme.name: figures.draw(section.plot, theme, section.height_in) for theme in figures.THEMES}
 
 
 def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, dict[str, bytes]]) -> str:
@@ -143,10 +142,11 @@ def _finding(section: Section) -> str:
 def _section(section: Section, pictures: dict[str, bytes] | None) -> str:
     picture = ""
     if pictures is not None:
-        light, dark = (_data_uri(pictures[theme.name]) for theme in figures.THEMES)
+        light, dark = (base64.b64encode(pictures[theme.name]).decode() for theme in figures.THEMES)
         picture = (
-            f'<div class="figure"><picture><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
-            f'<img src="{light}" alt="{html.escape(section.alt)}"></picture></div>'
+            f'<div class="figure"><picture><source srcset="data:image/png;base64,{dark}" '
+            'media="(prefers-color-scheme: dark)">'
+            f'<img src="data:image/png;base64,{light}" alt="{html.escape(section.alt)}"></picture></div>'
         )
     table = _table(section.title, section.columns, section.rows) if section.rows else ""
     return (
@@ -155,23 +155,19 @@ def _section(section: Section, pictures: dict[str, bytes] | None) -> str:
     )
 
 
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
-
-
 def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     body = [list(row) for row in rows]
     numeric = [all(isinstance(row[i], int | float | None) for row in body) for i in range(len(columns))]
-    css: Callable[[int], str] = lambda i: ' class="n"' if numeric[i] else ""  # noqa: E731
-    head = "".join(f'<th scope="col"{css(i)}>{html.escape(name)}</th>' for i, name in enumerate(columns))
+    css = [' class="n"' if all_numbers else "" for all_numbers in numeric]
+    head = "".join(f'<th scope="col"{kind}>{html.escape(name)}</th>' for kind, name in zip(css, columns, strict=True))
     lines = [
-        "<tr>" + "".join(f"<td{css(i)}>{html.escape(cell_text(cell))}</td>" for i, cell in enumerate(row)) + "</tr>"
+        "".join(f"<td{kind}>{html.escape(cell_text(cell))}</td>" for kind, cell in zip(css, row, strict=True))
         for row in body
     ]
     return (
         f'<div class="table" role="region" tabindex="0" aria-label="{html.escape(caption)}">'
         f"<table><caption>{html.escape(caption)}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table></div>"
     )
 
 

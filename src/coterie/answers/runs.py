@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,14 @@ WORTH_PCT = 1.0
 """Saving in percent below which a change is called hardly worth it."""
 A = TypeVar("A")
 B = TypeVar("B")
+
+
+class Verdict(NamedTuple):
+    """What an answer comes to."""
+
+    sentence: str
+    then: str
+    """Next command to run."""
 
 
 def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A, B]]:
@@ -57,27 +65,27 @@ def interval_of(row: Mapping[str, Any], key: str) -> Interval:
     return Interval(row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"])
 
 
-def with_half(found: Interval, digits: int = 1) -> str:
+def with_half(value: Interval, digits: int = 1) -> str:
     """Format the signed mean ± half of the interval; the mean alone if there is no interval."""
-    half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.{digits}f}"
-    return f"{found.mean:+.{digits}f}{half}"
+    half = "" if value.low is None or value.high is None else f" ± {(value.high - value.low) / 2:.{digits}f}"
+    return f"{value.mean:+.{digits}f}{half}"
 
 
-def with_ends(found: Interval, digits: int = 1, sign: str = "+", unit: str = "") -> str:
+def with_ends(value: Interval, digits: int = 1, sign: str = "+", unit: str = "") -> str:
     """Format the mean and [low, high]; the mean alone if there is no interval."""
     form = f"{sign}.{digits}f"
-    ends = "" if found.low is None or found.high is None else f" [{found.low:{form}}, {found.high:{form}}]"
-    return f"{found.mean:{form}}{unit}{ends}"
+    ends = "" if value.low is None or value.high is None else f" [{value.low:{form}}, {value.high:{form}}]"
+    return f"{value.mean:{form}}{unit}{ends}"
 
 
-def told_apart(found: Interval) -> str:
+def told_apart(gain: Interval) -> str:
     """Say in words whether the interval of a gain excludes 0."""
-    if found.low is None or found.high is None:
+    if gain.low is None or gain.high is None:
         return "one run: no interval"
-    return "surely" if found.low > 0 else "not told apart" if found.high > 0 else "surely not"
+    return "surely" if gain.low > 0 else "not told apart" if gain.high > 0 else "surely not"
 
 
-def error_bars(found: Sequence[Interval]) -> NDArray[np.float64] | None:
+def error_bars(values: Sequence[Interval]) -> NDArray[np.float64] | None:
     """Return error bars [2, value], lengths below and above the means; None if any value has no interval."""
-    ends = [(one.mean - one.low, one.high - one.mean) for one in found if one.low is not None and one.high is not None]
-    return np.array(ends).T if ends and len(ends) == len(found) else None
+    ends = [(one.mean - one.low, one.high - one.mean) for one in values if one.low is not None and one.high is not None]
+    return np.array(ends).T if ends and len(ends) == len(values) else None

@@ -45,8 +45,8 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(_escape, text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if 0xDC80 <= code <= 0xDCFF:  # surrogate escape: Python's code for a byte of a path that is not UTF-8
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
@@ -69,23 +69,9 @@ def set_width() -> None:
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would assume 80
 
 
-def progress() -> Progress:
-    """Return a progress bar on stderr that disappears when done."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,  # without a terminal it would leave an empty line
-    )
-
-
 @contextmanager
 def reporting(first: str, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar during the block and yield its callback, report(what, done, total).
+    """Show a progress bar on stderr during the block and yield its callback, report(what, done, total).
 
     Without a terminal there is no bar; with `lines`, every new `what` is then printed as a line on stderr.
     """
@@ -100,7 +86,17 @@ def reporting(first: str, lines: bool = False) -> Iterator[Callable[[str, int, i
         say(first, 0, 1)
         yield say
         return
-    with progress() as bar:
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,  # without a terminal it would leave an empty line
+    )
+    with bar:
         task = bar.add_task(first, total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
@@ -117,8 +113,8 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else visible(value)
     if isinstance(value, dict):
-        return {_encodable(key): _encodable(one) for key, one in value.items()}
-    return [_encodable(one) for one in value] if isinstance(value, list | tuple) else value
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:
@@ -130,9 +126,8 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
     """Print a table on stdout: text left-aligned, numbers right-aligned, floats with three significant digits."""
     table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
     cells = [[_cell(value) for value in row] for row in rows]
-    raw = [list(row) for row in cells]
     for index, column in enumerate(columns):
-        numeric = all(isinstance(row[index][1], int | float) or row[index][1] is None for row in raw) and bool(raw)
+        numeric = bool(cells) and all(isinstance(row[index][1], int | float | None) for row in cells)
         table.add_column(column, justify="right" if numeric else "left")
     for row in cells:
         table.add_row(*(Text(text) for text, _ in row))  # Text, so that a name in brackets is not read as markup
@@ -152,12 +147,15 @@ def _cell(value: Any) -> tuple[str, Any]:
     return visible(str(value)).replace("\n", "\\n"), value
 
 
-def print_verdict(sentence: str, then: str | None = None) -> None:
+def print_lines(*lines: str) -> None:
+    """Print lines of plain text, which the terminal wraps."""
+    for line in lines:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_verdict(sentence: str, then: str) -> None:
     """Print the end of a verb's output: the verdict in one sentence, and the next command to run."""
-    out.print()
-    out.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    if then is not None:
-        out.print(f"Next: {then}", markup=False, highlight=False, soft_wrap=True)
+    print_lines("", sentence, f"Next: {then}")
 
 
 def shell(*words: object) -> str:

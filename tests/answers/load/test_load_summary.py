@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from coterie.answers.load.client import RequestOutcome
-from coterie.answers.load.compare import Contender, blocks_of, changes, compare, jackknife
 from coterie.answers.load.report import MOST_UNBOUND
-from coterie.answers.load.run import LoadRun, Pace
+from coterie.answers.load.run import Contender, LoadRun, Pace, blocks_of, changes, compare, jackknife
 from coterie.answers.load.steps import StepTotals, experts_ratio
 from coterie.answers.load.summary import Targets, block_length, draws_of, percentiles, summarise
 from coterie.answers.load.workload import LoadRequest, Message
@@ -145,7 +144,9 @@ def test_contenders_take_turns_and_drift_cancels() -> None:
     run_virtually(compare(both, asked, Pace(concurrency=4), 8, np.random.default_rng(1)))
     for name in ("a", "b"):
         assert sorted(number for one, number in served if one == name) == list(range(240))
-    order = ["a" if a.started < b.started else "b" for a, b in zip(both[0].runs, both[1].runs, strict=True)]
+    order = [
+        "a" if a.outcomes[0].sent < b.outcomes[0].sent else "b" for a, b in zip(both[0].runs, both[1].runs, strict=True)
+    ]
     assert sorted(order) == ["a"] * 4 + ["b"] * 4
     found = {one.statistic: one for one in changes(both[0], both[1])}
     change = found["ttft_mean"].pct

@@ -40,7 +40,7 @@ from coterie.batching import strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model, model_from_config, model_of
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, RunSummary, summarise_run
@@ -57,9 +57,10 @@ PLACES = 32
 MAX_BYTES = 1 << 31
 """Largest size in bytes of the loads of a run's requests."""
 BASELINE = "fcfs"
-RESULT_FILES = ("simulate.json", "requests.csv")
 COLUMNS = ("strategy", "request", "recorded", "arrival_s", "start_s", "finish_s", "skipped")
 """Columns of requests.csv."""
+RESULTS = {"simulate.json": b'{\n "settings": {', "requests.csv": ",".join(COLUMNS).encode()}
+"""File of a result → its first bytes."""
 LOWER_IS_BETTER = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "imbalance", "distinct")
 
 _PRECISIONS = {
@@ -153,30 +154,22 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
     return Simulated(settings, rows, notes, batches_verdict(rows, settings, options.trace), runs, arrived)
 
 
-def write(folder: Path, found: Simulated) -> None:
+def write(folder: Path, simulated: Simulated) -> None:
     """Write simulate.json, and requests.csv with every request of every strategy."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RESULT_FILES[0], found.to_json())
-    fresh = folder / f".{RESULT_FILES[1]}.tmp"
+    write_json(folder / "simulate.json", simulated.to_json())
+    fresh = folder / ".requests.csv.tmp"
     try:
         with fresh.open("w", encoding="utf-8", newline="") as stream:
             table = csv.writer(stream)
             table.writerow(COLUMNS)
-            for name, run in found.runs.items():
+            for name, run in simulated.runs.items():
                 columns = (run.arrival_s, run.start_s, run.finish_s, run.skipped)
-                for number, values in enumerate(zip(found.arrived.row, *columns, strict=True)):
+                for number, values in enumerate(zip(simulated.arrived.row, *columns, strict=True)):
                     table.writerow([name, number, *(value.item() for value in values)])
-        fresh.replace(folder / RESULT_FILES[1])
+        fresh.replace(folder / "requests.csv")
     finally:
         fresh.unlink(missing_ok=True)
-
-
-def read_batches_result(path: Path) -> None:
-    """Raise unless :func:`write` wrote the file."""
-    with path.open("rb") as stream:
-        start = stream.read(200)
-    if not start.startswith(b'{\n "settings": {' if path.name == RESULT_FILES[0] else ",".join(COLUMNS).encode()):
-        raise InputError(f"{path} is not a result of coterie simulate")
 
 
 # ------------------------------------------------------------------------------------------------------ settings

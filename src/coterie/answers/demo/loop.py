@@ -19,8 +19,7 @@ import numpy as np
 
 from coterie.answers.demo.runs import REFERENCE_SHAPE, DemoAnswer, LoopResult, RouterRun
 from coterie.answers.load.client import Asking, LoadClient, RequestOutcome
-from coterie.answers.load.measure import context_length
-from coterie.answers.load.routers import DECODE, use_router
+from coterie.answers.load.measure import DECODE, context_length, use_router
 from coterie.answers.load.run import LoadRun, Pace
 from coterie.answers.load.steps import read_steps
 from coterie.answers.load.workload import LONGEST, TEMPLATE_TOKENS, LoadRequest, Message, that_fit

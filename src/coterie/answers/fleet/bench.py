@@ -107,10 +107,8 @@ class Bench:
         return DecodeStepPrices.of(self.model, self.per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
 
     def router(self, name: str, **settings: Any) -> Router:
-        context: dict[str, Any] = {"fitted": self.fitted, "cost": self.prices, "seed": self.seed}
-        if self.labels:
-            context["labels"] = self.labels
-        return routers.make(name, context, **settings)
+        labels = {"labels": self.labels} if self.labels else {}
+        return routers.make(name, {"fitted": self.fitted, "cost": self.prices, "seed": self.seed, **labels}, **settings)
 
     def serve(self, router: Router, until_s: float = np.inf) -> FleetRun:
         return run_fleet(
@@ -164,15 +162,11 @@ def bench_of(
     if fitted is None:
         known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
         fitted = RouterFit(decoders, batch=per_decoder).fit(known, np.random.default_rng([seed, 1]))
-    drawn = draw_requests(recordings, requests, np.random.default_rng([seed, 2]))
-    if model is None:
-        model = step_model(get_model(source.trace.meta.model), "h200", "bf16")
-    config = FleetConfig(decode_workers=decoders, places=ROOM * per_decoder)
     return Bench(
-        model=model,
+        model=model or step_model(get_model(source.trace.meta.model), "h200", "bf16"),
         fitted=fitted,
-        requests=drawn,
-        config=config,
+        requests=draw_requests(recordings, requests, np.random.default_rng([seed, 2])),
+        config=FleetConfig(decode_workers=decoders, places=ROOM * per_decoder),
         in_flight=decoders * per_decoder,
         per_decoder=per_decoder,
         labels=domain_workers(source, halves, decoders),

@@ -8,26 +8,34 @@ step model: results are predictions, not measurements, and hold for the recorded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
-from coterie.answers.runs import WORTH_PCT, interval
+from coterie.answers.runs import WORTH_PCT, error_bars, interval
+from coterie.answers.suites import Report
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check_at_least, check_positive
+from coterie.errors import ConfigError, check_at_least, check_positive, refuse
 from coterie.routing import Fleet, Router, RouterFit
 from coterie.routing.base import routers as known_routers
 from coterie.routing.calibration import calibration
-from coterie.sim import FleetConfig, run_fleet, summarise_fleet
+from coterie.sim import FleetConfig, FleetSummary, run_fleet, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
 from coterie.traces import LoadTable
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import Trace
 from coterie.traces.requests import RequestTrace
 from coterie.types import INFINIBAND_400G, Interval, Placement
+
+if TYPE_CHECKING:  # matplotlib takes a second to import: only to draw
+    from matplotlib.figure import Figure
+
+    from coterie.answers.figures import Theme
 
 SHORTEST_QUEUE = "join_shortest_queue"
 SPLITS = 6
@@ -43,8 +51,6 @@ WAITED_SHARE = 0.02
 """Share of arrivals postponed because their recording was in flight, above which a note says so."""
 P99_SLACK_PCT = 1.0
 """Slack in percent: p99 is called no worse if the interval's low end is a loss of at most this."""
-
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +86,21 @@ class FleetSettings:
         check_at_least(1, places=self.places)
         for name in (self.base, *(self.routers or ())):
             known_routers.check(name)
-        if self.routers == ():
-            raise ConfigError("routers=[] must name at least one, or be left out for all")
-        if self.rate is not None:
-            check_positive(rate=self.rate)
-        if self.arrivals is not None and self.arrivals.arrival_s is None:
-            raise ConfigError("arrivals has no arrival times: leave it out, or give rate alone")
+        check_positive(rate=self.rate)
         if self.fitted is not None:
             self.fitted.check_workers(self.decoders)
-        most = self.decoders * self.in_flight
-        if self.closed and self.requests < 2 * most:
-            raise ConfigError(f"requests={self.requests} must be at least {2 * most}, twice what is in flight")
+        least, untimed = (
+            2 * self.decoders * self.in_flight,
+            self.arrivals is not None and self.arrivals.arrival_s is None,
+        )
+        refuse(
+            {
+                "routers=[] must name at least one, or be left out for all": self.routers == (),
+                "arrivals has no arrival times: leave it out, or give rate alone": untimed,
+                f"requests={self.requests} must be at least {least}, twice what is in flight": self.closed
+                and self.requests < least,
+            }
+        )
 
     @property
     def closed(self) -> bool:
@@ -165,14 +175,11 @@ class FleetReport:
             return f"{gain} ({self.dtype}), on one split: nothing tells how sure that is."
         sure = f"95% {saved.low:.1f} to {saved.high:.1f}"
         if saved.low <= 0:
-            found = f"the best, {best.router}, has {saved.mean:.1f}% less TPOT, {sure}"
-            return f"No router can be told from {base.router} on these requests ({self.dtype}): {found}."
-        if tail.low >= -P99_SLACK_PCT:
-            worse = "p99 no worse"
-        elif tail.high < -P99_SLACK_PCT:
-            worse = f"p99 {-tail.mean:.1f}% longer"
-        else:
-            worse = f"p99 cannot be told ({tail.low:+.1f} to {tail.high:+.1f}% saved)"
+            said = f"the best, {best.router}, has {saved.mean:.1f}% less TPOT, {sure}"
+            return f"No router can be told from {base.router} on these requests ({self.dtype}): {said}."
+        worse = f"p99 cannot be told ({tail.low:+.1f} to {tail.high:+.1f}% saved)"
+        if tail.low >= -P99_SLACK_PCT or tail.high < -P99_SLACK_PCT:
+            worse = "p99 no worse" if tail.low >= -P99_SLACK_PCT else f"p99 {-tail.mean:.1f}% longer"
         start = "" if self.pays else "Routing is hardly worth it here: "
         return f"{start}{gain} ({self.dtype}), {sure}; {worse}."
 
@@ -185,16 +192,10 @@ class FleetReport:
 
 
 class _Served(NamedTuple):
-    """Metrics of one router's run; times in milliseconds."""
+    """Metrics of one router's run."""
 
-    experts: float
-    tpot_p50: float
-    tpot_p99: float
-    tpot_mean: float
-    ttft_p50: float
-    ttft_p99: float
-    requests: int
-    per_decoder: float
+    summary: FleetSummary
+    """Summary of the measured part."""
     waited: float
     """Share of arrivals postponed because their recording was in flight."""
     growth: float
@@ -224,23 +225,23 @@ def simulate_fleet(
     for number in range(settings.splits):
         runs.append(_run(source, model, settings, settings.seed + number))
         report("Serving", len(runs), settings.splits)
-    base = settings.base
     served = [run.served for run in runs]
-    found = [one for run in served for one in run.values()]
-    rows = [_row(name, base, served) for name in settings.names if name in served[0]]
+    everyone = [one for run in served for one in run.values()]
+    rows = [_row(name, settings.base, served) for name in settings.names if name in served[0]]
+    loads = [run[settings.base].summary.worker_in_flight.mean() for run in served]
     return FleetReport(
         model=model.spec.name,
         dtype=model.dtype,
         decoders=settings.decoders,
-        in_flight=settings.in_flight if settings.closed else float(np.mean([run[base].per_decoder for run in served])),
+        in_flight=settings.in_flight if settings.closed else float(np.mean(loads)),
         prefill=settings.prefill,
         places=runs[0].places,
         splits=settings.splits,
         recorded=runs[0].recorded,
-        measured=min(one.requests for one in found),
+        measured=min(one.summary.requests for one in everyone),
         rows=rows[:1] + sorted(rows[1:], key=lambda row: -row.saved_pct.mean),
         skipped=runs[0].skipped,
-        notes=_notes(source, model, settings, found),
+        notes=_notes(source, model, settings, everyone),
     )
 
 
@@ -270,13 +271,12 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
         decoder_placement(model),
         settings.fitted,
     )
-    config = replace(_config(settings), places=settings.places or max(LEAST_PLACES, ROOM * per_decoder))
-    bench = replace(bench, config=config)
+    bench = replace(bench, config=_config(settings, settings.places or max(LEAST_PLACES, ROOM * per_decoder)))
     if requests is not None:
         bench = replace(bench, requests=requests, in_flight=None)
     chosen, skipped = _routers(bench, settings)
     served = {one.router: _metrics(one) for one in bench.runs(chosen) if one.router in chosen}
-    return _Split(served, len(recordings), config.places, skipped)
+    return _Split(served, len(recordings), bench.config.places, skipped)
 
 
 def requests_of(trace: Trace) -> RequestTrace:
@@ -300,9 +300,7 @@ def _unseen(source: Source, fitted: RouterFit) -> Halves:
             f"the router was fitted for {learned.model}, {learned.num_layers} layers of {learned.num_experts} experts; "
             f"the trace has {counts.prefill.shape[1]} of {counts.prefill.shape[2]}"
         )
-    known = np.zeros(len(counts.requests), np.bool_)
-    if learned.seen is not None:
-        known = np.isin(counts.digests, learned.seen)
+    known = np.isin(counts.digests, [] if learned.seen is None else learned.seen)
     if known.all():
         raise ConfigError("the router was fitted on every request of this trace: none is left to serve")
     return Halves(counts.requests[known], counts.requests[~known])
@@ -317,22 +315,21 @@ def _timed(recordings: Recordings, settings: FleetSettings, rng: np.random.Gener
     return replace(draw_requests(recordings, settings.requests, rng), arrival_s=times - times[0])
 
 
-def _config(settings: FleetSettings) -> FleetConfig:
-    return FleetConfig(
-        decode_workers=settings.decoders,
-        prefill_workers=settings.prefill,
-        places=PROBE_PLACES,
-        link=INFINIBAND_400G if settings.prefill else None,
-    )
+def _config(settings: FleetSettings, places: int) -> FleetConfig:
+    link = INFINIBAND_400G if settings.prefill else None
+    return FleetConfig(decode_workers=settings.decoders, prefill_workers=settings.prefill, places=places, link=link)
 
 
 def _mean_load(requests: FleetRequests, model: StepModel, settings: FleetSettings) -> int:
     """Return the mean requests per decoder under round robin, with practically unlimited capacity."""
-    config = _config(settings)
-    fleet = Fleet([config.places] * config.decode_workers)
-    router = known_routers.make(BASE)
     run = run_fleet(
-        requests, model, router, config, fleet=fleet, placement=decoder_placement(model), duplicates="postpone"
+        requests,
+        model,
+        known_routers.make(BASE),
+        _config(settings, PROBE_PLACES),
+        fleet=Fleet([PROBE_PLACES] * settings.decoders),
+        placement=decoder_placement(model),
+        duplicates="postpone",
     )
     return max(1, round(float(summarise_fleet(run).worker_in_flight.mean())))
 
@@ -351,72 +348,92 @@ def _routers(bench: Bench, settings: FleetSettings) -> tuple[dict[str, Router], 
 
 
 def _metrics(served: ServedRun) -> _Served:
-    run, window = served.run, served.window
-    found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
-    middle = (window.since_s + window.until_s) / 2
-    before, after = (
-        summarise_fleet(run, since_s=since, until_s=until).mean_in_flight
-        for since, until in ((window.since_s, middle), (middle, window.until_s))
+    run, (since_s, until_s) = served.run, served.window
+    middle_s = (since_s + until_s) / 2
+    whole, before, after = (
+        summarise_fleet(run, since_s=since, until_s=until)
+        for since, until in ((since_s, until_s), (since_s, middle_s), (middle_s, until_s))
     )
-    return _Served(
-        experts=found.distinct_by_token,
-        tpot_p50=found.tpot.p50,
-        tpot_p99=found.tpot.p99,
-        tpot_mean=found.tpot.mean,
-        ttft_p50=found.ttft.p50,
-        ttft_p99=found.ttft.p99,
-        requests=found.requests,
-        per_decoder=float(found.worker_in_flight.mean()),
-        waited=run.postponed / len(run.arrival_s),
-        growth=after / max(before, 1e-9),
-    )
+    growth = after.mean_in_flight / max(before.mean_in_flight, 1e-9)
+    return _Served(whole, run.postponed / len(run.arrival_s), growth)
 
 
 def _row(name: str, base: str, runs: Sequence[dict[str, _Served]]) -> FleetRow:
+    def values(router: str, field: str) -> NDArray[np.float64]:
+        return np.array([attrgetter(field)(run[router].summary) for run in runs], np.float64)
+
     def mean(field: str) -> float:
-        return float(np.mean([getattr(run[name], field) for run in runs]))
+        return float(values(name, field).mean())
 
     def saved(field: str) -> Interval:
-        return interval([100.0 * (1.0 - getattr(run[name], field) / getattr(run[base], field)) for run in runs])
+        return interval(100.0 * (1.0 - values(name, field) / values(base, field)))
 
     return FleetRow(
         router=name,
-        experts_per_step=mean("experts"),
-        tpot_p50_ms=mean("tpot_p50"),
-        tpot_p99_ms=mean("tpot_p99"),
-        tpot_mean_ms=mean("tpot_mean"),
-        ttft_p50_ms=mean("ttft_p50"),
-        ttft_p99_ms=mean("ttft_p99"),
-        saved_pct=saved("tpot_mean"),
-        saved_p99_pct=saved("tpot_p99"),
-        saved_experts_pct=saved("experts"),
+        experts_per_step=mean("distinct_by_token"),
+        tpot_p50_ms=mean("tpot.p50"),
+        tpot_p99_ms=mean("tpot.p99"),
+        tpot_mean_ms=mean("tpot.mean"),
+        ttft_p50_ms=mean("ttft.p50"),
+        ttft_p99_ms=mean("ttft.p99"),
+        saved_pct=saved("tpot.mean"),
+        saved_p99_pct=saved("tpot.p99"),
+        saved_experts_pct=saved("distinct_by_token"),
     )
 
 
-def _notes(source: Source, model: StepModel, settings: FleetSettings, found: Sequence[_Served]) -> list[str]:
-    notes = []
-    if not model.measured:
-        notes.append(f"{model.spec.name} in {model.dtype} was not measured on this device: rates of the nearest shape.")
-    if source.counts.halved:
-        notes.append("The trace has one phase: the first half of a request stands for its prompt.")
-    if settings.fitted is not None:
-        if settings.fitted.learned.seen is None:
-            notes.append("The router's file does not say which requests it was fitted on: savings may look too good.")
-        notes.append("All splits serve the same requests in another order: the router was fitted once.")
-        if settings.closed and settings.fitted.batch != settings.in_flight:
-            notes.append(f"The router was fitted for {settings.fitted.batch} requests on a decoder.")
-    if min(one.requests for one in found) < FEW_REQUESTS:
-        notes.append(f"Fewer than {FEW_REQUESTS} requests were measured in a split: p99 is that of one or two of them.")
-    waited = max(one.waited for one in found)
-    if not settings.closed and waited > WAITED_SHARE:
-        notes.append(
-            f"{waited:.0%} of arrivals waited because their recording was in flight: the trace has too few requests "
-            "for this rate."
+def _notes(source: Source, model: StepModel, settings: FleetSettings, runs: Sequence[_Served]) -> list[str]:
+    fitted, waited = settings.fitted, max(run.waited for run in runs)
+    notes = {
+        f"{model.spec.name} in {model.dtype} was not measured on this device: rates of the nearest shape.": (
+            not model.measured
+        ),
+        "The trace has one phase: the first half of a request stands for its prompt.": source.counts.halved,
+        "The router's file does not say which requests it was fitted on: savings may look too good.": (
+            fitted is not None and fitted.learned.seen is None
+        ),
+        "All splits serve the same requests in another order: the router was fitted once.": fitted is not None,
+        f"The router was fitted for {fitted and fitted.batch} requests on a decoder.": (
+            fitted is not None and settings.closed and fitted.batch != settings.in_flight
+        ),
+        f"Fewer than {FEW_REQUESTS} requests were measured in a split: p99 is that of one or two of them.": (
+            min(run.summary.requests for run in runs) < FEW_REQUESTS
+        ),
+        f"{waited:.0%} of arrivals waited because their recording was in flight: the trace has too few requests "
+        "for this rate.": not settings.closed and waited > WAITED_SHARE,
+        "Requests in flight grow during the run: this fleet cannot keep up with this rate.": (
+            not settings.closed and max(run.growth for run in runs) > GROWING
+        ),
+        "TTFT is from handoff to the first decoded token: prompts are not computed without prefill workers.": (
+            not settings.prefill
+        ),
+    }
+    return [note for note, holds in notes.items() if holds]
+
+
+def draw_fleets(reports: Sequence[FleetReport], figure: Figure, theme: Theme) -> None:
+    """Draw the savings of mean and p99 TPOT: two bars per router, a panel per weight dtype."""
+    panels = np.atleast_1d(figure.subplots(len(reports), 1, sharex=True))
+    for axes, report in zip(panels, reports, strict=True):
+        rows = sorted(report.rows[1:], key=lambda row: row.saved_pct.mean)
+        at = np.arange(len(rows))
+        for offset, color, label, key in (
+            (0.18, theme.series[0], "mean TPOT", "saved_pct"),
+            (-0.18, theme.series[1], "p99 of TPOT", "saved_p99_pct"),
+        ):
+            values = [getattr(row, key) for row in rows]
+            means = [value.mean for value in values]
+            axes.barh(at + offset, means, 0.34, color=color, label=label)
+            if (spread := error_bars(values)) is not None:
+                axes.errorbar(means, at + offset, xerr=spread, color=theme.text, ls="none", lw=1)
+        axes.set_yticks(at, [row.router for row in rows])
+        axes.tick_params(axis="y", colors=theme.text, length=0)
+        axes.axvline(0, color=theme.muted, lw=0.8)
+        axes.grid(axis="x")
+        axes.set_title(
+            f"{report.model} in {report.dtype}: {report.decoders} decoders, {report.in_flight:.3g} requests on each",
+            loc="left",
         )
-    if not settings.closed and max(one.growth for one in found) > GROWING:
-        notes.append("Requests in flight grow during the run: this fleet cannot keep up with this rate.")
-    if not settings.prefill:
-        notes.append(
-            "TTFT is from handoff to the first decoded token: prompts are not computed without prefill workers."
-        )
-    return notes
+    sure = f" (95% over {reports[0].splits} splits)" if reports[0].splits > 1 else ""
+    panels[-1].set_xlabel(f"% less than {reports[0].rows[0].router}{sure}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)

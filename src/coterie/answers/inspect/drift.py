@@ -21,7 +21,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.answers.inspect.values import numbers
+from coterie.answers.inspect.loads import numbers
 from coterie.placement.triggers.drift import fit_decay
 
 MIN_WINDOWS = 8
@@ -52,13 +52,6 @@ class Drift:
     towards the same experts; 0: nothing in common."""
 
 
-class _Curve(NamedTuple):
-    lags: NDArray[np.int64]
-    """Lags in windows."""
-    product: NDArray[np.float64]
-    """[lag] mean of x(s) · x(s + lag)."""
-
-
 def no_drift(unit: str, reason: str, window: float | None = None) -> Drift:
     return Drift(half_life=None, reason=reason, floor=None, unit=unit, window=window, p_value=None)
 
@@ -72,19 +65,18 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
     if windows < MIN_WINDOWS:
         return no_drift(unit, f"the trace fills {windows} windows; {MIN_WINDOWS} are needed to see a trend", width)
     dots, pairs = _dots(counts), _pairs(windows, counts.shape[1])
-    curve = _curve(dots, pairs)
-    reference = float(curve.product[0])
-    if not np.isfinite(reference) or reference <= 0:
+    product, lags = _products(dots, pairs), pairs.lags
+    if not np.isfinite(product[0]) or product[0] <= 0:
         return no_drift(unit, "the load is even, or windows are too small to show a shape that could drift", width)
-    left = curve.product / reference
+    left = product / product[0]
     p_value = _p_value(dots, pairs, rng)
-    fit = fit_decay(curve.lags, curve.product)
-    span = float(curve.lags[-1]) * width
+    fit = fit_decay(lags, product)
+    span = float(lags[-1]) * width
     half_life, floor, reason = fit.half_life * width, fit.floor, None
     fallen = 1.0 - float(np.nanmean(left[len(left) // 2 :]))
     if p_value > SIGNIFICANCE:
         reason = f"no drift above the sampling noise over {_amount(span, unit)} (p = {p_value:.2g})"
-    elif (1 - floor) * (1 - 2 ** (-curve.lags[-1] / fit.half_life)) < MIN_DROP or fallen < MIN_DROP:
+    elif (1 - floor) * (1 - 2 ** (-lags[-1] / fit.half_life)) < MIN_DROP or fallen < MIN_DROP:
         reason = f"the skew falls by less than {MIN_DROP} of what it was over {_amount(span, unit)}"
     elif fit.half_life < 1:
         reason = f"the load differs between windows of {_amount(width, unit)} but has no trend: bursts, not drift"
@@ -97,7 +89,7 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
         unit=unit,
         window=width,
         p_value=p_value,
-        lag=[float(v * width) for v in curve.lags],
+        lag=[float(v * width) for v in lags],
         skew_left=numbers(left),
     )
 
@@ -142,30 +134,30 @@ def _pairs(windows: int, parts: int) -> _Pairs:
     return _Pairs(lags, np.broadcast_to(earlier, later.shape), later)
 
 
-def _curve(dots: NDArray[np.float64], pairs: _Pairs, order: NDArray[np.int64] | None = None) -> _Curve:
-    """Return the mean product of each lag, with the parts in `order` (None: as recorded); NaN without any pair."""
-    earlier, later = (pairs.earlier, pairs.later) if order is None else (order[pairs.earlier], order[pairs.later])
-    chosen = dots[earlier, later]
+def _products(dots: NDArray[np.float64], pairs: _Pairs, order: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """Return the mean of x(s) · x(s + lag) [lag], with the parts in `order` (None: as recorded); NaN without a pair."""
+    order = np.arange(len(dots)) if order is None else order
+    chosen = dots[order[pairs.earlier], order[pairs.later]]
     present = np.isfinite(chosen)
     product = np.full(len(pairs.lags), np.nan)
     np.divide(np.where(present, chosen, 0.0).sum(axis=1), present.sum(axis=1), out=product, where=present.any(axis=1))
-    return _Curve(pairs.lags, product)
+    return product
 
 
 def _p_value(dots: NDArray[np.float64], pairs: _Pairs, rng: Generator) -> float:
     """Return the share of random orders of the parts whose products fall at least as much from near to far lags."""
     present = np.flatnonzero(np.isfinite(np.diag(dots)))  # empty parts keep their place
     order = np.arange(len(dots))
-    fall = _fall(_curve(dots, pairs))
+    fall = _fall(_products(dots, pairs), pairs.lags)
     as_much = 0
     for _ in range(PERMUTATIONS):
         order[present] = rng.permutation(present)
-        as_much += _fall(_curve(dots, pairs, order)) >= fall
+        as_much += _fall(_products(dots, pairs, order), pairs.lags) >= fall
     return (1 + as_much) / (1 + PERMUTATIONS)
 
 
-def _fall(curve: _Curve) -> float:
-    half = len(curve.lags) // 2
-    near = curve.product[:1] if curve.lags[0] == 0 else curve.product[:half]
-    near, far = near[np.isfinite(near)], curve.product[half:][np.isfinite(curve.product[half:])]
+def _fall(product: NDArray[np.float64], lags: NDArray[np.int64]) -> float:
+    half = len(lags) // 2
+    near, far = product[:1] if lags[0] == 0 else product[:half], product[half:]
+    near, far = near[np.isfinite(near)], far[np.isfinite(far)]
     return float(near.mean() - far.mean()) if len(near) and len(far) else -np.inf

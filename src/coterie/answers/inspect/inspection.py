@@ -1,4 +1,4 @@
-"""Compute the statistics of a trace for ``coterie inspect``.
+"""Compute the statistics of a trace for ``coterie inspect``, and a verdict on what grouping and placement could gain.
 
 An activation trace is read once from end to end, whatever its size, and every expert id is checked. A load table and a
 request trace have only some of the statistics. A statistic that cannot be computed is None, and `missing` gives the
@@ -7,9 +7,11 @@ reason. All randomness (the sample of requests, the draws) comes from the Genera
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -17,32 +19,39 @@ from numpy.typing import NDArray
 
 from coterie.answers.inspect.drift import Drift, measure_drift, no_drift
 from coterie.answers.inspect.loads import (
+    ArrivalRate,
     DomainSimilarity,
     LayerLoad,
+    PrefixSharing,
     RankImbalance,
+    TokenLengths,
+    arrival_rate,
     domain_similarity,
     layer_loads,
+    lengths,
+    prefix_sharing,
     rank_imbalances,
 )
 from coterie.answers.inspect.one_pass import MAX_DOMAINS, Progress, cut_windows, run_pass
 from coterie.answers.inspect.samples import DistinctExperts, PhaseCorrelation
-from coterie.answers.inspect.values import number
+from coterie.answers.runs import Verdict
 from coterie.errors import ConfigError, TraceError
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace
 from coterie.traces.load import choose_windows, domain_of
 from coterie.traces.readers.base import Trace, kind_of
+from coterie.traces.readers.routed_experts import find_model
 
-_UNLABELLED = "the trace names no domains"
+RANKS = 8
+"""Number of ranks that the verdict reports on, if it divides the number of experts."""
+DECODERS, IN_FLIGHT = 8, 16
+"""Decoders and requests per decoder of the proposed fleet; smaller if half of the recorded requests do not fill it."""
+FEW_REQUESTS = 100
+"""Number of requests below which the verdict warns that the results depend on the few requests recorded."""
+NOTHING_PCT = 1.0
+"""Saving of distinct experts, in percent, below which grouping is called next to nothing."""
 _UNTIMED, _AT_ONCE = "no arrival times", "all requests arrive at once"
 _OF_ACTIVATIONS = ("load", "layers", "rank_imbalance", "domains", "phase_correlation", "drift", "distinct_experts")
-_PER_REQUEST = (
-    "phase_correlation",
-    "distinct_experts",
-    "arrivals",
-    "prompt_lengths",
-    "output_lengths",
-    "prefix_sharing",
-)
+_OF_REQUESTS = ("arrivals", "prompt_lengths", "output_lengths", "prefix_sharing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,43 +104,38 @@ def inspect_trace(
     return _inspect_requests(trace, name)
 
 
+def _inspection(reasons: dict[str, str], **values: Any) -> Inspection:
+    """Make an inspection; `reasons` are those of statistics that may be missing."""
+    return Inspection(**values, missing={name: why for name, why in reasons.items() if values.get(name) is None})
+
+
 def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, progress: Progress | None) -> Inspection:
     if not trace.num_requests or not trace.num_tokens:
         raise TraceError(name, "tokens", f"the trace is empty ({trace.num_requests} requests, no tokens)")
-    meta, missing, notes = trace.meta, {}, []
-    if trace.unfinished:
-        notes.append("The recording was interrupted or still runs: this is what it holds so far.")
-    chosen = _largest_domains(trace)
+    meta, labels = trace.meta, trace.requests.domains
+    # Some requests of a recording may have an empty label; these form a domain of their own.
+    domains = _largest_domains(labels and [label or "(none)" for label in labels], trace.lengths)
     windows = cut_windows(trace, rng)
-    result = run_pass(trace, name, windows, chosen.index, len(chosen.names), rng, progress)
-    load = result.half_windows.sum(axis=(0, 1))  # [layer, expert] activations
-    correlation = result.samples.correlation()
-    if correlation is None:
-        sampled = "" if trace.num_requests == len(result.samples.chosen) else "sampled "
-        missing["phase_correlation"] = f"no {sampled}request has both prefill and decode tokens"
-    distinct = result.samples.distinct(chosen.all_domains, rng) or None
-    if distinct is None:
-        missing["distinct_experts"] = "the trace has no decode tokens"
-    similarity = None
-    if len(chosen.names) > 1:
-        similarity = domain_similarity(result.domains, chosen.names, chosen.tokens, chosen.left_out)
-    else:
-        missing["domains"] = f"all requests are of one domain, {chosen.names[0]!r}" if chosen.names else _UNLABELLED
-    if windows.width_s is None:
-        drift = no_drift(
-            "s",
-            f"{_UNTIMED if trace.requests.arrival_s is None else _AT_ONCE}: the order of requests in "
-            "time is not known, and that of a file may be by topic",
-        )
-    else:
-        drift = measure_drift(result.half_windows, windows.width_s, "s", rng)
-    if trace.num_requests > len(result.samples.chosen):
-        notes.append(
-            f"Distinct experts and phase correlation come from {len(result.samples.chosen):,} random requests."
-        )
-    ranks = _ranks(load, missing)
-    arrivals, prompts, outputs, sharing = _request_parts(trace.requests, missing)
-    return Inspection(
+    counted = run_pass(trace, name, windows, domains.index, len(domains.names), rng, progress)
+    load = counted.half_windows.sum(axis=(0, 1))  # [layer, expert] activations
+    sampled, untimed = len(counted.samples.chosen), _UNTIMED if trace.requests.arrival_s is None else _AT_ONCE
+    notes = {
+        "The recording was interrupted or still runs: this is what it holds so far.": trace.unfinished,
+        f"Distinct experts and phase correlation come from {sampled:,} random requests.": trace.num_requests > sampled,
+    }
+    one_domain = (
+        f"all requests are of one domain, {domains.names[0]!r}" if domains.names else "the trace names no domains"
+    )
+    which = "" if trace.num_requests == sampled else "sampled "
+    reasons = {
+        "phase_correlation": f"no {which}request has both prefill and decode tokens",
+        "distinct_experts": "the trace has no decode tokens",
+        "domains": one_domain,
+        **_reasons(load),
+    }
+    order = "the order of requests in time is not known, and that of a file may be by topic"
+    return _inspection(
+        reasons | _request_reasons(trace.requests),
         trace=name,
         kind="activations",
         model=meta.model,
@@ -139,20 +143,16 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
         top_k=meta.top_k,
         requests=trace.num_requests,
         tokens=trace.num_tokens,
-        decode_tokens=result.decode_tokens,
-        load=_shares(load),
-        layers=layer_loads(load, meta.layer_ids or range(meta.num_layers)),
-        rank_imbalance=ranks,
-        domains=similarity,
-        phase_correlation=correlation,
-        drift=drift,
-        distinct_experts=distinct,
-        arrivals=arrivals,
-        prompt_lengths=prompts,
-        output_lengths=outputs,
-        prefix_sharing=sharing,
-        missing=missing,
-        notes=notes,
+        decode_tokens=counted.decode_tokens,
+        phase_correlation=counted.samples.correlation(),
+        distinct_experts=counted.samples.distinct(domains.all_domains, rng) or None,
+        domains=domains.similarity(counted.domains),
+        drift=no_drift("s", f"{untimed}: {order}")
+        if windows.width_s is None
+        else measure_drift(counted.half_windows, windows.width_s, "s", rng),
+        notes=[note for note, holds in notes.items() if holds],
+        **_load_parts(load, meta.layer_ids or range(meta.num_layers)),
+        **_request_parts(trace.requests),
     )
 
 
@@ -162,50 +162,50 @@ def _inspect_load(table: LoadTable, name: str, rng: Generator, window: str | Non
     load = counts.sum(axis=0)  # [layer, expert]
     if not load.any():
         raise TraceError(name, "counts", f"the trace is empty ({len(chosen)} windows, no tokens)")
-    missing = dict.fromkeys(_PER_REQUEST, "a load table counts tokens per expert, not single requests")
+    per_request = ("phase_correlation", "distinct_experts", *_OF_REQUESTS)
+    reasons = dict.fromkeys(per_request, "a load table counts tokens per expert, not single requests")
     tokens = None if table.tokens is None else table.tokens[chosen]
     notes, similarity = [f"Load: {what}."], None
     if table.labels is None:
-        missing["domains"] = "windows have no labels"
+        reasons["domains"] = "windows have no labels"
         drift = measure_drift(counts[:, None].astype(np.int64), 1.0, "windows", rng)
         notes.append(
             "Drift is counted in windows; the noise within one window is not known, so lag 1 is the reference."
         )
     else:
         drift = no_drift("windows", "windows are labelled (domains), not a series in time")
-        similarity = _label_similarity(counts, [table.labels[i] for i in chosen], tokens, missing)
-    return Inspection(
+        # Windows whose labels differ only after a "/" are one domain.
+        sizes = counts[:, 0].sum(axis=1) if tokens is None else tokens
+        domains = _largest_domains([domain_of(table.labels[i]) for i in chosen], sizes)
+        loads, kept = np.zeros((len(domains.names), *counts.shape[1:])), domains.index >= 0
+        np.add.at(loads, domains.index[kept], counts[kept].astype(np.float64))
+        similarity = domains.similarity(loads)
+        reasons["domains"] = f"all windows are of one domain, {domains.names[0]}"
+    return _inspection(
+        reasons | _reasons(load),
         trace=name,
         kind="load",
         model=table.model,
         experts=table.num_experts,
         windows=len(chosen),
         tokens=None if tokens is None else int(tokens.sum()),
-        load=_shares(load),
-        layers=layer_loads(load, range(table.num_layers) if table.layer_ids is None else table.layer_ids.tolist()),
-        rank_imbalance=_ranks(load, missing),
         domains=similarity,
         drift=drift,
-        missing=missing,
         notes=notes,
+        **_load_parts(load, range(table.num_layers) if table.layer_ids is None else table.layer_ids.tolist()),
     )
 
 
 def _inspect_requests(table: RequestTrace, name: str) -> Inspection:
     if not len(table):
         raise TraceError(name, "requests", "the trace is empty (no requests)")
-    missing = dict.fromkeys(_OF_ACTIVATIONS, "a request trace holds no activations")
-    arrivals, prompts, outputs, sharing = _request_parts(table, missing)
-    return Inspection(
+    return _inspection(
+        dict.fromkeys(_OF_ACTIVATIONS, "a request trace holds no activations") | _request_reasons(table),
         trace=name,
         kind="requests",
         requests=len(table),
         tokens=int(table.prompt_tokens.sum() + table.output_tokens.sum()),
-        arrivals=arrivals,
-        prompt_lengths=prompts,
-        output_lengths=outputs,
-        prefix_sharing=sharing,
-        missing=missing,
+        **_request_parts(table),
     )
 
 
@@ -216,164 +216,116 @@ class _Domains:
     tokens: list[float]
     left_out: int
     index: NDArray[np.int64]
-    """[request] index of its domain in `names`; -1 if its domain is left out."""
+    """[request or window] index of its domain in `names`; -1 if its domain is left out."""
     all_domains: NDArray[np.int64] | None
-    """[request] number of its domain among all domains; None if the trace has no domains."""
+    """[request or window] number of its domain among all domains; None if the trace has no domains."""
+
+    def similarity(self, loads: NDArray[np.integer] | NDArray[np.floating]) -> DomainSimilarity | None:
+        """Return the similarity of loads [domain, layer, expert]; None for fewer than two domains."""
+        return domain_similarity(loads, self.names, self.tokens, self.left_out) if len(self.names) > 1 else None
 
 
-def _largest_domains(trace: ActivationTrace) -> _Domains:
-    labels = trace.requests.domains
+def _largest_domains(labels: Sequence[str] | None, tokens: NDArray[np.integer]) -> _Domains:
+    """Choose the largest domains of requests or windows with `labels`, by their `tokens`."""
     if labels is None:
-        return _Domains([], [], 0, np.full(trace.num_requests, -1, np.int64), None)
-    # Some requests of a recording may have an empty label; these form a domain of their own.
-    names, domain = np.unique(np.array([label or "(none)" for label in labels]), return_inverse=True)
-    tokens = np.bincount(domain, weights=trace.lengths, minlength=len(names))
-    order = np.argsort(-tokens, kind="stable")[:MAX_DOMAINS]
+        return _Domains([], [], 0, np.full(len(tokens), -1, np.int64), None)
+    names, domain = np.unique(np.array(labels), return_inverse=True)
+    sizes = np.bincount(domain, weights=tokens, minlength=len(names))
+    order = np.argsort(-sizes, kind="stable")[:MAX_DOMAINS]
     place = np.full(len(names), -1, np.int64)
     place[order] = np.arange(len(order))
-    return _Domains(
-        [str(names[i]) for i in order],
-        tokens[order].tolist(),
-        len(names) - len(order),
-        place[domain],
-        domain.astype(np.int64),
-    )
+    largest = [str(names[i]) for i in order]
+    return _Domains(largest, sizes[order].tolist(), len(names) - len(order), place[domain], domain.astype(np.int64))
 
 
-def _label_similarity(
-    counts: NDArray[np.uint64], labels: Sequence[str], tokens: NDArray[np.int64] | None, missing: dict[str, str]
-) -> DomainSimilarity | None:
-    """Return the similarity of a load table's domains. Windows whose labels differ only after a "/" are one domain."""
-    names, of_window = np.unique(np.array([domain_of(label) for label in labels]), return_inverse=True)
-    if len(names) < 2:
-        missing["domains"] = f"all windows are of one domain, {names[0]!s}"
-        return None
-    loads = np.zeros((len(names), *counts.shape[1:]))
-    np.add.at(loads, of_window, counts.astype(np.float64))
-    size = loads[:, 0].sum(axis=1)
-    if tokens is not None:
-        size = np.bincount(of_window, weights=tokens, minlength=len(names))
-    order = np.argsort(-size, kind="stable")[:MAX_DOMAINS]
-    picked = [str(names[i]) for i in order]
-    return domain_similarity(loads[order], picked, size[order].tolist(), len(names) - len(order))
+def _load_parts(load: NDArray[np.integer], layer_ids: Sequence[int]) -> dict[str, Any]:
+    return {
+        "load": (load / np.maximum(load.sum(axis=1, keepdims=True), 1)).tolist(),
+        "layers": layer_loads(load, layer_ids),
+        "rank_imbalance": rank_imbalances(load) or None,
+    }
 
 
-def _shares(load: NDArray[np.integer]) -> list[list[float]]:
-    total = np.maximum(load.sum(axis=1, keepdims=True), 1)
-    shares: list[list[float]] = (load / total).tolist()
-    return shares
+def _reasons(load: NDArray[np.integer]) -> dict[str, str]:
+    return {"rank_imbalance": f"no power of two up to 32 divides {load.shape[1]} experts"}
 
 
-def _ranks(load: NDArray[np.integer], missing: dict[str, str]) -> list[RankImbalance] | None:
-    found = rank_imbalances(load)
-    if not found:
-        missing["rank_imbalance"] = f"no power of two up to 32 divides {load.shape[1]} experts"
-    return found or None
+def _request_parts(table: RequestTrace) -> dict[str, Any]:
+    return {
+        "arrivals": arrival_rate(table),
+        "prompt_lengths": lengths(table.prompt_tokens),
+        "output_lengths": lengths(table.output_tokens),
+        "prefix_sharing": prefix_sharing(table),
+    }
 
 
-def _request_parts(
-    table: RequestTrace, missing: dict[str, str]
-) -> tuple[ArrivalRate | None, TokenLengths | None, TokenLengths | None, PrefixSharing | None]:
-    """Return the request statistics in the order of Inspection's fields; add reasons for absent ones to `missing`."""
-    arrivals, sharing = arrival_rate(table), prefix_sharing(table)
-    prompts, outputs = lengths(table.prompt_tokens), lengths(table.output_tokens)
-    if arrivals is None:
-        missing["arrivals"] = _UNTIMED if table.arrival_s is None else _AT_ONCE
-    for field_name, value in (("prompt_lengths", prompts), ("output_lengths", outputs)):
-        if value is None:
-            missing[field_name] = "all are 0: not recorded"
-    if sharing is None:
-        missing["prefix_sharing"] = "no prefix blocks were recorded"
-    return arrivals, prompts, outputs, sharing
+def _request_reasons(table: RequestTrace) -> dict[str, str]:
+    return {
+        "arrivals": _UNTIMED if table.arrival_s is None else _AT_ONCE,
+        **dict.fromkeys(("prompt_lengths", "output_lengths"), "all are 0: not recorded"),
+        "prefix_sharing": "no prefix blocks were recorded",
+    }
 
 
-# Statistics of the request table: arrival rate, burstiness, lengths and shared prefixes.
-
-MAX_BINS = 60
-DISPERSION_WINDOWS_S = (1.0, 10.0, 60.0)
-MIN_DISPERSION_WINDOWS = 20
+# ------------------------------------------------------------------------------------------------------------- verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Dispersion:
-    window_s: float
-    index: float
-    """Variance ÷ mean of the number of arrivals per window: 1 for Poisson arrivals, more for bursts."""
+def inspect_verdict(found: Inspection) -> Verdict:
+    """Say what grouping and placement could gain at most, how certain that is, and which command to run next."""
+    where, rate = shlex.quote(found.trace), found.arrivals
+    if found.kind == "requests":
+        said = (
+            "The trace gives times and lengths, no experts: whether grouping or placement pays cannot be told from it."
+        )
+        if rate is None:
+            return Verdict(f"{said} Nor are arrival times known.", "coterie record --help")
+        said += f" {rate.mean:,.3g} requests a second arrive on average, {rate.peak:,.3g} in the busiest stretch."
+        return Verdict(said, f"coterie simulate {where}")
+    parts = [_grouping(found)] if found.kind == "activations" else []
+    known = found.rank_imbalance or []
+    ranks = next((r for r in known if r.ranks == RANKS), known[-1] if known else None)
+    if ranks is not None and ranks.most_gain is not None:
+        parts.append(
+            f"a better placement on {ranks.ranks} ranks can shorten MoE steps bound by compute by "
+            f"{100 * ranks.most_gain:.0f}% at most"
+        )
+    said = "; ".join(parts) or "nothing here tells what grouping or placement would win"
+    model, half = " --model NAME" if find_model(found.model) is None else "", (found.requests or 0) // 2
+    decoders = next((n for n in (DECODERS, 4, 2) if half >= 2 * n), 0)
+    then = f"coterie plan {where}{model}"
+    if found.kind == "activations" and found.decode_tokens and decoders:
+        in_flight = min(IN_FLIGHT, half // decoders)
+        then = f"coterie fleet {where} --decoders {decoders} --in-flight {in_flight}{model}"
+    return Verdict(f"{said[0].upper()}{said[1:]}. {_sure(found)}", then)
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivalRate:
-    duration_s: float
-    mean: float
-    """Mean rate, requests per second."""
-    peak: float
-    """Rate in the fullest bin, requests per second."""
-    gap_cv: float | None
-    """Coefficient of variation of the times between arrivals; 1 for Poisson arrivals."""
-    dispersion: list[Dispersion]
-    bin_s: float
-    rate: list[float]
-    """[bin] requests per second."""
+def best_grouping(steps: Sequence[DistinctExperts], smallest: int) -> DistinctExperts | None:
+    """Return the batch size, from `smallest` on, at which requests of one domain save the most experts."""
+    both = [step for step in steps if step.saved is not None and step.batch >= smallest]
+    return max(both, key=lambda step: step.saved or 0.0, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLengths:
-    """Distribution of the tokens per prompt, or per output."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    longest: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSharing:
-    blocks: int
-    block_tokens: int
-    seen_before: float
-    """Share of the prefix blocks that occurred before, in an earlier request or earlier in the same request."""
+def _grouping(found: Inspection) -> str:
+    best = best_grouping(found.distinct_experts or (), 2)
+    if best is None or best.saved is None:
+        why = "no domain has enough requests to compare" if found.decode_tokens else "the trace has no decode tokens"
+        return f"what grouping like requests would win in decode cannot be told: {why}"
+    fewer = f"{100 * best.saved:.1f}% fewer experts at batch {best.batch}"
+    if 100 * best.saved < NOTHING_PCT:
+        return f"grouping by domain has next to nothing to win: {fewer}"
+    return f"grouping like requests has something to win: by domain alone {fewer}"
 
 
-def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
-    """Compute the arrival statistics; None without arrival times, or if all requests arrive at once."""
-    if table.arrival_s is None or table.duration_s <= 0:
-        return None
-    times = np.sort(table.arrival_s) - table.arrival_s.min()
-    span, bins = table.duration_s, int(np.clip(len(times) // 5, 1, MAX_BINS))
-    per_bin = np.histogram(times, bins, (0.0, span))[0] * bins / span
-    gaps = np.diff(times)
-    dispersion = []
-    for window in DISPERSION_WINDOWS_S:
-        whole = int(span // window)  # the last, incomplete window is left out
-        if MIN_DISPERSION_WINDOWS <= whole <= 10**8:
-            counts = np.bincount((times[times < whole * window] / window).astype(np.int64), minlength=whole)
-            dispersion.append(Dispersion(window, float(counts.var() / counts.mean())))
-    return ArrivalRate(
-        duration_s=span,
-        mean=(len(times) - 1) / span,
-        peak=float(per_bin.max()),
-        gap_cv=number(gaps.std() / gaps.mean()),
-        dispersion=dispersion,
-        bin_s=span / bins,
-        rate=[float(v) for v in per_bin],
-    )
-
-
-def lengths(tokens: NDArray[np.int64]) -> TokenLengths | None:
-    """Compute the distribution of `tokens` [request]; None if all are 0, which means not recorded."""
-    if not len(tokens) or not tokens.any():
-        return None
-    p50, p90, p95, p99 = (float(v) for v in np.percentile(tokens, [50, 90, 95, 99]))
-    return TokenLengths(mean=float(tokens.mean()), p50=p50, p90=p90, p95=p95, p99=p99, longest=int(tokens.max()))
-
-
-def prefix_sharing(table: RequestTrace) -> PrefixSharing | None:
-    """Compute how many prefix blocks repeat; None if no prefix blocks were recorded."""
-    if table.prefix_blocks is None or table.block_tokens is None:
-        return None
-    blocks = np.concatenate([np.empty(0, np.int64), *table.prefix_blocks])
-    if not len(blocks):
-        return None
-    return PrefixSharing(len(blocks), table.block_tokens, 1.0 - len(np.unique(blocks)) / len(blocks))
+def _sure(found: Inspection) -> str:
+    doubts = []
+    if found.requests is not None and found.requests < FEW_REQUESTS:
+        doubts.append(f"{found.requests} requests are few")
+    drift = found.drift
+    if drift is not None and drift.half_life is not None:
+        doubts.append(f"the load drifts, half of its change within {drift.half_life:,.3g} {drift.unit}")
+    elif drift is not None and not drift.lag:
+        if found.kind == "load" and drift.unit == "windows" and found.domains is not None:
+            doubts.append("a sum over domains is more even than any of them")
+        else:
+            doubts.append(f"nothing tells how long it lasts ({drift.reason})")
+    return f"How sure: {'; '.join(doubts)}." if doubts else "It is measured on all of the trace, which shows no drift."

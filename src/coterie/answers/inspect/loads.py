@@ -1,24 +1,37 @@
-"""Statistics of a load: skew, hot experts, imbalance of ranks, similarity of domains.
+"""Statistics of a load (skew, hot experts, imbalance of ranks, similarity of domains) and of a request table.
 
-All of them describe the load summed over the whole trace. A load that is even in sum can be skewed at every moment (see
-:mod:`coterie.answers.inspect.drift`). None of the numbers is a step time: docs/inspect.md says when each one matters.
+Statistics of a load describe the load summed over the whole trace. A load that is even in sum can be skewed at every
+moment (see :mod:`coterie.answers.inspect.drift`). None of the numbers is a step time: docs/inspect.md says when each
+one matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.inspect.values import number, numbers
+from coterie.traces import RequestTrace
 from coterie.types import Placement
 
 RANKS = (2, 4, 8, 16, 32)
 HOT_EXPERTS = 8
 
 Load = NDArray[np.integer] | NDArray[np.floating]
+
+
+def number(value: SupportsFloat) -> float | None:
+    """Return a Python float, or None if the value is not finite: JSON has no NaN."""
+    plain = float(value)
+    return plain if math.isfinite(plain) else None
+
+
+def numbers(values: Iterable[SupportsFloat]) -> list[float | None]:
+    return [number(v) for v in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +149,95 @@ def _ratio(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64
     out = np.full(a.shape, np.nan)
     np.divide(a, b, out=out, where=b > 0)
     return out
+
+
+# Statistics of the request table: arrival rate, burstiness, lengths and shared prefixes.
+
+MAX_BINS = 60
+DISPERSION_WINDOWS_S = (1.0, 10.0, 60.0)
+MIN_DISPERSION_WINDOWS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Dispersion:
+    window_s: float
+    index: float
+    """Variance ÷ mean of the number of arrivals per window: 1 for Poisson arrivals, more for bursts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalRate:
+    duration_s: float
+    mean: float
+    """Mean rate, requests per second."""
+    peak: float
+    """Rate in the fullest bin, requests per second."""
+    gap_cv: float | None
+    """Coefficient of variation of the times between arrivals; 1 for Poisson arrivals."""
+    dispersion: list[Dispersion]
+    bin_s: float
+    rate: list[float]
+    """[bin] requests per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLengths:
+    """Distribution of the tokens per prompt, or per output."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSharing:
+    blocks: int
+    block_tokens: int
+    seen_before: float
+    """Share of the prefix blocks that occurred before, in an earlier request or earlier in the same request."""
+
+
+def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
+    """Compute the arrival statistics; None without arrival times, or if all requests arrive at once."""
+    if table.arrival_s is None or table.duration_s <= 0:
+        return None
+    times = np.sort(table.arrival_s) - table.arrival_s.min()
+    span, bins = table.duration_s, int(np.clip(len(times) // 5, 1, MAX_BINS))
+    per_bin = np.histogram(times, bins, (0.0, span))[0] * bins / span
+    gaps = np.diff(times)
+    dispersion = []
+    for window in DISPERSION_WINDOWS_S:
+        whole = int(span // window)  # the last, incomplete window is left out
+        if MIN_DISPERSION_WINDOWS <= whole <= 10**8:
+            counts = np.bincount((times[times < whole * window] / window).astype(np.int64), minlength=whole)
+            dispersion.append(Dispersion(window, float(counts.var() / counts.mean())))
+    return ArrivalRate(
+        duration_s=span,
+        mean=(len(times) - 1) / span,
+        peak=float(per_bin.max()),
+        gap_cv=number(gaps.std() / gaps.mean()),
+        dispersion=dispersion,
+        bin_s=span / bins,
+        rate=per_bin.tolist(),
+    )
+
+
+def lengths(tokens: NDArray[np.int64]) -> TokenLengths | None:
+    """Compute the distribution of `tokens` [request]; None if all are 0, which means not recorded."""
+    if not len(tokens) or not tokens.any():
+        return None
+    percentiles = np.percentile(tokens, [50, 90, 95, 99]).tolist()
+    return TokenLengths(float(tokens.mean()), *percentiles, int(tokens.max()))
+
+
+def prefix_sharing(table: RequestTrace) -> PrefixSharing | None:
+    """Compute how many prefix blocks repeat; None if no prefix blocks were recorded."""
+    if table.prefix_blocks is None or table.block_tokens is None:
+        return None
+    blocks = np.concatenate([np.empty(0, np.int64), *table.prefix_blocks])
+    if not len(blocks):
+        return None
+    return PrefixSharing(len(blocks), table.block_tokens, 1.0 - len(np.unique(blocks)) / len(blocks))

@@ -6,6 +6,8 @@ while the trace is streamed, so that no page of the mapped file stays resident.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from coterie._numba import njit
-from coterie.answers.inspect.values import mean_or_none, number
+from coterie.answers.inspect.loads import number
 from coterie.footprints.counting import footprint
 from coterie.traces.activations import Chunk, TraceMeta
 from coterie.types import DECODE, PREFILL
@@ -55,6 +57,11 @@ class DistinctExperts:
     domains: int
     """Number of domains with at least `batch` sampled requests."""
 
+    @property
+    def saved(self) -> float | None:
+        """Share of the experts that requests of one domain save relative to mixed requests; None if unknown."""
+        return None if not self.mixed or self.same_domain is None else 1 - self.same_domain / self.mixed
+
 
 @dataclass(slots=True)
 class Samples:
@@ -75,8 +82,7 @@ class Samples:
 
     @classmethod
     def choose(cls, meta: TraceMeta, num_requests: int, rng: Generator) -> Samples:
-        count = min(num_requests, SAMPLED_REQUESTS)
-        chosen = rng.choice(num_requests, count, replace=False)
+        chosen = rng.choice(num_requests, min(num_requests, SAMPLED_REQUESTS), replace=False)
         return cls(meta, np.sort(chosen), frozenset(chosen[:CORRELATED_REQUESTS].tolist()))
 
     def take(self, chunk: Chunk, rng: Generator) -> None:
@@ -101,8 +107,8 @@ class Samples:
         """Return the mean correlations; None if no sampled request has both phases."""
         if not self.pearson:
             return None
-        pearson, spearman = ([mean_or_none(layer) for layer in np.stack(v).T] for v in (self.pearson, self.spearman))
-        return PhaseCorrelation(len(self.pearson), mean_or_none(pearson), mean_or_none(spearman), pearson, spearman)
+        pearson, spearman = ([_mean(layer) for layer in np.stack(v).T] for v in (self.pearson, self.spearman))
+        return PhaseCorrelation(len(self.pearson), _mean(pearson), _mean(spearman), pearson, spearman)
 
     def distinct(self, domain: NDArray[np.int64] | None, rng: Generator) -> list[DistinctExperts]:
         """Compute distinct experts for every batch size; `domain` [request] is None if the trace has no domains."""
@@ -128,8 +134,8 @@ class Samples:
                 DistinctExperts(
                     batch=batch,
                     uniform=experts * (1 - (1 - k / experts) ** batch),
-                    mixed=_mean(mixed),
-                    same_domain=_mean(same),
+                    mixed=None if mixed is None else number(np.mean(mixed)),
+                    same_domain=None if same is None else number(np.mean(same)),
                     mixed_per_layer=mixed,
                     same_domain_per_layer=same,
                     domains=len(large),
@@ -150,14 +156,15 @@ class Samples:
         total = np.zeros(self.meta.num_layers, np.int64)
         seen = np.zeros((self.meta.num_layers, self.meta.num_experts), np.int64)  # last draw that used the expert
         for draw in range(1, DRAWS + 1):
-            members = among[rng.integers(len(among))]
-            chosen = rng.choice(members, batch, replace=False)
+            chosen = rng.choice(among[rng.integers(len(among))], batch, replace=False)
             _add_distinct(pool, first[chosen] + rng.integers(counts[chosen]), draw, seen, total)
         return [float(v) for v in total / DRAWS]
 
 
-def _mean(values: list[float] | None) -> float | None:
-    return None if values is None else number(np.mean(values))
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the finite values; None if there are none."""
+    present = [float(v) for v in values if v is not None and math.isfinite(v)]
+    return math.fsum(present) / len(present) if present else None
 
 
 def _pearson(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from coterie.answers import figures
-from coterie.answers.inspect.inspection import Inspection
+from coterie.answers.inspect.inspection import Inspection, best_grouping
 from coterie.answers.inspect.loads import HOT_EXPERTS, LayerLoad
 
 PUBLISHED_CORRELATION = (0.70, 0.92)
@@ -76,12 +77,17 @@ def typical_layers(layers: Sequence[LayerLoad]) -> list[tuple[str, LayerLoad]]:
 def _load(found: Inspection) -> Section | None:
     if found.load is None or not found.layers:
         return None
-    rows: list[tuple[Cell, ...]] = []
-    for which, layer in typical_layers(found.layers):
-        top = sum(h.share for h in layer.hot)
-        hottest = ", ".join(f"{h.expert} ({100 * h.share:.1f}%)" for h in layer.hot)
-        rows.append((which, str(layer.layer), hottest, _percent(top)))
-    worst = typical_layers(found.layers)[-1][1]
+    typical = typical_layers(found.layers)
+    rows: list[tuple[Cell, ...]] = [
+        (
+            which,
+            str(layer.layer),
+            ", ".join(f"{h.expert} ({100 * h.share:.1f}%)" for h in layer.hot),
+            _percent(sum(h.share for h in layer.hot)),
+        )
+        for which, layer in typical
+    ]
+    worst = typical[-1][1]
     meaning = (
         f"In layer {worst.layer}, the most skewed, expert {worst.hot[0].expert} gets {worst.max_over_mean:.1f} times "
         "the mean load. Across ranks such experts make stragglers and are the ones to replicate; inside one GPU in "
@@ -93,7 +99,7 @@ def _load(found: Inspection) -> Section | None:
         meaning=meaning,
         columns=("layer", "id", "hottest experts (share of the layer)", f"top {min(HOT_EXPERTS, found.experts or 0)}"),
         rows=rows,
-        plot=figures.heat_map(found.load, _ids(found)),
+        plot=partial(figures.heat_map, found.load, _ids(found)),
         alt="Heat map of load relative to the layer's mean: a row a layer, experts sorted from hot to cold.",
     )
 
@@ -117,7 +123,7 @@ def _gini(found: Inspection) -> Section | None:
         meaning=meaning,
         columns=("layer", "id", "max ÷ mean", "Gini", "CV"),
         rows=rows,
-        plot=figures.layer_lines(_ids(found), {"Gini": ginis}, "Gini coefficient of the load"),
+        plot=partial(figures.layer_lines, _ids(found), {"Gini": ginis}, "Gini coefficient of the load", None),
         alt="Line of the Gini coefficient of every layer.",
     )
 
@@ -144,8 +150,12 @@ def _ranks(found: Inspection) -> Section | None:
         meaning=meaning,
         columns=("ranks", "imbalance, mean layer", "median layer", "worst layer", "to win at most"),
         rows=rows,
-        plot=figures.layer_lines(
-            _ids(found), {f"{r.ranks} ranks": r.per_layer for r in shown}, "imbalance: busiest ÷ mean rank load"
+        plot=partial(
+            figures.layer_lines,
+            _ids(found),
+            {f"{r.ranks} ranks": r.per_layer for r in shown},
+            "imbalance: busiest ÷ mean rank load",
+            None,
         ),
         alt="Lines of the imbalance (busiest ÷ mean rank load) of every layer, for several numbers of ranks.",
     )
@@ -156,28 +166,29 @@ def _distinct(found: Inspection) -> Section | None:
         return None
     steps = found.distinct_experts
     rows: list[tuple[Cell, ...]] = [
-        (d.batch, d.uniform, d.mixed, d.same_domain, _saved(d.mixed, d.same_domain)) for d in steps
+        (d.batch, d.uniform, d.mixed, d.same_domain, None if d.saved is None else f"{100 * d.saved:.1f}%")
+        for d in steps
     ]
-    both = [d for d in steps if d.mixed is not None and d.same_domain is not None]
-    best = max(both, key=lambda d: 1 - (d.same_domain or 0.0) / (d.mixed or 1.0), default=None)
+    best = best_grouping(steps, 1)
+    series = {"requests of all domains": [d.mixed for d in steps]}
     meaning = "Decode streams every distinct expert's weights once a step, so fewer are faster. "
-    if best is not None and best.mixed is not None and best.same_domain is not None:
+    if best is not None and best.saved is not None:
+        series["requests of one domain"] = [d.same_domain for d in steps]
         meaning += (
             f"At batch {best.batch}, requests of one domain touch {best.same_domain:.1f} experts a layer and mixed "
-            f"ones {best.mixed:.1f}: {_saved(best.mixed, best.same_domain)} fewer is what grouping by domain can save."
+            f"ones {best.mixed:.1f}: {100 * best.saved:.1f}% fewer is what grouping by domain can save."
         )
     else:
         meaning += "No domain has requests enough to compare grouped with mixed batches."
-    series = {"requests of all domains": [d.mixed for d in steps]}
-    if both:
-        series["requests of one domain"] = [d.same_domain for d in steps]
     return Section(
         key="distinct",
         title="Distinct experts per decode step",
         meaning=meaning,
         columns=("batch", "uniform", "mixed", "same domain", "saved"),
         rows=rows,
-        plot=figures.against_batch([d.batch for d in steps], series, [d.uniform for d in steps], found.experts),
+        plot=partial(
+            figures.against_batch, [d.batch for d in steps], series, [d.uniform for d in steps], found.experts
+        ),
         alt="Distinct experts of a layer against batch size, beside uniform random routing.",
     )
 
@@ -189,14 +200,8 @@ def _domains(found: Inspection) -> Section | None:
     rows: list[tuple[Cell, ...]] = []
     for i, name in enumerate(similar.domains):
         others = [(c, j) for j, c in enumerate(similar.cosine[i]) if j != i and c is not None]
-        nearest, farthest = max(others, default=None), min(others, default=None)
-        rows.append(
-            (
-                name,
-                int(similar.tokens[i]),
-                *(None if x is None else f"{similar.domains[x[1]]} ({x[0]:.2f})" for x in (nearest, farthest)),
-            )
-        )
+        ends = [f"{similar.domains[j]} ({cosine:.2f})" for cosine, j in (max(others), min(others))] if others else None
+        rows.append((name, int(similar.tokens[i]), *(ends or (None, None))))
     meaning = "The domains have no loads to compare."
     if similar.mean is not None and similar.least is not None:
         meaning = (
@@ -213,7 +218,7 @@ def _domains(found: Inspection) -> Section | None:
         meaning=meaning,
         columns=("domain", "tokens", "most alike", "least alike"),
         rows=rows,
-        plot=figures.matrix(similar.domains, similar.cosine, "cosine of loads"),
+        plot=partial(figures.matrix, similar.domains, similar.cosine, "cosine of loads"),
         alt="Matrix of the cosine similarity of the domains' loads.",
         height_in=1.9 + 0.32 * len(similar.domains),
     )
@@ -223,10 +228,14 @@ def _phases(found: Inspection) -> Section | None:
     both = found.phase_correlation
     if both is None or both.pearson is None:
         return None
-    rows: list[tuple[Cell, ...]] = [("mean", None, both.pearson, both.spearman)]
     known = sorted((p, i) for i, p in enumerate(both.pearson_per_layer) if p is not None)
-    for which, (_, i) in (("lowest", known[0]), ("highest", known[-1])):
-        rows.append((which, str(_ids(found)[i]), both.pearson_per_layer[i], both.spearman_per_layer[i]))
+    rows: list[tuple[Cell, ...]] = [
+        ("mean", None, both.pearson, both.spearman),
+        *(
+            (which, str(_ids(found)[i]), both.pearson_per_layer[i], both.spearman_per_layer[i])
+            for which, (_, i) in (("lowest", known[0]), ("highest", known[-1]))
+        ),
+    ]
     low, high = PUBLISHED_CORRELATION
     shown = round(both.pearson, 2)
     verdict = "within" if low <= shown <= high else "below" if shown < low else "above"
@@ -242,7 +251,7 @@ def _phases(found: Inspection) -> Section | None:
         meaning=meaning,
         columns=("layer", "id", "Pearson", "Spearman"),
         rows=rows,
-        plot=figures.layer_lines(_ids(found), series, "correlation", (low, high, "published")),
+        plot=partial(figures.layer_lines, _ids(found), series, "correlation", (low, high, "published")),
         alt="Lines of prefill-decode correlation of every layer, with the published range shaded.",
     )
 
@@ -251,15 +260,14 @@ def _drift(found: Inspection) -> Section | None:
     drift = found.drift
     if drift is None:
         return None
-    rows: list[tuple[Cell, ...]] = []
-    if drift.lag:
-        picks = sorted({round(i) for i in np.linspace(0, len(drift.lag) - 1, min(8, len(drift.lag)))})
-        rows = [(drift.lag[i], drift.skew_left[i]) for i in picks]
+    picks = sorted({round(i) for i in np.linspace(0, len(drift.lag) - 1, min(8, len(drift.lag)))})
+    rows: list[tuple[Cell, ...]] = [(drift.lag[i], drift.skew_left[i]) for i in picks]
     fitted = None
     if drift.half_life is not None and drift.floor is not None:
         fitted = (drift.half_life, drift.floor)
         meaning = (
-            f"Half of what the load will lose of its first skew is lost after {_amount(drift.half_life)} {drift.unit}"
+            "Half of what the load will lose of its first skew is lost after "
+            f"{drift.half_life:,.{'0f' if drift.half_life >= 100 else '3g'}} {drift.unit}"
             f", and {_percent(drift.floor)} of it stays. A placement planned on past load should be renewed in "
             "less than that, or not at all if moving the weights costs more than it wins."
         )
@@ -273,7 +281,7 @@ def _drift(found: Inspection) -> Section | None:
         meaning=meaning,
         columns=(f"lag ({drift.unit})", "share of the first skew left"),
         rows=rows,
-        plot=figures.drift_curve(drift.lag, drift.skew_left, drift.unit, fitted) if drift.lag else None,
+        plot=partial(figures.drift_curve, drift.lag, drift.skew_left, drift.unit, fitted) if drift.lag else None,
         alt="Share of the skew at the start of the trace that is left, against lag.",
     )
 
@@ -304,7 +312,7 @@ def _arrivals(found: Inspection) -> Section | None:
         meaning=meaning,
         columns=("number", "value"),
         rows=rows,
-        plot=figures.steps(rate.rate, rate.bin_s, rate.mean),
+        plot=partial(figures.steps, rate.rate, rate.bin_s, rate.mean),
         alt="Requests a second over time.",
     )
 
@@ -333,11 +341,3 @@ def _ids(found: Inspection) -> list[int]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _saved(mixed: float | None, same: float | None) -> str | None:
-    return None if not mixed or same is None else f"{100 * (1 - same / mixed):.1f}%"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -25,6 +25,8 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 
 Kind = Literal["refused", "http_429", "http_4xx", "http_5xx", "reset", "timeout", "malformed", "cut"]
 
+METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "gap": "gap_s", "e2e": "e2e_s"}
+"""Metric → attribute of an outcome. The gap is the longest time between two pieces of a stream."""
 KEEP_S = 2.0
 """Seconds to keep an idle connection: less than servers do (vLLM: 5 s), so that few are closed as they are reused."""
 MOST_LINE = 4 << 20
@@ -161,16 +163,16 @@ class _FailedError(Exception):
         self.kind = kind
 
 
+@dataclass(slots=True)
 class _Answer:
     """Answer as far as it has been received."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.finished = False
-        self.begun = False
-        """Whether any content was received; if the answer is not streamed, any byte."""
-        self.usage: _Usage | None = None
-        self.texts: list[str] = []
+    times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finished: bool = False
+    begun: bool = False
+    """Whether any content was received; if the answer is not streamed, any byte."""
+    usage: _Usage = field(default_factory=_Usage)
 
     def take(self, data: bytes, now: float) -> None:
         try:
@@ -225,17 +227,13 @@ class LoadClient:
         failure: Kind | None = None
         problem = ""
         try:
-            try:
-                async with asyncio.timeout(asking.timeout_s):
-                    await self._exchange(asking, asking.body(request, marker), answer, name)
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise _FailedError(*_kind(error, asking.timeout_s)) from None
-        except _FailedError as error:
-            failure, problem = ("cut" if answer.begun else error.kind), " ".join(str(error).split())[:200]
-        end = clock()
-        usage = answer.usage or _Usage()
+            async with asyncio.timeout(asking.timeout_s):
+                await self._exchange(asking, asking.body(request, marker), answer, name)
+        except (_FailedError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            failure, problem = _kind(error, asking.timeout_s)
+            failure, problem = ("cut" if answer.begun else failure), " ".join(problem.split())[:200]
+        end, usage = clock(), answer.usage
         times = answer.times if asking.stream else []
-        counted = usage.completion_tokens
         return RequestOutcome(
             request=request.number,
             planned=sent if planned is None else planned,
@@ -244,7 +242,7 @@ class LoadClient:
             first=times[0] if times else None,
             pieces=tuple(times[1:]),
             prompt_tokens=usage.prompt_tokens,
-            output_tokens=len(answer.times) if counted is None else counted,
+            output_tokens=len(answer.times) if usage.completion_tokens is None else usage.completion_tokens,
             cached_tokens=(usage.prompt_tokens_details or _Details()).cached_tokens,
             failure=failure,
             problem=problem,
@@ -305,14 +303,14 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: _Answer) -> Non
 
 
 async def _read_whole(response: aiohttp.ClientResponse, answer: _Answer) -> None:
-    found = bytearray()
+    body = bytearray()
     async for data in response.content.iter_any():
         answer.begun = True
-        found += data
-        if len(found) > MOST_LINE:
+        body += data
+        if len(body) > MOST_LINE:
             raise _FailedError("malformed", f"an answer of more than {MOST_LINE} bytes came")
     answer.begun = False  # the answer is complete: an error in it is not a cut
-    answer.take(bytes(found), asyncio.get_running_loop().time())
+    answer.take(bytes(body), asyncio.get_running_loop().time())
     if not answer.finished:
         raise _FailedError("malformed", "the answer has no finish_reason")
 
@@ -323,35 +321,39 @@ async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace,
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
     """Return the HTTP status, and the error message if the answer has one."""
-    said = f"HTTP {response.status}"
     try:
         data = await response.content.read(MOST_LINE)
-        return f"{said}: {_error(_decoder.decode(data).error)[1]}"
+        return f"HTTP {response.status}: {_error(_decoder.decode(data).error)[1]}"
     except (aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return said
+        return f"HTTP {response.status}"
 
 
-def _error(found: Any) -> tuple[Kind, str]:
+def _error(error: Any) -> tuple[Kind, str]:
     """Return kind and message of an error object. Without an HTTP code in it, the error counts as http_5xx."""
-    if not isinstance(found, dict):
-        return "http_5xx", str(found)
-    code = found.get("code")
+    if not isinstance(error, dict):
+        return "http_5xx", str(error)
+    code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    return _status_kind(status), str(found.get("message") or found)
+    return _status_kind(status), str(error.get("message") or error)
 
 
 def _status_kind(status: int) -> Kind:
     return "http_429" if status == 429 else "http_5xx" if status >= 500 else "http_4xx"
 
 
-def _kind(error: BaseException, timeout_s: float) -> tuple[Kind, str]:
-    if isinstance(error, TimeoutError):  # includes aiohttp's own timeout of connecting
-        return "timeout", str(error) or f"no whole answer within {timeout_s:g} s"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "refused", str(error)
-    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | OSError):
-        return "reset", str(error) or type(error).__name__
-    return "malformed", str(error) or type(error).__name__
+_KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Kind], ...] = (
+    (TimeoutError, "timeout"),  # includes aiohttp's own timeout of connecting
+    (aiohttp.ClientConnectorError, "refused"),
+    ((aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, OSError), "reset"),
+)
+
+
+def _kind(error: Exception, timeout_s: float) -> tuple[Kind, str]:
+    if isinstance(error, _FailedError):
+        return error.kind, str(error)
+    kind: Kind = next((kind for types, kind in _KINDS if isinstance(error, types)), "malformed")
+    late = f"no whole answer within {timeout_s:g} s"
+    return kind, str(error) or (late if kind == "timeout" else type(error).__name__)
 
 
 async def chars_per_token(client: LoadClient, asking: Asking, text: str) -> float:

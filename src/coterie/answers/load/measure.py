@@ -1,21 +1,22 @@
 """A whole measurement: make the workload, send it to the server or servers, and keep the outcomes.
 
+Routers of a Coterie gateway are swapped between blocks of a comparison; the original is restored at its end.
 Outcomes are stored in the caller's :class:`LoadMeasurement` as they arrive, so that an interrupted run is not lost.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from coterie.answers.load.client import Asking, LoadClient, RequestOutcome, chars_per_token
-from coterie.answers.load.compare import Contender, compare
-from coterie.answers.load.routers import put_back, use_router
-from coterie.answers.load.run import Pace, Progress, Send
+from coterie.answers.load.run import Contender, Pace, Send, compare
 from coterie.answers.load.summary import Targets
 from coterie.answers.load.workload import (
     LONGEST,
@@ -30,13 +31,23 @@ from coterie.answers.load.workload import (
     that_fit,
     traced,
 )
-from coterie.errors import ConfigError, check_at_least, check_one_of, check_positive
+from coterie.answers.suites import Report
+from coterie.errors import (
+    ConfigError,
+    CoterieError,
+    UnavailableError,
+    check_at_least,
+    check_one_of,
+    check_positive,
+    refuse,
+)
 from coterie.net.http_client import Client, served_model
 from coterie.prompts import Prompt
 from coterie.registry import PolicyText
 from coterie.traces.requests import RequestTrace
 
 WORKLOADS = ("prompts", "shared-prefix", "trace")
+DECODE = "decode"
 PROBE_CHARS = 800
 """Characters of the prompt that is sent to measure the server's characters per token."""
 
@@ -63,13 +74,8 @@ class LoadSettings:
     """Factor on the prompt and output lengths of `trace`."""
     prefixes: SharedPrefixes = SharedPrefixes()  # noqa: RUF009  (frozen)
     duration_s: float | None = None
-    model: str | None = None
-    """Model name in requests; None takes the first model that the server lists."""
-    chat: bool = True
-    stream: bool = True
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    timeout_s: float = 300.0
+    asking: Asking = Asking("")  # noqa: RUF009  (frozen)
+    """Form of the requests; an empty model name takes the first model that the server lists."""
     routers: tuple[str, ...] = ()
     """Routers of a gateway to compare, as :meth:`~coterie.registry.PolicyText.parse` reads them."""
     pool: str | None = None
@@ -93,26 +99,34 @@ class LoadSettings:
             ttft_target_s=self.targets.ttft_s,
             tpot_target_s=self.targets.tpot_s,
         )
-        if not self.stream and any(self.targets):
-            raise ConfigError("targets of TTFT and TPOT need streamed answers")
-        if self.workload == "trace" and self.trace is None:
-            raise ConfigError("workload='trace' needs a trace of requests")
-        if self.concurrency is not None and (self.rate is not None or self.speed_up is not None):
-            raise ConfigError("concurrency is for a closed loop, rate and speed_up for an open one; give one of them")
-        if self.concurrency is None and self.rate is None and self.trace is None:
-            raise ConfigError("give rate or trace (open loop) or concurrency (closed loop)")
-        if self.speed_up is not None and self.trace is None:
-            raise ConfigError(f"speed_up={self.speed_up} needs a trace whose times are replayed")
-        if self.concurrency is not None and self.trace is not None and self.workload != "trace":
-            raise ConfigError("a closed loop has no arrival times: leave the trace out, or ask workload='trace'")
-        if self.concurrency is None and self.trace is not None and self.trace.arrival_s is None:
-            raise ConfigError("the trace has no arrival times; give a concurrency, or a trace that has them")
-        if self.routers and len(self.urls) > 1:
-            raise ConfigError(f"routers of one gateway are compared, or several servers; {len(self.urls)} URLs came")
-        if len(self.urls) != len(set(self.urls)) or len(self.routers) != len(set(self.routers)):
-            raise ConfigError("a server or router is given twice; name each once")
-        if len(self.contenders) > 1 and self.blocks > self.warmup + self.requests:
-            raise ConfigError(f"blocks={self.blocks} must be at most the {self.warmup + self.requests} requests")
+        open_loop, sent = self.concurrency is None, self.warmup + self.requests
+        timed = self.trace is not None and self.trace.arrival_s is not None
+        refuse(
+            {
+                "targets of TTFT and TPOT need streamed answers": not self.asking.stream and any(self.targets),
+                "workload='trace' needs a trace of requests": self.workload == "trace" and self.trace is None,
+                "concurrency is for a closed loop, rate and speed_up for an open one; give one of them": not open_loop
+                and (self.rate is not None or self.speed_up is not None),
+                "give rate or trace (open loop) or concurrency (closed loop)": open_loop
+                and self.rate is None
+                and self.trace is None,
+                f"speed_up={self.speed_up} needs a trace whose times are replayed": self.speed_up is not None
+                and self.trace is None,
+                "a closed loop has no arrival times: leave the trace out, or ask workload='trace'": not open_loop
+                and self.trace is not None
+                and self.workload != "trace",
+                "the trace has no arrival times; give a concurrency, or a trace that has them": open_loop
+                and self.trace is not None
+                and not timed,
+                f"routers of one gateway are compared, or several servers; {len(self.urls)} URLs came": self.routers
+                and len(self.urls) > 1,
+                "a server or router is given twice; name each once": any(
+                    len(names) != len(set(names)) for names in (self.urls, self.routers)
+                ),
+                f"blocks={self.blocks} must be at most the {sent} requests": len(self.contenders) > 1
+                and self.blocks > sent,
+            }
+        )
         for router in self.routers:
             PolicyText.parse(router)
 
@@ -157,28 +171,21 @@ async def measure(
     prompts: Sequence[Prompt],
     measured: LoadMeasurement,
     keys: BearerKeys = BearerKeys(),
-    report: Progress | None = None,
+    report: Report = lambda *_: None,
 ) -> None:
     """Serve the workload under every contender; `measured` is filled as answers arrive."""
-    report = report or (lambda *_: None)
     rng = np.random.default_rng(settings.seed)
     async with AsyncExitStack() as stack:
         report(f"Asking {settings.urls[0]}", 0, 1)
         admin = await stack.enter_async_context(Client(settings.urls[0], key=keys.admin or keys.api))
         first = await stack.enter_async_context(Client(settings.urls[0], key=keys.api))
-        measured.model = settings.model or await served_model(first)
-        asking = Asking(
-            measured.model,
-            settings.chat,
-            settings.stream,
-            settings.temperature,
-            settings.ignore_eos or settings.workload == "trace",
-            settings.timeout_s,
-        )
+        model, ends = settings.asking.model, settings.asking.ignore_eos or settings.workload == "trace"
+        measured.model = model or await served_model(first)
+        asking = replace(settings.asking, model=measured.model, ignore_eos=ends)
         askings = [asking]
         for url in settings.urls[1:]:
             other = await stack.enter_async_context(Client(url, key=keys.api))
-            askings.append(replace(asking, model=settings.model or await served_model(other)))
+            askings.append(replace(asking, model=model or await served_model(other)))
         # Replace lone surrogates: JSON can contain them, but UTF-8 cannot encode them.
         prompts = [one._replace(prompt=one.prompt.encode("utf-8", "replace").decode()) for one in prompts]
         clients = [await stack.enter_async_context(LoadClient(url, keys.api)) for url in settings.urls]
@@ -189,9 +196,11 @@ async def measure(
             raise ConfigError(
                 f"the trace has {len(requests)} requests: warmup={settings.warmup} leaves none to measure"
             )
-        times = None
-        if settings.concurrency is None:
-            times = arrival_times(len(requests), rng, settings.rate, settings.trace, settings.speed_up)
+        times = (
+            arrival_times(len(requests), rng, settings.rate, settings.trace, settings.speed_up)
+            if settings.concurrency is None
+            else None
+        )
         pace = Pace(settings.concurrency, times, settings.duration_s)
         workers = [await stack.enter_async_context(Client(url, key=keys.worker)) for url in settings.expert_steps]
         pool = ""
@@ -202,10 +211,8 @@ async def measure(
         for number, name in enumerate(settings.contenders):
             server = 0 if settings.routers else number
             marker = f"{settings.marker}{number}" if settings.marker else ""
-            contender = Contender(name, _sender(clients[server], askings[server], marker))
-            if settings.routers:
-                contender.prepare = _swapper(admin, pool, name)
-            measured.contenders.append(contender)
+            swap = partial(use_router, admin, pool, name) if settings.routers else None
+            measured.contenders.append(Contender(name, _sender(clients[server], askings[server], marker), swap))
         blocks = settings.blocks if len(measured.contenders) > 1 else 1
         await compare(measured.contenders, requests, pace, blocks, rng, report, workers)
 
@@ -215,13 +222,6 @@ def _sender(client: LoadClient, asking: Asking, marker: str) -> Send:
         return await client.ask(request, asking, planned, marker, f"load-{marker}-{request.number}")
 
     return send
-
-
-def _swapper(gateway: Client, pool: str, wanted: str) -> Callable[[], Awaitable[None]]:
-    async def prepare() -> None:
-        await use_router(gateway, pool, wanted)
-
-    return prepare
 
 
 async def _workload(
@@ -259,3 +259,56 @@ async def context_length(server: Client, model: str) -> int | None:
         return int(length) if status == 200 and length is not None else None
     except (ValueError, RecursionError, LookupError, TypeError, StopIteration):
         return None
+
+
+# ------------------------------------------------------------------------------------------------- routers of a gateway
+
+
+async def routers_in_use(gateway: Client) -> dict[str, str]:
+    """Return pool → router in use; raise if the server is not a Coterie gateway."""
+    status, text = await gateway.call("GET", "/routers")
+    try:
+        answer = json.loads(text)
+        in_use = {name: str(spec["router"]) for name, spec in answer.get("pools", answer).items()}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        in_use = {}
+    if status != 200 or not in_use:
+        hint = "; an admin key is needed" if status in (401, 403) else ""
+        raise UnavailableError(
+            f"{gateway.url}/routers answers HTTP {status}, not the routers of a Coterie gateway{hint}"
+        )
+    return in_use
+
+
+async def use_router(gateway: Client, pool: str, wanted: str, spec: Mapping[str, Any] | None = None) -> None:
+    """Swap a pool's router; raise with the gateway's reason if it refuses the name or a setting.
+
+    `spec` holds further configuration of the router, such as the file of its fit.
+    """
+    status, text = await gateway.call("PUT", f"/routers/{pool}", {**(spec or {}), "router": wanted})
+    if status == 200:
+        return
+    try:
+        error = json.loads(text)["error"]
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, RecursionError, LookupError, TypeError):
+        pass
+    wrong = ConfigError if status in (400, 404, 422) else UnavailableError
+    raise wrong(f"{gateway.url} does not take router {wanted!r} for pool {pool!r}: HTTP {status}: {text[:300]}")
+
+
+@asynccontextmanager
+async def put_back(gateway: Client, pool: str | None = None) -> AsyncIterator[str]:
+    """Yield the pool (None: decode, or the only pool) and restore its router at the end, also after an exception."""
+    in_use = await routers_in_use(gateway)
+    if pool is None:
+        pool = DECODE if DECODE in in_use else next(iter(in_use)) if len(in_use) == 1 else ""
+    if pool not in in_use:
+        raise ConfigError(f"pool={pool!r} must be one of {', '.join(in_use)}")
+    try:
+        yield pool
+    except BaseException:
+        with suppress(CoterieError):  # the exception of the block matters more than a failure to restore
+            await use_router(gateway, pool, in_use[pool])
+        raise
+    await use_router(gateway, pool, in_use[pool])

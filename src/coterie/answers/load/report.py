@@ -1,15 +1,23 @@
-"""Report of a measurement: a summary per contender, changes relative to the first, notes and a verdict in words."""
+"""Report of a measurement: a summary per contender, changes relative to the first, notes, a verdict and a figure."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from coterie.answers.load.compare import Change, Contender, changes
+from coterie.answers.load.client import METRICS
 from coterie.answers.load.measure import LoadMeasurement, LoadSettings
-from coterie.answers.load.summary import Percentiles, Summary, summarise
-from coterie.types import Interval
+from coterie.answers.load.run import Change, Contender, changes
+from coterie.answers.load.steps import StepTotals
+from coterie.answers.load.summary import Percentiles, Summary, summarise, values_of
+
+if TYPE_CHECKING:  # matplotlib takes a second to import: only to draw
+    from matplotlib.figure import Figure
+
+    from coterie.answers.figures import Theme
 
 WORDS = {"ttft": "TTFT", "tpot": "TPOT", "gap": "longest gap", "e2e": "E2E"}
 FAILED = {
@@ -43,11 +51,8 @@ class Row(NamedTuple):
     summary: Summary
     changes: list[Change]
     """Changes relative to the first contender; empty for the first."""
-    experts_per_step: float | None
-    """Distinct experts per layer in a decode step, mean over steps; None if step logs were not read."""
-    experts_by_token: float | None
-    """Distinct experts per layer, mean over tokens: steps weighted by their rows."""
-    rows_per_step: float | None
+    steps: StepTotals | None
+    """Decode steps of the workers; None if step logs were not read, or have no step."""
 
     @property
     def told_apart(self) -> bool:
@@ -58,9 +63,10 @@ class Row(NamedTuple):
         return {
             "name": self.name,
             **self.summary.to_json(),
-            "experts_per_step": self.experts_per_step,
-            "experts_by_token": self.experts_by_token,
-            "rows_per_step": self.rows_per_step,
+            **{
+                name: None if self.steps is None else getattr(self.steps, name)
+                for name in ("experts_per_step", "experts_by_token", "rows_per_step")
+            },
             "changes": {
                 one.statistic: {"value": one.pct.mean, "low": one.pct.low, "high": one.pct.high} for one in self.changes
             },
@@ -87,21 +93,10 @@ def report_of(settings: LoadSettings, measured: LoadMeasurement, interrupted: bo
     skip = settings.warmup
     rows: list[Row] = []
     for contender in measured.contenders:
-        found = summarise(contender.runs, np.random.default_rng(settings.seed), settings.targets, skip)
+        summary = summarise(contender.runs, np.random.default_rng(settings.seed), settings.targets, skip)
         against = changes(measured.contenders[0], contender, skip) if rows else []
         steps = contender.all_steps
-        if steps is not None and not steps.steps.any():
-            steps = None  # the workers whose logs are read made no decode step
-        rows.append(
-            Row(
-                contender.name,
-                found,
-                against,
-                None if steps is None else steps.experts_per_step,
-                None if steps is None else steps.experts_by_token,
-                None if steps is None else steps.rows_per_step,
-            )
-        )
+        rows.append(Row(contender.name, summary, against, steps if steps is not None and steps.steps.any() else None))
     return LoadReport(
         model=measured.model,
         workload="" if measured.workload is None else measured.workload.name,
@@ -123,8 +118,10 @@ def _notes(rows: list[Row], contenders: list[Contender]) -> list[str]:
     notes = []
     for row in rows:
         summary, of = row.summary, f"{row.name}: " if len(rows) > 1 else ""
-        for kind, problem in summary.problems.items():
-            notes.append(f"{of}{summary.failures[kind]} {FAILED[kind]}, such as: {problem}")
+        notes += [
+            f"{of}{summary.failures[kind]} {FAILED[kind]}, such as: {problem}"
+            for kind, problem in summary.problems.items()
+        ]
         typical = summary.metrics.get("ttft") or summary.metrics.get("e2e")
         if typical is not None and summary.late_p99_s > LATE * typical.p50.mean:
             notes.append(
@@ -134,10 +131,8 @@ def _notes(rows: list[Row], contenders: list[Contender]) -> list[str]:
     fewest = min((row.summary.answered for row in rows if row.summary.answered), default=MOST_UNBOUND)
     if fewest < MOST_UNBOUND:
         notes.append(f"{fewest} answers are too few to bound p99 from above; that takes {MOST_UNBOUND}.")
-    if len(rows) > 1:
-        pairs = [sum(len(run.outcomes) for run in one.runs) for one in contenders]
-        if len(set(pairs)) > 1:
-            notes.append("Contenders served different numbers of requests; changes are over those that both answered.")
+    if len({sum(len(run.outcomes) for run in one.runs) for one in contenders}) > 1:
+        notes.append("Contenders served different numbers of requests; changes are over those that both answered.")
     return notes
 
 
@@ -154,23 +149,21 @@ def _alone(summary: Summary, settings: LoadSettings) -> str:
     failed = failures_of(summary)
     if not summary.answered:
         return f"None of {summary.requests} requests was answered: {failed}."
-    said = f"{summary.answered} of {summary.requests} requests were answered"
-    said += f" ({failed})" if failed else ""
-    if "ttft" in summary.metrics:
-        said += f": half had their first token within {_ms(summary.metrics['ttft'], 'p50')}"
-        said += f", 99% within {_ms(summary.metrics['ttft'], 'p99')}"
-        if "tpot" in summary.metrics:
-            said += f"; a token then took {_ms(summary.metrics['tpot'], 'p50')} (median)"
+    times = {name: (_ms(found, "p50"), _ms(found, "p99")) for name, found in summary.metrics.items()}
+    if "ttft" in times:
+        said = "half had their first token within {}, 99% within {}".format(*times["ttft"])
+        said += f"; a token then took {times['tpot'][0]} (median)" if "tpot" in times else ""
     else:
-        said += f": half within {_ms(summary.metrics['e2e'], 'p50')}, 99% within {_ms(summary.metrics['e2e'], 'p99')}"
-    if settings.targets.ttft_s is not None or settings.targets.tpot_s is not None:
-        said += f"; {100 * summary.within.mean:.1f}% met the targets"
-    if summary.behind:
-        said += (
-            f". The server fell behind: {summary.offered_per_s:.3g} requests a second came, it answered "
-            f"{summary.requests_per_s:.3g}, so times grow with the length of the run"
-        )
-    return said + "."
+        said = "half within {}, 99% within {}".format(*times["e2e"])
+    met = f"; {100 * summary.within.mean:.1f}% met the targets" if settings.targets != (None, None) else ""
+    behind = (
+        f". The server fell behind: {summary.offered_per_s:.3g} requests a second came, it answered "
+        f"{summary.requests_per_s:.3g}, so times grow with the length of the run"
+        if summary.behind
+        else ""
+    )
+    answered = f"{summary.answered} of {summary.requests} requests were answered"
+    return f"{answered}{failed and f' ({failed})'}: {said}{met}{behind}."
 
 
 def _against(first: Row, row: Row) -> str:
@@ -179,33 +172,65 @@ def _against(first: Row, row: Row) -> str:
         none = row if not row.summary.answered else first
         failed = failures_of(none.summary)
         return f"{none.name} answered no request{failed and f': {failed}'}."
-    told = {one.statistic: one for one in row.changes}
+    known = {one.statistic: one for one in row.changes}
     sure, unsure = [], []
-    for statistic, words in HEADLINES.items():
-        change = told.get(statistic)
-        if change is None:
-            continue
+    for change, words in [(known[name], words) for name, words in HEADLINES.items() if name in known]:
         if change.sure:
-            less = "fewer" if statistic in ("experts", "hit_rate") else "less"
+            less = "fewer" if change.statistic in ("experts", "hit_rate") else "less"
             how = less if change.pct.mean < 0 else "more"
-            unit = "" if statistic == "hit_rate" else "%"
-            sure.append(f"{abs(change.pct.mean):.1f}{unit} {how} {words} (95% {_range(change.pct)})")
+            unit = "" if change.statistic == "hit_rate" else "%"
+            low, high = sorted(abs(end or 0.0) for end in (change.pct.low, change.pct.high))
+            sure.append(f"{abs(change.pct.mean):.1f}{unit} {how} {words} (95% {low:.1f} to {high:.1f})")
         else:
             unsure.append(words.removeprefix("points of "))
     said = f"{row.name} against {first.name}: " + (", ".join(sure) if sure else "no difference that this run can tell")
     if sure and unsure:
         said += f"; no difference in {' or '.join(unsure)} that this run can tell"
     lost = failures_of(row.summary)
-    return said + (f"; {lost}" if lost else "") + "."
+    return f"{said}{lost and f'; {lost}'}."
 
 
-def _range(found: Interval) -> str:
-    assert found.low is not None
-    assert found.high is not None
-    low, high = sorted((abs(found.low), abs(found.high)))
-    return f"{low:.1f} to {high:.1f}"
-
-
-def _ms(found: Percentiles, level: str) -> str:
-    seconds = getattr(found, level).mean
+def _ms(times: Percentiles, level: str) -> str:
+    seconds = getattr(times, level).mean
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+_TICKS = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
+
+
+def draw_load(contenders: Sequence[Contender], skip: int, figure: Figure, theme: Theme) -> None:
+    """Draw one panel per metric: time against the percentile of requests, with the tail stretched."""
+    from coterie.answers.figures import short
+
+    answered = [
+        [one for run in contender.runs for one in run.outcomes if one.request >= skip and one.failure is None]
+        for contender in contenders
+    ]
+    shown = {name: [values_of(outcomes, name) for outcomes in answered] for name in METRICS if name != "gap"}
+    shown = {name: values for name, values in shown.items() if any(map(len, values))}
+    panels = np.atleast_1d(figure.subplots(1, max(1, len(shown))))
+    for axes, (name, series) in zip(panels, shown.items(), strict=False):
+        most = max(map(len, series))
+        for index, (contender, values) in enumerate(zip(contenders, series, strict=True)):
+            if len(values):
+                shares = np.arange(len(values)) / len(values)
+                color, style = theme.series[index % len(theme.series)], ("-", "--", ":")[index // len(theme.series) % 3]
+                label = short(contender.name)
+                axes.plot(_stretched(shares), 1e3 * np.sort(values), style, color=color, label=label)
+        ticks = [tick for tick in _TICKS if (1 - tick) * most >= 1 or tick <= 0.5]
+        axes.set_xticks(_stretched(np.array(ticks)), [f"{100 * tick:g}" for tick in ticks])
+        axes.set(title=WORDS[name], xlabel="% of requests", ylim=(0, None))
+        axes.grid(True)
+    panels[0].set_ylabel("ms, at most")
+    if len(contenders) > 1 and shown:
+        figure.legend(
+            *panels[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=min(4, len(contenders)),
+            fontsize=9,
+        )
+
+
+def _stretched(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return -log10(1 - share), so that each further 9 of 99.9…% takes the same width."""
+    return np.asarray(-np.log10(1 - np.minimum(shares, 1 - 1e-9)), np.float64)

@@ -15,13 +15,11 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.answers.load.client import RequestOutcome
+from coterie.answers.load.client import METRICS, RequestOutcome
 from coterie.answers.load.run import LoadRun
 from coterie.types import Interval
 
 LEVELS = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "gap": "gap_s", "e2e": "e2e_s"}
-"""Metric → attribute of an outcome. The gap is the longest time between two pieces of a stream."""
 DRAWS = 1000
 MOST_VALUES = 20_000_000
 """Most values drawn per metric: long runs get fewer draws, at least 200."""
@@ -39,10 +37,8 @@ class Targets(NamedTuple):
     tpot_s: float | None = None
 
     def met(self, outcome: RequestOutcome) -> bool:
-        if outcome.failure is not None:
-            return False
-        found = ((outcome.ttft_s, self.ttft_s), (outcome.tpot_s, self.tpot_s))
-        return all(value is None or most is None or value <= most for value, most in found)
+        times = zip((outcome.ttft_s, outcome.tpot_s), self, strict=True)
+        return outcome.failure is None and all(s is None or most is None or s <= most for s, most in times)
 
 
 class Percentiles(NamedTuple):
@@ -91,15 +87,14 @@ class Summary(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON, with metrics in milliseconds."""
-        metrics = {
-            f"{name}_ms": {key: _ends(getattr(found, key), 1e3) for key in ("mean", *LEVELS)}
-            | {"requests": found.requests}
-            for name, found in self.metrics.items()
-        }
         plain = {name: value for name, value in self._asdict().items() if name not in ("metrics", "within", "hit_rate")}
         return {
             **plain,
-            **metrics,
+            **{
+                f"{name}_ms": {key: _ends(getattr(values, key), 1e3) for key in ("mean", *LEVELS)}
+                | {"requests": values.requests}
+                for name, values in self.metrics.items()
+            },
             "within": _ends(self.within, 1.0),
             "hit_rate": None if self.hit_rate is None else _ends(self.hit_rate, 1.0),
         }
@@ -118,15 +113,11 @@ def summarise(
     wall_s = sum(max(one.end for one in part) - part[0].planned for part in parts if part)
     in_flight = sum(one.end - one.sent for one in outcomes) / wall_s if wall_s else 0.0
     block = block_length(len(outcomes), in_flight)
-    metrics = {}
-    for name, attribute in METRICS.items():
-        values = np.array([v for one in answered if (v := getattr(one, attribute)) is not None], np.float64)
-        if len(values):
-            metrics[name] = percentiles(values, block, rng)
+    values = {name: values_of(answered, name) for name in METRICS}
+    metrics = {name: percentiles(known, block, rng) for name, known in values.items() if len(known)}
     met = np.array([targets.met(one) for one in outcomes], np.float64)
     said = [one for one in answered if one.cached_tokens is not None and one.prompt_tokens]
-    cached = np.array([one.cached_tokens for one in said], np.float64)
-    prompt = np.array([one.prompt_tokens for one in said], np.float64)
+    cached, prompt = np.array([(one.cached_tokens, one.prompt_tokens) for one in said], np.float64).reshape(-1, 2).T
     offered_per_s = _offered_per_s(parts) if runs and runs[0].open_loop else None
     requests_per_s = len(answered) / wall_s if wall_s else 0.0
     output_tokens = sum(one.output_tokens for one in outcomes)
@@ -153,6 +144,11 @@ def summarise(
     )
 
 
+def values_of(outcomes: Sequence[RequestOutcome], metric: str) -> NDArray[np.float64]:
+    """Return the values of a metric, in seconds, of the outcomes that have one."""
+    return np.array([v for one in outcomes if (v := getattr(one, METRICS[metric])) is not None], np.float64)
+
+
 def _offered_per_s(parts: Sequence[Sequence[RequestOutcome]]) -> float | None:
     span = sum(part[-1].planned - part[0].planned for part in parts if part)
     return (sum(map(len, parts)) - len(parts)) / span if span > 0 else None
@@ -167,26 +163,23 @@ def _grows(answered: Sequence[RequestOutcome]) -> bool:
 
 def block_length(count: int, in_flight: float) -> int:
     """Return the bootstrap block length: 2 x requests in flight, at least count^(1/3), at most count / 8."""
-    wanted = max(2 * in_flight, float(count) ** (1 / 3))
-    return max(1, min(int(wanted + 0.5), count // LEAST_BLOCKS))
+    return max(1, min(int(max(2 * in_flight, count ** (1 / 3)) + 0.5), count // LEAST_BLOCKS))
 
 
 def draws_of(count: int, block: int, rng: Generator) -> NDArray[np.int64]:
     """Draw indices [draw, request] of a circular block bootstrap: blocks of consecutive requests with random starts."""
     draws = max(200, min(DRAWS, MOST_VALUES // max(count, 1)))
-    blocks = -(-count // block)
-    starts = rng.integers(0, count, (draws, blocks, 1))
+    starts = rng.integers(0, count, (draws, -(-count // block), 1))
     return ((starts + np.arange(block)) % count).reshape(draws, -1)[:, :count]
 
 
 def percentiles(values: NDArray[np.float64], block: int, rng: Generator) -> Percentiles:
     """Compute mean and percentiles of values in order of time, with intervals."""
-    count = len(values)
-    levels = list(LEVELS.values())
-    found = [float(values.mean()), *(float(value) for value in np.percentile(values, levels))]
+    count, levels = len(values), list(LEVELS.values())
+    found = [float(values.mean()), *np.percentile(values, levels).tolist()]
     if count < 2 * LEAST_BLOCKS:
         return Percentiles(count, *(Interval(value, None, None) for value in found))
-    drawn = draws_of(count, min(block, max(1, count // LEAST_BLOCKS)), rng)
+    drawn = draws_of(count, min(block, count // LEAST_BLOCKS), rng)
     means, sampled = np.empty(len(drawn)), np.empty((len(levels), len(drawn)))
     for start in range(0, len(drawn), 64):  # in slices of 64: all draws of a long run would take gigabytes
         some = values[drawn[start : start + 64]]
@@ -206,7 +199,7 @@ def share(part: NDArray[np.float64], whole: NDArray[np.float64], block: int, rng
     value = float(part.sum() / whole.sum())
     if len(part) < 2 * LEAST_BLOCKS:
         return Interval(value, None, None)
-    drawn = draws_of(len(part), min(block, max(1, len(part) // LEAST_BLOCKS)), rng)
+    drawn = draws_of(len(part), min(block, len(part) // LEAST_BLOCKS), rng)
     ratios = [part[rows].sum() / whole[rows].sum() for rows in drawn]
     low, high = np.percentile(ratios, [100 * (1 - SURE), 100 * SURE])
     return Interval(value, float(low), float(high))

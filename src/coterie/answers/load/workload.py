@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_positive, check_share
+from coterie.errors import ConfigError, check_at_least, check_positive, check_share, refuse
 from coterie.prompts import Prompt
 from coterie.traces.arrivals import PoissonArrivals, ReplayedArrivals
 from coterie.traces.requests import RequestTrace
@@ -112,7 +112,7 @@ class SharedPrefixes:
         check_share(hit_rate=self.hit_rate)
         check_at_least(1, systems=self.systems, turns=self.turns, active=self.active, answer_chars=self.answer_chars)
         check_at_least(24, question_chars=self.question_chars)  # room for the number that begins a question
-        least = self._shared(0) / self._total(0)
+        least = self._shared / self._total
         if not least <= self.hit_rate <= 0.99:
             raise ConfigError(
                 f"hit_rate={self.hit_rate} must be in {least:.2f} … 0.99 with {self.turns} turns: "
@@ -122,18 +122,21 @@ class SharedPrefixes:
     @property
     def system_chars(self) -> int:
         """Characters of a system prompt that give the hit rate."""
-        # shared(S) = shared(0) + turns * S, total(S) = total(0) + turns * S: solve shared = hit_rate * total.
-        lacking = self.hit_rate * self._total(0) - self._shared(0)
+        # With system prompts of S characters, turns * S is added to both: solve shared = hit_rate * total.
+        lacking = self.hit_rate * self._total - self._shared
         return round(lacking / (self.turns * (1 - self.hit_rate)))
 
-    def _total(self, system: int) -> int:
+    @property
+    def _total(self) -> int:
+        """Characters that a conversation sends, without system prompts."""
         past = self.question_chars + self.answer_chars
-        return self.turns * (system + self.question_chars) + past * (self.turns * (self.turns - 1) // 2)
+        return self.turns * self.question_chars + past * (self.turns * (self.turns - 1) // 2)
 
-    def _shared(self, system: int) -> int:
-        """Return the characters of a conversation that were sent before, with the system prompt of its first turn."""
+    @property
+    def _shared(self) -> int:
+        """Characters of `_total` that were sent before."""
         past, later = self.question_chars + self.answer_chars, self.turns - 1
-        return self.turns * system + later * self.question_chars + past * (later * (later - 1) // 2)
+        return later * self.question_chars + past * (later * (later - 1) // 2)
 
 
 def shared_prefixes(
@@ -147,26 +150,22 @@ def shared_prefixes(
     ]
     begun = 0
     active: list[tuple[int, int, list[Message]]] = []  # conversation, its system, messages so far
-    left: list[int] = []  # [active conversation] turns left
     requests = []
     for number in range(count):
         while len(active) < settings.active:
             system = begun % settings.systems
             active.append((begun, system, [Message("system", systems[system])] if systems[system] else []))
-            left.append(settings.turns)
             begun += 1
         at = int(rng.integers(len(active)))
         conversation, system, messages = active[at]
-        turn = settings.turns - left[at] + 1
+        turn = 1 + sum(message.role == "user" for message in messages)
         question = texts.of(rng, domains[system], settings.question_chars, f"({conversation + 1}.{turn}) ")
         messages.append(Message("user", question))
         requests.append(LoadRequest(number, conversation, domains[system], tuple(messages), max_tokens))
         messages.append(Message("assistant", texts.of(rng, domains[system], settings.answer_chars)))
-        left[at] -= 1
-        if not left[at]:
-            del active[at], left[at]
-    name = f"conversations of {settings.turns} turns with {settings.systems} system prompts"
-    return _workload(name, requests)
+        if turn == settings.turns:
+            del active[at]
+    return _workload(f"conversations of {settings.turns} turns with {settings.systems} system prompts", requests)
 
 
 # ------------------------------------------------------------------------------------------------------------- traces
@@ -208,15 +207,16 @@ def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Gene
             blocks = [(number, texts.of(rng, domain, chars, f"({number + 1}) "))]
         else:
             size = max(1, round(scale * trace.block_tokens * ratio))
-            blocks = []
-            for start, one in zip(range(0, chars, size), hashes, strict=False):
-                block_rng = np.random.default_rng(abs(one))
-                blocks.append((one, texts.of(block_rng, domain, size, f"({one}) ")[: chars - start]))
+            blocks = [
+                (one, texts.of(np.random.default_rng(abs(one)), domain, size, f"({one}) ")[: chars - start])
+                for start, one in zip(range(0, chars, size), hashes, strict=False)
+            ]
         parts.append([((key, len(text)), len(text)) for key, text in blocks])
         message = Message("user", "".join(text for _, text in blocks) or ".")
         requests.append(LoadRequest(number, number, domain, (message,), most))
-    said = str(trace.source.get("format", "request"))
-    name = f"lengths of a {said} trace" + (f", {cut} prompts cut to the model's context" if cut else "")
+    name = f"lengths of a {trace.source.get('format', 'request')} trace" + (
+        f", {cut} prompts cut to the model's context" if cut else ""
+    )
     return _workload(name, requests, parts)
 
 
@@ -232,17 +232,19 @@ def arrival_times(
 ) -> NDArray[np.float64]:
     """Return arrival times [request] in seconds: Poisson at `rate`, or a trace's, scaled by `speed_up` or to `rate`."""
     check_positive(rate=rate, speed_up=speed_up)
+    timed = trace is None or (len(trace) > 1 and trace.duration_s)
+    refuse(
+        {
+            "arrivals without a trace need a rate, and no speed-up": trace is None
+            and (rate is None or speed_up is not None),
+            f"rate={rate} and speed_up={speed_up} both set how fast the trace is replayed; give one": rate is not None
+            and speed_up is not None,
+            "the trace has no arrival times that a rate could be set for": rate is not None and not timed,
+        }
+    )
     if trace is None:
-        if rate is None or speed_up is not None:
-            raise ConfigError("arrivals without a trace need a rate, and no speed-up")
-        return PoissonArrivals(rate).draw(count, np.ones(1), rng).arrival_s
-    if rate is not None and speed_up is not None:
-        raise ConfigError(f"rate={rate} and speed_up={speed_up} both set how fast the trace is replayed; give one")
-    scale = 1.0 / (speed_up or 1.0)
-    if rate is not None:
-        if len(trace) < 2 or not trace.duration_s:
-            raise ConfigError("the trace has no arrival times that a rate could be set for")
-        scale = (len(trace) - 1) / trace.duration_s / rate
+        return PoissonArrivals(rate or 0.0).draw(count, np.ones(1), rng).arrival_s
+    scale = 1 / (speed_up or 1.0) if rate is None else (len(trace) - 1) / trace.duration_s / rate
     return ReplayedArrivals(trace, scale).draw(count, np.ones(1), rng).arrival_s
 
 

@@ -22,16 +22,17 @@ def bench_command(
     if group in (None, "all") and not benches.names() and lab_missing():
         raise ConfigError(LAB_MISSING)
     if group is None:
+        groups = [
+            {"group": name, "measures": (benches[name].__doc__ or "").partition("\n")[0]} for name in benches.names()
+        ]
         if json:
-            print_json({"groups": _groups()})
+            print_json({"groups": groups})
         else:
-            _print_groups()
+            print_table("Groups", ["group", "measures"], [list(row.values()) for row in groups])
         return
     names = benches.names() if group == "all" else [group]
-    rows = []
     with reporting("bench") as report:
-        for name in names:
-            rows += [{"group": name, **row} for row in look_up(benches, name)(report)]
+        rows = [{"group": name, **row} for name in names for row in look_up(benches, name)(report)]
     if json:
         print_json({"rows": rows})
         return
@@ -47,14 +48,3 @@ def _print_rows(name: str, rows: list[dict[str, Any]]) -> None:
     differ = [key for key in rows[0] if key not in same]
     note = "In all rows: " + "; ".join(f"{key} {value}" for key, value in same.items()) if same else None
     print_table(name, differ, [[row[key] for key in differ] for row in rows], note)
-
-
-def _groups() -> list[dict[str, str]]:
-    """Return the name of every group and the first line of its docstring."""
-    from coterie.answers.suites import benches
-
-    return [{"group": name, "measures": (benches[name].__doc__ or "").partition("\n")[0]} for name in benches.names()]
-
-
-def _print_groups() -> None:
-    print_table("Groups", ["group", "measures"], [list(row.values()) for row in _groups()])

@@ -80,14 +80,14 @@ def calibrate_command(
         if processes:
             from coterie.engines.calibration.collectives import measure_collectives
 
-            found = measure_collectives(processes, report=report)
+            collectives = measure_collectives(processes, report=report)
             # Direct copies between devices, if possible, are already measured; messages of processes take another path.
             direct = any(cell.path == "peer" for cell in measurement.copies)
             measurement = msgspec.structs.replace(
                 measurement,
-                collectives=found.cells,
-                copies=measurement.copies if direct else (*measurement.copies, *found.peers),
-                note="; ".join(filter(None, (measurement.note, found.note))),
+                collectives=collectives.cells,
+                copies=measurement.copies if direct else (*measurement.copies, *collectives.peers),
+                note="; ".join(filter(None, (measurement.note, collectives.note))),
             )
         if contention:
             from coterie.costs.cells import ContentionCell

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from coterie.cli.files import load_sizes
 from coterie.cli.output import FromOption, JsonOption, NumExpertsOption, TraceModelOption, print_json, print_table
-from coterie.cli.summaries import load_sizes
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, detect, kind_of, read_trace
 from coterie.traces.writers import check_trace_target, write_trace
@@ -36,8 +36,7 @@ def convert_command(
         print_json({**summary, "left_out": list(written.left_out)})
         return
     note = f"{to} cannot store {', '.join(written.left_out)}: left out." if written.left_out else None
-    summary["path"] = escape(summary["path"])
-    print_table("Converted", ["field", "value"], summary.items(), note)
+    print_table("Converted", ["field", "value"], ({**summary, "path": escape(str(dst))}).items(), note)
 
 
 def _sizes(trace: Trace) -> dict[str, Any]:

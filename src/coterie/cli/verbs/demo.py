@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width
+from coterie.cli.output import (
+    JsonOption,
+    out,
+    print_json,
+    print_lines,
+    print_table,
+    print_verdict,
+    reporting,
+    set_width,
+)
 
 if TYPE_CHECKING:
     from coterie.answers.demo.run import DemoResult
@@ -92,8 +101,6 @@ def print_result(result: DemoResult, json: bool) -> None:
         soft_wrap=True,
     )
     print_verdict(result.verdict, result.next)
-    out.print(
-        "Or record your own server: coterie record --engine vllm --url http://HOST:PORT --prompts bundled -o trace",
-        highlight=False,
-        soft_wrap=True,
+    print_lines(
+        "Or record your own server: coterie record --engine vllm --url http://HOST:PORT --prompts bundled -o trace"
     )

@@ -24,7 +24,7 @@ from coterie.answers.suites import (
     options_read,
     suites,
 )
-from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress, set_width
+from coterie.cli.output import JsonOption, out, print_json, print_lines, print_table, reporting, set_width
 from coterie.errors import ConfigError
 
 SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
@@ -70,15 +70,11 @@ def _flags(ctx: Any, options: Iterable[str]) -> list[str]:
 def _check_given(ctx: typer.Context, suite: str) -> None:
     """Raise for an option on the command line that the suite does not read."""
     reads = options_read(suite)
-    unread = [name for name in CHOICES if name not in reads and _is_given(ctx, name)]
+    sources = {name: ctx.get_parameter_source(name) for name in CHOICES if name not in reads}
+    unread = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if unread:
         given, own = ", ".join(_flags(ctx, unread)), ", ".join(_flags(ctx, reads)) or "none"
         raise ConfigError(f"suite {suite} does not read {given}; it reads {own}, besides --out and --json")
-
-
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _several(values: list[Any] | None) -> tuple[Any, ...] | None:
@@ -158,14 +154,7 @@ def evaluate_command(
     made = out_folder is not None and not out_folder.exists()
     if out_folder is not None:
         out_folder.mkdir(parents=True, exist_ok=True)  # fail before the work if the folder cannot be created
-    bar = progress()
-    bar.disable = not err.is_terminal  # without a terminal rich would leave an empty line
-    with bar:
-        task = bar.add_task(suite, total=None)
-
-        def report(doing: str, done: int, total: int) -> None:
-            bar.update(task, description=doing, completed=done, total=total)
-
+    with reporting(suite) as report:
         try:
             result = chosen.run(options, report)
         except BaseException:
@@ -183,7 +172,7 @@ def evaluate_command(
     _print(chosen, result)
     if out_folder is not None:
         names = f"{suite}.json and what is beside it" if chosen.writes_files else f"{suite}.json"
-        out.print(f"Written: {escape(str(out_folder))}: {names}", highlight=False, soft_wrap=True)
+        print_lines(f"Written: {out_folder}: {names}")
 
 
 def _print(suite: Suite, result: SuiteResult) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
+from coterie.cli.files import check_output, read_activations
 from coterie.cli.output import (
     FromOption,
     JsonOption,
@@ -16,11 +15,12 @@ from coterie.cli.output import (
     TraceModelOption,
     out,
     print_json,
+    print_lines,
     print_table,
     print_verdict,
     reporting,
+    shell,
 )
-from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # importing NumPy takes as long as the rest of --help
@@ -66,19 +66,14 @@ def fit_command(
 
     from coterie.answers.fit import REQUESTS, check_weighting, fit_and_score
     from coterie.routing import RouterFit
-    from coterie.traces import ActivationTrace
-    from coterie.traces.readers import ReadOptions, read_trace
 
     if weighting is not None:
         check_weighting(weighting)
     check_output(output, "--output", "a fitted router", RouterFit.load, [trace])
     rates = None if speeds is None else parse_speeds(speeds, workers)
-    opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
-    if not isinstance(opened, ActivationTrace):
-        raise ConfigError(f"{trace} must be an activation trace; it holds a {type(opened).__name__}")
-    opened.validate()
+    opened = read_activations(trace, from_, model, num_experts)
     with reporting("Counting requests") as report:
-        found = fit_and_score(
+        scored = fit_and_score(
             opened,
             workers,
             np.random.default_rng(seed),
@@ -88,7 +83,7 @@ def fit_command(
             speeds=rates,
             report=report,
         )
-    fitted = found.fitted
+    fitted = scored.fitted
     fitted.save(output)
     result = {
         "trace": str(trace),
@@ -98,25 +93,25 @@ def fit_command(
         "top_k": fitted.learned.top_k,
         "workers": workers,
         "batch": batch,
-        "calibration_requests": found.calibration_requests,
-        "test_requests": found.test_requests,
-        "halves": found.halved,
-        "weighting": found.weighting,
-        "weighting_why": found.chosen,
+        "calibration_requests": scored.calibration_requests,
+        "test_requests": scored.test_requests,
+        "halves": scored.halved,
+        "weighting": scored.weighting,
+        "weighting_why": scored.chosen,
         "seed": seed,
         "layers_kept": fitted.learned.signature.layers.tolist(),
-        "rho": [score._asdict() for score in found.rho],
-        "distinct": found.distinct,
-        "fit_s": found.seconds,
+        "rho": [score._asdict() for score in scored.rho],
+        "distinct": scored.distinct,
+        "fit_s": scored.seconds,
         "file": str(output),
         "bytes": output.stat().st_size,
     }
-    result |= {"verdict": _verdict(result), "next": _next(result)}
+    then = shell("coterie", "fleet", trace, "--decoders", workers, "--fitted", output)
+    result |= {"verdict": _verdict(result), "next": then}
     if json_output:
         print_json(result)
-        return
-    _print(result)
-    print_verdict(result["verdict"], result["next"])
+    else:
+        _print(result)
 
 
 def _verdict(result: dict[str, Any]) -> str:
@@ -128,18 +123,12 @@ def _verdict(result: dict[str, Any]) -> str:
         return f"The router is fitted, not tested: {few}. {why}"
     best = max(("cosine clusters", "union clusters"), key=lambda name: saved[name])
     gain = saved[best] - saved["round robin"]
-    pays = f"{gain:.1f} points more than dealing them out in turn"
-    if gain < 1:
-        pays = "next to nothing more than dealing them out in turn: do not expect it to pay"
+    more = f"{gain:.1f} points more than dealing them out in turn"
+    pays = more if gain >= 1 else "next to nothing more than dealing them out in turn: do not expect it to pay"
     return (
         f"On {result['test_requests']} held-out requests its {best} touch {saved[best]:.1f}% fewer experts a step than "
         f"one mixed pool, {pays}; one split: nothing tells how sure that is. {why}"
     )
-
-
-def _next(result: dict[str, Any]) -> str:
-    where, file = (shlex.quote(result[name]) for name in ("trace", "file"))
-    return f"coterie fleet {where} --decoders {result['workers']} --fitted {file}"
 
 
 def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -155,27 +144,24 @@ def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64
     return values
 
 
-def _ends(row: dict[str, Any]) -> tuple[float | None, float | None]:
-    return (min(row["per_split"]), max(row["per_split"])) if row["per_split"] else (None, None)
-
-
 def _print(result: dict[str, Any]) -> None:
-    out.print(
-        f"{escape(result['model'])}: {result['layers']} layers of {result['experts']} experts, "
-        f"{result['calibration_requests']:,} requests to fit, {result['test_requests']:,} to test",
-        highlight=False,
-        soft_wrap=True,
+    print_lines(
+        f"{result['model']}: {result['layers']} layers of {result['experts']} experts, "
+        f"{result['calibration_requests']:,} requests to fit, {result['test_requests']:,} to test"
     )
     if result["halves"]:
         out.print("The trace has one phase: first and second halves of requests stand for prefill and decode.")
     if not result["rho"]:
         out.print("No scores of signatures: requests are too few.")
     else:
-        rows = [[row["weighting"], row["mask"], row["layers"], row["rho"], *_ends(row)] for row in result["rho"]]
+        ends = [[end(row["per_split"], default=None) for end in (min, max)] for row in result["rho"]]
         print_table(
             "rho on held-out requests, mean of splits in halves",
             ["signature", "layer mask", "layers", "rho", "lowest", "highest"],
-            rows,
+            [
+                [*(row[name] for name in ("weighting", "mask", "layers", "rho")), *both]
+                for row, both in zip(result["rho"], ends, strict=True)
+            ],
         )
     if not result["distinct"]:
         out.print(f"No test: {result['test_requests']} requests are too few to test {result['workers']} workers.")
@@ -186,6 +172,8 @@ def _print(result: dict[str, Any]) -> None:
             [[row["clusters"], row["experts_per_step"], row["saving_pct"]] for row in result["distinct"]],
         )
     print_table("Fitting", ["part", "seconds"], list(result["fit_s"].items()))
-    kept = ", ".join(map(str, result["layers_kept"]))
-    out.print(f"Layers kept, of {result['layers']}: {kept}", highlight=False, soft_wrap=True)
-    out.print(f"Router: {escape(result['file'])} ({result['bytes']:,} bytes)", highlight=False, soft_wrap=True)
+    print_lines(
+        f"Layers kept, of {result['layers']}: {', '.join(map(str, result['layers_kept']))}",
+        f"Router: {result['file']} ({result['bytes']:,} bytes)",
+    )
+    print_verdict(result["verdict"], result["next"])

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from coterie.cli.files import check_results, figure_results, read_activations
 from coterie.cli.output import (
     FromOption,
     JsonOption,
     NumExpertsOption,
     out,
     print_json,
+    print_lines,
     print_table,
     print_verdict,
     reporting,
     set_width,
     shell,
 )
-from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes a second to import
     from coterie.answers.fleet.simulation import FleetReport, FleetRow
     from coterie.traces.requests import RequestTrace
-    from coterie.types import Interval
 
 
 def fleet_command(
@@ -95,13 +96,10 @@ def fleet_command(
     json_output: JsonOption = False,
 ) -> None:
     """Serve a trace on a simulated fleet under every router: experts per step, TPOT, TTFT, and whether routing pays."""
-    from coterie.answers.fleet.result import RESULT_FILES, read_fleet_result, write_fleet_result
-    from coterie.answers.fleet.simulation import FleetSettings, simulate_fleet
+    from coterie.answers.fleet.simulation import FleetSettings, draw_fleets, simulate_fleet
     from coterie.costs.presets import load_preset, step_model
     from coterie.models import model_of
     from coterie.routing import RouterFit, routers
-    from coterie.traces import ActivationTrace
-    from coterie.traces.readers import ReadOptions, read_trace
     from coterie.types import Topology, WeightDtype, check_dtype
 
     for name in (base, *(router or ())):
@@ -110,12 +108,8 @@ def fleet_command(
     for name in dtype or ():
         check_dtype(name)
     device = load_preset(preset)
-    if out_folder is not None and out_folder.exists():
-        for name in RESULT_FILES:
-            check_output(out_folder / name, "--out", "a result of coterie fleet", read_fleet_result, (trace, fitted))
-    opened = read_trace(trace, from_, ReadOptions(model=None if spec is None else spec.name, num_experts=num_experts))
-    if not isinstance(opened, ActivationTrace):
-        raise ConfigError(f"{trace} must be an activation trace; it holds a {type(opened).__name__}")
+    check_results(out_folder, "fleet", figure_results("fleet", "trace"), (trace, fitted))
+    opened = read_activations(trace, from_, None if spec is None else spec.name, num_experts)
     spec = model_of(opened.meta.model) if spec is None else spec
     dtypes = cast(list[WeightDtype], list(dict.fromkeys(dtype or [spec.weight_dtype])))
     models = [step_model(spec, device, name, Topology(ranks)) for name in dtypes]
@@ -133,25 +127,28 @@ def fleet_command(
         seed=seed,
         fitted=None if fitted is None else RouterFit.load(fitted, workers=decoders),
     )
-    opened.validate()
     with reporting("Counting requests") as report:
-        reports = [simulate_fleet(opened, one, settings, report) for one in models]
+        reports = [simulate_fleet(opened, step, settings, report) for step in models]
     result: dict[str, Any] = {
         "trace": str(trace),
         "device": preset,
         "ranks": ranks,
         "base": base,
         "arrivals": _said(arrivals, rate),
-        "fleets": [one.to_json() for one in reports],
-        "verdict": " ".join(one.verdict for one in reports),
+        "fleets": [fleet.to_json() for fleet in reports],
+        "verdict": " ".join(fleet.verdict for fleet in reports),
         "next": _next(trace, reports, fitted),
     }
     if out_folder is not None:
-        result["written"] = [str(path) for path in write_fleet_result(out_folder, result, reports)]
+        from coterie.answers.figures import write_result  # matplotlib takes a second to import
+
+        height = 1.1 + sum(0.32 * len(fleet.rows) + 0.5 for fleet in reports)
+        written = write_result(out_folder, "fleet", result, partial(draw_fleets, reports), height)
+        result["written"] = [str(path) for path in written]
     if json_output:
         print_json(result)
-        return
-    _print(result, reports)
+    else:
+        _print(result, reports)
 
 
 def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
@@ -178,9 +175,8 @@ def _said(arrivals: str, rate: float | None) -> str:
 
 def _next(trace: Path, reports: list[FleetReport], fitted: Path | None) -> str:
     """Return the next command to run."""
-    first = reports[0]
-    if first.pays and fitted is None:
-        return shell("coterie", "fit", trace, "--workers", first.decoders, "--output", "router.safetensors")
+    if reports[0].pays and fitted is None:
+        return shell("coterie", "fit", trace, "--workers", reports[0].decoders, "--output", "router.safetensors")
     return shell("coterie", "plan", trace)
 
 
@@ -202,23 +198,13 @@ def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:
             f"{one.places} places on a decoder.",
             highlight=False,
         )
-        for note in one.notes:
-            out.print(note, markup=False, highlight=False, soft_wrap=True)
-        for name, reason in one.skipped.items():
-            out.print(f"Left out: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
-        out.print()
-    for path in result.get("written", ()):
-        out.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+        print_lines(*one.notes, *(f"Left out: {name} ({reason})" for name, reason in one.skipped.items()), "")
+    print_lines(*(f"Written: {path}" for path in result.get("written", ())))
     print_verdict("\n".join(one.verdict for one in reports), result["next"])
 
 
 def _cells(row: FleetRow, is_base: bool) -> list[Any]:
-    def saved(value: Interval) -> str:
-        if is_base:
-            return "-"
-        if value.low is None:
-            return f"{value.mean:+.1f}"
-        return f"{value.mean:+.1f} [{value.low:+.1f}, {value.high:+.1f}]"
+    from coterie.answers.runs import with_ends
 
     return [
         row.router,
@@ -226,6 +212,5 @@ def _cells(row: FleetRow, is_base: bool) -> list[Any]:
         f"{row.tpot_p50_ms:.2f}",
         f"{row.tpot_p99_ms:.2f}",
         f"{row.ttft_p50_ms:.1f}",
-        saved(row.saved_pct),
-        saved(row.saved_p99_pct),
+        *("-" if is_base else with_ends(saved) for saved in (row.saved_pct, row.saved_p99_pct)),
     ]

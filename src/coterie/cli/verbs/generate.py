@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from coterie.cli.output import JsonOption, err, print_json, print_table, progress
-from coterie.cli.summaries import trace_summary
+from coterie.cli.files import read_activations, trace_summary
+from coterie.cli.output import JsonOption, err, print_json, print_table, reporting
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes half a second to import: only when a trace is made
@@ -80,8 +81,7 @@ def generate_command(
     source = {"seed": seed, "preset": preset, "like": None if like is None else str(like)}
     generate(settings, np.random.default_rng(0), tokens=1)  # compile first: wall_s must not include compiling
     started = time.perf_counter()
-    with progress() as bar:
-        task = bar.add_task("Generating tokens", total=None)
+    with reporting("Generating tokens") as report:
         trace = generate_to(
             out,
             settings,
@@ -90,7 +90,7 @@ def generate_command(
             tokens=tokens,
             nbytes=nbytes,
             source=source,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=partial(report, "Generating tokens"),
         )
     summary = {
         **trace_summary(out, trace),
@@ -108,9 +108,7 @@ def generate_command(
 
 def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.random.Generator) -> SyntheticSettings:
     from coterie.models import get_model
-    from coterie.traces import ActivationTrace
     from coterie.traces.fitting import fit_synthetic
-    from coterie.traces.readers import read_trace
     from coterie.traces.synthetic import presets
 
     if like is None:
@@ -119,10 +117,7 @@ def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.
     if model is not None:
         raise ConfigError(f"--model={model} and --like={like} exclude each other: the trace has a shape of its own")
     base = None if preset is None else presets[preset]
-    recorded = read_trace(like)
-    if not isinstance(recorded, ActivationTrace):
-        raise ConfigError(f"--like={like} must be an activation trace; it holds a {type(recorded).__name__}")
-    recorded.validate()  # a memory-mapped trace is unread so far; the error for a bad id must name the file
+    recorded = read_activations(like, named="--like=")
     with err.status("Fitting the recorded trace"):
         return fit_synthetic(recorded, rng, base)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from coterie.cli.output import (
     print_json,
     print_table,
     print_verdict,
-    progress,
+    reporting,
 )
 
 if TYPE_CHECKING:  # numba and matplotlib take a second to import: only when a trace is inspected
@@ -46,8 +47,7 @@ def inspect_command(
     """Show statistics of a trace (skew, hot experts, ranks, domains, drift, distinct experts, arrivals), a verdict."""
     import numpy as np
 
-    from coterie.answers.inspect.inspection import inspect_trace
-    from coterie.answers.inspect.verdict import inspect_verdict
+    from coterie.answers.inspect.inspection import inspect_trace, inspect_verdict
     from coterie.traces.readers import ReadOptions, read_trace
 
     if out_folder is not None:
@@ -55,46 +55,40 @@ def inspect_command(
 
         check_report_folder(out_folder)  # fail before reading, which can take minutes
     opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
-    with progress() as bar:
-        task = bar.add_task("Reading tokens", total=None)
-        found = inspect_trace(
-            opened,
-            str(trace),
-            np.random.default_rng(seed),
-            lambda done, total: bar.update(task, completed=done, total=total),
-            window,
-        )
+    with reporting("Reading tokens") as report:
+        progress = partial(report, "Reading tokens")
+        inspection = inspect_trace(opened, str(trace), np.random.default_rng(seed), progress, window)
     written: dict[str, Any] = {}
     if out_folder is not None:
         from coterie.answers.page import write_report
 
-        report = write_report(found, out_folder)
-        written = {"report": str(report.page), "figures": [str(path) for path in report.figures]}
-    said = inspect_verdict(found)
+        pages = write_report(inspection, out_folder)
+        written = {"report": str(pages.page), "figures": [str(path) for path in pages.figures]}
+    verdict = inspect_verdict(inspection)
     if json_output:
-        print_json({**msgspec.to_builtins(found), **written, "verdict": said.sentence, "next": said.then})
+        print_json({**msgspec.to_builtins(inspection), **written, "verdict": verdict.sentence, "next": verdict.then})
         return
-    _print(found)
+    _print(inspection)
     if written:
         out.print(f"Report: {escape(written['report'])}", soft_wrap=True)
-    print_verdict(said.sentence, said.then)
+    print_verdict(*verdict)
 
 
-def _print(found: Inspection) -> None:
+def _print(inspection: Inspection) -> None:
     from coterie.answers.inspect.sections import not_there, overview, sections
 
     out.width = min(out.width, WIDTH)
-    out.print(escape(found.trace), highlight=False, soft_wrap=True)
-    print_table("Trace", ["field", "value"], _escaped(overview(found)))
-    for section in sections(found):
+    out.print(escape(inspection.trace), highlight=False, soft_wrap=True)
+    print_table("Trace", ["field", "value"], _escaped(overview(inspection)))
+    for section in sections(inspection):
         out.print()
         if section.rows:
             print_table(section.title, section.columns, _escaped(section.rows))
         out.print(escape(section.meaning), highlight=False)
     out.print()
-    for note in found.notes:
+    for note in inspection.notes:
         out.print(f"Note: {escape(note)}", highlight=False)
-    for line in not_there(found):
+    for line in not_there(inspection):
         out.print(f"No {escape(line)}", highlight=False)
 
 

@@ -86,18 +86,11 @@ def _show_position_store(specs: list[ModelSpec], json_output: bool) -> None:
     at = {(size.model, size.kv_dtype, size.block_size): size for size in sizes}
     rows = []
     for spec in specs:
-        plain, half = at[spec.name, "bf16", 16], at[spec.name, "fp8", 16]
-        large = at[spec.name, "bf16", 128]
-        rows.append(
-            [
-                spec.name,
-                plain.position_bytes,
-                _percent(plain),
-                _percent(half),
-                f"{100 * plain.counts_share_of_kv:.2f}",
-                f"{100 * large.counts_share_of_kv:.2f}",
-            ]
-        )
+        shares = [at[spec.name, dtype, 16] for dtype in ("bf16", "fp8")]
+        counts = [at[spec.name, "bf16", block] for block in BLOCK_SIZES]
+        percent = [f"{100 * size.share_of_kv:.2f}{'' if size.within_bar else ' !'}" for size in shares]
+        percent += [f"{100 * size.counts_share_of_kv:.2f}" for size in counts]
+        rows.append([spec.name, shares[0].position_bytes, *percent])
     print_table(
         "Position store, percent of the KV cache",
         ["model", "B/token", "bf16", "fp8", "counts/16", "counts/128"],
@@ -107,15 +100,10 @@ def _show_position_store(specs: list[ModelSpec], json_output: bool) -> None:
     )
 
 
-def _percent(size: StoreSize) -> str:
-    return f"{100 * size.share_of_kv:.2f}{'' if size.within_bar else ' !'}"
-
-
 def _size_row(size: StoreSize) -> dict[str, Any]:
     from coterie.footprints.sizing import H200_BYTES
 
-    fields = asdict(size)
-    return {"slot_bytes" if name == "position_bytes" else name: value for name, value in fields.items()} | {
+    return {"slot_bytes" if name == "position_bytes" else name: value for name, value in asdict(size).items()} | {
         "share_of_kv": size.share_of_kv,
         "within_bar": size.within_bar,
         "share_of_hbm": size.share_of_hbm,

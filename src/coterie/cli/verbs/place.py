@@ -21,6 +21,7 @@ from coterie.cli.output import (
     bar,
     out,
     print_json,
+    print_lines,
     print_rank_bars,
     print_table,
     print_verdict,
@@ -97,26 +98,24 @@ def inspect_command(
     if sampling.asked and load is None:
         raise ConfigError("--requests and --over are of a --load")
     spec = None if model is None else model_of("", model)
-    found = read_map(placement, from_, model=spec, num_ranks=ranks)
+    map = read_map(placement, from_, model=spec, num_ranks=ranks)
     tokens = what = single = None
     if load is not None:
-        named = None if found.model == "unknown" else found.model
-        seen = read_load(load, None, model or named, window, sampling)
-        if found.layer_ids not in (None, seen.layer_ids):
+        seen = read_load(load, None, model or (None if map.model == "unknown" else map.model), window, sampling)
+        if map.layer_ids not in (None, seen.layer_ids):
             raise ConfigError(f"{load} and {placement} are for different layers of {seen.spec.name}")
         tokens, what, single = seen.tokens, seen.what, seen.steps
-    shown = inspect_map(found, nodes, tokens, single)
+    shown = inspect_map(map, nodes, tokens, single)
+    figure = {} if out_file is None else {"figure": str(out_file)}
     if out_file is not None:
-        from coterie.answers.plan.figures import draw_map
+        from coterie.answers.figures import draw_map
 
-        busy = None if shown.rank_load is None else np.array(shown.rank_load)
-        draw_map(out_file, found, busy, tokens)
+        draw_map(out_file, map, None if shown.rank_load is None else np.array(shown.rank_load), tokens)
     if json_output:
-        print_json(asdict(shown) | {"load": what} | ({} if out_file is None else {"figure": str(out_file)}))
+        print_json(asdict(shown) | {"load": what} | figure)
         return
     _print(shown, what)
-    if out_file is not None:
-        out.print(f"Figure: {escape(str(out_file))}", highlight=False, soft_wrap=True)
+    print_lines(*(f"Figure: {path}" for path in figure.values()))
 
 
 @place_app.command("apply")
@@ -146,9 +145,9 @@ def apply_command(
     from coterie.engines.transformers.permute.checkpoint import Ties, permute_checkpoint
     from coterie.placement.maps.formats import read_map
 
-    found = read_map(placement, from_, num_ranks=ranks)
+    map = read_map(placement, from_, num_ranks=ranks)
     with reporting("Reading the checkpoint") as report:
-        done = permute_checkpoint(found, checkpoint, output, nearest=nearest, ties=cast(Ties, ties), on_progress=report)
+        done = permute_checkpoint(map, checkpoint, output, nearest=nearest, ties=cast(Ties, ties), on_progress=report)
     applied = done.placement
     verdict = (
         f"{done.moved:,} of {applied.slot_experts.size:,} experts have another index in {output}: an engine that gives "
@@ -187,8 +186,7 @@ def apply_command(
             f"{done.regrouped:,} experts are on another rank than asked for, so that routing groups stay whole.",
             highlight=False,
         )
-    for name in done.left_out:
-        out.print(f"Left out: {escape(name)} (not permuted)", highlight=False, soft_wrap=True)
+    print_lines(*(f"Left out: {name} (not permuted)" for name in done.left_out))
     print_verdict(verdict, then)
 
 
@@ -202,8 +200,7 @@ def _print(shown: MapInspection, load: str | None) -> None:
     if load is not None:
         out.print(f"load: {escape(load)}", highlight=False)
     width = max(10, min(out.width - 36, 48))
-    full = max(shown.replicas)
-    rows = [[n, count, bar(count, full, width)] for n, count in enumerate(shown.replicas, 1) if count]
+    rows = [[n, count, bar(count, max(shown.replicas), width)] for n, count in enumerate(shown.replicas, 1) if count]
     print_table("Experts by slots, all layers", ["slots", "experts", ""], rows)
     if not shown.most:
         out.print("no expert has a replica", highlight=False)
@@ -218,14 +215,14 @@ def _print(shown: MapInspection, load: str | None) -> None:
         )
     if shown.rank_load is not None:
         _print_load(shown)
-    lines = [f"duplicates on a rank: {shown.duplicates:,}" + (": memory that buys nothing" if shown.duplicates else "")]
+    print_lines(
+        f"duplicates on a rank: {shown.duplicates:,}" + (": memory that buys nothing" if shown.duplicates else "")
+    )
     if shown.layers > 1:
         same = f"{shown.same_layers} of {shown.layers} layers are" if shown.same_layers > 1 else "no other layer is"
-        lines.append(f"{same} placed like the first")
+        print_lines(f"{same} placed like the first")
     if shown.spread is not None:
-        lines.append(f"experts with replicas are on {100 * shown.spread:.0f}% of the nodes they could be on")
-    for line in lines:
-        out.print(escape(line), highlight=False, soft_wrap=True)
+        print_lines(f"experts with replicas are on {100 * shown.spread:.0f}% of the nodes they could be on")
 
 
 def _print_load(shown: MapInspection) -> None:
@@ -243,8 +240,7 @@ def _print_load(shown: MapInspection) -> None:
     steps = shown.steps
     if steps is not None:
         worst = f"; {steps.worst} has {steps.least:.3f}" if steps.worst is not None else ""
-        text = (
+        print_lines(
             f"Over {steps.what}: balancedness {steps.balancedness:.3f}, {steps.worst_tenth:.3f} in the least even tenth"
             f"{worst}. Whether a plan has seen them only you know."
         )
-        out.print(escape(text), highlight=False, soft_wrap=True)

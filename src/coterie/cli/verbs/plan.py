@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand
 
 from coterie.cli.output import (
@@ -22,8 +19,8 @@ from coterie.cli.output import (
     RequestsOption,
     StepsOption,
     WindowOption,
-    out,
     print_json,
+    print_lines,
     print_rank_bars,
     print_table,
     print_verdict,
@@ -32,7 +29,7 @@ from coterie.cli.output import (
     set_width,
 )
 from coterie.errors import ConfigError, check_new_file
-from coterie.units import shown_s
+from coterie.units import counted, shown_s
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: done only to make a plan
     from coterie.answers.plan.plans import BatchRow, Planned
@@ -201,7 +198,7 @@ def plan_command(
         over=cast("Over | None", over),
         steps=steps,
     )
-    with _reporting(json_output) as report:
+    with reporting("Planning") as report:
         planned = make_plan(options, report)
     found = summary(planned)
     if out_file is not None:
@@ -213,29 +210,23 @@ def plan_command(
     found |= {"verdict": plan_verdict(planned, found), "next": next_command(planned, found)}
     if json_output:
         print_json(found)
-        return
-    _print(planned, found)
-
-
-def _reporting(quiet: bool) -> AbstractContextManager[Callable[[str, int, int], None]]:
-    return nullcontext(lambda *_: None) if quiet else reporting("Planning")
+    else:
+        _print(planned, found)
 
 
 def _print(planned: Planned, found: dict[str, Any]) -> None:
     set_width()
-    where = f"{_count(found['ranks'], 'rank')}" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
+    where = f"{counted(found['ranks'], 'rank')}" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
     shape = f"{found['layers']} MoE layers of {found['experts']} experts"
     nearest = "" if found["measured"] else " (not measured: nearest rates)"
-    lines = [
+    print_lines(
         f"{found['model']}: {shape}, {found['slots']} slots on {where}",
-        f"planned for {_count(found['batch'], 'token')} a step over all ranks, device {found['preset']}, "
+        f"planned for {counted(found['batch'], 'token')} a step over all ranks, device {found['preset']}, "
         f"experts in {found['dtype']}{nearest}",
         f"load: {found['load']}",
         f"planner: {found['planner']}, split {found['split']}",
         *_memory(planned),
-    ]
-    for line in lines:
-        out.print(escape(line), highlight=False, soft_wrap=True)
+    )
     _print_batches(planned, found)
     _print_bars(planned)
     _print_prediction(planned, found)
@@ -247,10 +238,11 @@ def _memory(planned: Planned) -> list[str]:
     from coterie.answers.plan.memory import device_size, gigabytes
 
     memory = planned.memory
-    needs = f"memory of a rank: experts {gigabytes(memory.experts_bytes)}"
-    if memory.replicas_bytes:
-        needs += f", replicas {gigabytes(memory.replicas_bytes)}"
-    needs += f", staging at least {gigabytes(memory.staging_bytes)}"
+    replicas = f", replicas {gigabytes(memory.replicas_bytes)}" if memory.replicas_bytes else ""
+    needs = (
+        f"memory of a rank: experts {gigabytes(memory.experts_bytes)}{replicas}, "
+        f"staging at least {gigabytes(memory.staging_bytes)}"
+    )
     shared, whole = gigabytes(memory.rest_bytes / memory.ranks), gigabytes(memory.rest_bytes)
     rest = f"KV cache, workspace and other weights (16-bit: {shared} shared by ranks, {whole} on each)"
     if memory.device_bytes is None or memory.left_bytes is None:
@@ -265,12 +257,17 @@ def _print_batches(planned: Planned, found: dict[str, Any]) -> None:
     spare = found["no_spare"] is not None
     other = "gain without spare slots" if spare else "gain of a plan for this batch"
     replanned = not spare and any(row.replanned_gain_pct is not None for row in planned.batches[1:])
-    rows = []
-    for row in planned.batches:
-        mark = " (--batch)" if row.tokens == found["batch"] else ""
-        cells = [f"{row.tokens:,}{mark}", _phase(row.tokens / found["ranks"])]
-        cells += [f"{1e3 * row.now_s:.3g}", f"{1e3 * row.after_s:.3g}", f"{row.gain_pct:.1f}%"]
-        rows.append(cells + ([_beside(row, spare)] if spare or replanned else []))
+    rows = [
+        [
+            f"{row.tokens:,}{' (--batch)' if row.tokens == found['batch'] else ''}",
+            _phase(row.tokens / found["ranks"]),
+            f"{1e3 * row.now_s:.3g}",
+            f"{1e3 * row.after_s:.3g}",
+            f"{row.gain_pct:.1f}%",
+            *([_beside(row, spare)] if spare or replanned else []),
+        ]
+        for row in planned.batches
+    ]
     print_table(
         "MoE layers of a step, by batch",
         ["tokens a step", "typical of", "now, ms", "this plan, ms", "gain", *([other] if spare or replanned else [])],
@@ -300,7 +297,10 @@ def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
         ["gain, on the load planned for", "", f"{found['gain_pct']:.1f}%"],
         ["gain, on load held out", "", "-" if held is None else f"{held['gain_pct']:.1f}%"],
         ["balancedness, mean of layers", *(f"{found[f'balancedness_{when}']:.3f}" for when in ("before", "after"))],
-        ["balancedness, on load held out", *_unseen(held)],
+        [
+            "balancedness, on load held out",
+            *("-" if held is None else f"{held[f'balancedness_{when}']:.3f}" for when in ("before", "after")),
+        ],
         ["balancedness, worst layer", *worst],
         ["duplicates", str(found["duplicates_before"]), str(found["duplicates_after"])],
     ]
@@ -311,10 +311,8 @@ def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
         for row, cell in zip(rows, (*beside, unseen, f"{other['balancedness_after']:.3f}", "", "", "0"), strict=True):
             row.append(cell)
     how = f"Held out: {held['what']}" if held is not None else f"Nothing is held out: {found['not_held_out']}"
-    print_table(f"Prediction at {_count(found['batch'], 'token')} a step", columns, rows)
-    lines = [f"Balancedness: mean ÷ slowest rank, 1 is even. {how}.", *_steps(found)]
-    for line in lines:
-        out.print(escape(line), highlight=False, soft_wrap=True)
+    print_table(f"Prediction at {counted(found['batch'], 'token')} a step", columns, rows)
+    print_lines(f"Balancedness: mean ÷ slowest rank, 1 is even. {how}.", *_steps(found))
     if found["domains"]:
         print_table(
             "Balancedness on domains held out",
@@ -325,12 +323,6 @@ def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
             ],
             "A domain that is not in the load gains little.",
         )
-
-
-def _unseen(held: dict[str, Any] | None) -> list[str]:
-    if held is None:
-        return ["-", "-"]
-    return [f"{held['balancedness_before']:.3f}", f"{held['balancedness_after']:.3f}"]
 
 
 def _steps(found: dict[str, Any]) -> list[str]:
@@ -380,14 +372,14 @@ def _print_moves(found: dict[str, Any]) -> None:
             f"{part['moves']:,} {name} ({shown_s(part['link_s'])} of link time)"
             for name, part in found["moves_by_link"].items()
         )
-        lines.append(f"{_count(found['moves'], 'move')}, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
+        lines.append(f"{counted(found['moves'], 'move')}, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
         held, steps = f"movement holds up serving for {shown_s(found['movement_s'])}", found["break_even_steps"]
         if steps is None:
             lines.append(f"{held}, and never pays for itself")
         else:
             whole = math.ceil(steps)
-            even = f"paid for after {_count(whole, 'step')}, {shown_s(whole * found['after_s'])} of MoE layers"
-            lines.append(f"{held}: {even} (horizon {_count(found['horizon'], 'step')})")
+            even = f"paid for after {counted(whole, 'step')}, {shown_s(whole * found['after_s'])} of MoE layers"
+            lines.append(f"{held}: {even} (horizon {counted(found['horizon'], 'step')})")
         lines += _trade(found["trade"])
     proof = found["proof"]
     if proof is not None:
@@ -404,8 +396,7 @@ def _print_moves(found: dict[str, Any]) -> None:
         lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
     if "scenarios" in found:
         lines.append(f"Steps written: {found['scenarios']}")
-    for line in lines:
-        out.print(escape(line), highlight=False, soft_wrap=True)
+    print_lines(*lines)
 
 
 def _trade(trade: dict[str, Any]) -> list[str]:
@@ -418,7 +409,3 @@ def _trade(trade: dict[str, Any]) -> list[str]:
         f"{stops:.2g} steps to win it back;",
         f"one that stages them behind its steps loses {trade['staged_exposed']:.1%} of it, and needs {staged:.2g}",
     ]
-
-
-def _count(number: float, what: str) -> str:
-    return f"{number:,.0f} {what}" + ("" if number == 1 else "s")

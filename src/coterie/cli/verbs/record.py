@@ -3,54 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
+from coterie.cli.files import trace_summary
 from coterie.cli.output import JsonOption, err, print_json, print_table, print_verdict, reporting, shell
-from coterie.errors import ConfigError, TraceError, UnknownNameError
-from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
+from coterie.errors import TraceError, UnknownNameError, refuse
+from coterie.prompts import load_prompts, read_prompts, take_in_turn
 
 if TYPE_CHECKING:
     from coterie.engines.recording import Sending
     from coterie.traces import ActivationTrace, LoadTable
 
 BUNDLED = "bundled"
+ENGINES = ("transformers", "vllm", "sglang")
 PER_DECODER = 64
 """Requests to record per simulated decoder: 16 in flight, 16 that replace them, and 32 more to fit a router on."""
-
-Progress = Callable[[str, int, int], None]
-
-
-class _Asked(NamedTuple):
-    """Values of the command line; each engine reads some of them."""
-
-    model: str
-    prompts: str | None
-    out: Path
-    limit: int | None
-    max_tokens: int
-    batch_size: int
-    dtype: str
-    device: str
-    gate_weights: bool
-    temperature: float
-    seed: int
-    chat: bool | None
-    resume: bool
-    url: str | None
-    events: str | None
-    duration_s: float | None
-    concurrency: int
-
-
-class _Done(NamedTuple):
-    trace: ActivationTrace | LoadTable
-    counts: dict[str, int]
-    """Counts reported by the engine: requests kept from an earlier recording, failed requests, lost messages."""
 
 
 def record_command(
@@ -102,43 +73,55 @@ def record_command(
     json_output: JsonOption = False,
 ) -> None:
     """Record which experts the tokens of real requests activate, in prefill and in decode."""
-    if engine not in _ENGINES:
-        raise UnknownNameError("engine", engine, _ENGINES)
-    asked = _Asked(
-        model=model,
-        prompts=prompts,
-        out=output,
-        limit=limit,
-        max_tokens=max_tokens,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        gate_weights=gate_weights,
-        temperature=temperature,
-        seed=seed,
-        chat=chat,
-        resume=resume,
-        url=url,
-        events=events,
-        duration_s=duration,
-        concurrency=concurrency,
+    if engine not in ENGINES:
+        raise UnknownNameError("engine", engine, ENGINES)
+    served = engine != "transformers"
+    asked = {"url": url, "events": events, "duration": duration}
+    refuse(
+        {
+            **{
+                f"--{name} is for a server; engine transformers runs the model itself": not served and value is not None
+                for name, value in asked.items()
+            },
+            f"--events={events!r}: SGLang publishes no expert events; they are for engine vllm": engine == "sglang"
+            and events is not None,
+            f"--resume is for engine transformers; a recording of {engine} cannot be continued": served and resume,
+            f"engine {engine} needs --url: the address of the server": served and url is None,
+        }
     )
-    from coterie.cli.summaries import trace_summary
-
+    texts = [] if prompts is None else load_prompts() if prompts == BUNDLED else read_prompts(prompts)
+    texts = texts or ([] if served else load_prompts())
+    texts = texts if limit is None else take_in_turn(texts, limit)
     started = time.perf_counter()
     try:
         with reporting("Starting") as report:
-            done = _ENGINES[engine](asked, report)
+            if url is not None:
+                from coterie.engines.recording import Sending
+
+                sending = Sending(texts, duration, concurrency, max_tokens, chat is not False, report)
+                trace, counts = _record_server(engine, url, output, sending, events)
+            else:
+                from coterie.engines.tiny import TINY, tiny_model_path
+                from coterie.engines.transformers.recording import RecordingSettings, record
+
+                settings = RecordingSettings(
+                    max_tokens=max_tokens,
+                    batch_size=batch_size,
+                    dtype=dtype,
+                    device=device,
+                    gate_weights=gate_weights,
+                    temperature=temperature,
+                    seed=seed,
+                    chat=chat,
+                )
+                checkpoint = tiny_model_path() if model == TINY and not Path(TINY).is_dir() else Path(model)
+                done = record(checkpoint, texts, output, settings, resume=resume, on_progress=report)
+                trace, counts = done.trace, {"kept": done.kept}
     except KeyboardInterrupt:
-        _print_kept(asked, engine)
+        _print_kept(output, engine)
         raise
-    summary = {
-        "engine": engine,
-        **trace_summary(output, done.trace),
-        **done.counts,
-        "wall_s": time.perf_counter() - started,
-    }
-    verdict, then = _verdict(output, done.trace)
+    summary = {"engine": engine, **trace_summary(output, trace), **counts, "wall_s": time.perf_counter() - started}
+    verdict, then = _verdict(output, trace)
     if json_output:
         print_json({**summary, "verdict": verdict, "next": then})
         return
@@ -167,90 +150,27 @@ def _verdict(output: Path, trace: ActivationTrace | LoadTable) -> tuple[str, str
     )
 
 
-def _transformers(asked: _Asked, report: Progress) -> _Done:
-    from coterie.engines.tiny import TINY, tiny_model_path
-    from coterie.engines.transformers.recording import RecordingSettings, record
+def _record_server(
+    engine: str, url: str, output: Path, sending: Sending, events: str | None
+) -> tuple[ActivationTrace | LoadTable, dict[str, int]]:
+    """Record a server; return the trace, and the numbers of failed requests and lost messages."""
+    if engine == "sglang":
+        from coterie.engines.sglang.recording import record_sglang
 
-    for name in ("url", "events", "duration_s"):
-        if getattr(asked, name) is not None:
-            raise ConfigError(f"--{name.removesuffix('_s')} is for a server; engine transformers runs the model itself")
-    settings = RecordingSettings(
-        max_tokens=asked.max_tokens,
-        batch_size=asked.batch_size,
-        dtype=asked.dtype,
-        device=asked.device,
-        gate_weights=asked.gate_weights,
-        temperature=asked.temperature,
-        seed=asked.seed,
-        chat=asked.chat,
-    )
-    prompts = _prompts(asked) or _limited(load_prompts(), asked.limit)
-    model = tiny_model_path() if asked.model == TINY and not Path(TINY).is_dir() else Path(asked.model)
-    done = record(model, prompts, asked.out, settings, resume=asked.resume, on_progress=report)
-    return _Done(done.trace, {"kept": done.kept})
-
-
-def _vllm(asked: _Asked, report: Progress) -> _Done:
+        loads = record_sglang(url, output, sending)
+        return loads.trace, {"failed": loads.tally.failed}
     from coterie.engines.vllm.recording import record_vllm
 
-    done = record_vllm(_url(asked, "vllm"), asked.out, _sending(asked, report), events=asked.events)
-    return _Done(done.trace, {"failed": done.tally.failed, "lost_messages": done.lost, "without_ids": done.unknown})
+    done = record_vllm(url, output, sending, events=events)
+    return done.trace, {"failed": done.tally.failed, "lost_messages": done.lost, "without_ids": done.unknown}
 
 
-def _sglang(asked: _Asked, report: Progress) -> _Done:
-    from coterie.engines.sglang.recording import record_sglang
-
-    if asked.events is not None:
-        raise ConfigError(f"--events={asked.events!r}: SGLang publishes no expert events; they are for engine vllm")
-    done = record_sglang(_url(asked, "sglang"), asked.out, _sending(asked, report))
-    return _Done(done.trace, {"failed": done.tally.failed})
-
-
-_ENGINES: dict[str, Callable[[_Asked, Progress], _Done]] = {
-    "transformers": _transformers,
-    "vllm": _vllm,
-    "sglang": _sglang,
-}
-
-
-def _url(asked: _Asked, engine: str) -> str:
-    if asked.resume:
-        raise ConfigError(f"--resume is for engine transformers; a recording of {engine} cannot be continued")
-    if asked.url is None:
-        raise ConfigError(f"engine {engine} needs --url: the address of the server")
-    return asked.url
-
-
-def _sending(asked: _Asked, report: Progress) -> Sending:
-    from coterie.engines.recording import Sending
-
-    return Sending(
-        prompts=_prompts(asked) or (),
-        duration_s=asked.duration_s,
-        concurrency=asked.concurrency,
-        max_tokens=asked.max_tokens,
-        chat=asked.chat is not False,
-        report=report,
-    )
-
-
-def _prompts(asked: _Asked) -> list[Prompt] | None:
-    if asked.prompts is None:
-        return None
-    found = load_prompts() if asked.prompts == BUNDLED else read_prompts(asked.prompts)
-    return _limited(found, asked.limit)
-
-
-def _limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    return prompts if limit is None else take_in_turn(prompts, limit)
-
-
-def _print_kept(asked: _Asked, engine: str) -> None:
+def _print_kept(output: Path, engine: str) -> None:
     from coterie.traces import ActivationTrace
 
     try:
-        kept = ActivationTrace.open(asked.out).num_requests
+        kept = ActivationTrace.open(output).num_requests
     except (TraceError, OSError):
         return  # interrupted before anything was written
     on = "; repeat the command with --resume to continue" if engine == "transformers" else ""
-    err.print(escape(f"{asked.out} holds {kept} requests{on}"), highlight=False, soft_wrap=True)
+    err.print(escape(f"{output} holds {kept} requests{on}"), highlight=False, soft_wrap=True)

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width
-from coterie.cli.outputs import check_output
+from coterie.cli.files import check_results
+from coterie.cli.output import (
+    JsonOption,
+    out,
+    print_json,
+    print_lines,
+    print_table,
+    print_verdict,
+    reporting,
+    set_width,
+)
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes a second to import: done only for a run
@@ -141,31 +150,27 @@ def simulate_command(
         device=device,
     )
     # Import compiled code only now that names and ranges are checked: importing takes seconds.
-    from coterie.answers.batches.what_if import RESULT_FILES, read_batches_result, simulate, write
+    from coterie.answers.batches.what_if import RESULTS, simulate, write
 
-    if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
-        if not out_folder.is_dir():
-            raise ConfigError(f"{out_folder} is a file; --out takes a folder")
-        inputs = (trace, config, prompts, with_model)
-        for name in RESULT_FILES:
-            check_output(out_folder / name, "--out", "a result of coterie simulate", read_batches_result, inputs)
+    if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()) and not out_folder.is_dir():
+        raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+    check_results(out_folder, "simulate", RESULTS, (trace, config, prompts, with_model))
     with reporting("Reading") as report:
-        found = simulate(options, report)
+        simulated = simulate(options, report)
     if out_folder is not None:
-        write(out_folder, found)
+        write(out_folder, simulated)
     if json_output:
-        print_json(found.to_json())
+        print_json(simulated.to_json())
         return
-    _print(found)
+    _print(simulated)
     if out_folder is not None:
-        where = escape(str(out_folder))
-        out.print(f"Written: {where}: {', '.join(RESULT_FILES)}", highlight=False, soft_wrap=True)
-    print_verdict(*found.verdict)
+        print_lines(f"Written: {out_folder}: {', '.join(RESULTS)}")
+    print_verdict(*simulated.verdict)
 
 
-def _print(found: Simulated) -> None:
+def _print(simulated: Simulated) -> None:
     set_width()
-    settings = found.settings
+    settings, rows = simulated.settings, simulated.rows
     uneven = imbalance_name(settings)
     heads = ["strategy", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "req/s"]
     print_table(
@@ -181,11 +186,11 @@ def _print(found: Simulated) -> None:
                 row["worst_skips"],
                 row["worst_wait_ms"],
             ]
-            for row in found.rows
+            for row in rows
         ],
         note=_meaning(uneven),
     )
-    if len(found.rows) > 1:
+    if len(rows) > 1:
         out.print()
         gains = ("p50", "p90", "p99", "p999", "throughput", *(("imbalance",) if uneven else ()), "distinct")
         print_table(
@@ -200,11 +205,11 @@ def _print(found: Simulated) -> None:
                 *([f"less {uneven}"] if uneven else []),
                 "experts",
             ],
-            [[row["strategy"], *(_gain(row, name) for name in gains)] for row in found.rows[1:]],
+            [[row["strategy"], *(_gain(row, name) for name in gains)] for row in rows[1:]],
             note="Above 0 is better: lower latency, more requests per second, more even load, fewer experts.",
         )
     out.print()
-    for note in found.notes:
+    for note in simulated.notes:
         out.print(f"- {escape(note)}", highlight=False)
 
 

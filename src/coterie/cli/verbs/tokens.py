@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
+from coterie.cli.files import check_output, read_activations
 from coterie.cli.output import (
     FromOption,
     JsonOption,
     NumExpertsOption,
     TraceModelOption,
-    out,
     print_json,
+    print_lines,
     print_table,
     print_verdict,
     reporting,
 )
-from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,14 +49,9 @@ def tokens_command(
     The table predicts a request's load from its prompt, before the request runs. It is scored on held-out requests.
     """
     from coterie.predictors import TokenTable
-    from coterie.traces import ActivationTrace
-    from coterie.traces.readers import ReadOptions, read_trace
 
     check_output(output, "--output", "a token table", TokenTable.load, [trace])
-    opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
-    if not isinstance(opened, ActivationTrace):
-        raise ConfigError(f"{trace} must be an activation trace; it holds a {type(opened).__name__}")
-    opened.validate()
+    opened = read_activations(trace, from_, model, num_experts)
     if opened.arrays()[0].token_ids is None:
         raise ConfigError(f"{trace} has no token ids, which a token table needs; coterie record keeps them")
     with reporting("Scoring on held-out requests") as report:
@@ -97,7 +91,7 @@ def tokens_command(
             ["predictor", "cosine with the recorded load"],
             [["token table", scored["token_table"]], ["popularity, the same for all", scored["popularity"]]],
         )
-    out.print(f"Table: {escape(str(output))} ({output.stat().st_size:,} bytes)", highlight=False, soft_wrap=True)
+    print_lines(f"Table: {output} ({output.stat().st_size:,} bytes)")
     print_verdict(verdict, then)
 
 
@@ -121,14 +115,13 @@ def _scores(trace: ActivationTrace, seed: int) -> dict[str, Any] | None:
     asked, truth = [], []
     for number in held:
         rows = slice(offsets[number], offsets[number + 1])
-        ids = tokens.token_ids[rows]
-        asked.append(PredictRequest(token_ids=ids[phases[number] == PREFILL]))
+        asked.append(PredictRequest(token_ids=tokens.token_ids[rows][phases[number] == PREFILL]))
         truth.append(footprint(tokens.expert_ids[rows][phases[number] == DECODE], trace.meta.num_experts))
-    found: dict[str, Any] = {"requests": len(held)}
+    scores: dict[str, Any] = {"requests": len(held)}
     for name in ("token_table", "popularity"):
         predictor = predictors.make(name).fit(trace, rest)
-        found[name] = float(cosine(np.stack([predictor.predict(one) for one in asked]), np.stack(truth)).mean())
-    return found
+        scores[name] = float(cosine(np.stack([predictor.predict(one) for one in asked]), np.stack(truth)).mean())
+    return scores
 
 
 def _verdict(tokens: int, requests: int, scored: dict[str, Any] | None) -> str:
@@ -136,12 +129,10 @@ def _verdict(tokens: int, requests: int, scored: dict[str, Any] | None) -> str:
     if scored is None:
         return f"{said}: too few requests with prompt and answer to score the table (at least {FEW})."
     ours, base = scored["token_table"], scored["popularity"]
+    how, use = ("no better", "record more requests before using it")
     if ours > base:
-        return (
-            f"{said}: the table predicts a request's experts better than their popularity does "
-            f"(cosine {ours:.3f} against {base:.3f}); use it for requests that come without a footprint."
-        )
+        how, use = ("better", "use it for requests that come without a footprint")
     return (
-        f"{said}: the table predicts a request's experts no better than their popularity does (cosine {ours:.3f} "
-        f"against {base:.3f}); record more requests before using it."
+        f"{said}: the table predicts a request's experts {how} than their popularity does "
+        f"(cosine {ours:.3f} against {base:.3f}); {use}."
     )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
 
 from coterie import _compiling
 from coterie.cli.output import JsonOption, print_json, print_verdict, reporting
@@ -42,14 +41,6 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
 """Commands to run on a small trace in a temporary folder; groups run in parallel, each in its own process."""
 
 
-class _Done(NamedTuple):
-    """Result of one command."""
-
-    verb: str
-    compiled: int
-    """Number of functions that it compiled."""
-
-
 def warm_command(json_output: JsonOption = False) -> None:
     """Compile the loops of all verbs in advance, in parallel processes, by running the verbs on a small trace.
 
@@ -64,21 +55,22 @@ def warm_command(json_output: JsonOption = False) -> None:
         first.result()  # wait, because the other commands read its trace
         steps = [pool.submit(_run, step, folder) for pool, group in zip(pools, GROUPS, strict=True) for step in group]
         for finished, future in enumerate(as_completed([first, *steps]), 1):
-            done = future.result()
-            compiled += done.compiled
-            report(f"Compiled {finished} of {total}: {done.verb}", finished, total)
+            verb, functions = future.result()
+            compiled += functions
+            report(f"Compiled {finished} of {total}: {verb}", finished, total)
     import coterie._numba  # noqa: F401  # note_compiled writes nothing unless Numba was imported
 
     _compiling.note_compiled(*(name for name, verb in VERBS.items() if verb.compile_s is not None))
     wall_s = time.perf_counter() - started
-    if compiled:
-        verdict = f"Compiled {compiled} loops in {wall_s:.0f} s; the verbs now start without compiling."
-    else:
-        verdict = f"All loops are compiled already ({wall_s:.0f} s to check)."
+    verdict = (
+        f"Compiled {compiled} loops in {wall_s:.0f} s; the verbs now start without compiling."
+        if compiled
+        else f"All loops are compiled already ({wall_s:.0f} s to check)."
+    )
     if json_output:
         print_json({"compiled": compiled, "wall_s": wall_s, "verdict": verdict, "next": NEXT})
-        return
-    print_verdict(verdict, NEXT)
+    else:
+        print_verdict(verdict, NEXT)
 
 
 @contextlib.contextmanager
@@ -89,8 +81,8 @@ def _processes() -> Iterator[list[ProcessPoolExecutor]]:
         yield [stack.enter_context(ProcessPoolExecutor(1, spawn)) for _ in GROUPS]
 
 
-def _run(words: tuple[str, ...], folder: str) -> _Done:
-    """Run a command in `folder` with its output suppressed."""
+def _run(words: tuple[str, ...], folder: str) -> tuple[str, int]:
+    """Run a command in `folder` with its output suppressed; return its verb and the number of compiled functions."""
     _compiling.count_from_now()
     os.chdir(folder)
     verb, *arguments = words
@@ -99,7 +91,7 @@ def _run(words: tuple[str, ...], folder: str) -> _Done:
             _route(Path(arguments[0]))
         else:
             VERBS[verb].load(verb)(arguments, standalone_mode=False)
-    return _Done(verb, _compiling.compiled_functions())
+    return verb, _compiling.compiled_functions()
 
 
 def _route(path: Path) -> None:

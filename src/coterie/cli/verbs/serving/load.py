@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width, shell
-from coterie.cli.outputs import check_output
+from coterie.cli.files import check_results, figure_results
+from coterie.cli.output import (
+    JsonOption,
+    print_json,
+    print_lines,
+    print_table,
+    print_verdict,
+    reporting,
+    set_width,
+    shell,
+)
 from coterie.errors import CoterieError, InputError
 
 if TYPE_CHECKING:
@@ -150,18 +160,15 @@ def load_command(
     """
     import asyncio
 
+    from coterie.answers.load.client import Asking
     from coterie.answers.load.measure import BearerKeys, LoadMeasurement, LoadSettings, measure
-    from coterie.answers.load.report import report_of
+    from coterie.answers.load.report import draw_load, report_of
     from coterie.answers.load.summary import Targets
     from coterie.answers.load.workload import SharedPrefixes
     from coterie.net.http_client import server_url
     from coterie.prompts import load_prompts, read_prompts
 
-    if out_folder is not None and out_folder.exists():
-        from coterie.answers.load.result import RESULT_FILES, read_result
-
-        for name in RESULT_FILES:
-            check_output(out_folder / name, "--out", "a result of coterie load", read_result, (arrivals, prompts))
+    check_results(out_folder, "load", figure_results("load", "url"), (arrivals, prompts))
     if concurrency is None and rate is None and arrivals is None:
         concurrency = DEFAULT_CONCURRENCY
     settings = LoadSettings(
@@ -179,12 +186,7 @@ def load_command(
         if workload == "shared-prefix"
         else SharedPrefixes(),
         duration_s=duration,
-        model=model,
-        chat=chat,
-        stream=stream,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        timeout_s=timeout,
+        asking=Asking(model or "", chat, stream, temperature, ignore_eos, timeout),
         routers=tuple(router or ()),
         pool=pool,
         blocks=blocks,
@@ -207,20 +209,20 @@ def load_command(
         if not measured.contenders:
             raise
         ended_by = error  # raised again after printing the results so far
-    found = report_of(settings, measured, ended_by is not None)
-    result: dict[str, Any] = {"url": settings.urls[0], **found.to_json(), "next": _next(settings, found)}
-    if out_folder is not None and any(row.summary.requests for row in found.rows):
-        from coterie.answers.load.result import write_result  # matplotlib takes a second to import
+    outcome = report_of(settings, measured, ended_by is not None)
+    result: dict[str, Any] = {"url": settings.urls[0], **outcome.to_json(), "next": _next(settings, outcome)}
+    if out_folder is not None and any(row.summary.requests for row in outcome.rows):
+        from coterie.answers.figures import write_result  # matplotlib takes a second to import
 
-        written = write_result(out_folder, result, measured.contenders, warmup)
+        written = write_result(out_folder, "load", result, partial(draw_load, measured.contenders, warmup), 3.3)
         result["written"] = [str(path) for path in written]
     if json_output:
         print_json(result)
     else:
-        _print(result, found, settings)
+        _print(result, outcome, settings)
     if ended_by is not None:
         raise ended_by
-    if not any(row.summary.answered for row in found.rows):
+    if not any(row.summary.answered for row in outcome.rows):
         raise typer.Exit(1)
 
 
@@ -272,9 +274,7 @@ def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -
     set_width()
     if report.rows:
         most = "" if settings.workload == "trace" else f"; {settings.max_tokens} tokens an answer at most"
-        out.print(
-            f"{report.model}: {report.workload}; {report.paced}{most}", markup=False, highlight=False, soft_wrap=True
-        )
+        print_lines(f"{report.model}: {report.workload}; {report.paced}{most}")
     if len(report.rows) > 1:
         _print_contenders(report)
     elif report.rows and report.rows[0].summary.metrics:
@@ -283,39 +283,38 @@ def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -
             f"{row.name}, ms with 95% intervals",
             ["", *_STATISTICS],
             [
-                [WORDS[name], *(_interval(getattr(found, key), 1e3) for key in _STATISTICS)]
-                for name, found in row.summary.metrics.items()
+                [WORDS[name], *(_interval(getattr(times, key), 1e3) for key in _STATISTICS)]
+                for name, times in row.summary.metrics.items()
             ],
         )
     for row in report.rows:
         _print_counts(row, report.reachable_hit_rate, f"{row.name}: " if len(report.rows) > 1 else "")
-    for note in report.notes:
-        out.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
-    for path in result.get("written", ()):
-        out.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    print_lines(
+        *(f"Note: {note}" for note in report.notes), *(f"Written: {path}" for path in result.get("written", ()))
+    )
     print_verdict(report.verdict, result["next"])
 
 
 def _print_counts(row: Row, reachable: float, name: str) -> None:
     from coterie.answers.load.report import failures_of
 
-    found = row.summary
+    summary, steps = row.summary, row.steps
     parts = [
-        f"{found.answered} of {found.requests} answered in {found.wall_s:.1f} s",
-        f"{found.requests_per_s:.3g} requests and {found.output_tokens_per_s:.3g} tokens a second",
-        f"goodput {found.goodput_per_s:.3g} a second",
-        f"{found.in_flight:.3g} in flight",
+        f"{summary.answered} of {summary.requests} answered in {summary.wall_s:.1f} s",
+        f"{summary.requests_per_s:.3g} requests and {summary.output_tokens_per_s:.3g} tokens a second",
+        f"goodput {summary.goodput_per_s:.3g} a second",
+        f"{summary.in_flight:.3g} in flight",
     ]
-    if found.unfinished:
-        parts.append(f"{found.unfinished} unfinished")
-    if found.hit_rate is not None:
+    if summary.unfinished:
+        parts.append(f"{summary.unfinished} unfinished")
+    if summary.hit_rate is not None:
         reach = f" (an endless cache: {100 * reachable:.0f}%)" if reachable else ""
-        parts.append(f"hit rate {_interval(found.hit_rate, 100)}%{reach}")
-    if row.experts_by_token is not None and row.rows_per_step is not None:
-        parts.append(f"{row.experts_by_token:.2f} experts in a token's step, {row.rows_per_step:.1f} rows a step")
-    if found.failures:
-        parts.append(f"failed: {failures_of(found)}")
-    out.print(name + "; ".join(parts) + ".", markup=False, highlight=False, soft_wrap=True)
+        parts.append(f"hit rate {_interval(summary.hit_rate, 100)}%{reach}")
+    if steps is not None:
+        parts.append(f"{steps.experts_by_token:.2f} experts in a token's step, {steps.rows_per_step:.1f} rows a step")
+    if summary.failures:
+        parts.append(f"failed: {failures_of(summary)}")
+    print_lines(name + "; ".join(parts) + ".")
 
 
 def _print_contenders(report: LoadReport) -> None:
@@ -331,38 +330,39 @@ def _print_contenders(report: LoadReport) -> None:
         [
             [
                 row.name,
-                *(_value(row, name, level) for name, level in levels),
+                *(
+                    _number(1e3 * getattr(row.summary.metrics[name], level).mean)
+                    if name in row.summary.metrics
+                    else "-"
+                    for name, level in levels
+                ),
                 "-" if row.summary.hit_rate is None else f"{100 * row.summary.hit_rate.mean:.1f}",
-                "-" if row.experts_by_token is None else f"{row.experts_by_token:.2f}",
+                "-" if row.steps is None else f"{row.steps.experts_by_token:.2f}",
                 sum(row.summary.failures.values()),
             ]
             for row in report.rows
         ],
         note="Experts: distinct, in a layer of a token's decode step.",
     )
-    told = [one for one in SHOWN if any(one == change.statistic for row in report.rows for change in row.changes)]
-    if not told:
-        return
-    found = [{change.statistic: change.pct for change in row.changes} for row in report.rows]
-    print_table(
-        f"Change against {report.rows[0].name}, percent (below 0: less)",
-        ["", *(row.name for row in report.rows[1:])],
-        [[SHOWN[one], *(with_ends(values[one]) if one in values else "-" for values in found[1:])] for one in told],
-        note="On the same requests; 95% intervals from leaving out each block once. Experts: in steps of equal size.",
-    )
+    changes = [{change.statistic: change.pct for change in row.changes} for row in report.rows[1:]]
+    rows = [
+        [heading, *(with_ends(known[name]) if name in known else "-" for known in changes)]
+        for name, heading in SHOWN.items()
+        if any(name in known for known in changes)
+    ]
+    if rows:
+        print_table(
+            f"Change against {report.rows[0].name}, percent (below 0: less)",
+            ["", *(row.name for row in report.rows[1:])],
+            rows,
+            note="On the same requests; 95% intervals from leaving out each block once. Experts: in steps of equal "
+            "size.",
+        )
 
 
-def _value(row: Row, name: str, level: str) -> str:
-    found = row.summary.metrics.get(name)
-    return "-" if found is None else _number(1e3 * getattr(found, level).mean)
-
-
-def _interval(found: Interval, factor: float) -> str:
-    value = _number(factor * found.mean)
-    if found.low is None:
-        return value
-    high = "…" if found.high is None else _number(factor * found.high)
-    return f"{value} [{_number(factor * found.low)}, {high}]"
+def _interval(value: Interval, factor: float) -> str:
+    mean, low, high = ("…" if end is None else _number(factor * end) for end in value)
+    return mean if value.low is None else f"{mean} [{low}, {high}]"
 
 
 def _number(value: float) -> str:
