@@ -27,7 +27,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))
 
 from browser import Chromium, Page, chromium, find_chromium, tab
-from coterie.answers.demo.traffic import keep_busy
+from coterie.answers.demo.serving import keep_busy
 from coterie.errors import UnavailableError
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded
 from coterie.net.http_client import Client

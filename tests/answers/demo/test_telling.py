@@ -9,8 +9,7 @@ import pytest
 
 from canned_workers import Canned, canned_workers
 from coterie.answers.demo.run import DemoRow
-from coterie.answers.demo.telling import telling
-from coterie.answers.demo.traffic import keep_busy
+from coterie.answers.demo.serving import keep_busy, telling
 from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.net.processes import free_port

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from browser import PATIENCE_S, Chromium, Page, chromium, tab
-from coterie.answers.demo.traffic import keep_busy
+from coterie.answers.demo.serving import keep_busy
 from coterie.gateway.access import new_key
 from coterie.gateway.config import ControlSection, GatewayConfig
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded

@@ -1,12 +1,40 @@
-"""Settings of one what-if run, with checks of their values and of conflicts between them."""
+"""Settings of one what-if run, with checks of their values and of conflicts between them.
+
+Names are checked before any work, so that a mistyped name fails before the seconds of importing compiled code.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
-from coterie.answers.batches.names import check_names
-from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive
+from coterie.costs.cells import check_preset
+from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive, refuse
+from coterie.models import get_model
+
+STRATEGIES = (
+    "best_fit",
+    "differencing",
+    "fcfs",
+    "greedy_dot_product",
+    "greedy_variance",
+    "karmarkar_karp",
+    "latency_aware",
+    "lpt",
+    "lpt_balanced",
+    "norm_minimizing",
+    "power_of_d",
+    "power_of_d_dot",
+    "random",
+)
+"""Built-in strategies of :mod:`coterie.batching`."""
+PREDICTORS = ("domain", "popularity", "prefix", "recent_popularity", "recorded", "similar_prefix", "token_table")
+"""Built-in predictors of :mod:`coterie.predictors`."""
+ALL, DRY_RUN = "all", "dry_run"
+
 
 EXECUTIONS = ("spread", "prefill", "decode")
 
@@ -50,16 +78,27 @@ class SimulateOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.execution is not None and self.execution not in EXECUTIONS:
-            raise UnknownNameError("execution", self.execution, EXECUTIONS)
-        check_names(self.strategies, self.predictor, self.model, self.preset, self.with_model is not None)
+        known = _known("coterie.batching", "strategies", STRATEGIES)
+        forecasts = _known("coterie.predictors", "predictors", PREDICTORS) + [DRY_RUN] * (self.with_model is not None)
+        _check("execution", self.execution, EXECUTIONS)
+        for name in self.strategies:
+            _check("strategy", None if name == ALL else name, known)
+        _check("predictor", self.predictor, forecasts)
+        if self.model is not None and not Path(self.model).exists():
+            get_model(self.model)
+        if self.preset is not None:
+            check_preset(self.preset)
         check_at_least(1, requests=self.requests, ranks=self.ranks, places=self.places)
         check_positive(rate=self.rate, base_ms=self.base_ms)
         check_at_least(0, seed=self.seed)
-        if self.with_model is None and self.prompts is not None:
-            raise ConfigError(f"prompts={self.prompts} are for a model: name it with --with-model")
-        if self.with_model is not None and self.trace is not None:
-            raise ConfigError(f"trace={self.trace} and with_model={self.with_model} exclude each other")
+        refuse(
+            {
+                f"prompts={self.prompts} are for a model: name it with --with-model": self.with_model is None
+                and self.prompts is not None,
+                f"trace={self.trace} and with_model={self.with_model} exclude each other": self.with_model is not None
+                and self.trace is not None,
+            }
+        )
 
     def only_for(self, execution: str) -> None:
         """Raise for a setting that this execution does not read."""
@@ -74,3 +113,15 @@ class SimulateOptions:
             if getattr(self, name) is not None and execution not in kinds:
                 option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option} is for execution {' or '.join(kinds)}; this run's is {execution}")
+
+
+def _check(kind: str, name: str | None, known: Iterable[str]) -> None:
+    if name is not None and name not in known:
+        raise UnknownNameError(kind, name, known)
+
+
+def _known(module: str, registry: str, built_in: tuple[str, ...]) -> list[str]:
+    """Return all names of a registry. Plugins are listed from entry points, not loaded, unless `module` is imported."""
+    loaded = getattr(sys.modules.get(module), registry, None)
+    named = {*built_in, *(point.name for point in entry_points(group=f"coterie.{registry}"))}
+    return sorted(named if loaded is None else loaded.names())

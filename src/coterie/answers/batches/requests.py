@@ -15,7 +15,7 @@ of the request and only the second half runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.answers.batches.drawn import DRAWN
+from coterie.answers.batches.options import DRY_RUN
+from coterie.answers.suites import Report
 from coterie.batching.base import Loads
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.footprints import footprint
@@ -42,13 +44,9 @@ MODEL_PROMPTS = 96
 """Number of shipped prompts to run a model on by default."""
 MODEL_BATCH = 8
 RECORDED = "recorded"
-DRY_RUN = "dry_run"
 EXACT = (RECORDED, DRY_RUN)
 """Sources of loads that need no predictor: the recorded loads, or the dry run of the model's own router."""
 PATTERNS = ("poisson", "bursty")
-
-Report = Callable[[str, int, int], None]
-"""Progress callback: description of the current work, units done, units in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +133,8 @@ def arrive(requests: Requests, arrivals: str | RequestTrace | None, count: int, 
     drawn = DRAWN.arrivals("bursty", 1.0).draw(count, sizes / sizes.sum(), rng)
     row = np.empty(count, np.int64)
     for index in range(len(names)):
-        here = drawn.domain == index
-        row[here] = rng.choice(np.flatnonzero(domain == index), int(here.sum()))
+        of_domain = drawn.domain == index
+        row[of_domain] = rng.choice(np.flatnonzero(domain == index), int(of_domain.sum()))
     return Arrived(drawn.arrival_s, row)
 
 
@@ -148,23 +146,20 @@ def synthetic(
 ) -> tuple[Requests, Arrived]:
     """Draw `count` requests of the random workload, in one layer of `experts` experts, without repeats."""
     loads = replace(DRAWN.loads, num_experts=experts, top_k=top_k, hot=top_k)
-    process: ArrivalProcess
-    if isinstance(arrivals, RequestTrace):
-        process = ReplayedArrivals(arrivals)
-    else:
-        process = DRAWN.arrivals(arrivals or "poisson", 1.0)
+    process: ArrivalProcess = (
+        ReplayedArrivals(arrivals) if isinstance(arrivals, RequestTrace) else DRAWN.arrivals(arrivals or "poisson", 1.0)
+    )
     arrived = process.draw(count, loads.mix, rng)
     counts = loads.draw(arrived.domain, rng)
-    domains = [f"domain {number}" for number in arrived.domain]
-    found = Requests(
+    requests = Requests(
         name="synthetic",
         top_k=top_k,
         counts=counts.astype(np.int64),
         predicted=counts,
         predictor=RECORDED,
-        domains=domains,
+        domains=[f"domain {number}" for number in arrived.domain],
     )
-    return found, Arrived(arrived.arrival_s, np.arange(count))
+    return requests, Arrived(arrived.arrival_s, np.arange(count))
 
 
 # ------------------------------------------------------------------------------------------------------ recorded
@@ -185,12 +180,12 @@ def recorded(
     made = None if predictor in EXACT else predictors.make(predictor)
     cut = _cut(trace, chosen, name, execution, predictor, None if made is None else needs_start(made))
     notes += cut.notes
-    calibration = np.empty(0, np.int64)
-    run = np.arange(cut.trace.num_requests)
+    calibration, run = np.empty(0, np.int64), np.arange(cut.trace.num_requests)
     if made is not None:
         calibration, run = split_groups(_groups(cut), rng)
         notes.append(f"{len(calibration)} requests calibrate {predictor} and are not run; {len(run)} others are.")
-    counts = np.stack([footprint(cut.trace.request(int(r)).only(DECODE), trace.meta.num_experts) for r in run])
+    ids = [cut.trace.request(int(r)).only(DECODE) for r in run]
+    counts = np.stack([footprint(one, trace.meta.num_experts) for one in ids])
     tokens = counts[:, 0].sum(axis=1) // trace.meta.top_k
     # The length of an answer is not known before it runs: in decode, predict the load of one token.
     seen_tokens = np.ones_like(tokens) if execution == "decode" else tokens
@@ -200,20 +195,16 @@ def recorded(
         predicted = dry_run[cut.rows]
     else:
         predicted = counts * (seen_tokens / tokens)[:, None, None]
-    ids = [cut.trace.request(int(r)).only(DECODE) for r in run]
-    table = trace.requests
-    times = order = None
-    if table.arrival_s is not None:
-        times, order = table, np.argsort(table.arrival_s[cut.rows[run]], kind="stable")
+    table, rows = trace.requests, cut.rows[run]
     return Requests(
         name=name,
         top_k=trace.meta.top_k,
         counts=counts.astype(np.int64),
         predicted=predicted,
         predictor=predictor,
-        domains=None if table.domains is None else [table.domains[r] for r in cut.rows[run]],
-        order=order,
-        times=times,
+        domains=None if table.domains is None else [table.domains[r] for r in rows],
+        order=None if table.arrival_s is None else np.argsort(table.arrival_s[rows], kind="stable"),
+        times=None if table.arrival_s is None else table,
         context=cut.context[run],
         first=np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64),
         expert_ids=np.concatenate(ids),
@@ -249,8 +240,7 @@ def _cut(
         kind, as_ = ("answers", "prompts") if wanted == PREFILL else ("prompts", "answers")
         notes.append(f"The trace holds {kind} only: their recorded tokens stand for {as_}.")
     before = wanted == DECODE and len(held) == 2  # the prompt was recorded as well
-    unseen = sees is StartKind.FOOTPRINT or (sees is StartKind.TOKENS and wanted == DECODE)
-    halves = not before and unseen
+    halves = not before and (sees is StartKind.FOOTPRINT or (sees is StartKind.TOKENS and wanted == DECODE))
     if halves:
         notes.append(f"{predictor} sees the first half of each request; the second half runs.")
     ids, phases, token_ids, kept, context, prompts = [], [], [], [], [], []
@@ -277,11 +267,10 @@ def _cut(
         raise ConfigError(f"{name}: none of its {len(rows)} requests has a token to run")
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} of {len(rows)} requests have no token to run.")
-    ends = np.cumsum([0, *map(len, ids)])
     made = ActivationTrace.from_arrays(
         trace.meta,
         np.concatenate(ids),
-        ends,
+        np.cumsum([0, *map(len, ids)]),
         trace.requests.take(np.array(kept)),
         np.concatenate(phases),
         np.concatenate(token_ids) if len(token_ids) == len(ids) else None,
@@ -291,14 +280,12 @@ def _cut(
 
 def _groups(cut: _Cut) -> list[Hashable]:
     """Return a group key per request, equal for requests with the same prompt, so that a split keeps them together."""
-    blocks = cut.trace.requests.prefix_blocks
-    groups: list[Hashable] = []
-    for index, prompt in enumerate(cut.prompts):
-        if prompt is not None and len(prompt):
-            groups.append(prompt.tobytes())
-        else:
-            groups.append(int(blocks[index][0]) if blocks is not None and len(blocks[index]) else (index,))
-    return groups
+    blocks: Sequence[Sequence[int] | NDArray[np.int64]] = cut.trace.requests.prefix_blocks or [()] * len(cut.prompts)
+    alone = [int(of[0]) if len(of) else (index,) for index, of in enumerate(blocks)]
+    return [
+        prompt.tobytes() if prompt is not None and len(prompt) else group
+        for prompt, group in zip(cut.prompts, alone, strict=True)
+    ]
 
 
 def _fitted(cut: _Cut, predictor: FittablePredictor, calibration: NDArray[np.int64]) -> Predictor:
@@ -319,7 +306,7 @@ def _predict(
     tokens: NDArray[np.int64],
 ) -> Loads:
     fitted = _fitted(cut, predictor, calibration)
-    domains, found = cut.trace.requests.domains, []
+    domains, predicted = cut.trace.requests.domains, []
     for row, count in zip(run, tokens, strict=True):
         before = cut.trace.request(int(row)).only(PREFILL)
         request = PredictRequest(
@@ -328,8 +315,8 @@ def _predict(
             domain=None if domains is None else domains[row],
             num_tokens=int(count),
         )
-        found.append(fitted.predict(request))
-    return np.stack(found)
+        predicted.append(fitted.predict(request))
+    return np.stack(predicted)
 
 
 # ------------------------------------------------------------------------------------------------------ a model

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from coterie.answers.runs import Verdict
 
 PAYS_PCT = 2.0
 """Gain in percent below which one run shows nothing: another seed changes p99 by as much."""
@@ -13,19 +15,11 @@ FEWEST = 32
 """Fewest recorded requests for a fleet of eight decoders: half of the requests are served, two on each decoder."""
 
 
-class BatchesVerdict(NamedTuple):
-    sentence: str
-    then: str
-    """Next command to run."""
-
-
-def batches_verdict(
-    rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None
-) -> BatchesVerdict:
+def batches_verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None) -> Verdict:
     """Return the verdict on the rows of a :class:`~coterie.answers.batches.what_if.Simulated`; `trace` was replayed."""
     base, again = rows[0]["strategy"], _again(settings, trace)
     if len(rows) < 2:
-        return BatchesVerdict(f"Only {base} ran: there is nothing to compare it with.", f"{again} --strategy all")
+        return Verdict(f"Only {base} ran: there is nothing to compare it with.", f"{again} --strategy all")
     overload = (settings["load"] or 0.0) > 1.0
     key = "throughput_gain_pct" if overload else "p99_reduction_pct"
     best = max(rows[1:], key=lambda row: float(row[key]))
@@ -35,10 +29,10 @@ def batches_verdict(
     seed = f"--seed {settings['seed'] + 1}"
     if best[key] < PAYS_PCT:
         said = f"No strategy pays here{why}: the best, {best['strategy']}, has {gains}; {sure}."
-        return BatchesVerdict(said, _fleet(settings, trace) or f"{again} {seed}")
+        return Verdict(said, _fleet(settings, trace) or f"{again} {seed}")
     said = f"{best['strategy']} pays most{why}: {gains}; {sure}, so repeat it with another seed."
     use = "" if settings["execution"] == "spread" else " In vLLM: docs/engines/vllm.md."
-    return BatchesVerdict(said + use, f"{again} --strategy {best['strategy']} {seed}")
+    return Verdict(said + use, f"{again} --strategy {best['strategy']} {seed}")
 
 
 def _p99(row: Mapping[str, Any]) -> str:
@@ -47,10 +41,10 @@ def _p99(row: Mapping[str, Any]) -> str:
 
 
 def _again(settings: Mapping[str, Any], trace: Path | None) -> str:
-    words = ["coterie simulate", *([shlex.quote(str(trace))] if trace is not None else [])]
-    if trace is not None and settings["execution"] != "spread":
-        words += ["--execution", settings["execution"]]
-    return " ".join(words)
+    if trace is None:
+        return "coterie simulate"
+    execution = "" if settings["execution"] == "spread" else f" --execution {settings['execution']}"
+    return f"coterie simulate {shlex.quote(str(trace))}{execution}"
 
 
 def _fleet(settings: Mapping[str, Any], trace: Path | None) -> str | None:

@@ -20,14 +20,12 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.answers.batches.drawn import DRAWN
-from coterie.answers.batches.options import SimulateOptions
+from coterie.answers.batches.options import DRY_RUN, SimulateOptions
 from coterie.answers.batches.requests import (
-    DRY_RUN,
     PATTERNS,
     RECORDED,
     Arrived,
     ModelRouting,
-    Report,
     Requests,
     arrive,
     recorded,
@@ -35,17 +33,20 @@ from coterie.answers.batches.requests import (
     synthetic,
 )
 from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
-from coterie.answers.batches.verdict import BatchesVerdict, batches_verdict
+from coterie.answers.batches.verdict import batches_verdict
+from coterie.answers.runs import Verdict
+from coterie.answers.suites import Report
 from coterie.batching import strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, TraceError, UnknownNameError
-from coterie.models import get_model, model_from_config, model_of
+from coterie.errors import ConfigError, TraceError
+from coterie.models import model_from_config, model_of
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace
+from coterie.traces.readers.routed_experts import find_model
 from coterie.traces.store import write_json
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
 
@@ -82,7 +83,7 @@ class Simulated:
     rows: list[dict[str, Any]]
     """One row per strategy, fcfs first: :class:`coterie.sim.metrics.RunSummary` and gains over fcfs in percent."""
     notes: list[str]
-    verdict: BatchesVerdict
+    verdict: Verdict
     runs: dict[str, Run]
     arrived: Arrived
 
@@ -103,10 +104,8 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
     work = _work(options, config, given, report)
     count = options.requests or REQUESTS[work.execution]
     rng = np.random.default_rng([options.seed, 1])
-    shape = (1, (config or CapsConfig()).num_experts)
-    if work.trace is not None:
-        shape = (work.trace.meta.num_layers, work.trace.meta.num_experts)
-    nbytes = 8 * count * shape[0] * shape[1]
+    meta = None if work.trace is None else work.trace.meta
+    nbytes = 8 * count * (meta.num_layers * meta.num_experts if meta else (config or CapsConfig()).num_experts)
     if nbytes > MAX_BYTES:
         raise ConfigError(f"requests={count} have loads of {nbytes >> 20} MiB; they must be at most {MAX_BYTES >> 20}")
     requests, arrived = _requests(options, work, config, count, rng)
@@ -115,16 +114,16 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
 
     def run(name: str, arrival_s: NDArray[np.float64], doing: str) -> Run:
         nonlocal before
-        done, start = [0], before
+        done = before
 
         def step(more: int) -> None:
-            done[0] += more
-            report(doing, start + done[0], total)
+            nonlocal done
+            done += more
+            report(doing, done, total)
 
-        report(doing, before, total)
-        found = server.run(make_strategy(name, server), arrival_s, np.random.default_rng([options.seed, 2]), step)
+        step(0)
         before += count
-        return found
+        return server.run(make_strategy(name, server), arrival_s, np.random.default_rng([options.seed, 2]), step)
 
     capacity = summarise_run(run(BASELINE, np.zeros(count), "Measuring what the server can do")).throughput
     rate, arrival_s = _times(options, work, arrived, capacity)
@@ -276,8 +275,7 @@ def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]
     if not Path(asked).exists():
         raise ConfigError(f"arrivals={asked!r} must be {', '.join(PATTERNS)}, or a trace; no file has that name")
     read = read_trace(asked)
-    if isinstance(read, ActivationTrace):
-        read = read.requests
+    read = read.requests if isinstance(read, ActivationTrace) else read
     if not isinstance(read, RequestTrace):
         raise TraceError(asked, "kind", f"found {kind_of(read)!r}, expected 'requests' or 'activations'")
     return _timed(read, asked), asked
@@ -300,9 +298,9 @@ def _check_shape(
 def _precision(config: CapsConfig | None, spec: ModelSpec, device: str) -> str:
     asked = config.quantization if config else None
     if asked is None:
-        found = _PRECISIONS.get(spec.weight_dtype, "bfloat16")
+        precision = _PRECISIONS.get(spec.weight_dtype, "bfloat16")
         # On a CPU, float32 has the same weights as float16 and is twice as fast.
-        return "float32" if found == "float16" and device == "cpu" else found
+        return "float32" if precision == "float16" and device == "cpu" else precision
     if asked not in _PRECISIONS:
         raise ConfigError(f"quantization={asked!r} must be null or one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[asked]
@@ -344,12 +342,7 @@ def _spec(options: SimulateOptions, config: CapsConfig | None, trace: Activation
         return model_of("", options.model)
     if options.with_model is not None:
         return model_from_config(options.with_model)
-    for name in (trace.meta.model, config.model_name if config else None):
-        try:
-            return get_model(name or "")
-        except UnknownNameError:
-            continue
-    return None
+    return find_model(trace.meta.model, config.model_name if config else None)
 
 
 def _requests(
@@ -360,16 +353,15 @@ def _requests(
         return synthetic(shape.num_experts, shape.top_k_experts, work.arrivals, count, rng)
     predictor = options.predictor or (DRY_RUN if work.routed else RECORDED)
     dry_run = work.routed.dry_run if work.routed else None
-    found = recorded(work.trace, work.name, work.execution, predictor, rng, dry_run)
-    return found, arrive(found, work.arrivals, count, rng)
+    requests = recorded(work.trace, work.name, work.execution, predictor, rng, dry_run)
+    return requests, arrive(requests, work.arrivals, count, rng)
 
 
 def _times(
     options: SimulateOptions, work: _Work, arrived: Arrived, capacity: float
 ) -> tuple[float | None, NDArray[np.float64]]:
     """Return the rate and the arrival times: from the options, as recorded, or at a share of the capacity."""
-    replayed = work.arrivals_name not in PATTERNS
-    if options.rate is None and replayed:
+    if options.rate is None and work.arrivals_name not in PATTERNS:
         return arrived.rate, arrived.arrival_s
     if len(arrived.row) == 1:
         return options.rate, arrived.arrival_s
@@ -389,18 +381,15 @@ def _server(
     spec, ranks, preset = work.spec, options.ranks or 1, options.preset or "h200"
     asked = config.quantization if config else None
     dtype: WeightDtype | None = asked if asked in BYTES_PER_WEIGHT else None  # type: ignore[assignment]
-    placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
-    model = step_model(spec, preset, dtype, Topology(ranks))
-    places = scheduler.max_batch_size if work.execution == "prefill" else options.places or PLACES
     return StepServer(
         config=scheduler,
         requests=requests,
         row=arrived.row,
         phase=work.execution,
-        model=model,
-        placement=placement,
+        model=step_model(spec, preset, dtype, Topology(ranks)),
+        placement=Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None,
         preset=preset,
-        places=places,
+        places=scheduler.max_batch_size if work.execution == "prefill" else options.places or PLACES,
     )
 
 
@@ -408,41 +397,40 @@ def _server(
 
 
 def _row(name: str, ours: RunSummary, base: RunSummary) -> dict[str, Any]:
-    row: dict[str, Any] = {"strategy": name, **ours._asdict()}
-    for field in LOWER_IS_BETTER:
-        row[f"{field.removesuffix('_ms')}_reduction_pct"] = 100.0 * (1.0 - getattr(ours, field) / getattr(base, field))
-    row["throughput_gain_pct"] = 100.0 * (ours.throughput / base.throughput - 1.0)
-    return row
+    reductions = {
+        f"{field.removesuffix('_ms')}_reduction_pct": 100.0 * (1.0 - getattr(ours, field) / getattr(base, field))
+        for field in LOWER_IS_BETTER
+    }
+    gain = 100.0 * (ours.throughput / base.throughput - 1.0)
+    return {"strategy": name, **ours._asdict(), **reductions, "throughput_gain_pct": gain}
 
 
 def _notes(settings: dict[str, Any], server: SpreadServer | StepServer, requests: Requests) -> list[str]:
-    notes = []
-    if requests.predictor == RECORDED:
-        notes.append("Load vectors are the recorded ones: strategies see the exact load; a live predictor knows less.")
-    else:
-        notes.append(f"Load vectors by {requests.predictor}: cosine {requests.cosine:.3f} with the load that runs.")
     load, rate, capacity = settings["load"], settings["rate"], settings["capacity"]
+    seen = f"Load vectors by {requests.predictor}: cosine {requests.cosine:.3f} with the load that runs."
+    if requests.predictor == RECORDED:
+        seen = "Load vectors are the recorded ones: strategies see the exact load; a live predictor knows less."
     if load is None:
-        notes.append(f"All requests arrive at once; fcfs serves {capacity:.4g} requests/s.")
+        pace = f"All requests arrive at once; fcfs serves {capacity:.4g} requests/s."
     elif load > 1.0:
-        notes.append(
+        pace = (
             f"Overload: {rate:.4g} requests/s arrive, fcfs can serve {capacity:.4g}. Waits grow for as long as the run "
             "lasts, so latencies and their gains are those of this many requests and no others; compare throughput."
         )
     else:
-        notes.append(f"The server keeps up: {rate:.4g} requests/s arrive, fcfs can serve {capacity:.4g} ({load:.0%}).")
-    if isinstance(server, StepServer):
-        if not server.model.measured:
-            notes.append(
-                f"{server.model.spec.name} in {server.model.dtype} was not measured on {server.preset}: rates of the "
-                "nearest shape or weights that were."
-            )
-        if server.phase == "decode":
-            notes.append(f"KV memory is not modelled: {server.places} places bound what runs.")
-            if requests.context is not None and (missing := int((requests.context == 0).sum())):
-                notes.append(f"{missing} of {len(requests.context)} requests have no prompt: context starts at 0.")
-    else:
-        notes.append(
+        pace = f"The server keeps up: {rate:.4g} requests/s arrive, fcfs can serve {capacity:.4g} ({load:.0%})."
+    if not isinstance(server, StepServer):
+        caps = (
             "Time is CAPS's model, a straggler that all wait for. On one GPU there is none (docs/results/regimes.md)."
         )
-    return notes
+        return [seen, pace, caps]
+    decode, missing = server.phase == "decode", int(np.count_nonzero(requests.context == 0))
+    notes = {
+        seen: True,
+        pace: True,
+        f"{server.model.spec.name} in {server.model.dtype} was not measured on {server.preset}: rates of the nearest "
+        "shape or weights that were.": not server.model.measured,
+        f"KV memory is not modelled: {server.places} places bound what runs.": decode,
+        f"{missing} of {len(requests.counts)} requests have no prompt: context starts at 0.": decode and missing,
+    }
+    return [note for note, holds in notes.items() if holds]

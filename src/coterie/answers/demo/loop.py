@@ -13,7 +13,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from coterie.answers.load.measure import DECODE, context_length, use_router
 from coterie.answers.load.run import LoadRun, Pace
 from coterie.answers.load.steps import read_steps
 from coterie.answers.load.workload import LONGEST, TEMPLATE_TOKENS, LoadRequest, Message, that_fit
+from coterie.answers.suites import Report
 from coterie.engines.vllm.recording import Subscriber, hear
 from coterie.errors import InputError, UnavailableError
 from coterie.footprints import footprint
@@ -32,8 +32,6 @@ from coterie.net.http_client import Client, served_model
 from coterie.prompts import Prompt
 from coterie.routing import Calibration, RouterFit
 from coterie.wire.expert_events import RequestExperts
-
-Progress = Callable[[str, int, int], None]
 
 EVENTS_S = 60.0
 """Seconds to wait for the expert events of a run."""
@@ -47,13 +45,13 @@ class RoutedLoop:
     """Record, fit and compare routers on one gateway and the decode workers behind it."""
 
     def __init__(
-        self, url: str, fleet: EmbeddedFleet, in_flight: int, max_tokens: int, report: Progress | None = None
+        self, url: str, fleet: EmbeddedFleet, in_flight: int, max_tokens: int, report: Report = lambda *_: None
     ) -> None:
         """Keep `in_flight` requests per decode worker, with answers of at most `max_tokens` tokens."""
         self.url, self.in_flight, self.max_tokens = url, in_flight, max_tokens
         self.workers = [worker for worker in fleet.workers if worker.role == "decode"]
         self._access = fleet.access
-        self._report = report or (lambda *_: None)
+        self._report = report
 
     async def run(
         self,
@@ -123,9 +121,7 @@ class RoutedLoop:
         self, doing: str, router: str, requests: Sequence[LoadRequest], fit: Path | None = None, seed: int = 0
     ) -> RouterRun:
         """Serve the requests under a router. Raise if a request fails, or if the workers also served other requests."""
-        spec: dict[str, Any] = {"router": router, "seed": seed, "model": REFERENCE_SHAPE}
-        if fit is not None:
-            spec["fit"] = str(fit.resolve())
+        spec = {"seed": seed, "model": REFERENCE_SHAPE} | ({} if fit is None else {"fit": str(fit.resolve())})
         await use_router(self._gateway, DECODE, router, spec)
         for client in self._clients:
             await client.call("POST", "/reset_prefix_cache")
@@ -162,16 +158,16 @@ class RoutedLoop:
 
     async def _events(self, wanted: set[str]) -> dict[str, tuple[int, RequestExperts]]:
         """Return the decode worker and the expert event of every request; raise if any is missing after EVENTS_S."""
-        found: dict[str, tuple[int, RequestExperts]] = {}
+        events: dict[str, tuple[int, RequestExperts]] = {}
         until = time.monotonic() + EVENTS_S
-        while len(found) < len(wanted) and time.monotonic() < until:
+        while len(events) < len(wanted) and time.monotonic() < until:
             for worker, listener in enumerate(self._listeners):
                 for event in await asyncio.to_thread(list, listener.events(0.1)):
                     if isinstance(event, RequestExperts) and event.request_id in wanted:
-                        found[event.request_id] = worker, event
-        if len(found) < len(wanted):
-            raise UnavailableError(f"{len(wanted) - len(found)} of {len(wanted)} requests came without an expert event")
-        return found
+                        events[event.request_id] = worker, event
+        if missing := len(wanted) - len(events):
+            raise UnavailableError(f"{missing} of {len(wanted)} requests came without an expert event")
+        return events
 
 
 def _calibration(run: RouterRun) -> Calibration:

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from coterie.answers.demo.loop import RoutedLoop
 from coterie.answers.demo.runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.answers.figures import Theme, write_figure
+from coterie.answers.suites import Report
 from coterie.costs.presets import step_model
 from coterie.engines.tiny import TINY
 from coterie.engines.vllm.recording import EventSink
@@ -48,7 +49,6 @@ MAX_TOKENS = 20
 FIGURE, TRACE, FIT = "routing", "trace", "router.safetensors"
 SOURCE = "coterie demo"
 """Engine name in the metadata of the demo's trace."""
-Report = Callable[[str, int, int], None]
 
 
 class DemoRow(NamedTuple):
@@ -97,7 +97,7 @@ def run_demo(
     seed: int = 0,
     requests: int = 132,
     out: str | Path = "out",
-    report: Report | None = None,
+    report: Report = lambda *_: None,
     routers: tuple[str, ...] = (OURS,),
     served: tuple[EmbeddedFleet, str] | None = None,
     rows_so_far: Callable[[list[DemoRow]], None] | None = None,
@@ -108,7 +108,6 @@ def run_demo(
     running fleet and the URL of its gateway; if None, both are started, and stopped before the results are written.
     `rows_so_far` is called after each router's run, with all rows so far.
     """
-    report = report or (lambda *_: None)
     started = time.perf_counter()
     folder = Path(out)
     check_trace(folder / TRACE)
@@ -182,15 +181,11 @@ def gateway_in_thread(fleet: EmbeddedFleet) -> Iterator[str]:
 
 def check_trace(folder: Path) -> None:
     """Raise if the folder exists and is not the trace of an earlier demo."""
-    if folder.exists() and not _is_ours(folder):
+    with contextlib.suppress(InputError, OSError):
+        if not folder.is_symlink() and ActivationTrace.open(folder).meta.source.get("engine") == SOURCE:
+            return
+    if folder.exists():
         raise ConfigError(f"{folder} exists and is not the trace of a demo; choose another --out")
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        return not folder.is_symlink() and ActivationTrace.open(folder).meta.source.get("engine") == SOURCE
-    except (InputError, OSError):
-        return False
 
 
 def _save_trace(result: LoopResult, folder: Path) -> None:

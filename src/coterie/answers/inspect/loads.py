@@ -229,8 +229,8 @@ def lengths(tokens: NDArray[np.int64]) -> TokenLengths | None:
     """Compute the distribution of `tokens` [request]; None if all are 0, which means not recorded."""
     if not len(tokens) or not tokens.any():
         return None
-    percentiles = np.percentile(tokens, [50, 90, 95, 99]).tolist()
-    return TokenLengths(float(tokens.mean()), *percentiles, int(tokens.max()))
+    p50, p90, p95, p99 = (float(v) for v in np.percentile(tokens, [50, 90, 95, 99]))
+    return TokenLengths(float(tokens.mean()), p50, p90, p95, p99, int(tokens.max()))
 
 
 def prefix_sharing(table: RequestTrace) -> PrefixSharing | None:

@@ -1,5 +1,9 @@
 """Loads to plan for: read from a trace in any known format, with a held-out part to score a plan on.
 
+Token counts by source rank, with which a planner can account for the traffic between ranks, are read in two forms: an
+.npy file [source rank, layer, expert], and a folder of TensorRT-LLM's expert statistics, in which each rank counts its
+own tokens. They must add up to the load that they come with.
+
 A plan looks best on the load it was made for. A load is therefore divided if possible: a plan made on one part is
 scored on the other part. The same holds for single steps (:mod:`~coterie.answers.plan.samples`): steps to score on are
 drawn from requests or windows that the plan was not made on.
@@ -7,6 +11,8 @@ drawn from requests or windows that the plan was not made on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.plan.samples import Sample, Sampling, of_domains, of_requests, of_windows
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, InputError, TraceError, check_input_file
 from coterie.footprints.counting import accumulate_load
 from coterie.models import model_of
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.load import MERGED, choose_windows
 from coterie.traces.readers import ReadOptions, read_trace
+from coterie.traces.readers.load_dumps import sniff_trtllm
+from coterie.traces.store import ArrayFile
 from coterie.types import ModelSpec
+from coterie.wire.routed_experts import decode_npy
 
 Array = NDArray[np.float64]
 
@@ -53,9 +62,9 @@ class WindowLoad(NamedTuple):
     """Load to plan for, and its model."""
 
     spec: ModelSpec
+    layer_ids: tuple[int, ...]
     tokens: Array
     """[layer, expert] tokens."""
-    layer_ids: tuple[int, ...]
     what: str
     """Description of the load: which part of which file, in words."""
     labels: tuple[str, ...] = ()
@@ -67,18 +76,8 @@ class WindowLoad(NamedTuple):
     """Single steps to plan for; None plans for the mean step."""
 
 
-class _Found(NamedTuple):
-    """Load of a trace, before its rows are matched with the model's layers."""
-
-    tokens: Array
-    """[layer, expert] tokens."""
-    what: str
-    labels: tuple[str, ...]
-    parts: Parts | None
-    whole_because: str = ""
-    steps: Sample | None = None
-
-
+Make = Callable[..., WindowLoad]
+"""Function that makes a load of a model from the fields after `layer_ids`."""
 MEAN = Sampling()
 
 
@@ -92,44 +91,45 @@ def read_load(
     trace = read_trace(path, format, ReadOptions(model=model if model is None or not Path(model).exists() else None))
     said = trace.model if isinstance(trace, LoadTable) else getattr(getattr(trace, "meta", None), "model", "unknown")
     spec = model_of(said, model)
+    make = partial(WindowLoad, spec, ())
     if isinstance(trace, LoadTable):
         if sampling.requests is not None:
             raise ConfigError(f"--requests={sampling.requests} needs an activation trace; {path} is a load table")
-        found = _of_table(path, trace, window, sampling)
+        load = _of_table(make, path, trace, window, sampling)
         ids = None if trace.layer_ids is None else tuple(int(n) for n in trace.layer_ids)
     elif isinstance(trace, ActivationTrace):
-        if window is not None:
-            raise ConfigError(f"--window={window} chooses from a load table; {path} holds activations")
-        if sampling.over is not None:
-            raise ConfigError(f"--over={sampling.over} chooses from a load table; {path} holds activations")
-        found, ids = _of_activations(path, trace, sampling), trace.meta.layer_ids
+        for option, value in (("--window", window), ("--over", sampling.over)):
+            if value is not None:
+                raise ConfigError(f"{option}={value} chooses from a load table; {path} holds activations")
+        load, ids = _of_activations(make, path, trace, sampling), trace.meta.layer_ids
     else:
         raise ConfigError(f"{path} holds requests without their experts: a load or an activation trace is needed")
-    tokens, rows = found.tokens, slice(None)
-    layers, experts = tokens.shape
+    rows, (layers, experts) = slice(None), load.tokens.shape
     if experts != spec.num_experts:
         raise TraceError(path, "load", f"has {experts} experts a layer; {spec.name} has {spec.num_experts}")
     if ids is None and layers == spec.num_layers > spec.num_moe_layers:
         dense = np.setdiff1d(np.arange(spec.num_layers), spec.moe_layer_ids)
-        if tokens[dense].any():
+        if load.tokens[dense].any():
             raise TraceError(path, "load", f"has tokens in layer {dense[0]}, which is dense in {spec.name}")
         rows, ids = slice(spec.first_moe_layer, None, spec.moe_layer_step), spec.moe_layer_ids
     if ids is None and layers == spec.num_moe_layers:
         ids = spec.moe_layer_ids
     if ids is None or not set(ids) <= set(spec.moe_layer_ids):
         raise TraceError(path, "load", f"has {layers} layers; {spec.name} has {spec.num_moe_layers} MoE ones")
-    parts, why = found.parts, found.whole_because
-    if parts is not None and not all(part is None or part.any() for part in parts[:2]):
-        parts, why = None, "one part of it has no tokens"
-    parts = None if parts is None else parts.of_layers(rows)
-    steps = None if found.steps is None else found.steps.layers(rows)
-    return WindowLoad(spec, tokens[rows], ids, found.what, found.labels, parts, why, steps)
+    if load.parts is not None and not all(part is None or part.any() for part in load.parts[:2]):
+        load = load._replace(parts=None, whole_because="one part of it has no tokens")
+    return load._replace(
+        layer_ids=ids,
+        tokens=load.tokens[rows],
+        parts=load.parts and load.parts.of_layers(rows),
+        steps=load.steps and load.steps.layers(rows),
+    )
 
 
-def _of_activations(path: Path, trace: ActivationTrace, sampling: Sampling) -> _Found:
+def _of_activations(make: Make, path: Path, trace: ActivationTrace, sampling: Sampling) -> WindowLoad:
     """Return the load of all, even and odd requests: traces are often sorted by domain, so halves would differ."""
     if sampling.requests is not None:
-        return _steps_of(path, trace, sampling)
+        return _steps_of(make, path, trace, sampling)
     load = np.zeros((2, trace.meta.num_layers, trace.meta.num_experts))
     for chunk in trace.chunks():
         requests = chunk.first_request + np.arange(len(chunk.offsets) - 1)
@@ -141,56 +141,57 @@ def _of_activations(path: Path, trace: ActivationTrace, sampling: Sampling) -> _
         except ConfigError:
             trace.validate()  # raises an error that names the file
             raise
-    count = trace.num_requests
-    what, whole = f"{count:,} requests of {path.name}", load.sum(axis=0)
-    if count < FEWEST_REQUESTS:
-        few = f"it has {count} requests, fewer than the {FEWEST_REQUESTS} that are needed to divide it"
-        return _Found(whole, what, (), None, few)
-    return _Found(whole, what, (), Parts(load[0], load[1], "planned on every other request, scored on the rest"))
+    what, whole = f"{trace.num_requests:,} requests of {path.name}", load.sum(axis=0)
+    if few := _too_few(trace):
+        return make(whole, what, whole_because=few)
+    return make(whole, what, parts=Parts(load[0], load[1], "planned on every other request, scored on the rest"))
 
 
-def _steps_of(path: Path, trace: ActivationTrace, sampling: Sampling) -> _Found:
+def _too_few(trace: ActivationTrace) -> str:
+    """Say that the trace has too few requests to divide it; empty if it has enough."""
+    few = f"it has {trace.num_requests} requests, fewer than the {FEWEST_REQUESTS} that are needed to divide it"
+    return few if trace.num_requests < FEWEST_REQUESTS else ""
+
+
+def _steps_of(make: Make, path: Path, trace: ActivationTrace, sampling: Sampling) -> WindowLoad:
     """Return steps of all requests, and of even and odd ones; the load is their mean step."""
     everyone = np.arange(trace.num_requests)
     steps = of_requests(trace, sampling, everyone, 0)
     what, tokens = f"{steps.what} of the {trace.num_requests:,} requests of {path.name}", steps.load.tokens
-    if trace.num_requests < FEWEST_REQUESTS:
-        few = f"it has {trace.num_requests} requests, fewer than the {FEWEST_REQUESTS} that are needed to divide it"
-        return _Found(tokens, what, (), None, few, steps)
+    if few := _too_few(trace):
+        return make(tokens, what, whole_because=few, steps=steps)
     first, second = (of_requests(trace, sampling, everyone[part::2], 1 + part) for part in range(2))
     how = "planned on steps of every other request, scored on steps of the rest"
     parts = Parts(first.load.tokens, second.load.tokens, how, first, second)
-    return _Found(tokens, what, (), parts, steps=steps)
+    return make(tokens, what, parts=parts, steps=steps)
 
 
-def _of_table(path: Path, table: LoadTable, window: str | None, sampling: Sampling) -> _Found:
+def _of_table(make: Make, path: Path, table: LoadTable, window: str | None, sampling: Sampling) -> WindowLoad:
     chosen, what = choose_windows(path, table, window)
     if sampling.over is not None:
-        return _over(table, chosen, what, sampling)
+        return _over(make, table, chosen, what, sampling)
     labels = list(table.labels or ())
     named = tuple(labels[i] for i in chosen) if labels else ()
 
     def total(rows: list[int]) -> Array:
         return np.asarray(table.counts[rows].sum(axis=0, dtype=np.float64))
 
-    def whole(because: str) -> _Found:
-        return _Found(total(chosen), what, named, None, because)
-
+    whole = partial(make, total(chosen), what, named)
     merged = [label for label in named if label.startswith(MERGED)]
     if merged:
-        return whole(f"{merged[0]} is a sum of other windows")
+        return whole(whole_because=f"{merged[0]} is a sum of other windows")
     if len(chosen) > 1:
         first, second = _halves(chosen, labels)
         how = f"planned on {len(first)} of its windows, scored on the other {len(second)}"
-        return _Found(total(chosen), what, named, Parts(total(first), total(second), how))
+        return whole(Parts(total(first), total(second), how))
     others = [i for i in range(len(table)) if i not in chosen and not (labels and labels[i].startswith(MERGED))]
     if not others:
-        return whole("it is one window")
+        return whole(whole_because="it is one window")
     windows = "the other window" if len(others) == 1 else f"the {len(others)} other windows"
-    return _Found(total(chosen), what, named, Parts(None, total(others), f"scored on {windows} of {path.name}"))
+    return whole(Parts(None, total(others), f"scored on {windows} of {path.name}"))
 
 
-def _over(table: LoadTable, chosen: list[int], what: str, sampling: Sampling) -> _Found:
+def _over(make: Make, table: LoadTable, chosen: list[int], what: str, sampling: Sampling) -> WindowLoad:
     """Return windows, domains or mixtures of domains as steps; the load is their mean."""
     labels = list(table.labels or ())
     merged = [labels[i] for i in chosen if labels and labels[i].startswith(MERGED)]
@@ -203,10 +204,10 @@ def _over(table: LoadTable, chosen: list[int], what: str, sampling: Sampling) ->
         one, other = (of_windows(table, sampling, part, seed) for seed, part in enumerate((first, second), 1))
         domains = None if sampling.over == "windows" else of_domains(table, sampling, second)
     except ConfigError:
-        return _Found(tokens, what, (), None, f"half of it is too little for steps over {sampling.over}", steps)
+        return make(tokens, what, whole_because=f"half of it is too little for steps over {sampling.over}", steps=steps)
     how = f"planned on {len(first)} of its windows, scored on the other {len(second)}"
     parts = Parts(one.load.tokens, other.load.tokens, how, one, other, domains)
-    return _Found(tokens, what, (), parts, steps=steps)
+    return make(tokens, what, parts=parts, steps=steps)
 
 
 def _halves(chosen: list[int], labels: list[str]) -> tuple[list[int], list[int]]:
@@ -221,9 +222,69 @@ def _halves(chosen: list[int], labels: list[str]) -> tuple[list[int], list[int]]
     alone = groups.pop("", [])
     for name in [name for name, rows in groups.items() if len(rows) == 1]:
         alone += groups.pop(name)
-    first: list[int] = []
-    second: list[int] = []
-    for rows in (*groups.values(), sorted(alone)):
-        first += rows[: -(-len(rows) // 2)]
-        second += rows[-(-len(rows) // 2) :]
-    return first, second
+    cut = [(rows, -(-len(rows) // 2)) for rows in (*groups.values(), sorted(alone))]
+    return [i for rows, half in cut for i in rows[:half]], [i for rows, half in cut for i in rows[half:]]
+
+
+# ------------------------------------------------------------------------------------------------------ source ranks
+
+
+def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: tuple[str, ...], ranks: int) -> Array:
+    """Read counts [source rank, layer, expert]; raise unless they add up to `tokens` [layer, expert].
+
+    For TensorRT-LLM's statistics, `labels` are the iterations and `layer_ids` the layers that `tokens` was read from.
+    """
+    sources = _of_statistics(path, tokens, layer_ids, labels, ranks) if path.is_dir() else _of_array(path)
+    expected = (ranks, *tokens.shape)
+    if sources.shape != expected:
+        raise TraceError(path, "sources", f"has shape {sources.shape}; [source rank, layer, expert] is {expected} here")
+    bad = np.argwhere(~((sources >= 0) & (sources < np.inf)))  # ~ catches NaN as well
+    if bad.size:
+        at = tuple(int(index) for index in bad[0])
+        raise TraceError(path, f"sources{list(at)}", f"is {sources[at]}; tokens must be finite and not negative")
+    total = sources.sum(axis=0)
+    wrong = np.argwhere(~np.isclose(total, tokens, rtol=1e-6, atol=1e-6))
+    if wrong.size:
+        layer, expert = (int(index) for index in wrong[0])
+        raise TraceError(
+            path,
+            "sources",
+            f"of layer {layer_ids[layer]}, expert {expert} add up to {total[layer, expert]:g} tokens; "
+            f"the load has {tokens[layer, expert]:g}",
+        )
+    return sources
+
+
+def _of_array(path: Path) -> Array:
+    check_input_file(path)
+    try:
+        sources = decode_npy(path.read_bytes())
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except (OSError, InputError) as error:
+        raise TraceError(path, "file", f"is no .npy array: {error}") from None
+    if sources.dtype.kind not in "uif":
+        raise TraceError(path, "file", "must be an .npy array of numbers")
+    return sources.astype(np.float64)
+
+
+def _of_statistics(
+    path: Path, tokens: Array, layer_ids: tuple[int, ...], iterations: tuple[str, ...], ranks: int
+) -> Array:
+    if not sniff_trtllm(path):
+        raise TraceError(path, "sources", "is a folder, but none of TensorRT-LLM's expert statistics")
+    files = sum(1 for _ in path.glob("rank*.safetensors"))
+    if files != ranks:
+        raise TraceError(path, "rank*.safetensors", f"are {files}; --ranks={ranks} must be as many")
+    sources = np.zeros((ranks, *tokens.shape))
+    for rank in range(ranks):
+        arrays = ArrayFile(path / f"rank{rank}.safetensors")
+        for row, layer in enumerate(layer_ids):
+            for iteration in iterations:
+                key = f"{iteration}_{layer}"
+                counts = arrays.get(key)
+                if counts is not None and counts.shape != tokens.shape[1:]:
+                    raise TraceError(arrays.path, key, f"has shape {counts.shape}, expected {tokens.shape[1:]}")
+                if counts is not None:
+                    sources[rank, row] += counts
+    return sources

@@ -51,11 +51,6 @@ class RankMemory:
         return STAGED * self.spec.expert_bytes(self.dtype)
 
     @property
-    def layer_bytes(self) -> float:
-        """Bytes of the rank's slots of one layer: staging of this size lets every layer switch in one go."""
-        return self.slots / self.ranks * self.spec.expert_bytes(self.dtype)
-
-    @property
     def rest_bytes(self) -> float:
         """Bytes of all weights except routed experts, in 16 bits."""
         spec = self.spec

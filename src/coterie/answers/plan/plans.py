@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coterie.answers.plan.held_out import DomainRow, HeldOutReport, Scoring
-from coterie.answers.plan.loads import WindowLoad, read_load
+from coterie.answers.plan.loads import MEAN, WindowLoad, read_load, read_sources
 from coterie.answers.plan.memory import RankMemory
-from coterie.answers.plan.pricing import Placed, Pricing
-from coterie.answers.plan.samples import Brought, Over, Sampling
-from coterie.answers.plan.sources import read_sources
+from coterie.answers.plan.pricing import DomainRow, HeldOutReport, Placed, Pricing, Scoring, gain_pct
+from coterie.answers.plan.samples import Sampling
+from coterie.answers.suites import Report
 from coterie.costs.movement import Movement
 from coterie.costs.presets import load_preset, step_model
-from coterie.errors import ConfigError, check_one_of, check_positive
+from coterie.errors import ConfigError, check_one_of, check_positive, refuse
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, SearchProgress
 from coterie.types import Placement, Topology, WeightDtype
 
-Array = NDArray[np.float64]
+T = TypeVar("T")
 
 TIME_LIMIT_S = 10.0
 """Default seconds per layer for planners with a time limit: 75 layers then take minutes, not hours."""
@@ -41,9 +39,6 @@ BATCH = 8192
 
 BATCHES = (16, 64, 256, 1024, 4096, 8192, 16384)
 """Tokens per step, over all ranks, at which a plan is also priced, besides the batch it was made for."""
-
-Report = Callable[[str, int, int], None]
-"""Progress callback: description of the current work, units done, units in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +66,9 @@ class PlanOptions:
     dtype: WeightDtype | None = None
     memory_gb: float | None = None
     batch: int = BATCH
-    """Tokens per step over all ranks; ignored if steps are drawn from `requests`, which have their own sizes."""
-    requests: int | None = None
-    phase: Brought | None = None
-    bursts: float = 0.0
-    over: Over | None = None
-    steps: int = 64
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.requests, self.phase, self.bursts, self.over, self.steps)
+    """Tokens per step over all ranks; ignored if steps are drawn from requests, which have their own sizes."""
+    sampling: Sampling = MEAN
+    """Steps to plan for."""
 
 
 class BatchRow(NamedTuple):
@@ -99,7 +87,7 @@ class BatchRow(NamedTuple):
 
     @property
     def gain_pct(self) -> float:
-        return 100 * (1 - self.after_s / self.now_s) if self.now_s else 0.0
+        return gain_pct(self.now_s, self.after_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +117,10 @@ class Planned:
         shares = None if placed.shares is None else self.plan.shares
         return PlacementMap(placed.placement, self.load.spec.name, self.load.layer_ids, shares)
 
-    @property
-    def measured(self) -> bool:
-        """Whether the device was calibrated with this model's shape."""
-        return self.pricing.model.measured
-
-    def busy_s(self) -> tuple[Array, Array]:
-        """Return seconds [layer, rank] of the mean step, before and after the plan."""
-        return self.pricing.busy_s(self.options.batch, self.now), self.pricing.busy_s(self.options.batch, self._after)
-
-    def step_s(self) -> tuple[float, float]:
-        """Return the seconds of a step's MoE layers before and after the plan; with single steps, their mean."""
-        return self.pricing.step_s(self.options.batch, self.now), self.pricing.step_s(self.options.batch, self._after)
-
-    def balance(self) -> tuple[float, float]:
-        """Return the balancedness before and after the plan, on the load it was made for."""
-        return self.pricing.balance(self.options.batch, self.now), self.pricing.balance(self.options.batch, self._after)
-
-    @property
-    def _after(self) -> Placed:
-        return Placed.of(self.plan)._replace(resplit=False)  # the shares are already solved for this load
+    def both(self, price: Callable[[int, Placed], T]) -> tuple[T, T]:
+        """Return a price of the current placement and of the planned one, on the load that the plan was made for."""
+        after = Placed.of(self.plan)._replace(resplit=False)  # the shares are already solved for this load
+        return price(self.options.batch, self.now), price(self.options.batch, after)
 
 
 def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned:
@@ -218,10 +190,8 @@ class _Round:
     progress: Progress
 
     def plan(self, on: Pricing, batch: int, begin: Placed) -> Plan:
-        planner, load = self._planner(batch), on.load(batch)
-        if begin.shares is None:
-            return planner.plan(load, on.topology, begin.placement)
-        return planner.plan(load, on.topology, begin.placement, begin.shares)
+        shares = () if begin.shares is None else (begin.shares,)
+        return self._planner(batch).plan(on.load(batch), on.topology, begin.placement, *shares)
 
     def warm_up(self) -> None:
         """Plan one empty layer, so that the planning time does not include compiling or loading machine code."""
@@ -237,10 +207,10 @@ class _Round:
         batch = self.options.batch
         if self.load.parts is None:
             return None, []
-        one = Scoring(self.load.parts, self.pricing, batch, self.now, lambda on, begin: self.plan(on, batch, begin))
-        made, mean = one.of_part(plan, self.start), one.for_the_mean(self.start)
-        beside = None if no_spare is None or in_order is None else one.of_part(no_spare, in_order)
-        return one.held_out(made, mean, beside), one.domains(made, mean)
+        score = Scoring(self.load.parts, self.pricing, batch, self.now, lambda on, begin: self.plan(on, batch, begin))
+        made, mean = score.of_part(plan, self.start), score.for_the_mean(self.start)
+        beside = None if no_spare is None or in_order is None else score.of_part(no_spare, in_order)
+        return score.held_out(made, mean, beside), score.domains(made, mean)
 
     def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
         """Price the plan at other batch sizes; also plan for each of them if planning takes milliseconds."""
@@ -272,17 +242,21 @@ class _Round:
 
 def _check(options: PlanOptions) -> None:
     """Raise for errors in the options that show before the load is read."""
-    sampling = options.sampling
-    if sampling.requests is not None and options.batch != BATCH:
-        raise ConfigError(f"--batch={options.batch}: a step of --requests={sampling.requests} has the tokens it has")
-    if sampling.asked and options.sources is not None:
-        raise ConfigError(f"--sources={options.sources} are of the mean step; leave it out with --requests and --over")
-    if options.ranks < 1 or options.nodes < 1 or options.ranks % options.nodes:
-        raise ConfigError(f"--ranks={options.ranks} must be a multiple of --nodes={options.nodes}, both at least 1")
-    if options.ranks > MOST_RANKS:
-        raise ConfigError(f"--ranks={options.ranks} must be at most {MOST_RANKS}")
-    if options.batch < 1:
-        raise ConfigError(f"--batch={options.batch} must be at least 1")
+    requests, (ranks, nodes) = options.sampling.requests, (options.ranks, options.nodes)
+    refuse(
+        {
+            f"--batch={options.batch}: a step of --requests={requests} has the tokens it has": requests is not None
+            and options.batch != BATCH,
+            f"--sources={options.sources} are of the mean step; leave it out with --requests and --over": (
+                options.sampling.asked and options.sources is not None
+            ),
+            f"--ranks={ranks} must be a multiple of --nodes={nodes}, both at least 1": (
+                ranks < 1 or nodes < 1 or ranks % nodes
+            ),
+            f"--ranks={ranks} must be at most {MOST_RANKS}": ranks > MOST_RANKS,
+            f"--batch={options.batch} must be at least 1": options.batch < 1,
+        }
+    )
     if options.dtype is not None:
         check_one_of(get_args(WeightDtype), dtype=options.dtype)
     check_one_of(get_args(Movement), movement=options.movement)
@@ -293,21 +267,21 @@ def _check(options: PlanOptions) -> None:
 
 def _slots(options: PlanOptions, experts: int, name: str) -> int:
     slots = experts if options.slots is None else options.slots
-    if slots < experts:
-        raise ConfigError(f"--slots={slots} must hold the num_experts={experts} of {name}")
-    if slots > experts * options.ranks:
-        raise ConfigError(
+    refuse(
+        {
+            f"--slots={slots} must hold the num_experts={experts} of {name}": slots < experts,
             f"--slots={slots}: {slots // options.ranks} slots a rank must be at most num_experts={experts}; "
-            "none is held twice"
-        )
+            "none is held twice": slots > experts * options.ranks,
+        }
+    )
     return slots
 
 
 def _device_bytes(options: PlanOptions) -> float | None:
     if options.memory_gb is not None:
         return options.memory_gb * 1e9
-    found = load_preset(options.preset).measurement.hardware.get("memory_bytes")
-    return float(found) if isinstance(found, int | float) and found > 0 else None
+    known = load_preset(options.preset).measurement.hardware.get("memory_bytes")
+    return float(known) if isinstance(known, int | float) and known > 0 else None
 
 
 def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:
@@ -331,12 +305,12 @@ def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
 def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
     """Read the current placement from a file, with the layers of the load and the shares, if the file has any."""
     spec = load.spec
-    found = read_map(path, model=spec, num_ranks=options.ranks)
-    rows, shares = found.placement.slot_experts, found.shares
-    if found.layer_ids != load.layer_ids:
-        if found.layer_ids is None or not set(load.layer_ids) <= set(found.layer_ids):
+    map = read_map(path, model=spec, num_ranks=options.ranks)
+    rows, shares = map.placement.slot_experts, map.shares
+    if map.layer_ids != load.layer_ids:
+        if map.layer_ids is None or not set(load.layer_ids) <= set(map.layer_ids):
             raise ConfigError(f"{path} lacks layers that the load has: it has {len(rows)}")
-        kept = [found.layer_ids.index(layer) for layer in load.layer_ids]
+        kept = [map.layer_ids.index(layer) for layer in load.layer_ids]
         rows, shares = rows[kept], None if shares is None else shares[kept]
     if options.slots not in (None, rows.shape[1]):
         raise ConfigError(f"--slots={options.slots} must be the {rows.shape[1]} of {path}, or left out")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from dataclasses import fields
 from typing import Any
 
 from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
+from coterie.answers.plan.pricing import gain_pct
 from coterie.costs.cells import preset_names
 from coterie.costs.movement import staged_exposed
 from coterie.models import models
 from coterie.placement import HOST, Plan
-from coterie.placement.base import Proof
 from coterie.types import Topology
+from coterie.units import counted
 
+MEMORY = ("experts_bytes", "replicas_bytes", "staging_bytes", "rest_bytes", "device_bytes", "left_bytes", "fits")
+"""Fields of the memory of a rank in the report."""
 SMALL_PCT = 1.0
 """Gain in percent below which a plan hardly pays: the price model is no more exact than this."""
 
@@ -22,20 +26,20 @@ SMALL_PCT = 1.0
 def summary(planned: Planned) -> dict[str, Any]:
     """Return the object that ``--json`` prints, without the verdict."""
     plan, problem, spec, options = planned.plan, planned.problem, planned.load.spec, planned.options
-    placement, topology, model = plan.placement, problem.topology, planned.pricing.model
-    before, after = planned.busy_s()
-    before_s, after_s = planned.step_s()
-    balance_before, balance_after = planned.balance()
-    steps = planned.pricing.steps
+    placement, topology, pricing = plan.placement, problem.topology, planned.pricing
+    before, after = planned.both(pricing.busy_s)
+    before_s, after_s = planned.both(pricing.step_s)
+    balance_before, balance_after = planned.both(pricing.balance)
+    steps, proof, other = pricing.steps, plan.proof, planned.no_spare
     saving = before_s - after_s
     paid = 0.0 if not plan.movement_s else plan.movement_s / saving if saving > 0 else math.inf
-    found: dict[str, Any] = {
+    return {
         "model": spec.name,
         "load": planned.load.what,
         "batch": options.batch,
         "preset": options.preset,
-        "dtype": model.dtype,
-        "measured": planned.measured,
+        "dtype": pricing.model.dtype,
+        "measured": pricing.model.measured,
         "planner": options.planner,
         "split": plan.split,
         "layers": placement.num_layers,
@@ -49,7 +53,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "before_s": before_s,
         "start_s": plan.before_s,
         "after_s": after_s,
-        "gain_pct": _percent(before_s, after_s),
+        "gain_pct": gain_pct(before_s, after_s),
         "balancedness_before": balance_before,
         "balancedness_after": balance_after,
         "steps": None if steps is None else {"what": steps.what, "scenarios": steps.load.num_scenarios},
@@ -66,25 +70,32 @@ def summary(planned: Planned) -> dict[str, Any]:
         "movement": options.movement,
         "trade": trade(planned, saving),
         "planning_s": plan.planning_s,
-        "proof": None if plan.proof is None else _proof(plan.proof),
+        # Seconds over the horizon, summed over layers; gaps as shares of the objective.
+        "proof": None
+        if proof is None
+        else {
+            "objective_s": float(proof.objective_s.sum()),
+            "bound_s": proof.total_bound_s,
+            "gap": proof.total_gap,
+            "worst_gap": float(proof.gap.max()),
+            "layers_closed": int(proof.closed.sum()),
+        },
         "rank_s_before": before.sum(axis=0),
         "rank_s_after": after.sum(axis=0),
-        "no_spare": None,
+        "no_spare": None
+        if other is None
+        else {
+            "slots": other.placement.num_slots,
+            "after_s": other.after_s,
+            "gain_pct": gain_pct(before_s, other.after_s),
+            "balancedness_after": other.balance_after,
+            "moves": len(other.moves),
+        },
         "held_out": None if planned.held_out is None else planned.held_out._asdict(),
         "not_held_out": planned.load.whole_because or None,
         "batches": [row._asdict() | {"gain_pct": row.gain_pct} for row in planned.batches],
-        "memory": _memory(planned),
+        "memory": {name: getattr(planned.memory, name) for name in MEMORY},
     }
-    if planned.no_spare is not None:
-        other = planned.no_spare
-        found["no_spare"] = {
-            "slots": other.placement.num_slots,
-            "after_s": other.after_s,
-            "gain_pct": _percent(before_s, other.after_s),
-            "balancedness_after": other.balance_after,
-            "moves": len(other.moves),
-        }
-    return found
 
 
 def trade(planned: Planned, saving_s: float) -> dict[str, Any]:
@@ -113,35 +124,6 @@ def trade(planned: Planned, saving_s: float) -> dict[str, Any]:
     }
 
 
-def _percent(before_s: float, after_s: float) -> float:
-    return 100 * (1 - after_s / before_s) if before_s else 0.0
-
-
-def _memory(planned: Planned) -> dict[str, Any]:
-    """Return the memory of a rank, in bytes."""
-    memory = planned.memory
-    return {
-        "experts_bytes": memory.experts_bytes,
-        "replicas_bytes": memory.replicas_bytes,
-        "staging_bytes": memory.staging_bytes,
-        "rest_bytes": memory.rest_bytes,
-        "device_bytes": memory.device_bytes,
-        "left_bytes": memory.left_bytes,
-        "fits": memory.fits,
-    }
-
-
-def _proof(proof: Proof) -> dict[str, Any]:
-    """Return the proof's numbers: seconds over the horizon, summed over layers; gaps as shares of the objective."""
-    return {
-        "objective_s": float(proof.objective_s.sum()),
-        "bound_s": proof.total_bound_s,
-        "gap": proof.total_gap,
-        "worst_gap": float(proof.gap.max()),
-        "layers_closed": int(proof.closed.sum()),
-    }
-
-
 def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, dict[str, float]]:
     """Return the moves and the seconds on each kind of link; seconds are summed as if moves were sequential."""
     moves, nodes = plan.moves, topology.rank_nodes
@@ -157,7 +139,7 @@ def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, di
 
 def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
     """Say in one sentence whether the plan pays, at which batch size, and how certain that is."""
-    where = f"{_count(found['ranks'], 'rank')} of {found['preset']} in {found['dtype']}"
+    where = f"{counted(found['ranks'], 'rank')} of {found['preset']} in {found['dtype']}"
     at = f"at {found['batch']:,} tokens a step on {where}"
     sure = _sure(found)
     if _spare_slots_cost(found):
@@ -171,10 +153,10 @@ def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
     if found["keep"] and not found["gain_pct"] > 0:
         return f"Keep the placement that runs now {at}: {found['skip_reason']}."
     if gain <= 0 or steps is None or steps > found["horizon"]:
-        never = "" if gain <= 0 else f", and its moves are not paid for within {_count(found['horizon'], 'step')}"
+        never = "" if gain <= 0 else f", and its moves are not paid for within {counted(found['horizon'], 'step')}"
         return f"It does not pay {at}: the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}{never}."
     pays = "It pays" if gain >= SMALL_PCT else "It hardly pays"
-    paid = f"; moves are paid for after {_count(max(1, math.ceil(steps)), 'step')}" if found["moves"] else ""
+    paid = f"; moves are paid for after {counted(max(1, math.ceil(steps)), 'step')}" if found["moves"] else ""
     saves = f"the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}"
     return f"{pays} {at}: {saves}{paid}{_elsewhere(planned)}."
 
@@ -219,15 +201,22 @@ def _load_it(planned: Planned, found: dict[str, Any]) -> str:
 
 def command(options: PlanOptions, **changes: Any) -> str:
     """Return the command line for these options, without those that have their default."""
-    plain = PlanOptions(options.load)
-    flags = {"load_format": "--from", "memory_gb": "--memory"}
+    flags, plain = {"load_format": "--from", "memory_gb": "--memory"}, _given(PlanOptions(options.load))
     words = ["coterie", "plan", str(options.load)]
-    for name in PlanOptions.__dataclass_fields__:
-        value = changes.get(name, getattr(options, name))
-        own = name == "batch" and options.requests is not None
-        if name != "load" and not own and value is not None and value != getattr(plain, name):
+    for name, value in (_given(options) | changes).items():
+        own = name == "batch" and options.sampling.requests is not None
+        if not own and value is not None and value != plain[name]:
             words += [flags.get(name, "--" + name.replace("_", "-")), str(value)]
     return shlex.join(words)
+
+
+def _given(options: PlanOptions) -> dict[str, Any]:
+    return {
+        field.name: getattr(part, field.name)
+        for part in (options, options.sampling)
+        for field in fields(part)
+        if field.name not in ("load", "sampling")
+    }
 
 
 def _expected(found: dict[str, Any]) -> float:
@@ -238,12 +227,10 @@ def _expected(found: dict[str, Any]) -> float:
 
 def _spare_slots_cost(found: dict[str, Any]) -> bool:
     """Return whether the plan without spare slots is at least as good, on the held-out load if there is one."""
-    if found["no_spare"] is None:
-        return False
-    held = found["held_out"]
-    if held is not None:
-        return bool(held["no_spare_gain_pct"] >= held["gain_pct"])
-    return bool(found["no_spare"]["gain_pct"] >= found["gain_pct"])
+    plain, held = found["no_spare"], found["held_out"]
+    if plain is None or held is None:
+        return plain is not None and bool(plain["gain_pct"] >= found["gain_pct"])
+    return bool(held["no_spare_gain_pct"] >= held["gain_pct"])
 
 
 def _sure(found: dict[str, Any]) -> str:
@@ -265,15 +252,11 @@ def _both(found: dict[str, Any]) -> str:
 def _elsewhere(planned: Planned) -> str:
     """Name the batch size at which the plan saves least; empty if it saves about as much as at the planned one."""
     least = min(planned.batches, key=lambda row: row.gain_pct)
-    here = next(row for row in planned.batches if row.tokens == planned.options.batch)
-    if here.gain_pct - least.gain_pct < SMALL_PCT:
+    own = next(row for row in planned.batches if row.tokens == planned.options.batch)
+    if own.gain_pct - least.gain_pct < SMALL_PCT:
         return ""
     return f"; at {least.tokens:,} tokens a step it {_change(least.gain_pct)}"
 
 
 def _change(percent: float) -> str:
     return f"saves {percent:.1f}%" if percent >= 0 else f"adds {-percent:.1f}%"
-
-
-def _count(number: float, what: str) -> str:
-    return f"{number:,.0f} {what}" + ("" if number == 1 else "s")

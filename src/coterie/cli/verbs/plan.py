@@ -160,6 +160,7 @@ def plan_command(
     """Plan the placement of experts: savings per batch size, moves, memory, and whether the plan pays."""
     from coterie.answers.plan.plans import PlanOptions, make_plan
     from coterie.answers.plan.report import next_command, plan_verdict, summary
+    from coterie.answers.plan.samples import Sampling
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
     from coterie.placement.scenarios import save_scenarios as write_scenarios
 
@@ -192,11 +193,7 @@ def plan_command(
         dtype=cast("WeightDtype | None", dtype),
         memory_gb=memory,
         batch=batch,
-        requests=requests,
-        phase=cast("Brought | None", phase),
-        bursts=bursts,
-        over=cast("Over | None", over),
-        steps=steps,
+        sampling=Sampling(requests, cast("Brought | None", phase), bursts, cast("Over | None", over), steps),
     )
     with reporting("Planning") as report:
         planned = make_plan(options, report)
@@ -288,7 +285,7 @@ def _beside(row: BatchRow, spare: bool) -> str:
 
 
 def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
-    before, after = planned.busy_s()
+    before, after = planned.both(planned.pricing.busy_s)
     worst = [f"{planned.problem.layer_balance(busy).min():.3f}" for busy in (before, after)]
     held, other = found["held_out"], found["no_spare"]
     columns = ["", "now", "this plan"]
@@ -346,7 +343,7 @@ def _steps(found: dict[str, Any]) -> list[str]:
 
 
 def _print_bars(planned: Planned) -> None:
-    before, after = planned.busy_s()
+    before, after = planned.both(planned.pricing.busy_s)
     worst = int(planned.problem.layer_balance(before).argmin())
     name = planned.load.layer_ids[worst]
     print_rank_bars(

@@ -98,7 +98,7 @@ def record_command(
             if url is not None:
                 from coterie.engines.recording import Sending
 
-                sending = Sending(texts, duration, concurrency, max_tokens, chat is not False, report)
+                sending = Sending(texts or (), duration, concurrency, max_tokens, chat is not False, report)
                 trace, counts = _record_server(engine, url, output, sending, events)
             else:
                 from coterie.engines.tiny import TINY, tiny_model_path

@@ -163,8 +163,7 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
     On a terminal, requests then keep the fleet busy until Ctrl-C. Without a terminal the gateway exits, since nobody
     could see it or press Ctrl-C.
     """
-    from coterie.answers.demo.serving import first_completion, run_on
-    from coterie.answers.demo.traffic import keep_busy
+    from coterie.answers.demo.serving import first_completion, keep_busy, run_on
     from coterie.cli.output import reporting
     from coterie.cli.verbs.demo import print_result
 
