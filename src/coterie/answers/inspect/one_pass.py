@@ -84,9 +84,9 @@ def run_pass(
         trace.validate()  # raises an error that names the file with the decreasing offset
     shape = (meta.num_layers, meta.num_experts)
     group = windows.window * 2 + windows.half
+    # Counts of each thread, [window * 2 + half, layer, expert] and [domain, layer, expert], summed after the pass.
     parts = [
-        _Part(np.zeros((windows.total * 2, *shape), np.int64), np.zeros((num_domains, *shape), np.int64))
-        for _ in range(_THREADS)
+        tuple(np.zeros((rows, *shape), np.int64) for rows in (windows.total * 2, num_domains)) for _ in range(_THREADS)
     ]
     samples = Samples.choose(meta, trace.num_requests, rng)
     decode_tokens = done = 0
@@ -105,24 +105,17 @@ def run_pass(
             done += len(phase)
             if progress is not None:
                 progress(done, trace.num_tokens)
-    half_windows = np.sum([part.groups for part in parts], axis=0).reshape(windows.total, 2, *shape)
-    return PassResult(half_windows, np.sum([part.domains for part in parts], axis=0), decode_tokens, samples)
+    groups, domains = (np.sum(counts, axis=0) for counts in zip(*parts, strict=True))
+    return PassResult(groups.reshape(windows.total, 2, *shape), domains, decode_tokens, samples)
 
 
-class _Part(NamedTuple):
-    """Counts of one thread, summed after the pass."""
-
-    groups: NDArray[np.int64]  # [window * 2 + half, layer, expert]
-    domains: NDArray[np.int64]  # [domain, layer, expert]
-
-
-def _jobs(chunk: Chunk, group: NDArray[np.int64], domain: NDArray[np.int64], parts: list[_Part]) -> list[Any]:
+def _jobs(chunk: Chunk, group: NDArray[np.int64], domain: NDArray[np.int64], parts: list[Any]) -> list[Any]:
     """Split the requests of a chunk into one contiguous range per thread, with about equally many tokens."""
     offsets = chunk.offsets
     cuts = np.searchsorted(offsets, np.linspace(0, offsets[-1], len(parts) + 1)[1:-1])
     cuts = np.concatenate([[0], cuts, [len(offsets) - 1]])
     return [
-        (chunk.tokens.expert_ids, offsets[a : b + 1], group[a:b], domain[a:b], part.groups, part.domains)
+        (chunk.tokens.expert_ids, offsets[a : b + 1], group[a:b], domain[a:b], *part)
         for a, b, part in zip(cuts[:-1], cuts[1:], parts, strict=True)
     ]
 

@@ -137,13 +137,12 @@ def _verdict(output: Path, trace: ActivationTrace | LoadTable) -> tuple[str, str
         said = f"Recorded the load of {len(trace):,} windows, without requests: enough to plan where experts live."
         return said, shell("coterie", "plan", output)
     said = f"Recorded {trace.num_requests:,} requests, {trace.num_tokens:,} tokens"
-    decoders = trace.num_requests // PER_DECODER
+    decoders = min(trace.num_requests // PER_DECODER, 8)
     if decoders < 2:
         return (
             f"{said}: too few to tell what a fleet would gain (at least {2 * PER_DECODER} requests, for two decoders).",
             shell("coterie", "inspect", output),
         )
-    decoders = min(decoders, 8)
     return (
         f"{said}: enough to tell what a fleet of {decoders} decoders would gain.",
         shell("coterie", "fleet", output, "--decoders", decoders),

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from coterie.cli.output import JsonOption, out, print_json, print_verdict
+from coterie.cli.output import JsonOption, print_json, print_lines, print_verdict, reporting
 from coterie.errors import ConfigError, CoterieError, UnavailableError
 
 if TYPE_CHECKING:
-    from coterie.answers.demo.serving import FirstCompletion
     from coterie.gateway.config import GatewayConfig
     from coterie.gateway.embedded import EmbeddedFleet
     from coterie.gateway.serve import Ready
@@ -87,8 +85,7 @@ def _print_key(name: str, admin: bool, json: bool) -> None:
     if json:
         print_json({"key": key, "name": name, "sha256": entry.sha256, "admin": admin})
         return
-    out.print(f"Key, shown once: {escape(key)}", highlight=False, soft_wrap=True)
-    out.print(f"Line for the keys file:\n{escape(entry.as_yaml())}", highlight=False, soft_wrap=True)
+    print_lines(f"Key, shown once: {key}", f"Line for the keys file:\n{entry.as_yaml()}")
 
 
 def _serve_file(path: Path, check: bool, json: bool) -> None:
@@ -127,21 +124,15 @@ def _ready(config: GatewayConfig, json: bool) -> Ready:
         if json:
             print_json({"url": url, "workers": [worker.id for worker in config.workers]})
             return
-        out.print(_serving(url, config), highlight=False, soft_wrap=True)
-        out.print(f"Dashboard: {escape(url)}/", highlight=False, soft_wrap=True)
-        out.print(f"Next: {_try_it(url)}", highlight=False, soft_wrap=True, markup=False)
+        router = config.decode.router
+        by = router if config.handshake == "none" else f"{config.prefill.router} and {router}"
+        print_lines(
+            f"Serving at {url}: {len(config.workers)} workers, routed by {by}. Ctrl-C ends it.",
+            f"Dashboard: {url}/",
+            f"Next: coterie load {url} --router round_robin --router latency_aware",
+        )
 
     return ready
-
-
-def _serving(url: str, config: GatewayConfig) -> str:
-    count = len(config.workers)
-    by = config.decode.router if config.handshake == "none" else f"{config.prefill.router} and {config.decode.router}"
-    return f"Serving at {escape(url)}: {count} workers, routed by {escape(by)}. Ctrl-C ends it."
-
-
-def _try_it(url: str) -> str:
-    return f"coterie load {url} --router round_robin --router latency_aware"
 
 
 def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
@@ -164,7 +155,6 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
     could see it or press Ctrl-C.
     """
     from coterie.answers.demo.serving import first_completion, keep_busy, run_on
-    from coterie.cli.output import reporting
     from coterie.cli.verbs.demo import print_result
 
     problems: list[BaseException] = []
@@ -172,10 +162,13 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
 
     def show(url: str) -> None:
         if not json:
-            out.print(f"Dashboard: {escape(url)}/", highlight=False, soft_wrap=True)
+            print_lines(f"Dashboard: {url}/")
         answer = first_completion(url)
         if not json:
-            _print_first(answer)
+            print_lines(
+                f"One completion of {answer.model}, in {answer.seconds:.2f} s:",
+                f"  {answer.prompt!r} … {answer.text!r}",
+            )
         if stays:
             asyncio.run(keep_busy(url, FIRST_REQUESTS))
         with reporting("Recording", lines=True) as report:
@@ -193,11 +186,9 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
             if problems or not stays:
                 stop()
                 return
-            out.print(
-                f"\nThe gateway routes by the fitted router now, and requests keep it busy: {escape(url)}/ shows it. "
-                "Ctrl-C ends it.",
-                highlight=False,
-                soft_wrap=True,
+            print_lines(
+                f"\nThe gateway routes by the fitted router now, and requests keep it busy: {url}/ shows it. "
+                "Ctrl-C ends it."
             )
             with contextlib.suppress(CoterieError):  # the requests fail when the gateway stops
                 asyncio.run(keep_busy(url))
@@ -207,8 +198,3 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
     yield ready
     if problems:
         raise problems[0]
-
-
-def _print_first(answer: FirstCompletion) -> None:
-    out.print(f"One completion of {answer.model}, in {answer.seconds:.2f} s:", highlight=False, soft_wrap=True)
-    out.print(f"  {answer.prompt!r} … {answer.text!r}", highlight=False, soft_wrap=True, markup=False)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.markup import escape
 
-from coterie.cli.output import JsonOption, out, print_json
+from coterie.cli.output import JsonOption, print_json, print_lines
 
 
 def worker_command(
@@ -99,6 +98,6 @@ def worker_command(
         if json:
             print_json({"url": url, "model": name, "role": role})
         else:
-            out.print(f"Ready: {escape(url)} serves {escape(name)} (role {role})", highlight=False, soft_wrap=True)
+            print_lines(f"Ready: {url} serves {name} (role {role})")
 
     serve_worker(config, ready)
