@@ -180,11 +180,9 @@ class LiveMigration:
 
     def _switch(self, switch: int, layer: int) -> None:
         first = self._layers.group.rank * self._schedule.current.slots_per_rank
-        arriving = {}
-        for transfer in self._schedule.switches[switch].transfers:
-            row = self._staged.pop(transfer.id, None)
-            if row is not None:
-                arriving[transfer.slot - first] = row
+        transfers = self._schedule.switches[switch].transfers
+        rows = {transfer.slot - first: self._staged.pop(transfer.id, None) for transfer in transfers}
+        arriving = {slot: row for slot, row in rows.items() if row is not None}
         self._old[switch] = self._layers.weights.replace(layer, arriving)
 
 

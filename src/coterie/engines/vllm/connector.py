@@ -103,7 +103,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._path = self._settings.store_path(str(self._kv_transfer_config.engine_id), self._rank)
         self._owner = zlib.crc32(str(self._kv_transfer_config.engine_id).encode())
         self._counters: Counter[str] = Counter()
-        self._counters_sent: dict[str, int] = {}
+        self._counters_sent: Counter[str] = Counter()
         self._told: set[str] = set()
         self._store: PositionStore | None = None
         self._group, self._block_size = -1, 0
@@ -302,7 +302,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         """Build the request's footprint and event before its blocks are freed; never ask to keep the blocks."""
         self._local.pop(request.request_id, None)
         cached = self._cached.pop(request.request_id, 0)
-        asked = self._wants_footprint(request)
+        handoff = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+        asked = {"handoff": handoff, "always": True, "never": False}[self._settings.footprint]
         listened = self._publisher is not None and self._publisher.wanted
         if not (asked or listened) or self._group < 0:
             return False, None
@@ -317,11 +318,6 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         if listened and count:
             self._publish_request(store, request, positions, cached)
         return False, {KEY: self._footprint(store, positions)} if asked else None
-
-    def _wants_footprint(self, request: Any) -> bool:
-        if self._settings.footprint == "handoff":
-            return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
-        return self._settings.footprint == "always"
 
     def _wait_written(self, store: PositionStore, request: Any) -> bool:
         """Wait until the request's last step is in the store; return whether it is. On a CPU it always is."""
@@ -396,7 +392,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell("expert events", self._publisher.last_error)
             for name, count in self._publisher.counts._asdict().items():
                 self._counters[f"events_{name}"] = count
-        return CoterieStats(data={"counters": self._deltas(), "gauges": gauges, "layers": layers})
+        counters, self._counters_sent = self._counters - self._counters_sent, self._counters.copy()
+        return CoterieStats(data={"counters": dict(counters), "gauges": gauges, "layers": layers})
 
     def _interval(self, store: PositionStore, seconds: float) -> tuple[dict[str, float], dict[int, float]]:
         totals, load = store.totals, store.load.copy()
@@ -416,10 +413,6 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._publisher.publish(event)
         return interval_gauges(delta, self._layer_ids, distinct, steps)
-
-    def _deltas(self) -> dict[str, int]:
-        last, self._counters_sent = self._counters_sent, dict(self._counters)
-        return {name: value - last.get(name, 0) for name, value in self._counters.items()}
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CoterieStats:

@@ -50,8 +50,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         try:
             return msgspec.convert(dict(extra), cls)
         except msgspec.ValidationError as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(f"kv_connector_extra_config of CoterieConnector: {error}; settings: {known}") from None
+            raise ConfigError(
+                f"kv_connector_extra_config of CoterieConnector: {error}; settings: {', '.join(cls.__struct_fields__)}"
+            ) from None
 
     def store_path(self, engine_id: str, rank: int) -> Path:
         return store_folder() / f"{PREFIX}{self.store or engine_id}-{rank}{SUFFIX}"
@@ -156,5 +157,4 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, ConfigError) as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(f"{EPLB_VARIABLE}: {error}; settings: {known}") from None
+            raise ConfigError(f"{EPLB_VARIABLE}: {error}; settings: {', '.join(cls.__struct_fields__)}") from None

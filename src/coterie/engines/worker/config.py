@@ -107,7 +107,9 @@ class WorkerConfig:
         for name, endpoint in streams.items():
             if not endpoint.startswith(SCHEMES):
                 raise ConfigError(f"{name}={endpoint!r} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5601")
-            if self.fleet_secret is None and not _stays_here(endpoint):
+            scheme, _, address = endpoint.partition("://")
+            local = scheme != "tcp" or is_loopback(address.rpartition(":")[0])
+            if self.fleet_secret is None and not local:
                 raise ConfigError(
                     f"{name}={endpoint!r} can be read from other machines, and holds users' prompts: set "
                     f"{SECRET_VARIABLE}, or use tcp://127.0.0.1:PORT"
@@ -140,9 +142,3 @@ class WorkerConfig:
     def max_tokens(self) -> int:
         """Token capacity of all blocks together: no request may be longer."""
         return self.block_size * self.kv_blocks
-
-
-def _stays_here(endpoint: str) -> bool:
-    """Return whether a ZMQ endpoint is reachable from this machine only."""
-    scheme, _, address = endpoint.partition("://")
-    return scheme != "tcp" or is_loopback(address.rpartition(":")[0])

@@ -203,10 +203,8 @@ class Server:
     # ----------------------------------------------------------------------------------------------------- small ones
 
     async def health(self, _: HttpRequest, responder: Responder) -> None:
-        if self.draining:
-            raise RequestError("draining: no new requests", status=503)
-        if not self.engine.alive:
-            raise RequestError("the engine has ended", status=503)
+        if self.draining or not self.engine.alive:
+            raise RequestError("draining: no new requests" if self.draining else "the engine has ended", status=503)
         responder.send(200)
 
     async def metrics(self, _: HttpRequest, responder: Responder) -> None:
