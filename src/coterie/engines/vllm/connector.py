@@ -104,7 +104,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._owner = zlib.crc32(str(self._kv_transfer_config.engine_id).encode())
         self._counters: Counter[str] = Counter()
         self._counters_sent: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._store: PositionStore | None = None
         self._group, self._block_size = -1, 0
         # Worker.
@@ -140,8 +140,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _tell(self, where: str, error: str | None, trace: bool = False) -> None:
         """Log the first failure of a kind."""
-        if error is not None and where not in self._told:
-            self._told.add(where)
+        if error is not None and where not in self._logged:
+            self._logged.add(where)
             logger.warning("coterie: %s failed, serving goes on: %s", where, error, exc_info=trace)
 
     # Worker side.

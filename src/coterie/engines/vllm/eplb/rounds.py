@@ -122,7 +122,7 @@ class Rounds:
         self._steps = StepsFile(settings.scenarios, self._failed)
         self._payoff = Payoff(self._prices, self._steps) if settings.when == "pays" else None
         self._warm = self._waiting = False
-        self._told = ""
+        self._logged_kind = ""
 
     def run(self, asked: EplbRound, vllms: Callable[[], Slots], group: RearrangingGroup) -> Slots:
         """Return the map that all ranks use next. `vllms` computes the map of vLLM's own policy."""
@@ -255,10 +255,10 @@ class Rounds:
         """Log a round; of consecutive rounds that keep the map for the same reason, only the first."""
         since = "since the start: " + ", ".join(f"{name} {value}" for name, value in asdict(self.counters).items())
         if moves or self.settings.when == "always":
-            self._told = ""
+            self._logged_kind = ""
             logger.info("coterie: %d moves (%s%s); %s", moves, decision.reason, _expected(decision), since)
-        elif decision.kind != self._told:
-            self._told = decision.kind
+        elif decision.kind != self._logged_kind:
+            self._logged_kind = decision.kind
             logger.info("coterie: keep, because %s; %s", decision.reason, since)
 
     def _failed(self, message: str) -> None:
