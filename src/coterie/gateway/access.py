@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from coterie.errors import ConfigError, check_input_file
+from coterie.errors import ConfigError
+from coterie.gateway.config import read_small_text
 
-MAX_FILE_BYTES = 1 << 20
 MAX_NAME = 128
 MAX_KEY_BYTES = 512
 """Longest Authorization header that is checked, in bytes; longer ones cannot hold a key of this gateway."""
@@ -78,7 +78,7 @@ class Keys:
 
     @classmethod
     def load(cls, source: str | Path | Sequence[Any]) -> Keys:
-        """Read a keys file, or a list of entries or mappings. Raises ConfigError that names the faulty entry."""
+        """Read a keys file, or a list of entries or mappings. Raises InputError that names the faulty entry."""
         if isinstance(source, str | Path):
             path = Path(source)
             raw, warnings, where = _read(path), _mode_warnings(path), str(path)
@@ -89,9 +89,6 @@ class Keys:
         entries = [_entry(where, number, item) for number, item in enumerate(raw)]
         _check_distinct(where, entries)
         return cls(entries, warnings)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
     def check(self, header: bytes | None) -> Entry | None:
         """Return the entry whose key an `Authorization` header presents; None if no stored key matches."""
@@ -108,15 +105,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _read(path: Path) -> Any:
-    check_input_file(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: has {path.stat().st_size} bytes; a keys file has at most {MAX_FILE_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not text, expected YAML or JSON") from None
+    text = read_small_text(path)
     try:
         return msgspec.json.decode(text) if path.suffix == ".json" else yaml.safe_load(text)
     except msgspec.DecodeError as error:

@@ -297,16 +297,20 @@ def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
 
 def read_config(path: Path) -> GatewayConfig:
     """Read a config file. Raises TraceError or ConfigError with a one-line message, whatever the file holds."""
+    return parse_config(read_small_text(path), path)
+
+
+def read_small_text(path: Path) -> str:
+    """Read a file of at most `MAX_BYTES`. Raises TraceError if it is no such text."""
     check_input_file(path)
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise TraceError(path, "file", f"has {path.stat().st_size} bytes; a config has at most {MAX_BYTES}")
-        text = path.read_text(encoding="utf-8")
+            raise TraceError(path, "file", f"has {path.stat().st_size} bytes, must have at most {MAX_BYTES}")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TraceError(path, "file", "is not text") from None
-    return parse_config(text, path)
 
 
 def parse_config(text: str, path: Path) -> GatewayConfig:

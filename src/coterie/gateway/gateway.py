@@ -248,7 +248,7 @@ class Gateway:
                 headers=passed,
                 caller=caller.name,
                 domain=domain,
-                span=spans.request(f"POST {request.path}", request.headers) if spans.recording else NO_SPAN,
+                span=spans.request(f"POST {request.path}", request.headers) if spans.tracer else NO_SPAN,
                 salt=_salt_of(caller.sha256) if caller.name and self.config.separate_caches else None,
             )
         except HttpError as error:

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, InputError, TraceError
 from coterie.gateway.access import Keys, new_key
 
 FIELDS = ("name", "sha256", "admin", "rate", "burst", "key")
@@ -25,7 +25,7 @@ def test_a_new_key_opens_what_its_entry_says() -> None:
     keys = Keys.load([new_key("other").entry, entry, new_key("on-call", admin=True).entry])
     assert keys.check(f"Bearer {key}".encode()) == entry
     assert keys.check(f"bearer  {key} ".encode()) == entry
-    assert len(keys) == 3
+    assert len(keys.entries) == 3
     assert new_key("search").key != key
     assert key not in entry.as_yaml()
 
@@ -55,7 +55,7 @@ def test_any_bytes_are_answered(header: bytes, scheme: bytes) -> None:
 def test_any_list_is_taken_or_refused_in_one_line(entries: list[Any]) -> None:
     said = ""
     try:
-        assert len(Keys.load(entries)) == len(entries)
+        assert len(Keys.load(entries).entries) == len(entries)
     except ConfigError as error:
         said = str(error)
     assert "\n" not in said
@@ -156,14 +156,14 @@ def test_a_wrong_entry_is_named_in_one_line_without_its_secret(entries: Any, mes
 def test_a_damaged_file_is_said_in_one_line(text: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_bytes(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         Keys.load(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_and_a_device_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(TraceError, match="No such file"):
         Keys.load(tmp_path / "none.yaml")
     (tmp_path / "keys.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):

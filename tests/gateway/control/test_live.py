@@ -142,10 +142,10 @@ async def drifting(tmp_path: Path) -> None:
             await until(lambda: any(event["kind"] == "refit_taken" for event in control.events), work)
             await check_shown(run, control, fit)
 
-            pid = control.pid
+            pid = pid_of(control)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: control.pid not in (None, pid), work)
+            await until(lambda: pid_of(control) not in (None, pid), work)
             assert run.metrics["coterie_gateway_control_restarts_total"] == 1
             serving = fit_in_force(run)
             assert serving != fit, "the new fit outlives the process that made it"
@@ -195,7 +195,7 @@ async def check_reloads(run: Run, control: LiveControl, fit: str, serving: str) 
     parts.reconfigure(msgspec.structs.replace(parts.config, log_requests=True), put)
     assert control_now(run) is control
     assert fit_in_force(run) == serving
-    pid = control.pid
+    pid = pid_of(control)
     off = msgspec.structs.replace(parts.config, control=ControlSection(enabled=False))
     parts.reconfigure(off, put)
     assert control_now(run) is None
@@ -209,6 +209,11 @@ def test_a_drifted_fleet_gets_a_new_fit(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(drifting(tmp_path), PATIENCE_S))
 
 
+def pid_of(control: LiveControl) -> int | None:
+    """Process id of the loop's process; None while there is none."""
+    return None if control.child is None else control.child.process.pid
+
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path
@@ -219,7 +224,7 @@ from coterie.net.processes import leave_to_cleaner
 async def main() -> None:
     leave_to_cleaner(Path(sys.argv[1]))
     child = await Child.start(Path(sys.argv[1]), FleetAccess())
-    print(child.pid, flush=True)
+    print(child.process.pid, flush=True)
     await child.receive()
 
 asyncio.run(main())

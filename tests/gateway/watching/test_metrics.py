@@ -65,7 +65,8 @@ def test_values_that_would_spoil_a_sum_are_left_out() -> None:
     for value in (math.nan, math.inf, -1.0):
         metrics.ttft_seconds.observe(value)
     metrics.ttft_seconds.observe(0.5)
-    assert (scraped(metrics)["ttft_seconds_sum", ()], metrics.ttft_seconds.count()) == (0.5, 1)
+    values = scraped(metrics)
+    assert (values["ttft_seconds_sum", ()], values["ttft_seconds_count", ()]) == (0.5, 1)
 
 
 def test_unknown_values_of_a_listed_label_share_one() -> None:

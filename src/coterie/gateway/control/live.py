@@ -67,7 +67,7 @@ class Child:
     """A started process of the control loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: Path) -> None:
-        self._process, self._errors = process, errors
+        self.process, self._errors = process, errors
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -101,10 +101,6 @@ class Child:
         return cls(process, errors)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def is_behind(self) -> bool:
         """Whether the process reads so slowly that optional messages should be dropped."""
         return self._writer.transport.get_write_buffer_size() > MOST_UNREAD
@@ -129,16 +125,16 @@ class Child:
     async def ended(self) -> str:
         """End the process if it still runs, wait for it, and return a description of how it ended."""
         self.hang_up()
-        self._process.terminate()  # SIGTERM at once: the process has nothing to save
+        self.process.terminate()  # SIGTERM at once: the process has nothing to save
         return await asyncio.to_thread(self._reap)
 
     def _reap(self) -> str:
         try:
-            code = self._process.wait(END_S)
+            code = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        take_from_cleaner(self._process.pid)
+            self.process.kill()
+            code = self.process.wait()
+        take_from_cleaner(self.process.pid)
         said = self._errors.read_text(errors="replace").strip()[-LAST_WORDS:] if self._errors.exists() else ""
         how = f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
         return f"{how}: {' '.join(said.split())}" if said else how
@@ -201,7 +197,7 @@ class LiveControl:
         """Paths of fits that the loop has put in force."""
         self._generation = 0
         self._setup: SetUp | None = None
-        self._child: Child | None = None
+        self.child: Child | None = None
         self._told: bytes = b""
         self._view: ControlView | None = None
         self._closing = asyncio.Event()
@@ -222,11 +218,6 @@ class LiveControl:
         """Return the spec with the configured fit in place of a fit of the loop, which does not outlive the gateway."""
         return msgspec.structs.replace(spec, fit=self._configured) if spec.fit in self._own else spec
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the loop's process; None while there is none."""
-        return None if self._child is None else self._child.pid
-
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="control loop")
         self.refresh(self.section)
@@ -234,8 +225,8 @@ class LiveControl:
     async def close(self) -> None:
         """End the process, and remove its folder if that is temporary."""
         self._closing.set()
-        if self._child is not None:
-            self._child.hang_up()
+        if self.child is not None:
+            self.child.hang_up()
         if self._task is not None:
             await self._task
         await asyncio.gather(*self._swaps, return_exceptions=True)
@@ -264,8 +255,8 @@ class LiveControl:
 
     def _tell_sent(self) -> None:
         requests, self._sent = self._sent, []
-        if self._child is not None and not self._child.is_behind:
-            self._child.send(SentNames(requests))
+        if self.child is not None and not self.child.is_behind:
+            self.child.send(SentNames(requests))
 
     def _wanted(self, spec: RouterSpec) -> SetUp:
         return SetUp(
@@ -282,8 +273,8 @@ class LiveControl:
         )
 
     def _send(self, message: SetUp | Swapped) -> None:
-        if self._child is not None:
-            self._child.send(message)
+        if self.child is not None:
+            self.child.send(message)
 
     # -------------------------------------------------------------------------------------------------------- process
 
@@ -309,7 +300,7 @@ class LiveControl:
             child = await Child.start(self.folder, self._access)
         except OSError as error:
             return f"cannot be started: {error.strerror or error}"
-        self._child, problem = child, ""
+        self.child, problem = child, ""
         try:
             if self._setup is not None:  # with the fit in force, which an earlier process may have made
                 self._setup = msgspec.structs.replace(self._setup, spec=self._pool.spec)
@@ -319,7 +310,7 @@ class LiveControl:
         except InputError as error:
             problem = str(error)
         finally:
-            self._child = None
+            self.child = None
             how = await child.ended()
         return problem or how
 
@@ -342,20 +333,17 @@ class LiveControl:
             source, _, reason = name.partition(".")
             (metrics.control_ignored if source == "ignored" else metrics.control_stream).inc(reason, by=count)
         for event in told.events:
-            self._happened(event)
+            kind = str(event["kind"])
+            self.events.append(event)
+            metrics.control_events.inc(kind)
+            if kind in REFITS:
+                metrics.control_refits.inc(REFITS[kind])
+            if kind in LOGGED:
+                self._log.control(kind, str(event["reason"]), event.get("values", {}))
         if told.fit_s is not None:
             metrics.control_fit_seconds.set(told.fit_s)
         if told.view:
             self._told = told.view
-
-    def _happened(self, event: dict[str, Any]) -> None:
-        kind = str(event["kind"])
-        self.events.append(event)
-        self._metrics.control_events.inc(kind)
-        if kind in REFITS:
-            self._metrics.control_refits.inc(REFITS[kind])
-        if kind in LOGGED:
-            self._log.control(kind, str(event["reason"]), event.get("values", {}))
 
     async def _swap(self, asked: UseFit) -> None:
         """Put a fit in force. It is read and tested in a thread, so that requests are not delayed."""

@@ -95,14 +95,14 @@ class Knowledge:
 
     def leave(self, pool: str, row: int, worker_id: str) -> None:
         self.streams[pool].leave(worker_id)
-        self._forget(pool, row)
+        self._routed[pool].drop(row)
         self._guessed[pool].discard(row)
         self.claims[pool].forget(row)
 
     def restarted(self, pool: str, row: int, worker_id: str) -> None:
         """Forget the cached prefixes of a worker that may have lost them."""
         self.streams[pool].restarted(worker_id)
-        self._forget(pool, row)
+        self._routed[pool].drop(row)
 
     def last_errors(self) -> dict[str, str]:
         """Return the last error of each source that has one."""
@@ -111,10 +111,6 @@ class Knowledge:
             errors[f"kv_events of {pool}"] = streams.last_error
             errors[f"kv_directory of {pool}"] = streams.directory.counters.last_error
         return {source: error for source, error in errors.items() if error}
-
-    def _forget(self, pool: str, row: int) -> None:
-        if row in self._guessed[pool]:
-            self._routed[pool].drop(row)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

@@ -38,8 +38,6 @@ class WholeAnswer(NamedTuple):
 class Member:
     """A worker of a pool, with the connections to it."""
 
-    __slots__ = ("breaker", "entry", "headers", "health", "unreachable", "upstream")
-
     def __init__(
         self,
         entry: WorkerEntry,
@@ -129,12 +127,10 @@ class Pool:
         self.ids = self.keeper.ids
         self.refresh(member)
 
-    def remove(self, worker_id: str) -> Member:
+    def remove(self, worker_id: str) -> None:
         self.keeper.leave(worker_id)
         self.ids = self.keeper.ids
-        member = self.members.pop(worker_id)
-        member.upstream.retire()
-        return member
+        self.members.pop(worker_id).upstream.retire()
 
     def row_of(self, member: Member) -> int:
         return self.keeper.members[member.entry.id].row

@@ -233,8 +233,6 @@ class Breaker:
 class _Window:
     """Approximate count of events in the last `window_s` / 2 to `window_s`, with two counters at any rate."""
 
-    __slots__ = ("_before", "_half_s", "_now", "_since")
-
     def __init__(self, window_s: float) -> None:
         self._half_s = window_s / 2
         self._since = float("-inf")

@@ -24,8 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, UnavailableError
-from coterie.gateway.fleet.checks import Checks, Fallback, checked_row, fallback_of, tokens_of
-from coterie.gateway.fleet.spec import Made, Maker, PoolShape, RouterSpec, maker, try_out
+from coterie.gateway.fleet.spec import (
+    Checks,
+    Fallback,
+    Made,
+    Maker,
+    PoolShape,
+    RouterSpec,
+    checked_row,
+    fallback_of,
+    maker,
+    tokens_of,
+    try_out,
+)
 from coterie.routing import Decision, Fleet, JoinShortestQueue, Request
 
 MOST_ROWS = 1 << 14

@@ -46,7 +46,7 @@ class Decisions:
         self.most = most
         self.recorded = 0
         """Number of decisions since the start."""
-        self.before_reading: Callable[[], None] | None = None
+        self.before_reading: Callable[[], None] = lambda: None
         """Function called before reading, to record decisions that are still buffered elsewhere."""
         self._ring: deque[_Record] = deque(maxlen=most)
 
@@ -95,8 +95,7 @@ class Decisions:
 
     def last(self, most: int = 100, *, pool: str | None = None, worker: str | None = None) -> list[dict[str, Any]]:
         """Return at most `most` decisions as plain values, newest first, optionally of one pool or one worker only."""
-        if self.before_reading is not None:
-            self.before_reading()
+        self.before_reading()
         wanted = (
             record for record in reversed(self._ring) if pool in (None, record.pool) and worker in (None, record.worker)
         )

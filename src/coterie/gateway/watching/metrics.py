@@ -154,9 +154,6 @@ class Histogram:
         self.labels.drop(self._counts, label, value)
         self.labels.drop(self._sums, label, value)
 
-    def count(self, *labels: str) -> int:
-        return sum(self._counts.get(labels, ()))
-
     def collect(self) -> HistogramMetricFamily:
         family = HistogramMetricFamily(self.name, self.help, labels=self.labels.names)
         bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
@@ -200,7 +197,7 @@ class Metrics(Collector):
     """All metrics of one gateway."""
 
     def __init__(self, version: str = "") -> None:
-        self.before_reading: Callable[[], None] | None = None
+        self.before_reading: Callable[[], None] = lambda: None
         """Function called before collection, to count events that are still buffered elsewhere."""
         self.requests = Counter(
             "requests_total",
@@ -338,8 +335,7 @@ class Metrics(Collector):
             metric.forget("worker", worker)
 
     def collect(self) -> Iterator[Metric]:
-        if self.before_reading is not None:
-            self.before_reading()
+        self.before_reading()
         for metric in self.all:
             try:
                 family = metric.collect()

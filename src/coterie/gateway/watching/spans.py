@@ -75,7 +75,8 @@ class Spans:
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
-        self._tracer: Any = None if provider is None else provider.get_tracer("coterie.gateway")
+        self.tracer: Any = None if provider is None else provider.get_tracer("coterie.gateway")
+        """Tracer of the spans; None if none are made."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Spans:
@@ -83,18 +84,14 @@ class Spans:
         kind = exporter_kind(environ)
         return cls() if kind == "none" else cls(_provider(kind, environ))
 
-    @property
-    def recording(self) -> bool:
-        return self._tracer is not None
-
     def request(self, name: str, headers: Headers) -> Span:
         """Begin the span of a client's request, such as ``POST /v1/completions``, as part of the client's trace."""
-        if self._tracer is None:
+        if self.tracer is None:
             return NO_SPAN
         from opentelemetry.trace import SpanKind
 
-        started = self._tracer.start_span(name, context=_context_of(headers), kind=SpanKind.SERVER)
-        return _Recorded(self._tracer, started) if started.is_recording() else _Unsampled(started)
+        started = self.tracer.start_span(name, context=_context_of(headers), kind=SpanKind.SERVER)
+        return _Recorded(self.tracer, started) if started.is_recording() else _Unsampled(started)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Export the remaining spans. Give up after `timeout_s`: a stalled collector must not block the gateway."""
@@ -102,7 +99,7 @@ class Spans:
             closing = threading.Thread(target=self._provider.shutdown, name="coterie-spans-close", daemon=True)
             closing.start()
             closing.join(timeout_s)
-            self._provider = self._tracer = None
+            self._provider = self.tracer = None
 
 
 class _Unsampled(Span):
