@@ -239,8 +239,8 @@ class PolicyRegistry(Registry[Callable[..., T]]):
         given = {key: offered[key] for key in offered if key in required and key not in own} | own
         for parameter, is_required in required.items():
             if is_required and parameter not in given:
-                hint = _hint(factory, parameter)
-                raise ConfigError(f"{self.kind} {PolicyText.parse(name).name!r} needs {parameter}{hint}")
+                needed = f"{parameter}{_hint(factory, parameter)}"
+                raise ConfigError(f"{self.kind} {PolicyText.parse(name).name!r} needs {needed}")
         return factory(**given)
 
     def parameters(self, name: str) -> dict[str, bool]:

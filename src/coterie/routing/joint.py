@@ -84,8 +84,9 @@ class Joint:
         if not room.any():
             room = np.where(fleet.alive, len(requests), 0)
         workers = _trimmed(_together(scores, bits, room), scores, fleet.alive, room)
-        chosen = zip(weighed, requests, workers, strict=True)
-        return [score.decision(request, worker) for score, request, worker in chosen]
+        return [
+            score.decision(request, worker) for score, request, worker in zip(weighed, requests, workers, strict=True)
+        ]
 
     def _bits(self, request: Request) -> NDArray[np.uint64] | None:
         """Return [layer, word] bitmask of the experts the request is predicted to use; None without a footprint."""
@@ -141,8 +142,7 @@ def _together(
             0 if mine is None or worker not in held else int(np.bitwise_count(held[worker] & mine).sum())
             for worker in near.tolist()
         ]
-        order = np.lexsort((allowed[near], (room - left)[near], -np.array(shared)))
-        worker = int(near[order[0]])
+        worker = int(near[np.lexsort((allowed[near], (room - left)[near], -np.array(shared)))[0]])
         chosen.append(worker)
         left[worker] -= 1
         if mine is not None:

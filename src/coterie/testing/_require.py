@@ -16,8 +16,8 @@ def require(holds: object, message: str) -> None:
 
 
 @contextmanager
-def no_error(doing: str, but: type[Exception] = AssertionError) -> Iterator[None]:
-    """Turn any error of the block into an AssertionError that names it; errors of the type `but` pass."""
+def no_error(doing: str, but: type[Exception] | tuple[type[Exception], ...] = AssertionError) -> Iterator[None]:
+    """Turn any error of the block into an AssertionError that names it; errors of the types `but` pass."""
     try:
         yield
     except but:

@@ -50,16 +50,13 @@ def _check_sniff(reader: Reader, file: Path, folder: Path) -> None:
         _sniff(reader, file, f"{file.name}, of its own format"),
         f"sniff({file.name}) must be true: the file is of its own format",
     )
+    foreign, nothing = folder / f"foreign{file.suffix}", folder / f"nothing{file.suffix}"
     for name, data in (("empty", b""), *FOREIGN.items()):
-        foreign = folder / f"foreign{file.suffix}"
         foreign.write_bytes(data)
         require(not _sniff(reader, foreign, f"foreign {name}"), f"sniff must be false of a foreign file ({name})")
-        foreign.unlink()
-    nothing = folder / f"nothing{file.suffix}"
     require(not _sniff(reader, nothing, "no file"), "sniff must be false of a name that is not there")
     nothing.mkdir()
     require(not _sniff(reader, nothing, "an empty folder"), "sniff must be false of an empty folder")
-    nothing.rmdir()
 
 
 def _sniff(reader: Reader, path: Path, what: str) -> bool:
@@ -73,12 +70,12 @@ def _check_read(reader: Reader, file: Path, options: ReadOptions, folder: Path) 
     before = _contents(file)
     with no_error(f"read({file.name})"):
         traces = [reader.read(file, options) for _ in range(2)]
-    written = []
-    for number, trace in enumerate(traces):
+    copies = folder / "first", folder / "second"
+    for trace, copy in zip(traces, copies, strict=True):
         _check_valid(trace, f"read({file.name})")
-        write_trace(trace, folder / f"copy-{number}")
-        written.append(_contents(folder / f"copy-{number}"))
-    require(written[0] == written[1], f"read({file.name}) gave another trace the second time")
+        write_trace(trace, copy)
+    first, second = map(_contents, copies)
+    require(first == second, f"read({file.name}) gave another trace the second time")
     require(_contents(file) == before, f"read({file.name}) changed the file, which it may only read")
 
 
@@ -104,9 +101,9 @@ def _check_cut(reader: Reader, file: Path, options: ReadOptions, folder: Path, c
         where = f"{file.name} cut to {length} bytes"
         _sniff(reader, path, where)
         try:
-            with no_error(f"{where}: read must raise TraceError; it", but=TraceError):
+            with no_error(f"{where}: read must raise TraceError; it", but=(TraceError, AssertionError)):
                 trace = reader.read(path, options)
-            _check_valid(trace, where)
+                _check_valid(trace, where)
             require(
                 not counted and length > 0, f"{where}: read must raise TraceError; it returned a {type(trace).__name__}"
             )

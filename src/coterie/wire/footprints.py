@@ -55,8 +55,7 @@ class _Packed(msgspec.Struct, array_like=True):
 
 def encode_footprint(footprint: WireFootprint, deflate: bool = True) -> str:
     """Encode as text. Deflating 58 layers x 256 experts takes about 0.4 ms: turn it off where that delays a step."""
-    counts = footprint.counts
-    narrow = counts.astype(narrowest_uint(int(counts.max())).newbyteorder("<"))
+    narrow = footprint.counts.astype(narrowest_uint(int(footprint.counts.max())).newbyteorder("<"))
     # Counts repeat as values, not as runs: Huffman coding alone is smaller here than matching, and faster.
     packer = zlib.compressobj(1 if deflate else 0, zlib.DEFLATED, strategy=zlib.Z_HUFFMAN_ONLY)
     packed = _Packed(
