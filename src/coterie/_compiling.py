@@ -110,10 +110,8 @@ def _file() -> Path:
     """Return the file's path, where Numba keeps its cache: NUMBA_CACHE_DIR, beside the sources, or the user's cache."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen) / FILE
-    package = Path(__file__).parent
-    if os.access(package, os.W_OK):
-        return package / "__pycache__" / FILE
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba" / FILE
+    package, user = Path(__file__).parent, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (package / "__pycache__" if os.access(package, os.W_OK) else user / "numba") / FILE
 
 
 def _key() -> str:

@@ -62,10 +62,9 @@ class Semantic:
         expected = (self.placement.num_layers, self.placement.num_experts)
         check(use.shape == expected, f"footprint has shape {use.shape}; the placement is for {expected}")
         total = float(use.sum())
-        if not total > 0:
-            return None
         # Every rank holds some expert, so no segment is empty, which reduceat would not sum to 0.
-        return np.add.reduceat(use.reshape(-1)[self._indices], self._starts, dtype=np.float64) / total
+        held = np.add.reduceat(use.reshape(-1)[self._indices], self._starts, dtype=np.float64)
+        return held / total if total > 0 else None
 
     def _masked(self, fleet: Fleet) -> NDArray[np.bool_]:
         """Return [rank] whether it must not be chosen now. At least one open rank is left, if there is any."""

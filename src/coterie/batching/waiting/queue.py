@@ -309,8 +309,7 @@ class WaitingList(Generic[T]):
         """Return the start and end of a class's requests that are not urgent."""
         entries, first, behind = self._entries, (rank, NORMAL), (rank, NORMAL + 1)
         start = 0 if entries[0].key > first else bisect_left(entries, first, key=_key)
-        end = len(entries) if entries[-1].key < behind else bisect_left(entries, behind, start, key=_key)
-        return start, end
+        return start, len(entries) if entries[-1].key < behind else bisect_left(entries, behind, start, key=_key)
 
     def _retire(self) -> None:
         """End the selection and count the requests it passed over."""
