@@ -268,6 +268,6 @@ def balancedness(rank_load: NDArray[np.float64]) -> float:
 
 
 def layer_balance(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [layer] mean ÷ max of [layer, rank] load: 1 is even; 1 for a layer without load."""
-    peak = rank_load.max(axis=1)
-    return np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)
+    """Return [layer] mean ÷ max of [layer, rank] load, over the last axis: 1 is even; 1 for a layer without load."""
+    peak = rank_load.max(axis=-1)
+    return np.where(peak > 0, rank_load.mean(axis=-1) / np.where(peak > 0, peak, 1.0), 1.0)

@@ -57,29 +57,24 @@ class Load:
             raise ConfigError(f"load has shape {tokens.shape}; it must be [layer, expert], neither 0")
         _check_tokens("load", tokens)
         check_positive(steps=self.steps)
-        if self.sources is not None:
-            sources = np.ascontiguousarray(self.sources, np.float64)
-            object.__setattr__(self, "sources", sources)
-            if sources.ndim != 3 or sources.shape[1:] != tokens.shape:
-                raise ConfigError(f"sources has shape {sources.shape}; expected [source rank, *{tokens.shape}]")
-            _check_tokens("sources", sources)
-            if not np.allclose(sources.sum(axis=0), tokens, rtol=1e-6, atol=1e-6):
-                raise ConfigError("sources must add up to the load over their ranks")
-        self._check_scenarios()
+        for name, axis in (("sources", "source rank"), ("scenarios", "scenario")):
+            if getattr(self, name) is not None:
+                parts = np.ascontiguousarray(getattr(self, name), np.float64)
+                object.__setattr__(self, name, parts)
+                if parts.ndim != 3 or parts.shape[1:] != tokens.shape or not len(parts):
+                    raise ConfigError(f"{name} has shape {parts.shape}; expected [{axis}, *{tokens.shape}]")
+                _check_tokens(name, parts)
+        if self.sources is not None and not np.allclose(self.sources.sum(axis=0), tokens, rtol=1e-6, atol=1e-6):
+            raise ConfigError("sources must add up to the load over their ranks")
+        if self.scenarios is not None:
+            self._set_weights(len(self.scenarios))
+        elif self.weights is not None:
+            raise ConfigError("weights are those of scenarios, and the load has none")
 
-    def _check_scenarios(self) -> None:
-        if self.scenarios is None:
-            if self.weights is not None:
-                raise ConfigError("weights are those of scenarios, and the load has none")
-            return
-        scenarios = np.ascontiguousarray(self.scenarios, np.float64)
-        object.__setattr__(self, "scenarios", scenarios)
-        if scenarios.ndim != 3 or scenarios.shape[1:] != self.tokens.shape or not len(scenarios):
-            raise ConfigError(f"scenarios has shape {scenarios.shape}; expected [scenario, *{self.tokens.shape}]")
-        _check_tokens("scenarios", scenarios)
-        weights = np.ones(len(scenarios)) if self.weights is None else np.asarray(self.weights, np.float64)
-        if weights.shape != (len(scenarios),):
-            raise ConfigError(f"weights has shape {weights.shape}; there are {len(scenarios)} scenarios")
+    def _set_weights(self, scenarios: int) -> None:
+        weights = np.ones(scenarios) if self.weights is None else np.asarray(self.weights, np.float64)
+        if weights.shape != (scenarios,):
+            raise ConfigError(f"weights has shape {weights.shape}; there are {scenarios} scenarios")
         if not ((weights >= 0) & (weights < np.inf)).all() or not weights.any():
             raise ConfigError("weights must be finite, not negative, and not all 0")
         object.__setattr__(self, "weights", weights / weights.sum())
@@ -197,8 +192,7 @@ class Proof:
     @property
     def gap(self) -> NDArray[np.float64]:
         """[layer] gap between objective and bound, as a share of the objective."""
-        least = np.maximum(self.objective_s, 1e-300)
-        return np.asarray((self.objective_s - self.bound_s) / least)
+        return np.asarray((self.objective_s - self.bound_s) / np.maximum(self.objective_s, 1e-300))
 
     @property
     def total_gap(self) -> float:

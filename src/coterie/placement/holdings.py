@@ -22,11 +22,8 @@ def held_by(placement: Placement) -> Held:
 
 def bit_words(held: Held) -> NDArray[np.uint64]:
     """Return bit masks [rank, layer, word], as in `Fleet.local`: bit e is set if the rank holds expert e."""
-    experts = held.shape[2]
-    words = np.zeros((*held.shape[:2], -(-experts // 64)), np.uint64)
-    for expert in range(experts):
-        words[:, :, expert // 64] |= held[:, :, expert].astype(np.uint64) << np.uint64(expert % 64)
-    return words
+    whole = np.pad(held, ((0, 0), (0, 0), (0, -held.shape[2] % 64)))
+    return np.packbits(whole, axis=2, bitorder="little").view("<u8").astype(np.uint64)
 
 
 def placement_from_held(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:

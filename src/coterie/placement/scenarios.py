@@ -86,9 +86,8 @@ def steps_of_trace(
     """
     wanted = np.arange(trace.num_requests) if chosen is None else np.asarray(chosen, np.int64)
     tokens = [trace.request(int(request)) for request in wanted]
-    has = {one: np.array([bool((part.phase == one).any()) for part in tokens]) for one in (PREFILL, DECODE)}
-    needed = {"prefill": has[PREFILL], "decode": has[DECODE], "mixed": has[PREFILL] & has[DECODE]}[phase]
-    kept = np.flatnonzero(needed)
+    prefill, decode = (np.array([bool((part.phase == of).any()) for part in tokens]) for of in (PREFILL, DECODE))
+    kept = np.flatnonzero({"prefill": prefill, "decode": decode, "mixed": prefill & decode}[phase])
     if not len(kept):
         raise ConfigError(f"none of {len(wanted)} requests has tokens of phase {phase!r}")
     labels = None if domains is None else np.asarray(domains)[wanted[kept]]
@@ -97,11 +96,9 @@ def steps_of_trace(
     for step, group in zip(steps, groups, strict=True):
         for place, row in enumerate(kept[group]):
             ids, phases = tokens[row].expert_ids, tokens[row].phase
-            if phase == "prefill" or (phase == "mixed" and not place):
-                accumulate_load(ids[phases == PREFILL], step)
-            else:
-                at = rng.choice(np.flatnonzero(phases == DECODE))
-                accumulate_load(ids[at : at + 1], step)
+            whole = phase == "prefill" or (phase == "mixed" and not place)
+            at = phases == PREFILL if whole else [rng.choice(np.flatnonzero(phases == DECODE))]
+            accumulate_load(ids[at], step)
     return steps.astype(np.float64)
 
 
@@ -152,9 +149,8 @@ def concentration_of(mixes: NDArray[np.floating]) -> float:
     if mixes.ndim != 2 or len(mixes) < 2:
         raise ConfigError(f"mixes has shape {mixes.shape}; two or more windows [window, domain] are needed")
     mean, variance = mixes.mean(axis=0), float(mixes.var(axis=0, ddof=1).sum())
-    if variance <= 0:
-        return np.inf
-    return max(float((mean * (1.0 - mean)).sum()) / variance - 1.0, LEAST_CONCENTRATION)
+    spread = float((mean * (1.0 - mean)).sum())
+    return max(spread / variance - 1.0, LEAST_CONCENTRATION) if variance > 0 else np.inf
 
 
 def _shapes(loads: NDArray[np.floating] | NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -195,14 +191,11 @@ def _draw(
     check_share(bursts=bursts)
     if not available:
         raise ConfigError("there are no requests to draw steps from")
-    if domains is None:
-        if bursts:
-            raise ConfigError(f"bursts={bursts} needs the domains of the requests")
-        labels = np.zeros(available, np.int64)
-    else:
-        if len(domains) != available:
-            raise ConfigError(f"domains has {len(domains)} entries; there are {available} requests")
-        labels = np.unique(np.asarray(domains), return_inverse=True)[1]
+    if domains is None and bursts:
+        raise ConfigError(f"bursts={bursts} needs the domains of the requests")
+    labels = np.zeros(available, np.int64) if domains is None else np.asarray(domains)
+    if len(labels) != available:
+        raise ConfigError(f"domains has {len(labels)} entries; there are {available} requests")
     part = np.zeros(available, np.bool_)
     if available >= HELD_OUT * APART * requests:
         part[rng.permutation(available)[::HELD_OUT]] = True  # requests of the steps that planners hold out
@@ -210,8 +203,7 @@ def _draw(
     for step in range(count):
         pool = np.flatnonzero(part == (step % HELD_OUT == HELD_OUT - 1)) if part.any() else np.arange(available)
         if rng.random() < bursts:
-            one = labels == labels[rng.choice(pool)]
-            pool = pool[one[pool]]
+            pool = pool[labels[pool] == labels[rng.choice(pool)]]
         groups.append(rng.choice(pool, requests, replace=len(pool) < requests))
     return groups
 

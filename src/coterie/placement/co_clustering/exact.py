@@ -16,7 +16,8 @@ import numpy as np
 
 from coterie.errors import check_share
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
-from coterie.placement.co_clustering.base import Array, Items, Ranks, cost
+from coterie.placement.co_clustering.base import Items, Ranks, cost
+from coterie.placement.objective._arrays import Array
 from coterie.placement.planning.milp.program import INF, ConstraintRows, Index
 from coterie.placement.planning.milp.solving import Search, minimise
 from coterie.placement.planning.packing import room_of
@@ -42,24 +43,23 @@ def solve_exactly(
     check_share(theta=theta)
     items.check_fits(items.num_layers, num_experts)
     parts = [items.layers(slice(at, at + items.layers_each)) for at in range(0, items.num_layers, items.layers_each)]
-    found = [_solve(part, num_experts, num_ranks, theta, time_limit_s, gap) for part in parts]
-    return Exact(*(np.concatenate(side) for side in zip(*found, strict=True)))
+    groups = [_solve(part, num_experts, num_ranks, theta, time_limit_s, gap) for part in parts]
+    return Exact(*(np.concatenate(side) for side in zip(*groups, strict=True)))
 
 
 def _solve(items: Items, num_experts: int, num_ranks: int, theta: float, time_limit_s: float, gap: float) -> Exact:
     """Solve one group of layers; an item has the same rank in all of them."""
-    settings = AlternatingSettings(theta=theta)
-    known = alternate(items, num_experts, num_ranks, np.random.default_rng(0), settings)
+    rng, settings = np.random.default_rng(0), AlternatingSettings(theta=theta)
+    placed, labels = alternate(items, num_experts, num_ranks, rng, settings)
     program = _Program(items, num_experts, num_ranks, theta)
-    placed, label = program.in_order(known[0], known[1][0])
-    start = program.columns_of(placed, label)
-    search = Search(gap * float(program.cost @ start), time_limit_s, 1)
-    solved = minimise(program.rows, program.cost, program.upper, program.whole, search, start)
+    start = program.columns_of(*program.in_order(placed, labels[0]))
+    limits = Search(gap * float(program.cost @ start), time_limit_s, 1)
+    solved = minimise(program.rows, program.cost, program.upper, program.whole, limits, start)
     placed, label = program.ranks_of(solved.values)
     # The program counts local activations only; the constant it leaves out is the cost if all were remote.
     constant = (1 - theta) * float(items.frequency @ items.weights.sum(axis=(1, 2)))
-    found = cost(items, placed, label[None], num_ranks, theta)
-    return Exact(placed, label[None], found, np.minimum(np.array([solved.bound + constant]), found))
+    costs = cost(items, placed, label[None], num_ranks, theta)
+    return Exact(placed, label[None], costs, np.minimum(np.array([solved.bound + constant]), costs))
 
 
 class _Program:
@@ -67,18 +67,17 @@ class _Program:
         self.items, self.num_ranks = items, num_ranks
         count, layers = items.experts.shape[:2]
         self.shape = (layers, num_experts)
-        item, layer, _ = np.nonzero(items.weights)
         active = items.weights > 0
-        expert = items.experts[active].astype(np.int64) + layer * num_experts  # index over all layers
-        self.pairs = (item, expert)
-        self.activations = (items.weights * items.frequency[:, None, None])[active]
+        item, layer, _ = np.nonzero(active)
+        self.pairs = item, items.experts[active].astype(np.int64) + layer * num_experts  # experts of all layers
+        activations = (items.weights * items.frequency[:, None, None])[active]
         self.first_expert = count * num_ranks
         self.first_pair = self.first_expert + layers * num_experts * num_ranks
         self.first_excess = self.first_pair + len(item) * num_ranks
         columns = self.first_excess + num_ranks
         self.whole: Index = np.arange(self.first_pair)
         self.cost = np.zeros(columns)
-        self.cost[self.first_pair : self.first_excess] = -(1 - theta) * np.repeat(self.activations, num_ranks)
+        self.cost[self.first_pair : self.first_excess] = -(1 - theta) * np.repeat(activations, num_ranks)
         self.cost[self.first_excess :] = theta * layers
         self.upper = np.ones(columns)
         self.upper[self.first_excess :] = INF
@@ -90,36 +89,31 @@ class _Program:
 
     def _add_places(self, num_experts: int) -> None:
         count, ranks, layers = len(self.items), self.num_ranks, self.shape[0]
-        one, placed = np.ones(1), np.arange(layers * num_experts * ranks)
-        self.rows.add(np.repeat(np.arange(count), ranks), np.arange(count * ranks), one, 1.0, 1.0, count)
+        placed = np.arange(layers * num_experts * ranks)
+        self.rows.add(np.repeat(np.arange(count), ranks), np.arange(count * ranks), 1.0, 1.0, 1.0, count)
         columns = placed + self.first_expert
-        self.rows.add(placed // ranks, columns, one, 1.0, 1.0, layers * num_experts)
+        self.rows.add(placed // ranks, columns, 1.0, 1.0, 1.0, layers * num_experts)
         held = placed // (num_experts * ranks) * ranks + placed % ranks  # layer and rank
         room = np.tile(room_of(num_experts, ranks), layers).astype(float)
-        self.rows.add(held, columns, one, room, room, layers * ranks)
+        self.rows.add(held, columns, 1.0, room, room, layers * ranks)
 
     def _add_pairs(self) -> None:
         item, expert = self.pairs
         size, ranks = len(item), self.num_ranks
-        row = np.arange(size * ranks)
-        rank = np.tile(np.arange(ranks), size)
-        pair = row + self.first_pair
-        sides = (np.repeat(item, ranks) * ranks + rank, self.first_expert + np.repeat(expert, ranks) * ranks + rank)
-        for other in sides:
-            values = np.repeat([1.0, -1.0], len(row))
-            self.rows.add(np.tile(row, 2), np.concatenate([pair, other]), values, -INF, 0.0, len(row))
+        row, rank = np.arange(size * ranks), np.tile(np.arange(ranks), size)
+        pair, values = row + self.first_pair, np.repeat([1.0, -1.0], len(row))
+        for first, side in ((0, item), (self.first_expert, expert)):
+            columns = np.concatenate([pair, first + np.repeat(side, ranks) * ranks + rank])
+            self.rows.add(np.tile(row, 2), columns, values, -INF, 0.0, len(row))
         # A pair is local on at most one rank: redundant for whole numbers, but a far tighter relaxation.
-        self.rows.add(np.repeat(np.arange(size), ranks), pair, np.ones(1), -INF, 1.0, size)
+        self.rows.add(np.repeat(np.arange(size), ranks), pair, 1.0, -INF, 1.0, size)
 
     def _add_balance(self) -> None:
         count, ranks = len(self.items), self.num_ranks
         even = float(self.items.frequency.sum()) / ranks
-        at = np.arange(count * ranks)
-        rank, tokens = at % ranks, np.repeat(self.items.frequency, ranks)
-        excess = np.arange(ranks)
+        at, excess, tokens = np.arange(count * ranks), np.arange(ranks), np.repeat(self.items.frequency, ranks)
+        row, columns = np.concatenate([at % ranks, excess]), np.concatenate([at, self.first_excess + excess])
         for sign in (1.0, -1.0):
-            row = np.concatenate([rank, excess])
-            columns = np.concatenate([at, self.first_excess + excess])
             values = np.concatenate([sign * tokens, -np.ones(ranks)])
             self.rows.add(row, columns, values, -INF, sign * even, ranks)
 
@@ -129,20 +123,17 @@ class _Program:
             return  # ranks with different numbers of experts are not interchangeable
         for place, expert in enumerate(self._hottest()[: self.num_ranks - 1]):
             shut = np.arange(place + 1, self.num_ranks)
-            self.rows.add(
-                shut - place - 1, self.first_expert + expert * self.num_ranks + shut, np.ones(1), 0.0, 0.0, len(shut)
-            )
+            columns = self.first_expert + expert * self.num_ranks + shut
+            self.rows.add(shut - place - 1, columns, 1.0, 0.0, 0.0, len(shut))
 
     def _hottest(self) -> Index:
-        load = self.items.load(self.shape[1])[0]
-        return np.argsort(-load, kind="stable")
+        return np.argsort(-self.items.load(self.shape[1])[0], kind="stable")
 
     def in_order(self, placed: Ranks, label: Ranks) -> tuple[Ranks, Ranks]:
         """Renumber the ranks of co-clusters so that they satisfy the symmetry-breaking rows."""
         if self.shape[1] % self.num_ranks:
             return placed, label
-        seen = list(dict.fromkeys(placed[0, self._hottest()].tolist()))
-        number = np.argsort(np.array(seen))
+        number = np.argsort(list(dict.fromkeys(placed[0, self._hottest()].tolist())))
         return number[placed], number[label]
 
     def columns_of(self, placed: Ranks, label: Ranks) -> Array:

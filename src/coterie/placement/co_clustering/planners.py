@@ -10,26 +10,23 @@ ignore the cost of moving.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from coterie.errors import check_at_least, check_not_negative
-from coterie.placement.base import Load, Plan, planners
+from coterie.placement.base import Load, planners
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
 from coterie.placement.co_clustering.base import ITEMS_HINT, CoClusters, Items, Ranks, local_activations
 from coterie.placement.co_clustering.descent import descend_ranks
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning.packing import fill_spare, living_ranks, pack_even, plan_for_living
+from coterie.placement.planning.packing import PlansAnew, Slots, fill_spare, living_ranks, on_living, pack_even
 from coterie.registry import needs
 from coterie.types import Placement, Topology
-
-SAME = "experts are beside their items already"
 
 
 class Clustered(NamedTuple):
@@ -41,28 +38,23 @@ class Clustered(NamedTuple):
     """[group, item] rank of the item."""
 
 
-class _CoClustering(ABC):
-    """Base of both planners: makes plans from clusters."""
+class _CoClustering(PlansAnew):
+    """Base of both planners: makes placements from clusters."""
 
     __slots__ = ()
-    objective: Objective
     items: Items
+    same: ClassVar[str] = "experts are beside their items already"
 
-    def plan(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
-    ) -> Plan:
-        started = perf_counter()
-        problem = self.objective.problem(load, topology, current, shares)
-        found = self._clustered(problem, load.tokens)
-        return plan_for_living(problem, _slots(self.items, problem, found), started, SAME)
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
+        return _slots(self.items, problem, self._clustered(problem, load.tokens))
 
     def cluster(self, load: Load, topology: Topology, current: Placement) -> CoClusters:
         """Return the placement of :meth:`plan` with the matching ranks of items."""
         problem = self.objective.problem(load, topology, current)
-        found = self._clustered(problem, load.tokens)
-        placement = plan_for_living(problem, _slots(self.items, problem, found), perf_counter(), SAME).placement
-        local, total = local_activations(self.items, found.expert_ranks, found.ranks)
-        ranks = np.flatnonzero(problem.alive)[found.ranks]
+        clusters = self._clustered(problem, load.tokens)
+        placement = problem.plan(on_living(problem, _slots(self.items, problem, clusters))).placement
+        local, total = local_activations(self.items, clusters.expert_ranks, clusters.ranks)
+        ranks = np.flatnonzero(problem.alive)[clusters.ranks]
         return CoClusters(placement, ranks, local / np.where(total > 0, total, 1.0))
 
     @abstractmethod
@@ -86,9 +78,8 @@ class SemMoe(_CoClustering):
 
     def _clustered(self, problem: Problem, tokens: NDArray[np.float64]) -> Clustered:  # noqa: ARG002
         ranks = _check(self.items, problem)
-        rng = default_rng(self.seed)
-        found = alternate(self.items, problem.current.num_experts, ranks, rng, self.settings)
-        return _numbered(self.items, problem, Clustered(*found))
+        clusters = alternate(self.items, problem.current.num_experts, ranks, default_rng(self.seed), self.settings)
+        return _numbered(self.items, problem, Clustered(*clusters))
 
 
 @planners.register("co_cluster")
@@ -124,12 +115,12 @@ class CoCluster(_CoClustering):
         reached = np.stack([np.bincount(at, row, ranks) for at, row in zip(packed, tokens, strict=True)])
         even = tokens.sum(axis=1, keepdims=True) * speeds / speeds.sum()
         most = np.maximum((1 + self.load_slack) * even, reached)
-        few = AlternatingSettings(starts=1, iterations=6)
-        rng = default_rng(self.seed)
+        few, rng = AlternatingSettings(starts=1, iterations=6), default_rng(self.seed)
         starts = [alternate(self.items, experts, ranks, rng, few)[0] for _ in range(self.starts)]
         trust = self.items.frequency / np.maximum(self.items.frequency + self.shrink, 1e-300)
-        found = descend_ranks(self.items, tokens, most, [packed, *starts], trust)
-        return _numbered(self.items, problem, Clustered(*found))
+        return _numbered(
+            self.items, problem, Clustered(*descend_ranks(self.items, tokens, most, [packed, *starts], trust))
+        )
 
 
 def _check(items: Items, problem: Problem) -> int:
@@ -138,36 +129,31 @@ def _check(items: Items, problem: Problem) -> int:
     return living_ranks(problem)
 
 
-def _numbered(items: Items, problem: Problem, found: Clustered) -> Clustered:
+def _numbered(items: Items, problem: Problem, clusters: Clustered) -> Clustered:
     """Number clusters by the ranks that hold most of their experts now; unchanged if ranks differ in speed."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
     speeds = problem.topology.rank_speeds[problem.alive]
     if np.ptp(speeds) > 0:
-        return found
-    current, size = problem.current, len(speeds)
-    held = current.slot_experts.reshape(current.num_layers, current.num_ranks, -1)[:, problem.alive]
-    expert_ranks, ranks = found.expert_ranks.copy(), found.ranks.copy()
+        return clusters
+    held = problem.current.held[problem.alive]  # [rank, layer, expert]
+    expert_ranks, ranks = clusters.expert_ranks.copy(), clusters.ranks.copy()
     for group in range(items.groups):
-        overlap = np.zeros((size, size))  # [cluster, rank] experts of the cluster that the rank holds
-        layers = range(group * items.layers_each, (group + 1) * items.layers_each)
-        for layer in layers:
-            for rank in range(size):
-                overlap[:, rank] += np.bincount(found.expert_ranks[layer, np.unique(held[layer, rank])], minlength=size)
+        layers = slice(group * items.layers_each, (group + 1) * items.layers_each)
+        in_cluster = 1.0 * (expert_ranks[layers] == np.arange(len(speeds))[:, None, None])  # [cluster, layer, expert]
+        overlap = np.tensordot(in_cluster, held[:, layers], ((1, 2), (1, 2)))
         number = linear_sum_assignment(-overlap)[1]
-        for layer in layers:
-            expert_ranks[layer] = number[found.expert_ranks[layer]]
-        ranks[group] = number[found.ranks[group]]
+        expert_ranks[layers], ranks[group] = number[expert_ranks[layers]], number[ranks[group]]
     return Clustered(expert_ranks, ranks)
 
 
-def _slots(items: Items, problem: Problem, found: Clustered) -> NDArray[np.int32]:
+def _slots(items: Items, problem: Problem, clusters: Clustered) -> Slots:
     """Return experts [layer, slot of a living rank]; a spare slot gets the expert its rank's items activate most."""
     current, living = problem.current, int(problem.alive.sum())
     worth = np.zeros((current.num_layers, current.num_experts, living))
     if living * current.slots_per_rank > current.num_experts:
         for layer in range(current.num_layers):
-            at = found.ranks[layer // items.layers_each]
+            at = clusters.ranks[layer // items.layers_each]
             tokens = items.frequency[:, None] * items.weights[:, layer]
             np.add.at(worth[layer], (items.experts[:, layer], at[:, None]), tokens)
-    return fill_spare(found.expert_ranks, worth, current.slots_per_rank, living)
+    return fill_spare(clusters.expert_ranks, worth, current.slots_per_rank, living)

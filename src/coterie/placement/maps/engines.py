@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from coterie.errors import ConfigError, TraceError
 from coterie.placement.maps.files import (
     MapOptions,
     PlacementMap,
-    check_complete,
     check_keys,
+    complete_layers,
     count_of,
     dump,
     ints_of,
     json_of,
-    known_model,
     list_of,
     made,
     rows_of,
@@ -30,15 +30,12 @@ from coterie.traces.readers.npz import read_placements
 
 
 def write_sglang(map: PlacementMap) -> str:
-    rows, placement = map.placement.slot_experts, map.placement
-    spec = known_model(map.model)
+    placement, (ids, spec) = map.placement, complete_layers("sglang", map)
     layers = placement.num_layers if spec is None else spec.num_layers
-    ids = map.layer_ids or (tuple(range(layers)) if spec is None else spec.moe_layer_ids)
     if spec is None and ids != tuple(range(layers)):
         raise ConfigError(f"sglang needs a row for every layer of the model, but model {map.model!r} is not known")
-    check_complete("sglang", placement, ids, spec)
     filled = np.tile(np.arange(placement.num_slots) % placement.num_experts, (layers, 1))
-    filled[list(ids)] = rows
+    filled[list(ids)] = placement.slot_experts
     return dump({"physical_to_logical_map": filled.tolist()})
 
 
@@ -46,16 +43,13 @@ def read_sglang(path: Path, options: MapOptions) -> PlacementMap:
     value = json_of(path)
     check_keys(path, value, ("physical_to_logical_map",))
     rows = rows_of(path, "physical_to_logical_map", value["physical_to_logical_map"])
-    spec, layer_ids = options.model, None
-    if spec is not None and len(rows) == spec.num_layers:
-        rows, layer_ids = rows[list(spec.moe_layer_ids)], spec.moe_layer_ids
-    return made(path, rows, options, layer_ids)
+    if options.model is not None and len(rows) == options.model.num_layers:
+        rows = rows[list(options.model.moe_layer_ids)]
+    return made(path, rows, options, None)
 
 
 def write_tensorrt(map: PlacementMap) -> str:
-    spec, placement = known_model(map.model), map.placement
-    ids = map.layer_ids or (tuple(range(placement.num_layers)) if spec is None else spec.moe_layer_ids)
-    check_complete("tensorrt-llm", placement, ids, spec)
+    placement, (ids, _) = map.placement, complete_layers("tensorrt-llm", map)
     lines = [f"num_slots: {placement.num_slots}", "initial_global_assignments:"]
     lines += [f"  {layer}: {row.tolist()}" for layer, row in zip(ids, placement.slot_experts, strict=True)]
     return "\n".join([*lines, "layer_updates_per_iter: 0", ""])  # last: a truncated file lacks this key and is refused
@@ -76,9 +70,8 @@ def read_tensorrt(path: Path, options: MapOptions) -> PlacementMap:
 
 
 def write_ascend(map: PlacementMap) -> str:
-    spec, placement = known_model(map.model), map.placement
-    if spec is not None:
-        check_complete("ascend", placement, map.layer_ids or spec.moe_layer_ids, spec)
+    complete_layers("ascend", map)
+    placement = map.placement
     by_rank = placement.slot_experts.reshape(placement.num_layers, placement.num_ranks, -1).tolist()
     return dump(
         {
@@ -124,9 +117,7 @@ def read_ascend(path: Path, options: MapOptions) -> PlacementMap:
         rows.append(row)
     if options.num_ranks not in (None, ranks):
         raise TraceError(path, "device_count", f"is {ranks}, expected {options.num_ranks}")
-    layer_ids = None if options.model is None else options.model.moe_layer_ids
-    found = MapOptions(options.model, options.model_name, ranks, options.num_experts)
-    return made(path, rows_of(path, "layer_list", rows), found, layer_ids)
+    return made(path, rows_of(path, "layer_list", rows), replace(options, num_ranks=ranks), None)
 
 
 def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
@@ -142,9 +133,9 @@ def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
         raise TraceError(file, name, f"is missing; the file has {', '.join(arrays)}")
     held = arrays[name or next(iter(arrays))]  # [rank, layer, expert]
     ranks, layers, experts = held.shape
-    for wanted, found, what in ((options.num_ranks, ranks, "ranks"), (options.num_experts, experts, "experts")):
-        if wanted not in (None, found):
-            raise TraceError(file, name or "arrays", f"has {found} {what}, expected {wanted}")
+    for wanted, count, what in ((options.num_ranks, ranks, "ranks"), (options.num_experts, experts, "experts")):
+        if wanted not in (None, count):
+            raise TraceError(file, name or "arrays", f"has {count} {what}, expected {wanted}")
     per_rank = int(held.sum(axis=2).max())
     rows = np.empty((layers, ranks, per_rank), np.int64)
     replicas = held.sum(axis=0)  # [layer, expert]
@@ -156,9 +147,7 @@ def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
             # Repeat an expert with the fewest replicas: with no replica elsewhere, no other rank's share changes.
             spare = own[np.argmin(replicas[layer, own])]
             rows[layer, rank] = np.concatenate([own, np.full(per_rank - len(own), spare)])
-    layer_ids = None if options.model is None else options.model.moe_layer_ids
-    found_options = MapOptions(options.model, options.model_name, ranks, experts)
-    return made(file, rows.reshape(layers, -1), found_options, layer_ids)
+    return made(file, rows.reshape(layers, -1), replace(options, num_ranks=ranks, num_experts=experts), None)
 
 
 def split_name(path: Path) -> tuple[Path, str | None]:
@@ -217,13 +206,13 @@ def _value(path: Path, event: Any, events: Iterator[Any], depth: int) -> Any:
         while not isinstance(event := next(events), yaml.SequenceEndEvent):
             items.append(_value(path, event, events, depth + 1))
         return items
-    found: dict[str | int, Any] = {}
+    values: dict[str | int, Any] = {}
     while not isinstance(event := next(events), yaml.MappingEndEvent):
         key = _key(path, event)
-        if key in found:
+        if key in values:
             raise TraceError(path, f"{_line(event)}: {key}", "is there twice")
-        found[key] = _value(path, next(events), events, depth + 1)
-    return found
+        values[key] = _value(path, next(events), events, depth + 1)
+    return values
 
 
 def _key(path: Path, event: Any) -> str | int:

@@ -32,8 +32,10 @@ class PlacementMap:
 
     def __post_init__(self) -> None:
         layers = self.placement.num_layers
-        if self.layer_ids is not None and (len(self.layer_ids) != layers or not _rise(self.layer_ids)):
-            raise ConfigError(f"layer_ids={_short(self.layer_ids)} must be {layers} numbers that rise from 0 or more")
+        ids = self.layer_ids
+        if ids is not None and (len(ids) != layers or any(a >= b for a, b in pairwise((-1, *ids)))):
+            shown = str(ids if len(ids) <= 8 else (*ids[:8], ...)).replace("Ellipsis", "…")
+            raise ConfigError(f"layer_ids={shown} must be {layers} numbers that rise from 0 or more")
         if self.shares is None:
             return
         if self.shares.shape != self.placement.slot_experts.shape:
@@ -74,19 +76,23 @@ def made(
     if spec is not None:
         ids = layer_ids or (spec.moe_layer_ids if len(rows) == spec.num_moe_layers else None)
         if ids is None or len(rows) != len(ids) or not set(ids) <= set(spec.moe_layer_ids):
-            problem = f"are {len(rows)}; {spec.name} has {spec.num_layers}, {spec.num_moe_layers} of them MoE"
-            raise TraceError(path, "layers", problem)
+            known = f"{spec.name} has {spec.num_layers}, {spec.num_moe_layers} of them MoE"
+            raise TraceError(path, "layers", f"are {len(rows)}; {known}")
         layer_ids = ids
+    name = spec.name if spec is not None else options.model_name or "unknown"
     try:
-        placement = Placement(rows.astype(np.int32), ranks, experts)
-        name = spec.name if spec is not None else options.model_name or "unknown"
-        return PlacementMap(placement, name, layer_ids, shares)
+        return PlacementMap(Placement(rows.astype(np.int32), ranks, experts), name, layer_ids, shares)
     except ConfigError as error:
         raise TraceError(path, "placement", str(error)) from None
 
 
-def check_complete(format: str, placement: Placement, ids: tuple[int, ...], spec: ModelSpec | None) -> None:
-    """Raise ConfigError unless the placement has all MoE layers and experts of the model, as the engine requires."""
+def complete_layers(format: str, map: PlacementMap) -> tuple[tuple[int, ...], ModelSpec | None]:
+    """Return the layer of the model for each row, and the model if it is known.
+
+    Raises ConfigError unless the placement has all MoE layers and experts of the model, as the engine requires.
+    """
+    placement, spec = map.placement, known_model(map.model)
+    ids = map.layer_ids or (tuple(range(placement.num_layers)) if spec is None else spec.moe_layer_ids)
     if spec is not None and ids != spec.moe_layer_ids:
         problem = f"{placement.num_layers} layers of {spec.name}, which has {spec.num_moe_layers} MoE ones"
         raise ConfigError(f"the placement is for {problem}: {format} needs all of them")
@@ -94,6 +100,7 @@ def check_complete(format: str, placement: Placement, ids: tuple[int, ...], spec
         raise ConfigError(f"the placement has {placement.num_experts} experts; {spec.name} has {spec.num_experts}")
     if len(ids) != placement.num_layers:
         raise ConfigError(f"the placement has {placement.num_layers} layers; {len(ids)} are named")
+    return ids, spec
 
 
 def known_model(model: str) -> ModelSpec | None:
@@ -103,15 +110,14 @@ def known_model(model: str) -> ModelSpec | None:
         return None
 
 
-def check_model(path: Path, found: Any, options: MapOptions) -> None:
-    if not isinstance(found, str):
-        raise TraceError(path, "model", f"is {found!r}, expected a name")
-    wanted = options.model_name
-    if wanted is None or found == "unknown":
+def check_model(path: Path, stated: Any, options: MapOptions) -> None:
+    if not isinstance(stated, str):
+        raise TraceError(path, "model", f"is {stated!r}, expected a name")
+    wanted, spec = options.model_name, known_model(stated)
+    if wanted is None or stated == "unknown":
         return
-    spec = known_model(found)
-    if (found if spec is None else spec.name) != (wanted if options.model is None else options.model.name):
-        raise TraceError(path, "model", f"is {found!r}; the placement of {wanted!r} is wanted")
+    if (stated if spec is None else spec.name) != (wanted if options.model is None else options.model.name):
+        raise TraceError(path, "model", f"is {stated!r}; the placement of {wanted!r} is wanted")
 
 
 def text_of(path: Path) -> str:
@@ -133,15 +139,14 @@ def json_of(path: Path) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) != len(pairs):
             names = [name for name, _ in pairs]
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise TraceError(path, repeated, "is there twice")
+            raise TraceError(path, next(name for name in names if names.count(name) > 1), "is there twice")
         return value
 
     try:
         value = json.loads(text_of(path), object_pairs_hook=no_repeats)
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        if isinstance(error, TraceError):
-            raise
+    except TraceError:
+        raise
+    except (RecursionError, ValueError) as error:
         raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
     if not isinstance(value, dict):
         raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
@@ -186,14 +191,6 @@ def rows_of(path: Path, field: str, value: Any) -> NDArray[np.int64]:
         if len(row) != len(rows[0]):
             raise TraceError(path, f"{field}[{index}]", f"has {len(row)} slots, the first {len(rows[0])}")
     return np.array(rows, np.int64)
-
-
-def _rise(ids: tuple[int, ...]) -> bool:
-    return ids[:1] >= (0,) and all(a < b for a, b in pairwise(ids))
-
-
-def _short(values: tuple[int, ...]) -> str:
-    return str(values if len(values) <= 8 else (*values[:8], ...)).replace("Ellipsis", "…")
 
 
 def dump(value: dict[str, Any]) -> str:

@@ -119,8 +119,7 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Wr
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
-        if tmp.exists():
-            tmp.unlink()
+        tmp.unlink(missing_ok=True)
     has = {"model": map.model != "unknown", "layer_ids": map.layer_ids is not None, "shares": map.shares is not None}
     return Written(path, format, tuple(name for name, there in has.items() if there and name not in writer.keeps))
 
@@ -150,12 +149,12 @@ def _detect(path: Path) -> str:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    found = [name for name in map_formats if map_formats[name].sniff(value)]
-    if len(found) == 1:
-        return found[0]
-    if not found and text.lstrip().startswith("{"):
+    names = [name for name in map_formats if map_formats[name].sniff(value)]
+    if len(names) == 1:
+        return names[0]
+    if not names and text.lstrip().startswith("{"):
         json_of(path)  # raises a parse error if the file is truncated; valid JSON is an unknown format
-    problem = f"could be {' or '.join(found)}" if found else "is unknown, or the file is empty or cut"
+    problem = f"could be {' or '.join(names)}" if names else "is unknown, or the file is empty or cut"
     raise TraceError(path, "format", f"{problem}; it must be one of {', '.join(map_formats)}")
 
 
@@ -193,17 +192,12 @@ def _read_own(name: str, rows_key: str, shares: bool) -> Callable[[Path, MapOpti
         check_model(path, value["model"], options)
         rows = rows_of(path, rows_key, value[rows_key])
         layer_ids = None if value["layer_ids"] is None else tuple(ints_of(path, "layer_ids", value["layer_ids"]))
-        found = MapOptions(
-            options.model,
-            value["model"],
-            count_of(path, "num_ranks", value["num_ranks"]),
-            count_of(path, "num_experts", value["num_experts"]),
-        )
-        for key in ("num_ranks", "num_experts"):
-            wanted = getattr(options, key)
-            if wanted is not None and wanted != getattr(found, key):
-                raise TraceError(path, key, f"is {getattr(found, key)}, expected {wanted}")
-        return made(path, rows, found, layer_ids, _shares(path, value.get("shares"), rows.shape))
+        counts = {key: count_of(path, key, value[key]) for key in ("num_ranks", "num_experts")}
+        for key, count in counts.items():
+            if getattr(options, key) not in (None, count):
+                raise TraceError(path, key, f"is {count}, expected {getattr(options, key)}")
+        stated_options = MapOptions(options.model, value["model"], **counts)
+        return made(path, rows, stated_options, layer_ids, _shares(path, value.get("shares"), rows.shape))
 
     return read
 

@@ -100,7 +100,7 @@ def _pieces(ring: list[int], before: Sequence[int], per_rank: int, budget: int) 
 
 def _cut(ring: list[int], per_rank: int, budget: int) -> tuple[list[int], int] | None:
     """Return the ring, rotated, and the number of its first slots that make a piece; None if no piece fits."""
-    found = None
+    fallback = None
     for turn in range(len(ring)):
         turned = ring[turn:] + ring[:turn]
         staged: Counter[int] = Counter()
@@ -115,8 +115,8 @@ def _cut(ring: list[int], per_rank: int, budget: int) -> tuple[list[int], int] |
         # The next piece has the first slot and the slot after this piece: prefer that they are on different ranks.
         if turned[0] // per_rank != turned[size] // per_rank:
             return turned, size
-        found = found or (turned, size)
-    return found
+        fallback = fallback or (turned, size)
+    return fallback
 
 
 def _needs(

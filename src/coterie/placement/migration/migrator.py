@@ -193,9 +193,9 @@ class Migrator:
             case EndStep(step):
                 return self._end_step(state, step)
             case TransferDone(id):
-                return self._transfer_done(state, id)
+                return self._transfer_ended(state, id, None)
             case TransferFailed(id, reason):
-                return self._transfer_failed(state, id, reason)
+                return self._transfer_ended(state, id, reason)
             case Cancel(reason):
                 return self._stop(state, reason, [])
             case RankDied(rank):
@@ -210,18 +210,16 @@ class Migrator:
 
     def reach(self, state: MigrationState, layer: int, expert: int) -> Reach:
         """Return where a step finds an expert: in a slot of a living rank, on the host, or nowhere (lost)."""
-        for slot, held in enumerate(state.rows[layer]):
-            if held == expert and self._rank(slot) not in state.dead:
-                return "live"
-        return "host" if self.host_copy else "lost"
+        return "live" if expert in self._live(state, layer) else "host" if self.host_copy else "lost"
 
     def to_reload(self, state: MigrationState) -> list[tuple[int, int]]:
         """Return (layer, expert) of all experts that no living rank holds."""
-        found = []
-        for layer, row in enumerate(state.rows):
-            live = {expert for slot, expert in enumerate(row) if self._rank(slot) not in state.dead}
-            found += [(layer, e) for e in range(self.schedule.current.num_experts) if e not in live]
-        return found
+        experts = set(range(self.schedule.current.num_experts))
+        return [(layer, e) for layer in range(len(state.rows)) for e in sorted(experts - self._live(state, layer))]
+
+    def _live(self, state: MigrationState, layer: int) -> set[int]:
+        """Return the experts of a layer that living ranks hold."""
+        return {expert for slot, expert in enumerate(state.rows[layer]) if self._rank(slot) not in state.dead}
 
     def staged(self, state: MigrationState) -> Counter[int]:
         """Return the number of experts that each rank holds in memory beyond its slots."""
@@ -250,10 +248,8 @@ class Migrator:
     def _release(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:
         """Free replaced weights that no step uses, then begin the next switch if staging has room."""
         free = [(switch, version) for switch, version in state.retired if self._unused(state, version)]
-        if free:
-            commands += [FreeOld(switch) for switch, _ in free]
-            state = state._replace(retired=tuple(old for old in state.retired if old not in free))
-        return self._go_on(state, commands)
+        commands += [FreeOld(switch) for switch, _ in free]
+        return self._go_on(state._replace(retired=tuple(old for old in state.retired if old not in free)), commands)
 
     def _unused(self, state: MigrationState, version: int) -> bool:
         """Return whether no running step uses a map older than this version."""
@@ -263,10 +259,9 @@ class Migrator:
 
     def _go_on(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:
         """Begin the next switch if one is left and staging has room for it."""
-        if state.moving or state.stopped is not None or state.at == len(self.schedule.switches):
-            return MigrationOutcome(state, commands)
+        over = state.stopped is not None or state.at == len(self.schedule.switches)
         # A rank sends and receives one expert at a time, and may still be busy with an aborted transfer.
-        if state.draining or not self._has_room(state):
+        if state.moving or over or state.draining or not self._has_room(state):
             return MigrationOutcome(state, commands)
         return self._begin(state._replace(moving=True, arrived=frozenset()), 0, commands)
 
@@ -279,13 +274,19 @@ class Migrator:
         commands += [BeginTransfer(transfer) for transfer in transfers]
         return MigrationOutcome(state._replace(round=number, in_flight=frozenset(t.id for t in transfers)), commands)
 
-    def _transfer_done(self, state: MigrationState, id: int) -> MigrationOutcome:
-        self._check_id(id)
+    def _transfer_ended(self, state: MigrationState, id: int, failure: str | None) -> MigrationOutcome:
+        """Continue after a transfer, or roll the layer back if it failed; late reports of aborted ones free staging."""
+        if not 0 <= id < len(self.schedule.transfers):
+            raise ConfigError(f"transfer {id} must be in 0 … {len(self.schedule.transfers) - 1}")
         if id in state.draining:
-            return self._drained(state, id)
+            return self._go_on(state._replace(draining=state.draining - {id}), [FreeStaging(id)])
         if id not in state.in_flight:
             return MigrationOutcome(state, [])
-        state = state._replace(in_flight=state.in_flight - {id}, arrived=state.arrived | {id})
+        state = state._replace(in_flight=state.in_flight - {id})
+        if failure is not None:
+            commands: list[Command] = [FreeStaging(id)]
+            return self._go_on(self._roll_back(state, failure, commands), commands)
+        state = state._replace(arrived=state.arrived | {id})
         if not self._round_over(state):
             return MigrationOutcome(state, [])
         if state.round + 1 < len(self.schedule.switches[state.at].rounds):
@@ -305,19 +306,6 @@ class Migrator:
             rows=rows, version=version, at=at + 1, moving=False, arrived=frozenset(), retired=retired
         )
         return self._release(state, [SwitchLayer(at, switch.layer, version)])
-
-    def _transfer_failed(self, state: MigrationState, id: int, reason: str) -> MigrationOutcome:
-        self._check_id(id)
-        if id in state.draining:
-            return self._drained(state, id)
-        if id not in state.in_flight:
-            return MigrationOutcome(state, [])
-        state = state._replace(in_flight=state.in_flight - {id})
-        commands: list[Command] = [FreeStaging(id)]
-        return self._go_on(self._roll_back(state, reason, commands), commands)
-
-    def _drained(self, state: MigrationState, id: int) -> MigrationOutcome:
-        return self._go_on(state._replace(draining=state.draining - {id}), [FreeStaging(id)])
 
     # --------------------------------------------------------------------------------------------------- rolling back
 
@@ -348,32 +336,18 @@ class Migrator:
             return MigrationOutcome(state, [])
         if not 0 <= rank < self.schedule.current.num_ranks:
             raise ConfigError(f"rank={rank} must be in 0 … {self.schedule.current.num_ranks - 1}")
-        commands: list[Command] = []
-        ended = {id for id in state.in_flight | state.draining if self._touches(id, rank)}
-        commands += [FreeStaging(id) for id in self._on_living(ended, rank)]
-        arrived = frozenset(self._on_living(state.arrived, rank))
+        at = self.schedule.transfers
+        ended = {id for id in state.in_flight | state.draining if rank in (at[id].source, self._rank(at[id].slot))}
         state = state._replace(
             dead=state.dead | {rank},
             in_flight=state.in_flight - ended,
             draining=state.draining - ended,
-            arrived=arrived,
+            arrived=frozenset(self._on_living(state.arrived, rank)),
         )
-        return self._stop(state, f"rank {rank} died", commands)
-
-    def _touches(self, id: int, rank: int) -> bool:
-        transfer = self.schedule.transfers[id]
-        return rank in (transfer.source, self._rank(transfer.slot))
+        return self._stop(state, f"rank {rank} died", [FreeStaging(id) for id in self._on_living(ended, rank)])
 
     def _on_living(self, ids: Iterable[int], died: int) -> list[int]:
         return sorted(id for id in ids if self._rank(self.schedule.transfers[id].slot) != died)
 
     def _rank(self, slot: int) -> int:
-        return slot // self._per_rank
-
-    @cached_property
-    def _per_rank(self) -> int:
-        return self.schedule.current.slots_per_rank
-
-    def _check_id(self, id: int) -> None:
-        if not 0 <= id < len(self.schedule.transfers):
-            raise ConfigError(f"transfer {id} must be in 0 … {len(self.schedule.transfers) - 1}")
+        return slot // self.schedule.current.slots_per_rank

@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -60,11 +62,11 @@ class Switch:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        return tuple(transfer for one in self.rounds for transfer in one)
+        return tuple(chain.from_iterable(self.rounds))
 
     @property
     def seconds(self) -> float:
-        return sum(max(transfer.seconds for transfer in one) for one in self.rounds)
+        return sum(max(transfer.seconds for transfer in transfers) for transfers in self.rounds)
 
 
 class Refusal(NamedTuple):
@@ -247,41 +249,28 @@ def _switch(
     """Make one switch. The source of each expert is the nearest holder in `before`; the planned source wins a tie."""
     holders: dict[int, list[int]] = {}
     for slot, expert in enumerate(before):
-        rank = slot // per_rank
-        if topology.rank_speeds[rank] > 0:
-            holders.setdefault(expert, []).append(rank)
+        if topology.rank_speeds[slot // per_rank] > 0:
+            holders.setdefault(expert, []).append(slot // per_rank)
     sends: Counter[int] = Counter()
     fetches: list[tuple[int, int, int, float]] = []  # slot, expert, source, seconds
     for slot, expert in sorted(arriving.items(), key=lambda item: (len(holders.get(item[1], ())), item[0])):
-        source = _nearest(holders.get(expert, ()), slot // per_rank, planned.get((layer, slot)), topology, sends)
+        rank = slot // per_rank
+        source = _nearest(holders.get(expert, ()), rank, planned.get((layer, slot)), topology, sends)
         sends[source] += 1
-        seconds = 0.0 if source == slot // per_rank else _link_s(source, slot // per_rank, topology, limits)
-        fetches.append((slot, expert, source, seconds))
+        link = topology.host if source == HOST else link_between(topology, source, rank)
+        fetches.append((slot, expert, source, 0.0 if source == rank else transfer_s(link, limits.expert_bytes)))
     fetches.sort(key=lambda fetch: (-fetch[3], fetch[0]))  # slow transfers first, so that they share rounds
     rounds = edge_rounds([fetch[2] for fetch in fetches], [fetch[0] // per_rank for fetch in fetches])
     by_round: list[list[Transfer]] = [[] for _ in range(max(rounds) + 1)]
-    for number, (slot, expert, source, seconds) in zip(rounds, fetches, strict=True):
-        by_round[number].append(Transfer(-1, layer, slot, expert, source, seconds))
-    numbered, next_id = [], first_id
-    for one in by_round:
-        numbered.append(tuple(transfer._replace(id=next_id + i) for i, transfer in enumerate(one)))
-        next_id += len(one)
+    for id, (number, fetch) in enumerate(sorted(zip(rounds, fetches, strict=True), key=itemgetter(0)), first_id):
+        by_round[number].append(Transfer(id, layer, *fetch))
     after = tuple(arriving.get(slot, expert) for slot, expert in enumerate(before))
-    return Switch(layer, tuple(numbered), before, after)
+    return Switch(layer, tuple(map(tuple, by_round)), before, after)
 
 
 def _nearest(holders: Sequence[int], rank: int, planned: int | None, topology: Topology, sends: Counter[int]) -> int:
-    if not holders:
-        return HOST
-    if rank in holders:
-        return rank
     node = topology.node_of(rank)
-    return min(holders, key=lambda h: (topology.node_of(h) != node, h != planned, sends[h], h))
-
-
-def _link_s(source: int, rank: int, topology: Topology, limits: MigrationLimits) -> float:
-    link = topology.host if source == HOST else link_between(topology, source, rank)
-    return transfer_s(link, limits.expert_bytes)
+    return min(holders, key=lambda h: (h != rank, topology.node_of(h) != node, h != planned, sends[h], h), default=HOST)
 
 
 def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
@@ -299,17 +288,17 @@ def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
     # Table of the sender and of the receiver of each transfer. Transfers from the host get a table each: no limit.
     outs = [by_sender.get(sender, {}) for sender in senders]
     ins = [by_receiver.get(receiver, {}) for receiver in receivers]
-    found = [0] * len(pairs)
+    colours = [0] * len(pairs)
     for transfer, (sender, receiver) in enumerate(pairs):
         if sender == receiver:
             continue
         free = next(n for n in rounds if n not in outs[transfer])
         if free in ins[transfer]:
             other = next(n for n in rounds if n not in ins[transfer])
-            _flip(ins[transfer], free, other, outs, ins, found)
-        found[transfer] = free
+            _flip(ins[transfer], free, other, outs, ins, colours)
+        colours[transfer] = free
         outs[transfer][free] = ins[transfer][free] = transfer
-    return found
+    return colours
 
 
 def _flip(
@@ -318,7 +307,7 @@ def _flip(
     other: int,
     outs: list[dict[int, int]],
     ins: list[dict[int, int]],
-    found: list[int],
+    colours: list[int],
 ) -> None:
     """Exchange two rounds along the alternating path that starts at a receiver, so that it is free in round `free`.
 
@@ -331,7 +320,7 @@ def _flip(
         at, wanted = (outs[transfer], other) if wanted == free else (ins[transfer], free)
     for transfer in path:
         for table in (outs[transfer], ins[transfer]):
-            del table[found[transfer]]
+            del table[colours[transfer]]
     for transfer in path:
-        found[transfer] = free + other - found[transfer]
-        outs[transfer][found[transfer]] = ins[transfer][found[transfer]] = transfer
+        colours[transfer] = free + other - colours[transfer]
+        outs[transfer][colours[transfer]] = ins[transfer][colours[transfer]] = transfer

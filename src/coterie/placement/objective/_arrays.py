@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +124,7 @@ def fill_sources(
     for expert in range(experts):
         first[expert] = HOST
     for node in range(len(near)):
-        _copy(near[node], first)
+        copy_row(near[node], first)
     for slot in range(len(slot_experts) - 1, -1, -1):
         rank = slot // per_rank
         if speeds[rank] > 0.0:
@@ -132,8 +133,8 @@ def fill_sources(
     for rank in range(ranks):
         at, seconds = source[rank], load_in[rank]
         if rank > 0 and nodes[rank] == nodes[rank - 1]:
-            _copy(at, near[nodes[rank]])
-            _copy(seconds, load_in[rank - 1])
+            copy_row(at, near[nodes[rank]])
+            copy_row(seconds, load_in[rank - 1])
         else:
             here = near[nodes[rank]]
             for expert in range(experts):
@@ -141,7 +142,7 @@ def fill_sources(
                 seconds[expert] = links[0] if close else (links[2] if gone else links[1])
                 if not close:
                     here[expert] = first[expert]
-            _copy(at, here)
+            copy_row(at, here)
     for slot in range(len(slot_experts)):
         if speeds[slot // per_rank] > 0.0:
             source[slot // per_rank, slot_experts[slot]] = slot // per_rank
@@ -149,7 +150,7 @@ def fill_sources(
 
 
 @helper()
-def _copy(to: Array | NDArray[np.int16], row: Array | NDArray[np.int16]) -> None:
+def copy_row(to: NDArray[Any], row: NDArray[Any]) -> None:
     """Copy `row` to `to`. `to[:] = row` would take seconds to compile, because of the message for unequal shapes."""
     for at in range(len(to)):
         to[at] = row[at]
@@ -162,16 +163,6 @@ CLOSE = 1e-6
 
 TINY = 1e-12
 """Relative slack for rounding errors."""
-
-
-@helper()
-def _smallest(values: Array) -> int:
-    """Return the index of the first smallest value."""
-    smallest = 0
-    for at in range(1, len(values)):
-        if values[at] < values[smallest]:
-            smallest = at
-    return smallest
 
 
 @helper()
@@ -212,7 +203,7 @@ def fill_bounds(
     spare = living * per_rank - experts
     if spare == 0:
         for _ in range(per_rank - 1):  # the shortest experts fill the longest expert's rank
-            shortest = _smallest(least)
+            shortest = np.argmin(least)
             longest += least[shortest]
             least[shortest] = np.inf
     even[0] = total / pace
@@ -275,7 +266,7 @@ def _fits(
         if count < most:
             chords[expert] = (most * row[most - 1] * work[expert] - taken) / (most - count)
     while left > 0:
-        cheapest = _smallest(chords)
+        cheapest = np.argmin(chords)
         if chords[cheapest] == np.inf:
             break  # all experts have the most replicas; further slots cost nothing
         more = min(left, room[cheapest])

@@ -17,11 +17,9 @@ from coterie.costs.step import StepModel
 from coterie.errors import check_not_negative, check_one_of, check_positive_share, check_share
 from coterie.placement.base import Load, Moves, Plan
 from coterie.placement.moves import living_shares, moves_between, settle
-from coterie.placement.objective._arrays import assess, even_share, fill, fill_sources
+from coterie.placement.objective._arrays import Array, assess, even_share, fill, fill_sources
 from coterie.placement.objective.steps import Steps, over_scenarios
 from coterie.types import Placement, Topology, layer_balance
-
-Array = NDArray[np.float64]
 
 PRICES_HINT = "the prices to plan by; make them with Objective.of(step_model, tokens)"
 
@@ -109,9 +107,11 @@ class Objective:
         source = np.empty((layers, ranks, experts), np.int16)
         even, reach = np.empty(layers), np.empty(layers)
         exchange, per_token = self._exchange_s(load, topology)
-        arguments = (
+        side_by_side(
+            fill,
+            layers,
             per_step,
-            self._slot_s(per_step),
+            np.asarray(slot_s(self.row_s, self.touch_s, per_step)),
             self.touch_s,
             self.row_s,
             exchange,
@@ -127,13 +127,9 @@ class Objective:
             even,
             reach,
         )
-        side_by_side(fill, layers, *arguments)
         steps = Steps.of(load, topology, self.row_s, self.touch_s, exchange, per_token, shape[1])
         if steps is not None:
-            even, reach = (
-                self.over_scenarios(steps.even, steps.weights),
-                self.over_scenarios(steps.reach, steps.weights),
-            )
+            even, reach = (self.over_scenarios(bound, steps.weights) for bound in (steps.even, steps.reach))
         return Problem(
             objective=self,
             topology=topology,
@@ -156,10 +152,6 @@ class Objective:
     def link_s(self, topology: Topology) -> float:
         """Return the seconds to load an expert over the fastest link."""
         return float(load_s(topology, self.expert_bytes).min())
-
-    def _slot_s(self, tokens: Array) -> Array:
-        """Return the expected seconds of a slot with this mean number of tokens per step; some steps may have none."""
-        return np.asarray(slot_s(self.row_s, self.touch_s, tokens))
 
     def _exchange_s(self, load: Load, topology: Topology) -> tuple[Array, Array]:
         """Return the seconds to send an expert's tokens to a rank and back.
@@ -241,6 +233,16 @@ class Problem:
         return self.reach / self.objective.target_balance
 
     @property
+    def sound(self) -> bool:
+        """Whether the current placement is valid: every expert on a living rank, none twice on a rank."""
+        return not self.current.duplicates and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether an expert is on no living rank, so that the current placement cannot stay."""
+        return not self.current.held[self.alive].any(axis=0).all()
+
+    @property
     def uniform_ranks(self) -> bool:
         """Whether every expert takes the same time on all living ranks."""
         if not self.objective.row_bytes:
@@ -250,7 +252,7 @@ class Problem:
 
     def equal_shares(self, slot_experts: NDArray[np.integer]) -> Array:
         """Return equal shares [layer, slot] of an expert's living slots; slots of dead ranks get 0."""
-        return equal_shares(slot_experts, self.current.num_experts, self._slot_alive())
+        return equal_shares(slot_experts, self.current.num_experts, np.repeat(self.alive, self.current.slots_per_rank))
 
     def rank_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
         """Return the seconds [layer, rank] of the mean step with these `shares` [layer, slot].
@@ -285,12 +287,11 @@ class Problem:
         given = np.empty((0, 0)) if shares is None else np.ascontiguousarray(shares, np.float64)
         arguments = slots, self.unit, self.share, given, self.load_in, self.source, self.alive, busy, arrivals, loads
         side_by_side(assess, len(slots), *arguments)
-        steps = None
-        if self.steps is not None and per_step:
-            steps = self.steps.split_rank_s(slots, self.topology.rank_speeds)
-        elif self.steps is not None:
-            steps = self.steps.rank_s(slots, None if shares is None else given, self.alive)
-        return _Assessment(busy, arrivals, loads, steps)
+        if self.steps is None:
+            return _Assessment(busy, arrivals, loads, None)
+        if per_step:
+            return _Assessment(busy, arrivals, loads, self.steps.split_rank_s(slots, self.topology.rank_speeds))
+        return _Assessment(busy, arrivals, loads, self.steps.rank_s(slots, given, self.alive))
 
     def _slowest_s(self, assessment: _Assessment) -> Array:
         if self.steps is None or assessment.steps_s is None:
@@ -300,7 +301,7 @@ class Problem:
     def _balance(self, assessment: _Assessment) -> float:
         if self.steps is None or assessment.steps_s is None:
             return self.balance(assessment.busy_s)
-        return self.steps.balance(assessment.steps_s, self.alive)
+        return float((layer_balance(assessment.steps_s[..., self.alive]) @ self.steps.weights).mean())
 
     def _score(self, assessment: _Assessment) -> Score:
         objective = self.objective
@@ -348,12 +349,14 @@ class Problem:
             layer_reasons=layer_reasons,
         )
 
-    def keep(self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = ()) -> Plan:
+    def keep(
+        self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = (), split: str | None = None
+    ) -> Plan:
         """Make the plan that changes nothing; shares in force stay, as weights fitted on an earlier window."""
         return self.plan(
             self.current.slot_experts,
             self.shares,
-            split="equal" if self.shares is None else "weighted",
+            split=split or ("equal" if self.shares is None else "weighted"),
             planning_s=planning_s,
             skip_reason=reason,
             layer_reasons=layer_reasons,
@@ -392,6 +395,3 @@ class Problem:
     def moves(self, slot_experts: NDArray[np.integer]) -> Moves:
         """Return the moves that lead to `slot_experts`; slots on dead ranks are ignored."""
         return moves_between(self.current, slot_experts, self.topology, self.objective.expert_bytes)
-
-    def _slot_alive(self) -> NDArray[np.bool_]:
-        return np.repeat(self.alive, self.current.slots_per_rank)

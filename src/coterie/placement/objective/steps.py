@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import side_by_side
+from coterie._numba import helper, njit, side_by_side
 from coterie.placement.base import Load
-from coterie.placement.objective._steps import assess_steps, bound_steps, fill_replicas
-from coterie.placement.objective.flows.splitting import split_steps
+from coterie.placement.objective._arrays import Array
+from coterie.placement.objective.flows.splitting import split_steps, touched
 from coterie.types import Topology
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,16 +22,21 @@ class Steps:
     """[layer, scenario, expert] tokens."""
     weights: Array
     """[scenario] probabilities, which add up to 1."""
-    whole: bool
-    """Whether tokens are counts of single steps; see :attr:`Load.whole_steps`."""
     touch: Array
     """[rank] seconds to read the weights of an expert."""
     per_token: Array
     """[layer, rank, expert] seconds of a token, including its exchange."""
+    whole: bool
+    """Whether tokens are counts of single steps; see :attr:`Load.whole_steps`."""
     even: Array
     """[layer, scenario] seconds if all ranks were equally busy."""
     reach: Array
     """[layer, scenario] lower bound on the seconds of any placement."""
+
+    @property
+    def prices(self) -> tuple[Array, Array, bool]:
+        """The prices that compiled loops take."""
+        return self.touch, self.per_token, self.whole
 
     @classmethod
     def of(
@@ -57,25 +60,21 @@ class Steps:
         per_token = np.ascontiguousarray(row_s * pace[None, :, None] + sent)
         tokens = np.ascontiguousarray(np.moveaxis(load.scenarios, 0, 1))
         even, reach = np.empty((2, *tokens.shape[:2]))
-        steps = cls(tokens, load.weights, load.whole_steps, touch_s * pace, per_token, even, reach)
-        bounds = tokens, steps.touch, per_token, steps.whole, speeds, replicas, even, reach
-        side_by_side(bound_steps, len(tokens), *bounds)
-        return steps
+        prices = touch_s * pace, per_token, load.whole_steps
+        side_by_side(bound_steps, len(tokens), tokens, *prices, speeds, replicas, even, reach)
+        return cls(tokens, load.weights, *prices, even, reach)
 
-    def rank_s(self, slot_experts: NDArray[np.int32], shares: Array | None, alive: NDArray[np.bool_]) -> Array:
-        """Return the seconds [layer, scenario, rank] with these `shares` [layer, slot]; None: equal shares."""
+    def rank_s(self, slot_experts: NDArray[np.int32], shares: Array, alive: NDArray[np.bool_]) -> Array:
+        """Return the seconds [layer, scenario, rank] with these `shares` [layer, slot]; empty: equal shares."""
         busy = np.empty((*self.tokens.shape[:2], len(alive)))
-        given = np.empty((0, 0)) if shares is None else shares
-        prices = self.touch, self.per_token, self.whole
-        side_by_side(assess_steps, len(busy), slot_experts, given, self.tokens, *prices, alive, busy)
+        side_by_side(assess_steps, len(busy), slot_experts, shares, self.tokens, *self.prices, alive, busy)
         return busy
 
     def split_rank_s(self, slot_experts: NDArray[np.integer], speeds: Array) -> Array:
         """Return the seconds [layer, scenario, rank], each scenario with shares that minimise its slowest rank."""
         busy = np.empty((*self.tokens.shape[:2], len(speeds)))
         rows = np.ascontiguousarray(slot_experts, np.int64)
-        prices = self.touch, self.per_token, self.whole
-        side_by_side(split_steps, len(busy), rows, self.tokens, *prices, speeds, speeds > 0, busy)
+        side_by_side(split_steps, len(busy), rows, self.tokens, *self.prices, speeds, speeds > 0, busy)
         return busy
 
     def replica_s(self, layer: int, replicas: int) -> Array:
@@ -94,20 +93,11 @@ class Steps:
             reach=self.reach[layers],
         )
 
-    def balance(self, rank_s: Array, alive: NDArray[np.bool_]) -> float:
-        """Return the balancedness of seconds [layer, scenario, rank], averaged over layers and scenarios."""
-        living = rank_s[..., alive]
-        peak = living.max(axis=2)
-        even = np.divide(living.mean(axis=2), peak, out=np.ones(peak.shape), where=peak > 0)
-        return float((even @ self.weights).mean())
-
 
 def over_scenarios(step_s: Array, weights: Array, tail: float, tail_share: float) -> Array:
     """Combine seconds [layer, scenario] into [layer]: (1 - tail) x mean + tail x mean of the worst `tail_share`."""
-    mean = step_s @ weights
-    if not tail:
-        return np.asarray(mean)
-    return np.asarray((1.0 - tail) * mean + tail * worst_mean(step_s, weights, tail_share))
+    mean = np.asarray(step_s @ weights)
+    return (1.0 - tail) * mean + tail * worst_mean(step_s, weights, tail_share) if tail else mean
 
 
 def worst_mean(step_s: Array, weights: Array, share: float) -> Array:
@@ -120,3 +110,124 @@ def worst_mean(step_s: Array, weights: Array, share: float) -> Array:
     before = np.cumsum(weight, axis=1) - weight
     part = np.clip(share - before, 0.0, weight)
     return np.asarray((value * part).sum(axis=1) / share)
+
+
+@helper()
+def find_edge(times: Array, weights: Array, share: float) -> float:
+    """Return the time that the slowest `share` of the scenarios reach or exceed; `weights` add up to 1."""
+    left, last = share, np.inf
+    while True:
+        top, weight = -1.0, 0.0
+        for value in times:
+            if value < last and value > top:
+                top = value
+        for scenario in range(len(times)):
+            if times[scenario] == top:
+                weight += weights[scenario]
+        left -= weight
+        if left <= 1e-12 or top < 0.0:
+            return max(top, 0.0)
+        last = top
+
+
+# Compiled loops over scenarios: seconds of the ranks in each scenario, and lower bounds for any placement.
+
+
+@njit()
+def assess_steps(
+    chosen: NDArray[np.int64],
+    slot_experts: NDArray[np.int32],
+    given: Array,
+    tokens: Array,
+    touch: Array,
+    per_token: Array,
+    whole: bool,
+    alive: NDArray[np.bool_],
+    busy: Array,
+) -> None:
+    """Fill `busy` [layer, scenario, rank] with the seconds of the chosen layers.
+
+    `given` [layer, slot] are the shares, or empty for equal shares; `tokens` is [layer, scenario, expert]; `touch` is
+    the seconds [rank] to read an expert's weights; `per_token` is in seconds [layer, rank, expert].
+    """
+    ranks, experts = per_token.shape[1:]
+    per_rank = slot_experts.shape[1] // ranks
+    replicas = np.zeros(experts)
+    for layer in chosen:
+        row = slot_experts[layer]
+        replicas[:] = 0.0
+        for slot in range(len(row)):
+            if alive[slot // per_rank]:
+                replicas[row[slot]] += 1.0
+        for scenario in range(tokens.shape[1]):
+            known, times = tokens[layer, scenario], busy[layer, scenario]
+            for rank in range(ranks):
+                times[rank] = 0.0
+                if not alive[rank]:
+                    continue
+                for slot in range(rank * per_rank, (rank + 1) * per_rank):
+                    expert = row[slot]
+                    part = known[expert] * (given[layer, slot] if len(given) else 1.0 / replicas[expert])
+                    times[rank] += per_token[layer, rank, expert] * part
+                    if touch[rank] > 0.0:
+                        times[rank] += touch[rank] * touched(part, whole)
+
+
+@njit()
+def fill_replicas(tokens: Array, touch: Array, per_token: Array, whole: bool, seconds: Array) -> None:
+    """Fill `seconds` [rank, expert, count - 1, scenario] with the time of one of `count` equal replicas, in one layer.
+
+    `tokens` is [scenario, expert]; `touch` and `per_token` are in seconds, [rank] and [rank, expert].
+    """
+    ranks, experts, replicas, scenarios = seconds.shape
+    for rank in range(ranks):
+        for expert in range(experts):
+            for index in range(replicas):
+                for scenario in range(scenarios):
+                    part = tokens[scenario, expert] / (index + 1.0)
+                    streamed = touch[rank] * touched(part, whole)
+                    seconds[rank, expert, index, scenario] = per_token[rank, expert] * part + streamed
+
+
+@njit()
+def bound_steps(
+    chosen: NDArray[np.int64],
+    tokens: Array,
+    touch: Array,
+    per_token: Array,
+    whole: bool,
+    speeds: Array,
+    replicas: int,
+    even: Array,
+    reach: Array,
+) -> None:
+    """Fill `even` and `reach` [layer, scenario] (seconds) of the chosen layers; an expert has at most `replicas`."""
+    ranks, experts = per_token.shape[1:]
+    work, least = np.empty(experts), np.empty(experts)
+    pace, quickest, touch_s = 0.0, np.inf, 0.0
+    for rank in range(ranks):
+        pace += speeds[rank]
+        if speeds[rank] > 0.0:
+            if quickest == np.inf:
+                touch_s = touch[rank] * speeds[rank]  # seconds to read weights at speed 1: the same on all ranks
+            quickest = min(quickest, touch[rank])
+    for layer in chosen:
+        for expert in range(experts):
+            work[expert], least[expert] = np.inf, np.inf
+            for rank in range(ranks):
+                if speeds[rank] > 0.0:
+                    work[expert] = min(work[expert], per_token[layer, rank, expert] * speeds[rank])
+                    least[expert] = min(least[expert], per_token[layer, rank, expert])
+        for scenario in range(tokens.shape[1]):
+            total, longest = 0.0, 0.0
+            for expert in range(experts):
+                known = tokens[layer, scenario, expert]
+                part = known / replicas
+                total += known * work[expert]
+                alone = part * least[expert]
+                if quickest > 0.0:
+                    total += touched(known, whole) * touch_s
+                    alone += touched(part, whole) * quickest
+                longest = max(longest, alone)
+            even[layer, scenario] = total / pace
+            reach[layer, scenario] = max(total / pace, longest)

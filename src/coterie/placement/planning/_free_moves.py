@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement.objective._steps import find_edge
+from coterie.placement.objective._arrays import copy_row
 from coterie.placement.objective.flows.chains import (
     NONE,
     REACHED,
@@ -39,6 +39,8 @@ from coterie.placement.objective.flows.chains import (
     unlink,
 )
 from coterie.placement.objective.flows.splitting import Step, draw_lines
+from coterie.placement.objective.steps import find_edge
+from coterie.placement.planning.search.state import Prices, movement
 
 DRAINS = 8
 """Number of experts of a bottleneck, heaviest first, for which the drained work is computed."""
@@ -75,11 +77,7 @@ class Layer(NamedTuple):
     """[scenario] seconds below which a faster placement counts as no gain."""
     load_in: Array
     """[rank, expert] seconds to load the expert; 0 if the rank holds it."""
-    horizon: float
-    exposed: float
-    move_price: float
-    tail: float
-    tail_share: float
+    prices: Prices
     least: float
     """Seconds that a move must save, before its own cost."""
 
@@ -183,7 +181,7 @@ def search_layer(row: Indices, layer: Layer, looser: float, slots: Indices, expe
     steps = _rescue(layer, now, tables, slots, experts, totals)
     while True:
         left = _relieve_all(layer, now, trial, tables)
-        totals[steps] = layer.horizon * _expected(layer, tables) + _movement(layer, tables.arrivals)
+        totals[steps] = layer.prices.horizon * _expected(layer, tables) + movement(tables.arrivals, layer.prices)
         if not left or steps + 2 > len(slots):
             return steps
         move = _best_move(layer, now, trial, whole, tables)
@@ -219,14 +217,13 @@ def _relieve_all(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> bo
 @helper()
 def _expected(layer: Layer, tables: Tables) -> float:
     """Return the expected seconds of the slowest rank, tail included; set `worth` to the cost per second of each."""
-    lean, steep, edge = 1.0 - layer.tail, 0.0, 0.0
-    if layer.tail > 0.0:
-        edge, steep = find_edge(tables.times, layer.weights, layer.tail_share), layer.tail / layer.tail_share
-    total = layer.tail * edge
+    prices = layer.prices
+    edge = find_edge(tables.times, layer.weights, prices.tail_share) if prices.tail > 0.0 else 0.0
+    total = prices.tail * edge
     for scenario in range(len(tables.times)):
         seconds, weight = tables.times[scenario], layer.weights[scenario]
-        total += weight * (lean * seconds + steep * max(0.0, seconds - edge))
-        tables.worth[scenario] = layer.horizon * weight * (lean + (steep if seconds >= edge else 0.0))
+        total += weight * (prices.lean * seconds + prices.steep * max(0.0, seconds - edge))
+        tables.worth[scenario] = prices.horizon * weight * (prices.lean + (prices.steep if seconds >= edge else 0.0))
     return total
 
 
@@ -254,16 +251,6 @@ def _take(layer: Layer, shares: Shares, move: Move) -> None:
 
 
 @helper()
-def _movement(layer: Layer, arrivals: Array) -> float:
-    """Return the movement cost of the objective, in seconds."""
-    slowest = total = 0.0
-    for seconds in arrivals:
-        slowest = max(slowest, seconds)
-        total += seconds
-    return layer.exposed * (slowest + layer.move_price * total)
-
-
-@helper()
 def _arrive(split: Split, slot: int, expert: int, load_in: Array, arrivals: Array) -> None:
     rank = slot // (len(split.expert) // len(arrivals))
     arrivals[rank] += load_in[rank, expert]
@@ -274,9 +261,9 @@ def _arrive(split: Split, slot: int, expert: int, load_in: Array, arrivals: Arra
 @helper()
 def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
     """Return the seconds that loading an expert adds to the objective."""
-    before = _movement(layer, arrivals)
+    before = movement(arrivals, layer.prices)
     arrivals[rank] += layer.load_in[rank, expert]
-    after = _movement(layer, arrivals)
+    after = movement(arrivals, layer.prices)
     arrivals[rank] -= layer.load_in[rank, expert]
     return after - before
 
@@ -376,8 +363,7 @@ def _fill_room(layer: Layer, now: Shares, tables: Tables, work: Array) -> None:
     each = len(links.expert) // ranks
     for scenario in range(scenarios):
         room, outside = tables.room[scenario], tables.outside[scenario]
-        for rank in range(ranks):
-            room[rank] = 0.0
+        room[:] = 0.0
         for slot in range(len(links.expert)):
             rank, expert = slot // each, links.expert[slot]
             if outside[rank] and links.copies[expert] > 1:
@@ -399,9 +385,9 @@ def _fill_drains(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> in
     links, (scenarios, ranks) = now.links, now.busy.shape
     each = len(links.expert) // ranks
     heavy, work = np.zeros(len(links.first)), np.zeros(len(links.first))
+    tables.drains[:] = 0.0
     for scenario in range(scenarios):
-        for expert in range(len(work)):
-            work[expert] = tables.drains[scenario, expert] = 0.0
+        work[:] = 0.0
         for slot in range(len(links.expert)):
             # An expert with tokens inside has no slot outside, else the tokens would have been pushed there.
             rank, expert = slot // each, links.expert[slot]
@@ -414,8 +400,7 @@ def _fill_drains(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> in
         expert = int(np.argmax(heavy))
         if heavy[expert] <= most:
             break
-        heavy[expert] = 0.0
-        total = 0.0
+        heavy[expert] = total = 0.0
         for scenario in range(scenarios):
             if tables.over[scenario] <= 0.0:
                 continue
@@ -492,12 +477,10 @@ def _best_pair(layer: Layer, now: Shares, whole: Shares, tables: Tables, needed:
 
 @helper()
 def _copy_links(links: Split, to: Split) -> None:
-    for slot in range(len(links.expert)):
-        to.expert[slot] = links.expert[slot]
-        to.after[slot] = links.after[slot]
-    for expert in range(len(links.first)):
-        to.first[expert] = links.first[expert]
-        to.copies[expert] = links.copies[expert]
+    copy_row(to.expert, links.expert)
+    copy_row(to.after, links.after)
+    copy_row(to.first, links.first)
+    copy_row(to.copies, links.copies)
 
 
 @helper()
@@ -548,7 +531,7 @@ def search_layers(
     speeds: Array,
     load_in: Array,
     floor: Array,
-    prices: Array,
+    prices: Prices,
     slots: Indices,
     experts: Indices,
     totals: Array,
@@ -558,8 +541,7 @@ def search_layers(
 
     `unit` [layer, scenario, rank, expert] and `fixed` [layer, scenario, expert] are as in :class:`Layer`. If they are
     empty, they are computed layer by layer, to save memory, from `tokens` [layer, scenario, expert], `touch` [rank] and
-    `per_token` [layer, rank, expert]. `floor` is [layer, scenario]. `prices` are horizon, exposed, move_price, tail,
-    tail_share and the saving that a move needs, as a share of the objective.
+    `per_token` [layer, rank, expert]. `floor` is [layer, scenario].
 
     The first targets are the floors. If the best plan exceeds the floor by so much that a looser target may be better,
     looser targets are tried too; with several scenarios they are not, because this would nearly always be the case.
@@ -568,11 +550,10 @@ def search_layers(
     other_slots, other_experts = np.empty(most, np.int64), np.empty(most, np.int64)
     other_totals = np.empty(most + 1)
     lines, still = np.empty((scenarios, ranks, num_experts)), np.empty((scenarios, num_experts))
-    horizon, exposed, move_price, tail, tail_share, gain = prices
     for at in chosen:
         least, best = 0.0, np.inf
         for scenario in range(scenarios):
-            least += horizon * weights[scenario] * floor[at, scenario]
+            least += prices.horizon * weights[scenario] * floor[at, scenario]
             if not len(unit):
                 step = Step(tokens[at, scenario], per_token[at], touch, whole, speeds, alive)
                 draw_lines(step, lines[scenario], still[scenario])
@@ -584,25 +565,17 @@ def search_layers(
             weights,
             floor[at],
             load_in[at],
-            horizon,
-            exposed,
-            move_price,
-            tail,
-            tail_share,
-            gain * least,
+            prices,
+            prices.least * least,
         )
-        for index in range(len(LOOSER) if scenarios == 1 else 1):
-            looser = LOOSER[index]
-            if best - least <= least * looser:
+        for looser in LOOSER:
+            if best - least <= least * looser or (looser > 0.0 and scenarios > 1):
                 break
             count = search_layer(rows[at], layer, looser, other_slots, other_experts, other_totals)
-            total = np.inf
-            for made in range(count + 1):
-                total = min(total, other_totals[made])
+            total = other_totals[: count + 1].min()
             if total < best:
                 best = total
                 counts[at] = count
-                for made in range(most):
-                    slots[at, made], experts[at, made] = other_slots[made], other_experts[made]
-                for made in range(most + 1):
-                    totals[at, made] = other_totals[made]
+                copy_row(slots[at], other_slots)
+                copy_row(experts[at], other_experts)
+                copy_row(totals[at], other_totals)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from time import perf_counter
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import PRICES_HINT, Objective
-from coterie.placement.planning.packing import Slots, living_ranks, pack_slots, plan_for_living
+from coterie.placement.base import Load, planners
+from coterie.placement.objective import PRICES_HINT, Objective, Problem
+from coterie.placement.planning.packing import PlansAnew, Slots, living_ranks, pack_slots
 from coterie.registry import needs
-from coterie.types import Placement, Topology
 
 
 @planners.register("linear")
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(PlansAnew):
     """Put expert e into slot e, and replicas of the first experts into the slots left over. The default of engines.
 
     Ignores the load, so it suits a balanced or unknown load. Wrong if neighbouring experts are hot together: they are
@@ -27,19 +25,16 @@ class Linear:
 
     objective: Objective = needs(PRICES_HINT)
 
-    def plan(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
-    ) -> Plan:
-        started = perf_counter()
-        problem = self.objective.problem(load, topology, current, shares)
-        slots = living_ranks(problem) * current.slots_per_rank
-        row = np.arange(slots, dtype=np.int32) % current.num_experts
-        return plan_for_living(problem, np.tile(row, (current.num_layers, 1)), started, "experts are in order already")
+    same: ClassVar[str] = "experts are in order already"
+
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
+        slots = living_ranks(problem) * problem.current.slots_per_rank
+        return np.tile(np.arange(slots, dtype=np.int32) % load.num_experts, (load.num_layers, 1))
 
 
 @planners.register("popularity")
 @dataclass(frozen=True, slots=True)
-class Popularity:
+class Popularity(PlansAnew):
     """Give each of the hottest experts one replica, then assign the heaviest slot first to the least busy rank.
 
     Longest processing time first (LPT): at most 4/3 of the optimum if slots are not the limit. It uses the speeds of
@@ -50,30 +45,19 @@ class Popularity:
 
     objective: Objective = needs(PRICES_HINT)
 
-    def plan(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
-    ) -> Plan:
-        started = perf_counter()
-        problem = self.objective.problem(load, topology, current, shares)
-        slots = living_ranks(problem) * current.slots_per_rank
-        kind = _replicated(load.tokens, slots)
-        replicas = 1 + (kind[:, :, None] == kind[:, None, load.num_experts :]).sum(axis=2)
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
+        (layers, experts), slots = load.tokens.shape, living_ranks(problem) * problem.current.slots_per_rank
+        hottest = np.argsort(-load.tokens, axis=1, kind="stable")
+        again = hottest[:, np.arange(slots - experts) % experts]
+        kind = np.concatenate([np.tile(np.arange(experts), (layers, 1)), again], axis=1)
+        replicas = 1 + (kind[:, :, None] == again[:, None, :]).sum(axis=2)
         weight = np.take_along_axis(load.tokens, kind, axis=1) / replicas
-        packed = pack_slots(weight, kind, topology.rank_speeds[problem.alive], load.num_experts)
-        return plan_for_living(problem, packed, started, "the load asks for no other")
-
-
-def _replicated(tokens: NDArray[np.float64], slots: int) -> NDArray[np.int64]:
-    """Return experts [layer, slot]: every expert once, then the hottest again, in order of load."""
-    layers, experts = tokens.shape
-    hottest = np.argsort(-tokens, axis=1, kind="stable")
-    again = hottest[:, np.arange(slots - experts) % experts]
-    return np.concatenate([np.tile(np.arange(experts), (layers, 1)), again], axis=1)
+        return pack_slots(weight, kind, problem.topology.rank_speeds[problem.alive], experts)
 
 
 @planners.register("round_robin")
 @dataclass(frozen=True, slots=True)
-class RoundRobin:
+class RoundRobin(PlansAnew):
     """Assign experts to ranks in round-robin order, starting again at the first expert for replicas.
 
     Ignores the load. If neighbouring experts are hot together it spreads them, while `linear` puts them on one rank; if
@@ -82,14 +66,11 @@ class RoundRobin:
 
     objective: Objective = needs(PRICES_HINT)
 
-    def plan(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
-    ) -> Plan:
-        started = perf_counter()
-        problem = self.objective.problem(load, topology, current, shares)
-        row = deal(current.num_experts, living_ranks(problem), current.slots_per_rank)
-        slots = np.tile(row, (current.num_layers, 1))
-        return plan_for_living(problem, slots, started, "experts are dealt in turn already")
+    same: ClassVar[str] = "experts are dealt in turn already"
+
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
+        row = deal(load.num_experts, living_ranks(problem), problem.current.slots_per_rank)
+        return np.tile(row, (load.num_layers, 1))
 
 
 def deal(num_experts: int, num_ranks: int, slots_per_rank: int) -> Slots:

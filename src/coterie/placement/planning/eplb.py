@@ -12,23 +12,22 @@ there are ranks (of its node). Dead ranks are left out; the plan is then global,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError, check_at_least
-from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import PRICES_HINT, Objective
-from coterie.placement.planning.packing import Slots, living_ranks, pack_slots, plan_for_living
+from coterie.placement.base import Load, planners
+from coterie.placement.objective import PRICES_HINT, Objective, Problem
+from coterie.placement.planning.packing import PlansAnew, Slots, living_ranks, pack_slots
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 
 @planners.register("eplb")
 @dataclass(frozen=True, slots=True)
-class Eplb:
+class Eplb(PlansAnew):
     """Replicate the hottest experts, then pack the slots."""
 
     objective: Objective = needs(PRICES_HINT)
@@ -40,21 +39,16 @@ class Eplb:
     def __post_init__(self) -> None:
         check_at_least(1, num_groups=self.num_groups)
 
-    def plan(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
-    ) -> Plan:
-        started = perf_counter()
-        problem = self.objective.problem(load, topology, current, shares)
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
         ranks = living_ranks(problem)
-        whole = ranks == current.num_ranks
-        nodes, groups = self._hierarchy(load, topology, current) if whole else (1, 1)
-        slots = rebalance(load.tokens, ranks * current.slots_per_rank, ranks, nodes, groups)
-        return plan_for_living(problem, slots, started, "the load asks for no other")
+        slots = ranks * problem.current.slots_per_rank
+        return rebalance(load.tokens, slots, ranks, *self._hierarchy(load, problem.topology, problem.current))
 
     def _hierarchy(self, load: Load, topology: Topology, current: Placement) -> tuple[int, int]:
         """Return the numbers of nodes and groups to plan with; (1, 1) plans globally."""
         nodes, groups = topology.num_nodes, self.num_groups
-        if groups is None or nodes == 1 or groups % nodes or topology.num_ranks % topology.ranks_per_node:
+        whole = bool((topology.rank_speeds > 0).all()) and topology.num_ranks % topology.ranks_per_node == 0
+        if groups is None or nodes == 1 or groups % nodes or not whole:
             return 1, 1
         if load.num_experts % groups:
             raise ConfigError(f"num_experts={load.num_experts} must be a multiple of num_groups={groups}")

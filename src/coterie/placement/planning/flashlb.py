@@ -9,42 +9,30 @@ moves. Without scenarios, the mean step is the only scenario.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit, side_by_side
-from coterie.placement.base import Load, Plan, planners
+from coterie.placement.base import Load, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
+from coterie.placement.objective._arrays import Array
 from coterie.placement.planning.eplb import replicate
-from coterie.placement.planning.packing import Slots, living_ranks, make_room, plan_for_living
+from coterie.placement.planning.packing import PlansAnew, Slots, living_ranks, make_room
 from coterie.registry import needs
-from coterie.types import Placement, Topology
-
-Array = NDArray[np.float64]
 
 
 @planners.register("flashlb")
 @dataclass(frozen=True, slots=True)
-class FlashLb:
+class FlashLb(PlansAnew):
     """Greedy placement, heaviest slot first, by the mean over scenarios of max ÷ mean rank load."""
 
     objective: Objective = needs(PRICES_HINT)
     """Prices used to score the plan; the greedy algorithm decides by tokens alone."""
 
-    def plan(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
-    ) -> Plan:
-        started = perf_counter()
-        problem = self.objective.problem(load, topology, current, shares)
-        return plan_for_living(problem, slots_for(problem, load), started, "the load asks for no other")
-
-
-def slots_for(problem: Problem, load: Load) -> Slots:
-    """Return the greedy placement: experts [layer, slot of a living rank]."""
-    speed = problem.topology.rank_speeds[problem.alive]
-    return greedy(load, living_ranks(problem) * problem.current.slots_per_rank, speed)
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
+        speed = problem.topology.rank_speeds[problem.alive]
+        return greedy(load, living_ranks(problem) * problem.current.slots_per_rank, speed)
 
 
 def greedy(load: Load, num_slots: int, speed: Array) -> Slots:
@@ -61,10 +49,8 @@ def greedy(load: Load, num_slots: int, speed: Array) -> Slots:
 
 def _relative(load: Load) -> Array:
     """Return [layer, expert, scenario] the expert's share of the step's tokens, times the weight of the scenario."""
-    if load.scenarios is None or load.weights is None:
-        steps, weights = load.tokens[None], np.ones(1)
-    else:
-        steps, weights = load.scenarios, load.weights
+    steps = load.tokens[None] if load.scenarios is None else load.scenarios
+    weights = np.ones(1) if load.weights is None else load.weights
     total = steps.sum(axis=2, keepdims=True)
     share = np.divide(steps, total, out=np.zeros(steps.shape), where=total > 0)
     return np.ascontiguousarray(np.moveaxis(share * weights[:, None, None], 0, 2))

@@ -28,12 +28,14 @@ from coterie._numba import side_by_side
 from coterie.errors import check_at_least
 from coterie.placement.base import Unseen
 from coterie.placement.objective import Problem
+from coterie.placement.objective._arrays import Array
 from coterie.placement.objective.steps import Steps
 from coterie.placement.planning import over_scenarios
 from coterie.placement.planning._free_moves import search_layers
+from coterie.placement.planning.search.layers import spend
+from coterie.placement.planning.search.state import Prices
 from coterie.placement.splits.shares import affine, optimal_shares
 
-Array = NDArray[np.float64]
 Slots = NDArray[np.int32]
 
 ROUNDS, LEAST = 2, 1e-4
@@ -53,13 +55,6 @@ class FreeSplit(NamedTuple):
     """[layer, slot] share of the expert's tokens."""
     reasons: tuple[str, ...]
     """[layer] change and its reason, in words."""
-
-
-class _Map(NamedTuple):
-    slot_experts: Slots
-    """[layer, slot] expert in each slot."""
-    shares: Array
-    """[layer, slot] share of the expert's tokens."""
 
 
 class _Path(NamedTuple):
@@ -105,8 +100,9 @@ def _in_force(problem: Problem) -> Array:
     return problem.equal_shares(problem.current.slot_experts) if problem.shares is None else problem.shares
 
 
-def _once(problem: Problem, path: _Path, max_moves: int | None) -> _Map:
-    """Return in each layer the best of: the moves of one search, new shares alone, and the map and shares in force."""
+def _once(problem: Problem, path: _Path, max_moves: int | None) -> tuple[Slots, Array]:
+    """Return experts and shares [layer, slot]: in each layer the best of the moves of one search, new shares alone, and
+    the map and shares in force."""
     current, in_force = problem.current.slot_experts, _in_force(problem)
     moved = _follow(current, path, _lengths(path, max_moves))
     still, shares = optimal_shares(problem, current), optimal_shares(problem, moved)
@@ -116,12 +112,12 @@ def _once(problem: Problem, path: _Path, max_moves: int | None) -> _Map:
     now, then = problem.score(current, in_force).total_s, problem.score(moved, shares).total_s
     kept = whole & (then >= now * (1.0 - SAME))
     moved[kept], shares[kept] = current[kept], in_force[kept]
-    return _Map(moved, shares)
+    return moved, shares
 
 
 def _search(problem: Problem, start: NDArray[np.integer], steps: Steps | None = None) -> _Path:
     """Search moves from `start` [layer, slot], for the scenarios `steps` (None: for the mean step)."""
-    rows, objective = np.array(start, np.int64), problem.objective
+    rows = np.array(start, np.int64)
     layers, most = rows.shape
     path = _Path(
         np.zeros((layers, most), np.int64),
@@ -129,16 +125,18 @@ def _search(problem: Problem, start: NDArray[np.integer], steps: Steps | None = 
         np.full((layers, most + 1), np.inf),
         np.zeros(layers, np.int64),
     )
-    none, tail = np.empty((0, 0, 0)), (0.0, 1.0, 0.0)
+    none = np.empty((0, 0, 0))
     if steps is None:
         unit, fixed = affine(problem)
         lines, floor = (unit[:, None], fixed[:, None]), problem.floor[:, None]
         scenarios = none, np.ones(1), np.empty(0), none, False
     else:
-        lines, floor = (np.empty((0, 0, 0, 0)), none), np.ascontiguousarray(steps.reach) / objective.target_balance
-        scenarios = steps.tokens, steps.weights, steps.touch, steps.per_token, steps.whole
-        tail = objective.tail, objective.tail_share, LEAST
-    prices = np.array([objective.horizon, objective.exposed, objective.move_price, *tail])
+        lines, floor = (
+            (np.empty((0, 0, 0, 0)), none),
+            np.ascontiguousarray(steps.reach) / problem.objective.target_balance,
+        )
+        scenarios = steps.tokens, steps.weights, *steps.prices
+    prices = Prices.of(problem, 0.0 if steps is None else LEAST)
     ranks = problem.alive, problem.topology.rank_speeds, problem.load_in
     side_by_side(search_layers, layers, rows, *lines, *scenarios, *ranks, floor, prices, *path)
     return path
@@ -155,26 +153,13 @@ def _follow(start: NDArray[np.integer], path: _Path, lengths: NDArray[np.int64])
 
 def _lengths(path: _Path, max_moves: int | None) -> NDArray[np.int64]:
     """Return the number of moves per layer [layer], those with the largest saving per move within `max_moves`."""
-    totals = [row[: count + 1] for row, count in zip(path.totals, path.counts, strict=True)]
-    best = np.array([int(np.argmin(row)) for row in totals], np.int64)
+    best = np.array([int(np.argmin(row[: count + 1])) for row, count in zip(path.totals, path.counts, strict=True)])
     if max_moves is None or best.sum() <= max_moves:
         return best
-    lengths = np.array([int(np.argmax(np.isfinite(row))) for row in totals], np.int64)
-    left = max_moves - int(lengths.sum())
-    while left > 0:
-        rate, layer, further = 0.0, -1, 0
-        for index, row in enumerate(totals):
-            made = int(lengths[index])
-            ahead = np.arange(made + 1, min(int(best[index]), made + left) + 1)
-            if ahead.size:
-                rates = (row[made] - row[ahead]) / (ahead - made)
-                if rates.max() > rate:
-                    rate, layer, further = float(rates.max()), index, int(ahead[np.argmax(rates)])
-        if layer < 0:
-            break
-        left -= further - int(lengths[layer])
-        lengths[layer] = further
-    return lengths
+    first = np.isfinite(path.totals).argmax(axis=1)  # moves until every expert is on a living rank
+    moves = first[:, None] + np.arange(path.totals.shape[1])
+    totals = np.take_along_axis(path.totals, np.minimum(moves, path.slots.shape[1]), axis=1)
+    return first + spend(path.counts + 1 - first, totals, moves.astype(np.float64), moves, max_moves)
 
 
 def _reasons(
@@ -186,53 +171,37 @@ def _reasons(
     lost = np.isinf(path.totals[:, 0])
     reasons = []
     for layer, moves in enumerate(np.bincount(problem.moves(moved).layer, minlength=len(moved))):
-        change = f"balance {before[layer]:.3f} → {after[layer]:.3f}"
         better = path.totals[layer, : path.counts[layer] + 1].min() < path.totals[layer, 0]
-        if kept[layer]:
-            why = "even enough" if reached[layer] else "no re-split and no move pays"
-            reasons.append(f"{why}: balance {before[layer]:.3f}")
-        elif lost[layer]:
-            reasons.append(f"{moves} moves, some for experts that no living rank had: {change}")
-        elif moves:
-            reasons.append(f"{moves} moves and re-split: {change}")
-        elif reached[layer]:
-            reasons.append(f"re-split is enough: {change}")
-        elif better and max_moves is not None:
-            reasons.append(f"re-split alone, max_moves={max_moves} save more elsewhere: {change}")
-        else:
-            reasons.append(f"re-split alone, no move pays: {change}")
+        cases = {  # the first that holds is the reason
+            "even enough": kept[layer] and reached[layer],
+            "no re-split and no move pays": kept[layer],
+            f"{moves} moves, some for experts that no living rank had": lost[layer],
+            f"{moves} moves and re-split": moves > 0,
+            "re-split is enough": reached[layer],
+            f"re-split alone, max_moves={max_moves} save more elsewhere": better and max_moves is not None,
+            "re-split alone, no move pays": True,
+        }
+        change = "" if kept[layer] else f" → {after[layer]:.3f}"
+        reasons.append(f"{next(why for why, holds in cases.items() if holds)}: balance {before[layer]:.3f}{change}")
     return tuple(reasons)
 
 
 # Optimal shares in every scenario.
 
 
-class Starts(NamedTuple):
-    """Placements [layer, slot] to start from."""
+def plan_per_step(
+    problem: Problem, starts: tuple[Slots, Slots, Slots], equal: Unseen | None
+) -> tuple[Slots, Unseen | None]:
+    """Plan a placement for optimal shares in every step; return it and the balancedness on held-out scenarios.
 
-    current: Slots
-    """Placement in force, repaired if it is not valid."""
-    mean: Slots
-    """Plan for optimal shares of the mean step."""
-    equal: Slots
-    """Plan for equal shares over the scenarios."""
-
-
-class PerStep(NamedTuple):
-    """A placement, and the balancedness of such plans on held-out scenarios."""
-
-    slot_experts: Slots
-    """[layer, slot] expert in each slot."""
-    unseen: Unseen | None
-
-
-def plan_per_step(problem: Problem, starts: Starts, equal: Unseen | None) -> PerStep:
-    """Plan a placement for optimal shares in every step; `equal` is the held-out result of the equal-share plan."""
+    `starts` are placements [layer, slot]: the one in force, repaired if it is not valid; the plan for optimal shares of
+    the mean step; the plan for equal shares over the scenarios, whose held-out result is `equal`.
+    """
     start = best_per_layer(problem, starts)
     if equal is None:
-        return PerStep(improve_steps(problem, start), None)
-    searched, unseen = _held_out(problem, starts, equal)
-    return PerStep(improve_steps(problem, start, equal.shrinkage) if searched else start, unseen)
+        return improve_steps(problem, start), None
+    searched, unseen = _held_out(problem, starts[0], starts[1], equal)
+    return improve_steps(problem, start, equal.shrinkage) if searched else start, unseen
 
 
 def best_per_layer(problem: Problem, rows: Sequence[Slots]) -> Slots:
@@ -257,20 +226,18 @@ def improve_steps(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slo
     return best
 
 
-def _held_out(problem: Problem, starts: Starts, equal: Unseen) -> tuple[bool, Unseen]:
+def _held_out(problem: Problem, current: Slots, mean: Slots, equal: Unseen) -> tuple[bool, Unseen]:
     """Return whether the search helps on held-out scenarios, and the balancedness on them."""
     layers, fitted, unseen = over_scenarios.hold_out(problem)
-    mean, current = starts.mean[layers], starts.current[layers]
+    current, mean = current[layers], mean[layers]
     rows = mean if equal.shrinkage == 1.0 else over_scenarios.improve_equal(fitted, current, equal.shrinkage)
     start = best_per_layer(fitted, (current, mean, rows))
     further = improve_steps(fitted, start, equal.shrinkage)
-    seconds = [float(unseen.slowest_s(placement, per_step=True).sum()) for placement in (start, further)]
-    searched = seconds[1] < seconds[0]
-    chosen = further if searched else start
-    seen = equal._replace(
+    before, after = (float(unseen.slowest_s(rows, per_step=True).sum()) for rows in (start, further))
+    chosen = further if after < before else start
+    return after < before, equal._replace(
         before=unseen.balanced(unseen.current.slot_experts, per_step=problem.shares is not None),
         mean=unseen.balanced(mean, per_step=True),
         after=unseen.balanced(chosen, per_step=True),
         fitted=fitted.balanced(chosen, per_step=True),
     )
-    return searched, seen

@@ -26,12 +26,12 @@ from coterie._numba import side_by_side
 from coterie.errors import check_at_least, check_one_of
 from coterie.placement.base import Load, Plan, Unseen, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning import flashlb
 from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.flashlb import FlashLb
 from coterie.placement.planning.over_scenarios import choose, improve_equal, moves_are_free
 from coterie.placement.planning.packing import living_ranks, on_living
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
-from coterie.placement.planning.search.steps.descent import is_small
+from coterie.placement.planning.search.state import Prices, is_small
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 from coterie.units import shown_s
@@ -48,11 +48,6 @@ FAR = 1.05
 CLEARLY = 1.03
 """If moves have a cost, a plan from the current placement is replaced by a plan from another start only if its
 objective exceeds that of the other start by this factor."""
-
-
-class _Start(NamedTuple):
-    problem: Problem
-    moves: int
 
 
 class _Layers(NamedTuple):
@@ -95,10 +90,7 @@ class LatencyOptimal:
         if self.split != "equal":
             return self._plan_split(problem, load, started)
         layers, unseen = self._equal_plan(problem, load)
-        reasons = tuple(
-            _reason(*layer) for layer in zip(layers.outcomes.tolist(), layers.saved_s.tolist(), strict=True)
-        )
-        skip = self._skip_reason(layers)
+        reasons, skip = _reasons(layers.outcomes, layers.saved_s), self._skip_reason(layers)
         took = perf_counter() - started
         if skip is None:
             plan = problem.plan(layers.slot_experts, planning_s=took, layer_reasons=reasons)
@@ -124,13 +116,11 @@ class LatencyOptimal:
     def _within_budget(problem: Problem, budget: int, mean: _Layers, steps: _Layers) -> _Layers:
         """Choose per layer: the current placement, plan for the mean step or plan over scenarios, within budget."""
         current = problem.current
-        sound = not current.duplicates and not _lost(problem)
-        first = current.slot_experts if sound else mean.slot_experts  # the plan for the mean step has the repairs
+        # The plan for the mean step has the repairs.
+        first = current.slot_experts if problem.sound else mean.slot_experts
         rows = np.stack([first, mean.slot_experts, steps.slot_experts])  # [option, layer, slot]
         scores = [problem.score(option) for option in rows]
-        totals = np.stack([score.total_s for score in scores], axis=1)
-        seconds = np.stack([score.movement_s for score in scores], axis=1)
-        moves = np.stack([score.moves for score in scores], axis=1)
+        _, seconds, totals, moves = (np.stack(part, axis=1) for part in zip(*scores, strict=True))
         layers = np.arange(current.num_layers)
         chosen = spend(np.full(len(layers), len(rows)), totals, seconds, moves, min(budget, first.size))
         taken = rows[chosen, layers].astype(np.int32)
@@ -141,17 +131,15 @@ class LatencyOptimal:
 
     def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers) -> tuple[_Layers, Unseen | None]:
         """Search over scenarios from the current placement and from the plan for the mean step; keep the better."""
-        current = problem.current
-        sound = not current.duplicates and not _lost(problem)
-        start = np.ascontiguousarray(current.slot_experts, np.int32) if sound else mean.slot_experts
+        current, start = problem.current, _valid(problem, mean)
         spare, free = current.num_slots > current.num_experts, moves_are_free(problem)
         if free and (spare or not is_small(current.num_slots, current.num_ranks)):
             start = self._or_greedy(problem, load, start)
-        shrinkage, unseen = choose(problem, start, mean.slot_experts)
-        rows = mean.slot_experts
+        rows = other = mean.slot_experts
+        unseen = choose(problem, start, rows)
+        shrinkage = 0.0 if unseen is None else unseen.shrinkage
         if shrinkage < 1.0:
             rows = improve_equal(problem, start, shrinkage)
-            other = mean.slot_experts
             if spare and not free:
                 other = self._or_greedy(problem, load, other)
             worse = problem.score(rows).total_s > problem.score(other).total_s * (1.0 if free else CLEARLY)
@@ -160,7 +148,7 @@ class LatencyOptimal:
                 rows = np.where(worse[:, None], again, rows)
         before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
         saved = before.total_s - after.total_s
-        keep = (saved <= 0) & sound
+        keep = (saved <= 0) & problem.sound
         rows = np.where(keep[:, None], current.slot_experts, rows).astype(np.int32)
         outcomes = np.where((rows == current.slot_experts).all(axis=1), KEPT, CHANGED)
         outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
@@ -174,7 +162,7 @@ class LatencyOptimal:
         better start also does better on unseen steps (balancedness up to 0.01 higher with two experts per rank),
         because the search does not change slots that make no difference to its own scenarios.
         """
-        fresh = on_living(problem, flashlb.slots_for(problem, load))
+        fresh = on_living(problem, FlashLb(objective=self.objective).slots_for(problem, load))
         better = problem.score(fresh).total_s < problem.score(start).total_s
         return np.where(better[:, None], fresh, start).astype(np.int32)
 
@@ -187,9 +175,8 @@ class LatencyOptimal:
         split = improve_split(start, None if self.max_moves is None else max(0, self.max_moves - spent))
         gain, planning = _gain_s(problem, split.slot_experts, split.shares), self.objective.planning_s
         took = perf_counter() - started
-        if gain <= planning and not spent and not _lost(problem):
-            reason = f"re-splitting and moves save {shown_s(gain)} over the horizon, planning takes {shown_s(planning)}"
-            return problem.keep(reason, took, split.reasons)
+        if gain <= planning and not spent and not problem.lost:
+            return problem.keep(_not_worth(gain, planning), took, split.reasons)
         plan = problem.plan(
             split.slot_experts, split.shares, split=self.split, planning_s=took, layer_reasons=split.reasons
         )
@@ -199,7 +186,7 @@ class LatencyOptimal:
 
     def _plan_per_step(self, problem: Problem, load: Load, started: float) -> Plan:
         """Make the plan for optimal shares that are solved in every scenario."""
-        from coterie.placement.planning.free_split import Starts, plan_per_step
+        from coterie.placement.planning.free_split import plan_per_step
         from coterie.placement.splits.shares import optimal_shares
 
         current, shares, planning = problem.current, problem.shares, self.objective.planning_s
@@ -207,47 +194,32 @@ class LatencyOptimal:
             load.mean, problem.topology, current, shares
         )
         equal, seen = self._equal_plan(problem, load)
-        sound = not current.duplicates and not _lost(problem)
-        there = np.ascontiguousarray(current.slot_experts, np.int32) if sound else equal.slot_experts
-        per_step = plan_per_step(problem, Starts(there, mean.placement.slot_experts, equal.slot_experts), seen)
-        rows = per_step.slot_experts
+        starts = _valid(problem, equal), mean.placement.slot_experts, equal.slot_experts
+        rows, unseen = plan_per_step(problem, starts, seen)
         before = problem.score(current.slot_experts, shares, per_step=shares is not None)
         saved = before.total_s - problem.score(rows, per_step=True).total_s
         gain, moved = float(saved.sum()), (rows != current.slot_experts).any(axis=1)
-        reasons = tuple(
-            _reason(CHANGED if went else KEPT, saving)
-            for went, saving in zip(moved.tolist(), saved.tolist(), strict=True)
-        )
+        reasons = _reasons(np.where(moved, CHANGED, KEPT), saved)
         took = perf_counter() - started
-        if gain <= planning and sound:
-            reason = f"re-splitting and moves save {shown_s(gain)} over the horizon, planning takes {shown_s(planning)}"
-            if shares is None:
-                plan = problem.keep(reason, took, reasons)
-            else:  # shares per scenario are in force already
-                plan = problem.plan(
-                    current.slot_experts,
-                    shares,
-                    split="optimal",
-                    planning_s=took,
-                    skip_reason=reason,
-                    layer_reasons=reasons,
-                )
+        if gain <= planning and problem.sound:
+            # Shares in force are solved in every scenario already.
+            plan = problem.keep(_not_worth(gain, planning), took, reasons, None if shares is None else "optimal")
         else:
             given = optimal_shares(problem, rows)
             plan = problem.plan(rows, given, split="optimal", planning_s=took, layer_reasons=reasons)
             if not len(plan.moves):
                 reason = f"a split in every step alone saves {shown_s(gain)} over the horizon, no move pays"
                 plan = replace(plan, skip_reason=reason)
-        return replace(plan, unseen=per_step.unseen)
+        return replace(plan, unseen=unseen)
 
-    def _repaired(self, problem: Problem, load: Load) -> _Start:
+    def _repaired(self, problem: Problem, load: Load) -> tuple[Problem, int]:
         """Return the problem after removing duplicates of an expert on one rank, and the moves this takes."""
         if not problem.current.duplicates:
-            return _Start(problem, 0)
+            return problem, 0
         lenient = replace(self, objective=replace(self.objective, target_balance=1e-9), split="equal", max_moves=None)
         rows = lenient._search(lenient.objective.problem(load, problem.topology, problem.current)).slot_experts
         repaired = Placement(rows, problem.current.num_ranks, problem.current.num_experts)
-        return _Start(self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum()))
+        return self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum())
 
     def _other_start(self, problem: Problem, load: Load, searched: _Layers) -> _Layers:
         """Use EPLB's placement in layers far above their floor if it is better, movement included.
@@ -269,7 +241,7 @@ class LatencyOptimal:
         )
 
     def _search(self, problem: Problem) -> _Layers:
-        objective, current = self.objective, problem.current
+        current = problem.current
         layers, trail = current.num_layers, self.max_moves is not None
         steps = LONGEST_TRAIL if trail else 1
         kept, outcomes = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
@@ -277,16 +249,16 @@ class LatencyOptimal:
         totals, seconds = np.empty((layers, steps)), np.empty((layers, steps))
         moves = np.empty((layers, steps), np.int64)
         rows = np.ascontiguousarray(current.slot_experts, np.int32)
-        fastest = objective.link_s(problem.topology)
-        numbers = np.array([objective.horizon, objective.exposed, objective.move_price, fastest])
-        arguments = (
+        side_by_side(
+            search,
+            layers,
             rows,
             problem.unit,
             problem.share,
             problem.load_in,
             problem.alive,
             problem.floor,
-            numbers,
+            Prices.of(problem),
             problem.uniform_ranks,
             trail,
             kept,
@@ -296,7 +268,6 @@ class LatencyOptimal:
             moves,
             outcomes,
         )
-        side_by_side(search, layers, *arguments)
         most = None if self.max_moves is None else min(self.max_moves, rows.size)  # a slot takes one move at most
         chosen = kept - 1 if most is None else spend(kept, totals, seconds, moves, most)
         each = np.arange(layers)
@@ -307,42 +278,38 @@ class LatencyOptimal:
 
     def _skip_reason(self, layers: _Layers) -> str | None:
         """Return the reason for keeping the current placement of all layers; None if the plan pays."""
-        outcomes, planning = layers.outcomes, self.objective.planning_s
+        outcomes, planning, gain = layers.outcomes, self.objective.planning_s, float(layers.saved_s.sum())
         if (outcomes == REPAIRED).any():
             return None
         if (outcomes == AT_TARGET).all():
             return f"every layer has at least {self.objective.target_balance:.1%} of the best balance there is"
-        gain = float(layers.saved_s.sum())
         if not (outcomes == CHANGED).any():
             return f"no move pays for itself within {self.objective.horizon:g} steps"
-        if gain <= planning:
-            return (
-                f"{self.objective.horizon:g} steps would save {shown_s(gain)} after movement, "
-                f"which does not pay planning_s={planning:.3g}"
-            )
-        return None
+        would = f"{self.objective.horizon:g} steps would save {shown_s(gain)} after movement"
+        return f"{would}, which does not pay planning_s={planning:.3g}" if gain <= planning else None
 
 
-def _reason(outcome: int, saved_s: float) -> str:
-    if outcome == AT_TARGET:
-        return "even enough"
-    if outcome == REPAIRED:
-        return f"repaired; saves {shown_s(saved_s)} over the horizon"
-    if outcome == CHANGED:
-        return f"saves {shown_s(saved_s)} over the horizon, movement paid"
-    return "no move pays for itself"
+def _reasons(outcomes: NDArray[np.int64], saved_s: NDArray[np.float64]) -> tuple[str, ...]:
+    """Return the reason of each layer in words."""
+    words = {
+        AT_TARGET: "even enough",
+        KEPT: "no move pays for itself",
+        REPAIRED: "repaired; saves {} over the horizon",
+        CHANGED: "saves {} over the horizon, movement paid",
+    }
+    return tuple(words[int(outcome)].format(shown_s(float(s))) for outcome, s in zip(outcomes, saved_s, strict=True))
+
+
+def _not_worth(gain: float, planning: float) -> str:
+    return f"re-splitting and moves save {shown_s(gain)} over the horizon, planning takes {shown_s(planning)}"
+
+
+def _valid(problem: Problem, repaired: _Layers) -> NDArray[np.int32]:
+    """Return the current placement if it is valid, else the repaired one."""
+    return np.ascontiguousarray(problem.current.slot_experts if problem.sound else repaired.slot_experts, np.int32)
 
 
 def _gain_s(problem: Problem, slot_experts: NDArray[np.int32], shares: NDArray[np.float64] | None) -> float:
     """Return the seconds saved over the horizon, after movement, against the placement and shares in force."""
     before = problem.score(problem.current.slot_experts, problem.shares)
     return float((before.total_s - problem.score(slot_experts, shares).total_s).sum())
-
-
-def _lost(problem: Problem) -> bool:
-    """Return whether an expert is on no living rank, so that the current placement cannot stay."""
-    current = problem.current
-    living = current.slot_experts.reshape(current.num_layers, current.num_ranks, -1)[:, problem.alive]
-    reachable = np.zeros((current.num_layers, current.num_experts), np.bool_)
-    reachable[np.arange(current.num_layers)[:, None], living.reshape(current.num_layers, -1)] = True
-    return not bool(reachable.all())

@@ -24,10 +24,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning.milp.program import Array, LayerSolution, LayerSteps, Mask, ProgramLayer
+from coterie.placement.objective._arrays import Array
+from coterie.placement.planning.milp.program import LayerSolution, LayerSteps, Mask, ProgramLayer
 from coterie.placement.planning.milp.solving import Search, best_shares, solve
 from coterie.placement.planning.packing import living_ranks
 from coterie.registry import needs
@@ -68,8 +69,7 @@ class LatencyOptimalIlp:
     """Callback at every layer and about twice a second; returning False ends the search with the best plan so far."""
 
     def __post_init__(self) -> None:
-        if self.split not in ("equal", "optimal"):
-            raise ConfigError(f"split={self.split!r} must be equal or optimal")
+        check_one_of(("equal", "optimal"), split=self.split)
         check_not_negative(gap=self.gap, gap_moves=self.gap_moves)
         if not self.time_limit_s > 0:
             raise ConfigError(f"time_limit_s={self.time_limit_s} must be above 0")
@@ -97,7 +97,7 @@ class LatencyOptimalIlp:
         if problem.steps is not None and self.split == "optimal":
             raise ConfigError("split='optimal' is solved for the mean step; make the problem of load.mean")
         _check_size(problem)
-        return _Planning(self, problem, starts, self.progress).solution()
+        return _Planning(self, problem, starts).solution()
 
     def _heuristic(self, load: Load, topology: Topology, current: Placement) -> NDArray[np.int32]:
         from coterie.placement.planning.latency_optimal import LatencyOptimal
@@ -109,25 +109,22 @@ class LatencyOptimalIlp:
 class _Planning:
     """One run: the layers, the placements found for each layer at any price, and the search times."""
 
-    def __init__(
-        self, ilp: LatencyOptimalIlp, problem: Problem, starts: Sequence[NDArray[np.integer]], progress: Progress | None
-    ) -> None:
+    def __init__(self, ilp: LatencyOptimalIlp, problem: Problem, starts: Sequence[NDArray[np.integer]]) -> None:
         self.began = perf_counter()
-        self.ilp, self.problem, self.progress = ilp, problem, progress
+        self.ilp, self.problem = ilp, problem
         self.living = np.flatnonzero(problem.alive)
         self.layers = [self._layer(index, 0.0) for index in range(problem.current.num_layers)]
         maps = [problem.current.slot_experts, *starts]
+        self.sound = True  # whether the current placement is valid
         self.points = [self._starts(index, maps) for index in range(len(self.layers))]
         self.seconds = np.zeros(len(self.layers))
         self.stopped = False
 
     def solution(self) -> Plan:
-        free = self._at(0)
-        bounds = np.array([candidate.bound for candidate in free])
+        chosen, budget = self._at(0), self.ilp.max_moves
+        bounds = np.array([candidate.bound for candidate in chosen])
         total_bound = float(bounds.sum())
-        budget = self.ilp.max_moves
-        chosen = free
-        if budget is not None and sum(map(self._moves, range(len(free)), free)) > budget:
+        if budget is not None and sum(map(self._moves, range(len(chosen)), chosen)) > budget:
             total_bound = max(total_bound, self._priced_bound(budget))
             chosen = self._cheapest(budget)
         return self._report(chosen, bounds, total_bound)
@@ -162,7 +159,7 @@ class _Planning:
             if doubled or not holds.any(axis=0).all():
                 if number:
                     continue
-                holds = _repaired(layer, holds)
+                holds, self.sound = _repaired(layer, holds), False
             shares = best_shares(layer, holds) if self.ilp.split == "optimal" else None
             candidates.append(LayerSolution(holds, shares, layer.excess(holds, shares), 0.0))
         return candidates
@@ -194,18 +191,17 @@ class _Planning:
         search = Search(self._gap_s(index, base + start.excess), self.ilp.time_limit_s, self.ilp.threads)
 
         def tell(excess: float, bound: float) -> bool:
-            if self.progress is not None:
+            if self.ilp.progress is not None:
                 at = SearchProgress(turn, index, len(self.layers), base + excess, base + bound)
-                self.stopped = self.stopped or self.progress(at) is False
+                self.stopped = self.stopped or self.ilp.progress(at) is False
             return not self.stopped
 
+        if start.excess <= 0 or not tell(start.excess, 0.0):
+            return start
         began = perf_counter()
-        candidate = start
-        if start.excess > 0 and tell(start.excess, 0.0):
-            candidate = solve(layer, self.ilp.split, start, search, tell)
+        candidate = solve(layer, self.ilp.split, start, search, tell)
         self.seconds[index] += perf_counter() - began
-        if candidate is not start:
-            self.points[index].append(candidate._replace(excess=plain.excess(candidate.holds, candidate.shares)))
+        self.points[index].append(candidate._replace(excess=plain.excess(candidate.holds, candidate.shares)))
         return candidate
 
     def _gap_s(self, index: int, objective: float) -> float:
@@ -262,9 +258,8 @@ class _Planning:
             by_rank = slots[index].reshape(problem.current.num_ranks, -1)
             by_rank[living] = np.nonzero(candidate.holds)[1].reshape(len(living), -1)
             if candidate.shares is not None:
-                split = np.zeros(by_rank.shape)
+                split = shares[index].reshape(by_rank.shape)
                 split[living] = candidate.shares[candidate.holds].reshape(len(living), -1)
-                shares[index] = split.ravel()
         base = problem.objective.horizon * problem.floor
         excess = np.array([candidate.excess for candidate in chosen])
         wanted = np.array([self._gap_s(index, total) for index, total in enumerate(base + excess)])
@@ -283,18 +278,13 @@ class _Planning:
         given = None if self.ilp.split == "equal" else shares
         gain = problem.score(problem.current.slot_experts, problem.shares).total_s - problem.score(slots, given).total_s
         saved, planning, took = float(gain.sum()), problem.objective.planning_s, perf_counter() - self.began
-        if saved <= planning and self._sound():
+        if saved <= planning and self.sound:
             reason = kept or f"moves save {saved:.3g} s over the horizon, which does not pay planning_s={planning:.3g}"
             return replace(problem.keep(reason, took, reasons), proof=proof)
         plan = problem.plan(
             slots, given, split=self.ilp.split, planning_s=took, skip_reason=kept, layer_reasons=reasons
         )
         return replace(plan, proof=proof)
-
-    def _sound(self) -> bool:
-        """Return whether the current placement is valid: every expert on a living rank, none twice on a rank."""
-        held = [self._holds(slots) for slots in self.problem.current.slot_experts]
-        return not any(doubled or not holds.any(axis=0).all() for holds, doubled in held)
 
 
 def _check_size(problem: Problem) -> None:

@@ -13,19 +13,19 @@ also at top-k above 1, since a token can stay on only one of its k ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
-from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import PRICES_HINT, Objective
-from coterie.placement.planning.milp.program import INF, Array, ConstraintRows, Index
+from coterie.placement.base import Load, planners
+from coterie.placement.objective import PRICES_HINT, Objective, Problem
+from coterie.placement.objective._arrays import Array
+from coterie.placement.planning.milp.program import INF, ConstraintRows, Index
 from coterie.placement.planning.milp.solving import Search, minimise
-from coterie.placement.planning.packing import fill_spare, living_ranks, pack_even, plan_for_living, room_of
+from coterie.placement.planning.packing import PlansAnew, Slots, fill_spare, living_ranks, pack_even, room_of
 from coterie.registry import needs
-from coterie.types import Placement, Topology
 
 GAP = 1e-3
 """Gap between solution and bound, as a share of a layer's tokens, at which the solver stops."""
@@ -37,7 +37,7 @@ TRANSITIONS_HINT = "tokens that go from expert to expert, [layer - 1, expert, ex
 
 @planners.register("moetuner")
 @dataclass(frozen=True, slots=True, eq=False)
-class MoeTuner:
+class MoeTuner(PlansAnew):
     """Place experts on the ranks of the previous layer's experts that send them tokens, by integer programs."""
 
     objective: Objective = needs(PRICES_HINT)
@@ -54,12 +54,10 @@ class MoeTuner:
         check_at_least(1, sweeps=self.sweeps)
         check_positive(time_limit_s=self.time_limit_s)
 
-    def plan(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
-    ) -> Plan:
-        started = perf_counter()
-        problem = self.objective.problem(load, topology, current, shares)
-        ranks, speeds = living_ranks(problem), topology.rank_speeds[problem.alive]
+    same: ClassVar[str] = "tokens stay where they are as it is"
+
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
+        ranks, speeds = living_ranks(problem), problem.topology.rank_speeds[problem.alive]
         flows = self._flows(load)
         placed = np.stack([pack_even(row, speeds) for row in load.tokens])
         for sweep in range(self.sweeps):
@@ -71,8 +69,7 @@ class MoeTuner:
                     np.add.at(near.T, placed[layer + 1], flows[layer].T)
                 if near.any():
                     placed[layer] = self._layer(near, load.tokens[layer], speeds, placed[layer])
-        slots = fill_spare(placed, load.tokens, current.slots_per_rank, ranks)
-        return plan_for_living(problem, slots, started, "tokens stay where they are as it is")
+        return fill_spare(placed, load.tokens, problem.current.slots_per_rank, ranks)
 
     def _flows(self, load: Load) -> Array:
         flows = np.asarray(self.transitions, np.float64)
@@ -87,9 +84,9 @@ class MoeTuner:
         column = np.arange(experts * ranks)
         expert, rank = column // ranks, column % ranks
         rows = ConstraintRows()
-        rows.add(expert, column, np.ones(1), 1.0, 1.0, experts)
+        rows.add(expert, column, 1.0, 1.0, 1.0, experts)
         room = room_of(experts, ranks).astype(float)
-        rows.add(rank, column, np.ones(1), room, room, ranks)
+        rows.add(rank, column, 1.0, room, room, ranks)
         total = max(float(tokens.sum()), 1e-300)
         even = speeds / speeds.sum()
         known = np.bincount(start, tokens, ranks) / total
@@ -97,6 +94,6 @@ class MoeTuner:
         scale = max(float(near.sum()), 1e-300)
         values = np.zeros(len(column))
         values[np.arange(experts) * ranks + start] = 1.0
-        search = Search(GAP, self.time_limit_s, 1)
-        solution = minimise(rows, -near.ravel() / scale, np.ones(len(column)), column, search, values)
+        limits = Search(GAP, self.time_limit_s, 1)
+        solution = minimise(rows, -near.ravel() / scale, np.ones(len(column)), column, limits, values)
         return np.asarray(solution.values.reshape(experts, ranks).argmax(axis=1), np.int64)

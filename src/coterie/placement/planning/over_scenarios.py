@@ -10,7 +10,6 @@ share is chosen on some of the layers, evenly spread.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from coterie._numba import side_by_side
 from coterie.placement.base import HELD_OUT, Unseen
 from coterie.placement.objective import Problem
 from coterie.placement.objective.steps import Steps
+from coterie.placement.planning.search.state import Prices
 from coterie.placement.planning.search.steps.descent import search_steps
 
 Slots = NDArray[np.int32]
@@ -45,21 +45,6 @@ LAYERS_TRIED = 6
 """Number of layers on which the shrinkage is chosen."""
 
 
-class ChosenShrinkage(NamedTuple):
-    """The shrinkage to plan with, and the balancedness on held-out scenarios."""
-
-    shrinkage: float
-    unseen: Unseen | None
-
-
-class HoldOut(NamedTuple):
-    """Some layers, with the problem of the scenarios to plan for (`fitted`) and of the held-out ones (`unseen`)."""
-
-    layers: NDArray[np.int64]
-    fitted: Problem
-    unseen: Problem
-
-
 def improve_equal(
     problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDArray[np.bool_] | None = None
 ) -> Slots:
@@ -69,24 +54,22 @@ def improve_equal(
     (default: all).
     """
     steps = shrunk(scenarios_of(problem), shrinkage)
-    objective = problem.objective
-    rows = np.array(start, np.int32)
-    numbers = numbers_of(problem)
-    arguments = (
+    objective, rows = problem.objective, np.array(start, np.int32)
+    least = LEAST if moves_are_free(problem) else LEAST_MOVING * min(1.0, MANY / problem.current.num_ranks)
+    side_by_side(
+        search_steps,
+        len(rows),
         rows,
         np.ones(len(rows), np.bool_) if wanted is None else wanted,
-        steps.tokens,
+        np.ascontiguousarray(np.moveaxis(steps.tokens, 1, 2)),
         steps.weights,
-        steps.touch,
-        steps.per_token,
+        *steps.prices,
         problem.load_in,
         problem.alive,
-        steps.whole,
         np.minimum(problem.floor, objective.over_scenarios(steps.reach, steps.weights) / objective.target_balance),
-        numbers,
+        Prices.of(problem, least),
         problem.uniform_ranks,
     )
-    side_by_side(search_steps, len(rows), *arguments)
     return rows
 
 
@@ -94,23 +77,14 @@ def moves_are_free(problem: Problem) -> bool:
     return not problem.objective.exposed or not problem.load_in.any()
 
 
-def numbers_of(problem: Problem) -> NDArray[np.float64]:
-    """Return the numbers that a search needs: horizon, exposed, move_price, tail, tail_share and the least gain."""
-    objective, least = problem.objective, LEAST
-    if not moves_are_free(problem):
-        least = LEAST_MOVING * min(1.0, MANY / problem.current.num_ranks)
-    return np.array(
-        [objective.horizon, objective.exposed, objective.move_price, objective.tail, objective.tail_share, least]
-    )
-
-
-def choose(problem: Problem, start: Slots, mean: Slots) -> ChosenShrinkage:
+def choose(problem: Problem, start: Slots, mean: Slots) -> Unseen | None:
     """Choose the shrinkage with the best plans on held-out scenarios; `mean` [layer, slot] is the mean step's plan.
 
-    Each plan starts from the plan of the share before, so all but the first take few actions.
+    Returns None if there are too few scenarios to hold some out. Each plan starts from the plan of the share before, so
+    all but the first take few actions.
     """
     if len(scenarios_of(problem).weights) < FEWEST:
-        return ChosenShrinkage(0.0, None)
+        return None
     layers, fitted, unseen = hold_out(problem)
     tried, rows = {1.0: mean[layers]}, start[layers]
     for share in SHRINKAGES:
@@ -119,7 +93,7 @@ def choose(problem: Problem, start: Slots, mean: Slots) -> ChosenShrinkage:
     best = min(tried, key=lambda share: (seconds[share], share))
     if seconds[best] > (1.0 - MARGIN) * seconds[1.0]:
         best = 1.0
-    unseen_balance = Unseen(
+    return Unseen(
         before=unseen.balanced(unseen.current.slot_experts),
         mean=unseen.balanced(tried[1.0]),
         after=unseen.balanced(tried[best]),
@@ -127,16 +101,18 @@ def choose(problem: Problem, start: Slots, mean: Slots) -> ChosenShrinkage:
         shrinkage=best,
         scenarios=len(scenarios_of(unseen).weights),
     )
-    return ChosenShrinkage(best, unseen_balance)
 
 
-def hold_out(problem: Problem) -> HoldOut:
-    """Select some layers of a problem and hold out every HELD_OUT-th scenario."""
+def hold_out(problem: Problem) -> tuple[NDArray[np.int64], Problem, Problem]:
+    """Select some layers of a problem and hold out every HELD_OUT-th scenario.
+
+    Returns these layers, the problem of the scenarios to plan for, and the problem of the held-out ones.
+    """
     count = problem.current.num_layers
     layers = np.unique(np.linspace(0, count - 1, min(LAYERS_TRIED, count)).round().astype(np.int64))
     out = np.arange(len(scenarios_of(problem).weights)) % HELD_OUT == HELD_OUT - 1
     some = problem.onward(layers, problem.current.slot_experts[layers], None)
-    return HoldOut(layers, _part(some, ~out), _part(some, out))
+    return layers, _part(some, ~out), _part(some, out)
 
 
 def shrunk(steps: Steps, share: float) -> Steps:
@@ -158,7 +134,7 @@ def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
         even=steps.even[:, chosen],
         reach=steps.reach[:, chosen],
     )
-    even, reach = (problem.objective.over_scenarios(one, kept.weights) for one in (kept.even, kept.reach))
+    even, reach = (problem.objective.over_scenarios(bound, kept.weights) for bound in (kept.even, kept.reach))
     return replace(problem, steps=kept, even=even, reach=reach)
 
 

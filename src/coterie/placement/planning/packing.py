@@ -7,16 +7,19 @@ room and frees its place. Such an item always exists as long as no expert has mo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from time import perf_counter
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.errors import ConfigError
-from coterie.placement.base import Plan
-from coterie.placement.objective import Problem
+from coterie.placement.base import Load, Plan
+from coterie.placement.objective import Objective, Problem
+from coterie.types import Placement, Topology
 
 Slots = NDArray[np.int32]
 
@@ -36,13 +39,26 @@ def on_living(problem: Problem, slots: Slots) -> Slots:
     return placed
 
 
-def plan_for_living(problem: Problem, slots: Slots, started: float, same: str) -> Plan:
-    """Make the plan that leads to `slots` [layer, slot of a living rank].
+class PlansAnew(ABC):
+    """Base of planners that ignore the current placement."""
 
-    `started` is the perf_counter time at which planning began; `same` is the skip reason if nothing moves.
-    """
-    plan = problem.plan(on_living(problem, slots), planning_s=perf_counter() - started)
-    return plan if len(plan.moves) else replace(plan, skip_reason=same)
+    __slots__ = ()
+    objective: Objective
+    same: ClassVar[str] = "the load asks for no other"
+    """Reason for keeping the current placement, if the planner chooses the same."""
+
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        started = perf_counter()
+        problem = self.objective.problem(load, topology, current, shares)
+        chosen = on_living(problem, self.slots_for(problem, load))
+        plan = problem.plan(chosen, planning_s=perf_counter() - started)
+        return plan if len(plan.moves) else replace(plan, skip_reason=self.same)
+
+    @abstractmethod
+    def slots_for(self, problem: Problem, load: Load) -> Slots:
+        """Return experts [layer, slot of a living rank]."""
 
 
 def pack_slots(weight: NDArray[np.float64], kind: NDArray[np.int64], speed: NDArray[np.float64], experts: int) -> Slots:

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.placement.objective import Problem
-from coterie.placement.objective.flows.chains import Array, Indices, new_split
+from coterie.placement.objective._arrays import Array, copy_row
+from coterie.placement.objective.flows.chains import Indices, new_split
 from coterie.placement.objective.flows.splitting import MOST_FIXED, split_best
 
 
@@ -76,5 +77,4 @@ def _optimal_shares(
     for layer in range(layers):
         split, search = new_split(slots, experts, ranks), np.empty((4, ranks), np.int64)
         split_best(rows[layer], alive, speeds, unit[layer], fixed[layer], split, search)
-        for slot in range(slots):  # a whole row at once would compile a shape check: 4 s
-            shares[layer, slot] = split.share[slot]
+        copy_row(shares[layer], split.share)

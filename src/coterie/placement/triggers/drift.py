@@ -136,9 +136,8 @@ class DriftEstimator:
         total = tokens.sum(axis=1, keepdims=True, dtype=np.float64)
         if not total.any():
             return
-        even = 1.0 / self.shape[1]
+        even, row = 1.0 / self.shape[1], self.windows % len(self._ring)
         share = np.where(total > 0, tokens / np.where(total > 0, total, 1.0), even) - even
-        row = self.windows % len(self._ring)
         self._ring[row] = share.ravel()
         lags = self._lags[self._lags <= self.windows]
         product = self._ring[(self.windows - lags) % len(self._ring)] @ self._ring[row]
@@ -167,8 +166,7 @@ class DriftEstimator:
         if decay.half_life > UNSEEN * span:
             slow = f"drift slower than {span:g} windows can tell: half takes more than {UNSEEN * span:g}"
             return DriftEstimate(steady, noise, span, slow)
-        words = f"half of what fades is gone in {decay.half_life:.3g} windows"
-        return DriftEstimate(decay, noise, span, words)
+        return DriftEstimate(decay, noise, span, f"half of what fades is gone in {decay.half_life:.3g} windows")
 
 
 def _fall(product: Array, variance: Array, count: Array) -> tuple[float, float]:

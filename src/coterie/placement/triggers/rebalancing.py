@@ -222,7 +222,7 @@ class Rebalancer:
         weight = self._worth_steps()
         expected = self.recent.around(self._expected())
         problem = self.objective.problem(expected, self.topology, self.placement, self._now.shares)
-        if self._unreachable():
+        if problem.lost:
             return self._plan(expected, problem, weight, "an expert is on no living rank: ", must=True)
         excess_s = _excess_s(self._now, problem)
         grown_s = (excess_s - self._excess_then_s) * self.interval
@@ -265,23 +265,21 @@ class Rebalancer:
     def _plan(
         self, expected: Load, problem: Problem, weight: float, why: str, must: bool = False
     ) -> RebalancingDecision:
-        settings = self.settings
         planner = self.make(objective=replace(self.objective, horizon=weight))
         in_force = () if self._now.shares is None else (self._now.shares,)
         plan = planner.plan(expected, self.topology, self.placement, *in_force)
-        cost_s = plan.movement_s + self.objective.planning_s
+        cost_s, moves = plan.movement_s + self.objective.planning_s, len(plan.moves)
         saving_s = plan.saving_s * _held_share(plan)
         gain_s = saving_s * weight
-        moves = len(plan.moves)
         self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
         self._excess_then_s = _excess_s(self._now, problem)  # excess already planned for does not count as urgent again
         if saving_s <= 0 and not must:
             return self._in_vain("nothing_found", _no_saving(plan), 0.0, cost_s)
         # Planning time is already spent: compare with the movement alone.
-        if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
+        if gain_s <= (1 + self.settings.margin) * plan.movement_s and not must:
             why += (
                 f"{moves} moves would gain {shown_s(gain_s)} in {weight:.3g} steps "
-                f"and take {shown_s(plan.movement_s)}, not {settings.margin:.0%} less"
+                f"and take {shown_s(plan.movement_s)}, not {self.settings.margin:.0%} less"
             )
             return self._in_vain("does_not_pay", why, gain_s, cost_s)
         self._close_round()
@@ -294,9 +292,9 @@ class Rebalancer:
             self._left_share = self._excess_then_s / max(float(problem.even.sum()), 1e-300)
         self.landed(0)  # a plan without moves (new shares only) takes effect at once
         self.rounds.append(RebalancingRound(self.step, self.interval, moves, cost_s))
-        why += f"{moves} moves gain {shown_s(gain_s)} in {weight:.3g} steps and cost {shown_s(cost_s)}; "
-        why += self._known.reason
-        return RebalancingDecision(plan, why, "moved", self.interval, gain_s, cost_s, True, weight)
+        why += f"{moves} moves gain {shown_s(gain_s)} in {weight:.3g} steps and cost {shown_s(cost_s)}"
+        reason = f"{why}; {self._known.reason}"
+        return RebalancingDecision(plan, reason, "moved", self.interval, gain_s, cost_s, True, weight)
 
     def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> RebalancingDecision:
         """Return the decision after a plan that is not carried out; the interval widens, since planning costs time."""
@@ -322,12 +320,12 @@ class Rebalancer:
 
     def _expected(self) -> Load:
         """Return the expected load of a step, with source ranks if any window had them."""
-        tokens = self.forecast.tokens
-        if self._sources is None:
-            return Load(tokens)
-        seen = self._sources.tokens
-        total = seen.sum(axis=0)
-        return Load(tokens, sources=np.where(total > 0, seen / np.where(total > 0, total, 1.0), 1 / len(seen)) * tokens)
+        tokens, sources = self.forecast.tokens, None
+        if self._sources is not None:
+            seen = self._sources.tokens
+            total = seen.sum(axis=0)
+            sources = np.where(total > 0, seen / np.where(total > 0, total, 1.0), 1 / len(seen)) * tokens
+        return Load(tokens, sources=sources)
 
     def _age(self) -> float:
         """Return the steps since the current map was planned; infinite if this rebalancer did not plan it."""
@@ -335,12 +333,10 @@ class Rebalancer:
 
     def _aged(self, age: Array | float) -> Array:
         """Return 1 - r(age)^2 [age]: the share of the load's variance unknown to a map of this age, in steps."""
-        decay = self._known.cautious
-        age = np.asarray(age, np.float64)
-        if decay is None:
-            return np.where(np.isfinite(age), 0.0, 1.0)
-        left = np.where(np.isfinite(age), decay.left(np.where(np.isfinite(age), age, 0.0) / self._window), 0.0)
-        return np.asarray(1.0 - left**2)
+        decay, age = self._known.cautious, np.asarray(age, np.float64)
+        known = np.isfinite(age)
+        left = 1.0 if decay is None else decay.left(np.where(known, age, 0.0) / self._window)
+        return np.asarray(1.0 - np.where(known, left, 0.0) ** 2)
 
     def _uneven(self, age: Array | float) -> Array:
         """Return s(age) [age in steps]: the imbalance that age adds to a map; see the top of this file."""
@@ -348,10 +344,8 @@ class Rebalancer:
 
     def _left(self, ages: Array, age: float) -> Array:
         """Return the share of a plan's saving left at `ages` [age of the plan]; the replaced map had age `age`."""
-        before = float(self._uneven(age))
-        if before <= 0:
-            return np.ones(len(ages))
-        return np.asarray(np.clip((self._uneven(age + ages) - self._uneven(ages)) / before, 0.0, 1.0))
+        before, again = float(self._uneven(age)), self._uneven(age + ages) - self._uneven(ages)
+        return np.asarray(np.clip(again / before, 0.0, 1.0)) if before > 0 else np.ones(len(ages))
 
     def _worth_steps(self) -> float:
         """Return the planner's horizon: the number of full-saving steps that a plan made now is worth."""
@@ -363,15 +357,6 @@ class Rebalancer:
         middle = (np.arange(256) + 0.5) / 256 * life
         return float(self._left(middle, self._age()).mean()) * life * self.trust
 
-    def _unreachable(self) -> bool:
-        """Return whether some expert is on no living rank: then a plan is carried out even if it saves no time."""
-        alive = np.repeat(self.topology.rank_speeds > 0, self.placement.slots_per_rank)
-        if alive.all():
-            return False
-        held = np.sort(self.placement.slot_experts[:, alive], axis=1)
-        distinct = 1 + (held[:, 1:] != held[:, :-1]).sum(axis=1)
-        return bool((distinct < self.placement.num_experts).any())
-
     # ------------------------------------------------------------------------------------------------ learning
 
     def _score(self, load: Load) -> None:
@@ -379,7 +364,7 @@ class Rebalancer:
         if not self.rounds or self._fitted_at is None or self.pending:
             return
         problem = self.objective.problem(load, self.topology, self.placement)
-        old, new = (float(one.busy_s(problem).sum()) for one in (self._previous, self._now))
+        old, new = (float(map.busy_s(problem).sum()) for map in (self._previous, self._now))
         last = self.rounds[-1]
         age = np.array([self.step - load.steps / 2 - self._fitted_at])
         last.steps += load.steps
@@ -392,12 +377,10 @@ class Rebalancer:
 
     def _close_round(self) -> None:
         """Update trust with the realised ÷ predicted saving of the round that ends now."""
-        if not self.rounds or self.rounds[-1].predicted_s <= 0:
-            return
-        last = self.rounds[-1]
-        ratio = float(np.clip(last.realised_s / last.predicted_s, 0.0, 1.5))
-        # Trust never falls below 0.1: at 0, no round would be tried again, and none could restore it.
-        self.trust = max(self.trust + self.settings.learning * (ratio - self.trust), 0.1)
+        if self.rounds and (last := self.rounds[-1]).predicted_s > 0:
+            ratio = float(np.clip(last.realised_s / last.predicted_s, 0.0, 1.5))
+            # Trust never falls below 0.1: at 0, no round would be tried again, and none could restore it.
+            self.trust = max(self._learned(self.trust, ratio), 0.1)
 
     def _learn_prices(self, plan: Plan, cost_s: float, full_s: float) -> None:
         self._full_s = self._learned(self._full_s, full_s)
@@ -412,8 +395,7 @@ class Rebalancer:
     def _settle_interval(self) -> None:
         """Move the interval towards the best interval and set when the next round is due."""
         settings, before = self.settings, self.interval
-        wanted = self._best_interval() or before
-        wanted = np.clip(wanted, before / settings.factor, before * settings.factor)
+        wanted = np.clip(self._best_interval() or before, before / settings.factor, before * settings.factor)
         self.interval = float(np.clip(wanted, settings.min_interval, settings.max_interval))
         self._due = self.step + self.interval
 
@@ -423,16 +405,15 @@ class Rebalancer:
             return None
         n = np.geomspace(self.settings.min_interval, self.settings.max_interval, 257)
         share = (np.arange(64) + 0.5) / 64
-        cost = self.objective.planning_s + self._movement_s * np.sqrt(
-            self._uneven(n) / max(self._moved_at or 1.0, 0.02)
-        )
+        aged = np.sqrt(self._uneven(n) / max(self._moved_at or 1.0, 0.02))
+        cost = self.objective.planning_s + self._movement_s * aged
         regret = self._full_s * self._uneven(n[:, None] * share).mean(axis=1) + cost / n
         return float(n[np.argmin(regret)])
 
 
-def _excess_s(one: _Map, problem: Problem) -> float:
+def _excess_s(map: _Map, problem: Problem) -> float:
     """Return the seconds per step that a perfectly balanced load would save."""
-    return float((one.busy_s(problem) - problem.even).clip(0.0).sum())
+    return float((map.busy_s(problem) - problem.even).clip(0.0).sum())
 
 
 def _held_share(plan: Plan) -> float:
@@ -449,5 +430,5 @@ def _no_saving(plan: Plan) -> str:
     unseen = plan.unseen
     if plan.skip_reason is not None or unseen is None or unseen.after > unseen.before:
         return plan.skip_reason or "the planner finds nothing"
-    would, now = f"{unseen.after:.3f}", f"{unseen.before:.3f}"
-    return f"on {unseen.scenarios} steps held out balancedness would be {would}; the map that serves has {now}"
+    would = f"on {unseen.scenarios} steps held out balancedness would be {unseen.after:.3f}"
+    return f"{would}; the map that serves has {unseen.before:.3f}"

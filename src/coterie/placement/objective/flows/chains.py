@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
+from coterie.placement.objective._arrays import Array, copy_row
 
-Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 NONE: int = np.int64(-1)  # type: ignore[assignment]
@@ -104,10 +104,8 @@ def rank_holds(split: Split, expert: int, rank: int, each: int) -> bool:
 
 @helper()
 def copy_shares(split: Split, to: Split) -> None:
-    for slot in range(len(split.share)):
-        to.share[slot] = split.share[slot]
-    for rank in range(len(split.busy)):
-        to.busy[rank] = split.busy[rank]
+    copy_row(to.share, split.share)
+    copy_row(to.busy, split.busy)
 
 
 @helper()

@@ -15,18 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement.objective._steps import touched
-from coterie.placement.objective.flows.chains import (
-    NONE,
-    TWIN,
-    Array,
-    Indices,
-    Split,
-    least_limit,
-    link,
-    new_split,
-    separable,
-)
+from coterie.placement.objective._arrays import Array, copy_row
+from coterie.placement.objective.flows.chains import NONE, TWIN, Indices, Split, least_limit, link, new_split, separable
 from coterie.placement.objective.flows.simplex import solve_shares
 
 MOST_FIXED = 0.999
@@ -34,6 +24,15 @@ MOST_FIXED = 0.999
 
 SAME = 1e-9
 """Relative slack for rounding errors."""
+
+
+@helper()
+def touched(tokens: float, whole: bool) -> float:
+    """Return the probability that a step reads the weights of a slot with this many tokens.
+
+    In a `whole` step, `tokens` is a count or a share of one; otherwise it is the mean of a Poisson distribution.
+    """
+    return min(tokens, 1.0) if whole else float(-np.expm1(-tokens))
 
 
 class Step(NamedTuple):
@@ -106,8 +105,9 @@ def split_step(row: Indices, step: Step, scratch: SplitScratch) -> float:
         _price(step, split)
     slowest = _keep(split, scratch, np.inf)
     if streams:
-        for expert in range(len(split.first)):
-            _share_equally(split, expert)
+        for slot in range(len(row)):
+            if split.after[slot] != TWIN:
+                split.share[slot] = 1.0 / split.copies[row[slot]]
         _price(step, split)
         slowest = _keep(split, scratch, slowest)
         _gather(step, split)
@@ -165,24 +165,12 @@ def _price(step: Step, split: Split) -> None:
 @helper()
 def _keep(split: Split, scratch: SplitScratch, slowest: float) -> float:
     """Keep the shares of `split` if their slowest rank takes less than `slowest` seconds; return the lower time."""
-    longest = 0.0
-    for seconds in split.busy:
-        longest = max(longest, seconds)
+    longest = split.busy.max()
     if longest >= slowest:
         return slowest
-    for slot in range(len(split.share)):
-        scratch.share[slot] = split.share[slot]
-    for rank in range(len(split.busy)):
-        scratch.busy[rank] = split.busy[rank]
-    return longest
-
-
-@helper()
-def _share_equally(split: Split, expert: int) -> None:
-    slot = split.first[expert]
-    while slot >= 0:
-        split.share[slot] = 1.0 / split.copies[expert]
-        slot = split.after[slot]
+    copy_row(scratch.share, split.share)
+    copy_row(scratch.busy, split.busy)
+    return float(longest)
 
 
 @helper()
@@ -222,10 +210,7 @@ def _polish(step: Step, split: Split, scratch: SplitScratch) -> float:
     share, busy = scratch.share, scratch.busy
     ranks, each = len(busy), len(share) // len(busy)
     for _ in range(8 * ranks):
-        slowest = 0
-        for rank in range(ranks):
-            if busy[rank] > busy[slowest]:
-                slowest = rank
+        slowest = int(np.argmax(busy))
         best, source, target, part = busy[slowest] * (1.0 - SAME), NONE, NONE, 0.0
         for slot in range(slowest * each, (slowest + 1) * each):
             expert = split.expert[slot]
@@ -299,5 +284,4 @@ def split_steps(
         for scenario in range(tokens.shape[1]):
             step = Step(tokens[layer, scenario], per_token[layer], touch, whole, speeds, alive)
             split_step(rows[layer], step, scratch)
-            for rank in range(ranks):
-                busy[layer, scenario, rank] = scratch.busy[rank]
+            copy_row(busy[layer, scenario], scratch.busy)

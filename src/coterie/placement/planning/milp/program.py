@@ -27,12 +27,11 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.placement.objective._arrays import parts_taken
+from coterie.placement.objective._arrays import Array, parts_taken
 from coterie.placement.objective.steps import over_scenarios
 
 # Input and result of the exact search of one layer.
 
-Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
@@ -108,11 +107,10 @@ class ProgramLayer:
         return waited + self.each_price * float(arrivals.sum()) + self.move_price * moves
 
     def _slowest(self, holds: Mask, shares: Array | None) -> float:
-        if shares is None:
-            count = holds.sum(axis=0)
-            parts = np.where(holds, self.share[np.arange(len(count)), count - 1], 0.0)
-        else:
+        if shares is not None:
             parts = parts_taken(self.share.T, shares)
+        else:
+            parts = np.where(holds, self.share[np.arange(holds.shape[1]), holds.sum(axis=0) - 1], 0.0)
         return float((self.unit * parts).sum(axis=1).max())
 
 
@@ -209,7 +207,6 @@ class Program:
     def _add_replicas(self) -> None:
         places, experts = self.places, self.layer.unit.shape[1]
         index = np.arange(len(places.expert))
-        one = np.ones(1)
         if self.split == "optimal":
             shares = index + self.first_share
             most = np.minimum(1.0, self.slowest / np.maximum(places.seconds, 1e-300))
@@ -221,10 +218,10 @@ class Program:
                 0.0,
                 len(index),
             )
-            self._rows.add(places.expert, shares, one, 1.0, 1.0, experts)
+            self._rows.add(places.expert, shares, 1.0, 1.0, 1.0, experts)
             best = -np.sort(-most.reshape(experts, -1), axis=1)  # the fewest replicas that can take all tokens in time
             least = (np.cumsum(best, axis=1) < 1 - 1e-9).sum(axis=1) + 1.0
-            self._rows.add(places.expert, index, one, np.minimum(least, best.shape[1]), INF, experts)
+            self._rows.add(places.expert, index, 1.0, np.minimum(least, best.shape[1]), INF, experts)
             return
         count = len(self.least)
         levels = np.arange(count)
@@ -239,24 +236,22 @@ class Program:
                 high,
                 count,
             )
-        self._rows.add(self.owner, levels + self.first_level, one, 1.0, 1.0, experts)
+        self._rows.add(self.owner, levels + self.first_level, 1.0, 1.0, 1.0, experts)
         many = np.flatnonzero(self.most[places.level] > 1)
-        row = np.arange(len(many))
-        if len(many):
-            self._rows.add(
-                np.concatenate([row, row]),
-                np.concatenate([many, places.level[many] + self.first_level]),
-                np.repeat([1.0, -1.0], len(many)),
-                -INF,
-                0.0,
-                len(many),
-            )
+        self._rows.add(
+            np.tile(np.arange(len(many)), 2),
+            np.concatenate([many, places.level[many] + self.first_level]),
+            np.repeat([1.0, -1.0], len(many)),
+            -INF,
+            0.0,
+            len(many),
+        )
 
     def _add_ranks(self) -> None:
-        layer, places, one = self.layer, self.places, np.ones(1)
+        layer, places = self.layer, self.places
         ranks = len(layer.unit)
         index, rank = np.arange(len(places.expert)), np.arange(ranks)
-        self._rows.add(places.rank, index, one, layer.slots, layer.slots, ranks)
+        self._rows.add(places.rank, index, 1.0, layer.slots, layer.slots, ranks)
         seconds = layer.load_in[places.rank, places.expert]
         self.arriving = np.flatnonzero(seconds > 0)
         price = np.searchsorted(self.prices, seconds[self.arriving])
@@ -331,18 +326,15 @@ class Program:
     def lp(self) -> Any:
         """Return the linear relaxation as a HiGHS model."""
         layer = self.layer
-        lp = highspy.HighsLp()
         cost, upper = np.zeros(self.columns), np.ones(self.columns)
-        each = np.tile(layer.each_price * self.prices + layer.move_price, len(layer.unit)) / self.worth
-        cost[self.first_count : self.slow] = each
+        per_move = layer.each_price * self.prices + layer.move_price
+        cost[self.first_count : self.slow] = np.tile(per_move, len(layer.unit)) / self.worth
         cost[self.slow] = layer.horizon * self.scale / self.worth
         cost[self.slow + 1] = layer.slowest_price * self.prices[0] / self.worth
         upper[self.first_count : self.slow] = layer.slots
         upper[self.slow] = (self.slowest - layer.floor) / self.scale
         upper[self.slow + 1 :] = INF
-        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(self.columns), upper
-        self._rows.into(lp, self.columns)
-        return lp
+        return self._rows.lp(cost, upper)
 
     def columns_of(self, holds: Mask) -> Array:
         """Return the column values [column] of a placement; continuous columns are left at 0."""
@@ -363,9 +355,7 @@ class Program:
     def lumped(self, values: Array) -> Mask:
         """Return [expert] whether the expert's level in a solution is a lumped one."""
         used = (values[self.first_level : self.first_count] > 0.5) & (self.least < self.most)
-        experts = np.zeros(self.layer.unit.shape[1], bool)
-        experts[self.owner[used]] = True
-        return experts
+        return np.isin(np.arange(self.layer.unit.shape[1]), self.owner[used])
 
     def holds_of(self, values: Array) -> Mask:
         places = self.places
@@ -388,20 +378,24 @@ class ConstraintRows:
         self._parts: list[tuple[Index, Index, Array]] = []
         self._bounds: list[tuple[Array, Array]] = []
 
-    def add(self, row: Index, column: Index, value: Array, low: Array | float, high: Array | float, rows: int) -> None:
+    def add(
+        self, row: Index, column: Index, value: Array | float, low: Array | float, high: Array | float, rows: int
+    ) -> None:
         """Add `rows` rows with entries (row, column, value) and bounds; `row` counts from 0 among the new rows."""
         self._parts.append((row + self.count, column, np.broadcast_to(value, column.shape)))
         self._bounds.append((np.broadcast_to(low, rows).astype(float), np.broadcast_to(high, rows).astype(float)))
         self.count += rows
 
-    def into(self, lp: Any, columns: int) -> None:
+    def lp(self, cost: Array, upper: Array) -> Any:
+        """Return the HiGHS model that minimises cost x columns, with columns from 0 to `upper`."""
         from scipy.sparse import coo_array  # slow to import
 
         row, column, value = (np.concatenate(part) for part in zip(*self._parts, strict=True))
-        matrix = coo_array((value, (row, column)), (self.count, columns)).tocsc()
-        lp.num_row_, lp.num_col_ = self.count, columns
+        matrix = coo_array((value, (row, column)), (self.count, len(cost))).tocsc()
+        lp = highspy.HighsLp()
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), upper
+        lp.num_row_, lp.num_col_ = matrix.shape
         lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
         lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_ = matrix.indptr
-        lp.a_matrix_.index_ = matrix.indices
-        lp.a_matrix_.value_ = matrix.data
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+        return lp

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import highspy
 import numpy as np
+from numpy.typing import NDArray
 
+from coterie.placement.objective._arrays import Array
 from coterie.placement.planning.milp.program import (
     INF,
-    Array,
     ConstraintRows,
     Index,
     LayerSolution,
@@ -36,16 +37,21 @@ class Search(NamedTuple):
     threads: int
 
 
-def make_solver(search: Search) -> Any:
-    """Make a solver with these limits and a fixed random seed."""
+def make_solver(search: Search, lp: Any) -> Any:
+    """Make a solver of a linear program with these limits and a fixed random seed."""
     solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", search.threads)
-    solver.setOptionValue("random_seed", 0)
-    for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
-        solver.setOptionValue(tolerance, 1e-8)
-    solver.setOptionValue("mip_rel_gap", 0.0)
-    solver.setOptionValue("time_limit", search.time_limit_s)
+    options = {
+        "output_flag": False,
+        "threads": search.threads,
+        "random_seed": 0,
+        "primal_feasibility_tolerance": 1e-8,
+        "mip_feasibility_tolerance": 1e-8,
+        "mip_rel_gap": 0.0,
+        "time_limit": search.time_limit_s,
+    }
+    for name, value in options.items():
+        solver.setOptionValue(name, value)
+    solver.passModel(lp)
     return solver
 
 
@@ -101,7 +107,6 @@ class Solution(NamedTuple):
 
     values: Array
     """[column] values."""
-    objective: float
     bound: float
 
 
@@ -110,26 +115,23 @@ def minimise(rows: ConstraintRows, cost: Array, upper: Array, whole: Index, sear
 
     At the time limit the best solution so far is returned, at worst `start`.
     """
-    lp = highspy.HighsLp()
-    columns = len(cost)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(columns), upper
-    rows.into(lp, columns)
-    solver = make_solver(search)
-    solver.setOptionValue("mip_abs_gap", search.gap_s)
-    solver.passModel(lp)
-    integers = whole.astype(np.int32)
-    solver.changeColsIntegrality(len(integers), integers, np.full(len(integers), highspy.HighsVarType.kInteger))
-    solver.setSolution(columns, np.arange(columns, dtype=np.int32), start)
+    solver = make_solver(search, rows.lp(cost, upper))
+    _make_whole(solver, whole.astype(np.int32), search.gap_s)
+    solver.setSolution(len(cost), np.arange(len(cost), dtype=np.int32), start)
     began = perf_counter()
     run_watched(solver, solver.cbMipInterrupt, lambda _: perf_counter() - began < search.time_limit_s)
     info = solver.getInfo()
-    known = float(cost @ start)
     bound = float(info.mip_dual_bound) if np.isfinite(info.mip_dual_bound) else -INF
+    best = start
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        values = np.array(solver.getSolution().col_value)
-        if float(cost @ values) < known:
-            return Solution(values, float(cost @ values), min(bound, float(cost @ values)))
-    return Solution(start, known, min(bound, known))
+        best = min(start, np.array(solver.getSolution().col_value), key=lambda values: float(cost @ values))
+    return Solution(best, min(bound, float(cost @ best)))
+
+
+def _make_whole(solver: Any, columns: NDArray[np.int32], gap: float) -> None:
+    """Make columns integers, and let the search end at this gap between solution and bound."""
+    solver.changeColsIntegrality(len(columns), columns, np.full(len(columns), highspy.HighsVarType.kInteger))
+    solver.setOptionValue("mip_abs_gap", gap)
 
 
 Tell = Callable[[float, float], bool]
@@ -167,8 +169,7 @@ def _solve_once(program: Program, start: LayerSolution, search: Search, tell: Te
     """Solve the program once; return the best placement and which experts [expert] are in lumped levels."""
     layer, began = program.layer, perf_counter()
     none = np.zeros(layer.unit.shape[1], bool)
-    solver = make_solver(search)
-    solver.passModel(program.lp())
+    solver = make_solver(search, program.lp())
 
     def in_time(reached: float) -> bool:  # HiGHS checks its own time limit too rarely
         return perf_counter() - began < search.time_limit_s and tell(start.excess, reached)
@@ -179,10 +180,9 @@ def _solve_once(program: Program, start: LayerSolution, search: Search, tell: Te
     if best.excess - best.bound <= search.gap_s or left <= 0 or not tell(best.excess, best.bound):
         return best, none
     whole = program.whole.astype(np.int32)
-    solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), highspy.HighsVarType.kInteger))
+    _make_whole(solver, whole, search.gap_s / program.worth)
     solver.setOptionValue("time_limit", solver.getRunTime() + left)
     solver.setSolution(len(whole), whole, program.columns_of(start.holds)[whole])
-    solver.setOptionValue("mip_abs_gap", search.gap_s / program.worth)
 
     def look(data: Any) -> bool:
         return tell(data.mip_primal_bound * program.worth, max(data.mip_dual_bound * program.worth, best.bound))
@@ -234,9 +234,8 @@ def best_shares(layer: ProgramLayer, holds: Mask) -> Array:
     rank, expert = np.nonzero(holds)
     ranks, experts = holds.shape
     scale = float(layer.work.sum() / layer.speeds.sum()) or 1.0
-    rows, columns = ConstraintRows(), len(rank) + 1
-    index = np.arange(len(rank))
-    rows.add(expert, index, np.ones(1), 1.0, 1.0, experts)
+    rows, index = ConstraintRows(), np.arange(len(rank))
+    rows.add(expert, index, 1.0, 1.0, 1.0, experts)
     rows.add(
         np.concatenate([rank, np.arange(ranks)]),
         np.concatenate([index, np.full(ranks, len(rank))]),
@@ -245,13 +244,8 @@ def best_shares(layer: ProgramLayer, holds: Mask) -> Array:
         0.0,
         ranks,
     )
-    lp = highspy.HighsLp()
-    cost = np.zeros(columns)
-    cost[-1] = 1.0
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(columns), np.append(np.ones(len(rank)), INF)
-    rows.into(lp, columns)
-    solver = make_solver(Search(0.0, INF, 1))
-    solver.passModel(lp)
+    lp = rows.lp(np.append(np.zeros(len(rank)), 1.0), np.append(np.ones(len(rank)), INF))
+    solver = make_solver(Search(0.0, INF, 1), lp)
     solver.run()
     shares = np.zeros(holds.shape)
     shares[rank, expert] = np.clip(np.array(solver.getSolution().col_value)[:-1], 0.0, 1.0)
@@ -318,9 +312,8 @@ class Cuts:
         arriving, places = self.program.arriving, self.program.places
         leaves = self.own[which, places.expert[arriving]] & ~self.sets[which, places.rank[arriving]]
         columns = arriving[leaves]
-        if counted:
-            return columns, np.full(len(columns), 1.0 / self.fewest[which])
-        return columns, np.minimum(places.outward[columns] / self.must[which], 1.0)
+        capped = np.minimum(places.outward[columns] / self.must[which], 1.0)
+        return columns, np.full(len(columns), 1.0 / self.fewest[which]) if counted else capped
 
 
 def _all_sets(ranks: int) -> Mask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coterie._numba import helper
+from coterie.placement.objective._arrays import copy_row
 from coterie.placement.objective.flows.chains import NONE
 from coterie.placement.planning.search.state import (
     EMPTY,
@@ -12,18 +13,16 @@ from coterie.placement.planning.search.state import (
     Action,
     Best,
     MeanLayer,
-    MeanPrices,
     MeanState,
+    Prices,
     Scratch,
     apply,
-    fee_of,
     part_of,
-    slowest,
 )
 
 
 @helper()
-def repair(layer: MeanLayer, state: MeanState, target: float, fastest: float) -> bool:
+def repair(layer: MeanLayer, state: MeanState, target: float) -> bool:
     """Load experts that no living rank holds, and fill EMPTY slots; return whether anything changed."""
     slots, ranks = len(state.row), len(state.busy)
     per_rank = slots // ranks
@@ -40,7 +39,7 @@ def repair(layer: MeanLayer, state: MeanState, target: float, fastest: float) ->
                     gain += target  # an EMPTY slot must be filled anyway: saves a move
                 if gain > best:
                     best, at = gain, slot
-        apply(layer, state, NONE, at, expert, fastest)
+        apply(layer, state, NONE, at, expert)
         done = True
     for slot in range(slots):
         if state.row[slot] != EMPTY:
@@ -49,23 +48,21 @@ def repair(layer: MeanLayer, state: MeanState, target: float, fastest: float) ->
         best, pick = -np.inf, NONE
         for expert in range(len(state.copies)):
             if state.held[rank, expert] < 0:
-                fee = fee_of(layer.load_in, state.home, rank, expert, fastest)
-                gain = give_gain(layer, state, slot, expert, target) - TINY * target * fee
+                gain = give_gain(layer, state, slot, expert, target) - TINY * target * state.fees[rank, expert]
                 if gain > best:
                     best, pick = gain, expert
-        apply(layer, state, NONE, slot, pick, fastest)
+        apply(layer, state, NONE, slot, pick)
         done = True
     return done
 
 
 @helper()
 def reach_target(
-    layer: MeanLayer, state: MeanState, scratch: Scratch, best: Best, prices: MeanPrices, target: float, spare: float
+    layer: MeanLayer, state: MeanState, scratch: Scratch, best: Best, prices: Prices, target: float, spare: float
 ) -> bool:
     """Apply actions until no rank is above the target or no action helps; return whether the target was reached."""
-    stuck, fastest, given_up = scratch.stuck, prices.fastest, 0
-    for rank in range(len(stuck)):
-        stuck[rank] = False
+    stuck = scratch.stuck
+    stuck[:] = False
     while True:
         rank = NONE
         for other in range(len(state.busy)):
@@ -73,38 +70,33 @@ def reach_target(
             if slow and (rank < 0 or state.busy[other] > state.busy[rank]):
                 rank = other
         if rank < 0:
-            return given_up == 0
+            return not stuck.any()
         action = Action(TINY * target, NONE, NONE, NONE)
-        action = find_swap(layer, state, scratch, rank, target, fastest, action, spare)
-        action = find_gift(layer, state, scratch, rank, target, fastest, action, spare)
+        action = find_swap(layer, state, scratch, rank, target, action, spare)
+        action = find_gift(layer, state, scratch, rank, target, action, spare)
         if action.second < 0:
             stuck[rank] = True
-            given_up += 1
             continue
-        apply(layer, state, action.first, action.second, action.expert, fastest)
+        apply(layer, state, action.first, action.second, action.expert)
         note(layer, state, best, prices)
-        if given_up:
-            for other in range(len(stuck)):
-                stuck[other] = False
-            given_up = 0
+        stuck[:] = False
 
 
 @helper()
-def note(layer: MeanLayer, state: MeanState, best: Best, prices: MeanPrices) -> None:
+def note(layer: MeanLayer, state: MeanState, best: Best, prices: Prices) -> None:
     """Record the present placement if its objective is the best so far, or equal with fewer moves, or the first."""
     per_rank = len(state.row) // len(state.busy)
-    slot, moves, latest, seconds = 0, 0, 0.0, 0.0
+    moves, latest, seconds = 0, 0.0, 0.0
     for rank in range(len(state.busy)):
-        here = 0.0
-        for _ in range(per_rank):
+        arrival = 0.0
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
             expert = state.row[slot]
-            slot += 1
-            if layer.alive[rank] and not state.home[rank, expert]:
-                here += layer.load_in[rank, expert]
+            if layer.alive[rank] and state.fees[rank, expert] > 0.0:
+                arrival += layer.load_in[rank, expert]
                 moves += 1
-        latest = max(latest, here)
-        seconds += here
-    total = prices.horizon * max(slowest(state.busy), prices.floor)
+        latest = max(latest, arrival)
+        seconds += arrival
+    total = prices.horizon * max(state.busy.max(), layer.floor)
     total += prices.exposed * (latest + prices.move_price * seconds)
     at = best.kept[0] - 1
     if at < 0:
@@ -118,8 +110,7 @@ def note(layer: MeanLayer, state: MeanState, best: Best, prices: MeanPrices) -> 
             at += 1
     best.kept[0] = at + 1
     best.totals[at], best.seconds[at], best.moves[at] = total, seconds, moves
-    for slot in range(len(state.row)):
-        best.rows[at, slot] = state.row[slot]
+    copy_row(best.rows[at], state.row)
 
 
 # Actions: swap two slots, or give a slot to another expert.
@@ -165,29 +156,13 @@ def give_gain(layer: MeanLayer, state: MeanState, slot: int, expert: int, target
 
 @helper(division_raises=False)
 def find_swap(
-    layer: MeanLayer,
-    state: MeanState,
-    scratch: Scratch,
-    rank: int,
-    target: float,
-    fastest: float,
-    best: Action,
-    spare: float,
+    layer: MeanLayer, state: MeanState, scratch: Scratch, rank: int, target: float, best: Action, spare: float
 ) -> Action:
     """Return the best swap of one of the rank's slots with a slot of another rank, or `best` if that is better.
 
     Ranks with the most room come first; a rank is skipped if even a perfect fit would not be better.
     """
-    unit, load_in, alive = layer.unit, layer.load_in, layer.alive
-    row, held, home, part, busy, own, fee = (
-        state.row,
-        state.held,
-        state.home,
-        state.part,
-        state.busy,
-        state.own,
-        state.fee,
-    )
+    row, held, part, busy, own, fee = state.row, state.held, state.part, state.busy, state.own, state.fee
     back, back_fee, order, worth = scratch.back, scratch.back_fee, scratch.order, scratch.worth
     ranks = len(busy)
     per_rank = len(row) // ranks
@@ -200,170 +175,121 @@ def find_swap(
             order[at] = order[at - 1]
             at -= 1
         order[at] = place
-    mine_fee = 0.0
-    for first in range(mine, mine + per_rank):
-        mine_fee = max(mine_fee, fee[first])
-    score, first_best, second_best = best.score, NONE, NONE
+    mine_fee = fee[mine : mine + per_rank].max()
     for index in range(ranks if ranks <= 8 else ROOMIEST):
         other = order[index]
-        if other == rank or not alive[other]:
+        if other == rank or not layer.alive[other]:
             continue
         now = excess(busy[other], target, steep)
         fits = here + now
         if layer.uniform_ranks:  # the seconds that one rank loses, the other gains
             fits = min(here, max(target - busy[other], 0.0)) + (now if busy[other] < target else 0.0)
         start_at = other * per_rank
-        cheap = 0.0
-        for slot in range(start_at, start_at + per_rank):
-            cheap = max(cheap, fee[slot])
-        if mine_fee == 0.0 and cheap == 0.0 and fits <= score * spare:
+        theirs_fee = fee[start_at : start_at + per_rank].max()
+        if mine_fee == 0.0 and theirs_fee == 0.0 and fits <= best.score * spare:
             continue
         cheap = np.inf
         for slot in range(start_at, start_at + per_rank):
             expert = row[slot]
             back_fee[slot] = np.inf
             if held[rank, expert] < 0:
-                back[slot] = unit[rank, expert] * part[expert]
-                back_fee[slot] = fee_of(load_in, home, rank, expert, fastest) - fee[slot]
+                back[slot] = layer.unit[rank, expert] * part[expert]
+                back_fee[slot] = state.fees[rank, expert] - fee[slot]
                 cheap = min(cheap, back_fee[slot])
         theirs, theirs_back = own[start_at : start_at + per_rank], back[start_at : start_at + per_rank]
-        theirs_fee = back_fee[start_at : start_at + per_rank]
+        returns = back_fee[start_at : start_at + per_rank]
         for first in range(mine, mine + per_rank):
             expert = row[first]
             if held[other, expert] >= 0:
                 continue
-            moves = fee_of(load_in, home, other, expert, fastest) - fee[first]
-            if fits <= score * max(moves + cheap + spare, spare / 2):
+            moves = state.fees[other, expert] - fee[first]
+            if fits <= best.score * max(moves + cheap + spare, spare / 2):
                 continue
             left = busy[rank] - own[first] - target
-            there = busy[other] + unit[other, expert] * part[expert] - target
+            there = busy[other] + layer.unit[other, expert] * part[expert] - target
             for place in range(len(worth)):  # no branches, so that it is vectorised
-                one = left + theirs_back[place]
-                two = there - theirs[place]
-                after = one if one > 0.0 else steep * one * one
-                after += two if two > 0.0 else steep * two * two
-                worth[place] = (here + now - after) / max(moves + theirs_fee[place] + spare, spare / 2)
+                mine_over = left + theirs_back[place]
+                theirs_over = there - theirs[place]
+                after = mine_over if mine_over > 0.0 else steep * mine_over * mine_over
+                after += theirs_over if theirs_over > 0.0 else steep * theirs_over * theirs_over
+                worth[place] = (here + now - after) / max(moves + returns[place] + spare, spare / 2)
             for place in range(len(worth)):
-                if worth[place] > score:
-                    score, first_best, second_best = worth[place], first, start_at + place
-    if second_best < 0:
-        return best
-    return Action(score, first_best, second_best, EMPTY)
+                if worth[place] > best.score:
+                    best = Action(worth[place], first, start_at + place, EMPTY)
+    return best
 
 
 @helper()
 def find_gift(
-    layer: MeanLayer,
-    state: MeanState,
-    scratch: Scratch,
-    rank: int,
-    target: float,
-    fastest: float,
-    best: Action,
-    spare: float,
+    layer: MeanLayer, state: MeanState, scratch: Scratch, rank: int, target: float, best: Action, spare: float
 ) -> Action:
     """Return the best gift of a slot, or `best` if that is better.
 
     A slot elsewhere goes to an expert of the rank, or a slot of the rank to any expert. The excess of other ranks is
     summed up per expert first. These sums are wrong if a rank holds both experts, so candidates are evaluated again.
     """
-    unit, share, load_in, alive = layer.unit, layer.share, layer.load_in, layer.alive
-    row, held, home, count, part, busy, own, fee = (
-        state.row,
-        state.held,
-        state.home,
-        state.copies,
-        state.part,
-        state.busy,
-        state.own,
-        state.fee,
-    )
+    share, row, held, count, part, busy = layer.share, state.row, state.held, state.copies, state.part, state.busy
     relief, steep = scratch.relief, DEPTH / target
     per_rank = len(row) // len(busy)
-    if not weigh_replicas(layer, state, scratch, rank, target):
+    if count.max() < 2:
         return best
-    score, slot_best, expert_best = best.score, NONE, NONE
-    most, most_here, wanted = -np.inf, -np.inf, False  # largest relief of an expert of the rank, and of any
+    wanted = False  # whether the rank has a slot to give
+    for place in range(rank * per_rank, (rank + 1) * per_rank):
+        wanted = wanted or count[row[place]] > 1
+    weigh_replicas(layer, state, scratch, rank, target, wanted)
+    most = -np.inf  # largest relief of an expert of the rank; below, of any expert
     for place in range(rank * per_rank, (rank + 1) * per_rank):
         most = max(most, relief[row[place]])
-        wanted = wanted or count[row[place]] > 1
-    if wanted:
-        for expert in range(len(relief)):
-            most_here = max(most_here, relief[expert])
-    slot = -1
+    most_here = relief.max() if wanted else -np.inf
     for other in range(len(busy)):
-        if not alive[other]:
-            slot += per_rank
+        if not layer.alive[other]:
             continue
-        for _ in range(per_rank):
-            slot += 1
+        for slot in range(other * per_rank, (other + 1) * per_rank):
             was = row[slot]
             if count[was] < 2:
                 continue
             # `burden` includes the slot's own rank, which loses the expert: take that part out again.
-            more = unit[other, was] * (part_of(share, was, count[was] - 1) - part[was])
+            more = layer.unit[other, was] * (part_of(share, was, count[was] - 1) - part[was])
             rest = excess(busy[other] + more, target, steep) - scratch.burden[was]
             # An upper bound: the new expert only adds excess, and the moves can only be more than `least`.
-            least = max(spare - fee[slot], spare / 2)
-            if (most_here if other == rank else most) + rest <= score * least:
+            least = max(spare - state.fee[slot], spare / 2)
+            if (most_here if other == rank else most) + rest <= best.score * least:
                 continue
-            free = busy[other] - own[slot]
+            free = busy[other] - state.own[slot]
             for place in range(len(relief) if other == rank else per_rank):
                 expert = place if other == rank else row[rank * per_rank + place]
-                if relief[expert] + rest <= score * least or held[other, expert] >= 0:
+                if relief[expert] + rest <= best.score * least or held[other, expert] >= 0:
                     continue
-                brings = unit[other, expert] * part_of(share, expert, count[expert] + 1)
+                brings = layer.unit[other, expert] * part_of(share, expert, count[expert] + 1)
                 gain = relief[expert] + rest - excess(free + brings, target, steep)
-                moves = fee_of(load_in, home, other, expert, fastest) - fee[slot]
-                divisor = max(moves + spare, spare / 2)
-                if gain > score * divisor:
+                divisor = max(state.fees[other, expert] - state.fee[slot] + spare, spare / 2)
+                if gain > best.score * divisor:
                     per_move = give_gain(layer, state, slot, expert, target) / divisor
-                    if per_move > score:
-                        score, slot_best, expert_best = per_move, slot, expert
-    if slot_best < 0:
-        return best
-    return Action(score, NONE, slot_best, expert_best)
+                    if per_move > best.score:
+                        best = Action(per_move, NONE, slot, expert)
+    return best
 
 
 @helper()
-def weigh_replicas(layer: MeanLayer, state: MeanState, scratch: Scratch, rank: int, target: float) -> bool:
-    """Fill `relief` and `burden` as far as this rank needs them; return False if no expert has replicas."""
-    unit, share, row, held, count, part, busy = (
-        layer.unit,
-        layer.share,
-        state.row,
-        state.held,
-        state.copies,
-        state.part,
-        state.busy,
-    )
+def weigh_replicas(
+    layer: MeanLayer, state: MeanState, scratch: Scratch, rank: int, target: float, wanted: bool
+) -> None:
+    """Fill `relief` and `burden`: of all experts if `wanted`, else the relief of the rank's experts only."""
+    unit, share, count, part, busy = layer.unit, layer.share, state.copies, state.part, state.busy
     relief, burden, steep = scratch.relief, scratch.burden, DEPTH / target
-    per_rank = len(row) // len(busy)
-    several, wanted = False, False
-    for expert in range(len(count)):
-        if count[expert] > 1:
-            several = True
-            if held[rank, expert] >= 0:
-                wanted = True
-    if not several:
-        return False
-    for expert in range(len(count)):
-        relief[expert] = 0.0
-        burden[expert] = 0.0
-    slot = -1
+    per_rank = len(state.row) // len(busy)
+    relief[:] = 0.0
+    burden[:] = 0.0
     for other in range(len(busy)):
         if not layer.alive[other]:
-            slot += per_rank
             continue
         now = excess(busy[other], target, steep)
-        for _ in range(per_rank):
-            slot += 1
-            expert = row[slot]
+        for slot in range(other * per_rank, (other + 1) * per_rank):
+            expert = state.row[slot]
             whole = unit[other, expert]
-            if wanted or held[rank, expert] >= 0:
+            if wanted or state.held[rank, expert] >= 0:
                 less = whole * (part[expert] - part_of(share, expert, count[expert] + 1))
                 relief[expert] += now - excess(busy[other] - less, target, steep)
             if count[expert] > 1:
                 more = whole * (part_of(share, expert, count[expert] - 1) - part[expert])
                 burden[expert] += excess(busy[other] + more, target, steep) - now
-    return True

@@ -15,19 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
+from coterie.placement.objective._arrays import Array, copy_row
 from coterie.placement.planning.search.descent import note, reach_target, repair
 from coterie.placement.planning.search.state import (
     TINY,
-    Array,
     Best,
     Ints,
     MeanLayer,
-    MeanPrices,
     MeanState,
+    Prices,
     Scratch,
+    is_small,
     restore,
-    save,
-    slowest,
     start,
 )
 
@@ -49,10 +48,6 @@ out of reach, the search lowers the total excess at the cost of the slowest rank
 SQUEEZE = 0.02
 """Share by which the first target is below the slowest rank's time, when the target is lowered step by step."""
 
-THOROUGH = 1024
-"""Largest slots x ranks of a layer that is searched in several ways if its target is out of reach; a larger layer would
-take seconds."""
-
 CLOSE = 1e-3
 """Distance to the floor, as a share of it, at which the search stops."""
 
@@ -69,7 +64,7 @@ def search(
     load_in: Array,
     alive: NDArray[np.bool_],
     floor: Array,
-    numbers: Array,
+    prices: Prices,
     uniform_ranks: bool,
     trail: bool,
     kept: NDArray[np.int64],
@@ -87,7 +82,7 @@ def search(
     state = MeanState(
         row=np.zeros(slots, np.int64),
         held=np.zeros((ranks, experts), np.int16),
-        home=np.zeros((ranks, experts), np.bool_),
+        fees=np.zeros((ranks, experts)),
         copies=np.zeros(experts, np.int64),
         part=np.zeros(experts),
         busy=np.zeros(ranks),
@@ -105,8 +100,7 @@ def search(
     )
     base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
-        layer = MeanLayer(unit[at], share[at], load_in[at], alive, uniform_ranks)
-        prices = MeanPrices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
+        layer = MeanLayer(unit[at], share[at], load_in[at], alive, uniform_ranks, floor[at])
         best = Best(
             rows=trails[at],
             totals=totals[at],
@@ -115,52 +109,52 @@ def search(
             kept=kept[at : at + 1],
             trail=trail,
         )
-        fastest, low = prices.fastest, max(prices.floor, 1e-300)  # avoid a target of 0 (a layer without load)
-        start(layer, state, base, rows[at])
-        restore(layer, state, base, fastest)
-        repaired = repair(layer, state, low, fastest)
-        save(state, base)
+        low = max(layer.floor, 1e-300)  # avoid a target of 0 (a layer without load)
+        start(layer, state, base, rows[at], prices.fastest)
+        restore(layer, state, base)
+        repaired = repair(layer, state, low)
+        copy_row(base, state.row)
         kept[at] = 0
         note(layer, state, best, prices)
-        first, peak = totals[at, 0], slowest(state.busy)
+        first, peak = totals[at, 0], state.busy.max()
         outcomes[at] = REPAIRED if repaired else AT_TARGET
         if peak <= low * (1.0 + TINY):
             continue
-        cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # cost of the cheapest move
+        cheapest = prices.exposed * prices.fastest * (1.0 + prices.move_price)  # cost of the cheapest move
         high = peak
         for step in LADDER:
             target = low + step * (peak - low)
             if prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
                 break  # not better even if one move reached the target
             if step > 0.0:
-                restore(layer, state, base, fastest)
+                restore(layer, state, base)
             reach_target(layer, state, scratch, best, prices, target, SPARE)
-            high = min(high, slowest(state.busy))
-        if high > low * (1.0 + CLOSE) and slots * ranks <= THOROUGH:
+            high = min(high, state.busy.max())
+        if high > low * (1.0 + CLOSE) and is_small(slots, ranks):
             # The floor was not reached, `high` was: try targets between them.
             for _ in range(HALVINGS):
                 target = (low + high) / 2.0
                 if high <= low * (1.0 + CLOSE) or prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
                     break
-                restore(layer, state, base, fastest)
+                restore(layer, state, base)
                 if not reach_target(layer, state, scratch, best, prices, target, SPARE):
                     low = target
-                high = min(high, slowest(state.busy))
-            low = prices.floor
+                high = min(high, state.busy.max())
+            low = layer.floor
             for spare in SPARES:  # other weights of moves lead to other placements
                 if prices.horizon * low + cheapest >= totals[at, kept[at] - 1]:
                     break
-                restore(layer, state, base, fastest)
+                restore(layer, state, base)
                 reach_target(layer, state, scratch, best, prices, low, spare)
                 less = SQUEEZE
                 while less > CLOSE:
-                    save(state, old)
-                    peak = slowest(state.busy)
+                    copy_row(old, state.row)
+                    peak = state.busy.max()
                     if peak <= low * (1.0 + CLOSE):
                         break
                     reach_target(layer, state, scratch, best, prices, max(low, peak * (1.0 - less)), spare)
-                    if slowest(state.busy) > peak * (1.0 - CLOSE / 10.0):
-                        restore(layer, state, old, fastest)
+                    if state.busy.max() > peak * (1.0 - CLOSE / 10.0):
+                        restore(layer, state, old)
                         less /= 2.0
         if not repaired:
             outcomes[at] = CHANGED if totals[at, kept[at] - 1] < first else KEPT

@@ -1,4 +1,4 @@
-"""State of the search of a layer, and the functions that change it."""
+"""State of the search of a layer, and the functions that change it; prices that all searches of layers share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
+from coterie.placement.objective import Problem
+from coterie.placement.objective._arrays import Array, copy_row
 from coterie.placement.objective.flows.chains import NONE
 
-Array = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 EMPTY = NONE
@@ -23,6 +24,51 @@ loads."""
 
 TINY = 1e-9
 """Excess that is ignored, as a share of the target."""
+
+
+THOROUGH = 1024
+"""Largest slots x ranks of a layer that is searched in several ways; a larger layer would take seconds."""
+
+
+class Prices(NamedTuple):
+    """Prices of the objective, for compiled loops."""
+
+    horizon: float
+    exposed: float
+    move_price: float
+    tail: float
+    tail_share: float
+    least: float
+    """Least gain of an action, as a share of the objective."""
+    lean: float
+    """Weight of a scenario's time."""
+    steep: float
+    """Weight of a scenario's time beyond the edge of the tail."""
+    fastest: float
+    """Seconds to load an expert over the fastest link."""
+
+    @classmethod
+    def of(cls, problem: Problem, least: float = 0.0) -> Prices:
+        goal = problem.objective
+        tail = 0.0 if problem.steps is None else goal.tail  # one step has no tail
+        prices = goal.horizon, goal.exposed, goal.move_price, tail, goal.tail_share, least
+        return cls(*map(float, (*prices, 1.0 - tail, tail / goal.tail_share, goal.link_s(problem.topology))))
+
+
+@helper()
+def movement(arrivals: Array, prices: Prices) -> float:
+    """Return the movement cost of the objective; `arrivals` [rank] are the seconds of loading."""
+    slowest = total = 0.0
+    for seconds in arrivals:
+        slowest = max(slowest, seconds)
+        total += seconds
+    return prices.exposed * (slowest + prices.move_price * total)
+
+
+@helper()
+def is_small(slots: int, ranks: int) -> bool:
+    """Return whether a layer is small enough to be searched in several ways."""
+    return slots * ranks <= THOROUGH
 
 
 class MeanLayer(NamedTuple):
@@ -38,6 +84,8 @@ class MeanLayer(NamedTuple):
     """[rank] whether the rank is alive."""
     uniform_ranks: bool
     """Whether every expert takes the same time on all living ranks."""
+    floor: float
+    """Seconds of a step below which a faster placement counts as no gain."""
 
 
 class MeanState(NamedTuple):
@@ -47,8 +95,8 @@ class MeanState(NamedTuple):
     """[slot] expert in the slot."""
     held: NDArray[np.int16]
     """[rank, expert] slot of the rank that holds the expert, or -1."""
-    home: NDArray[np.bool_]
-    """[rank, expert] whether the rank held the expert at the start, so that it costs no move."""
+    fees: Array
+    """[rank, expert] moves that loading the expert counts as: 0 if the rank held it at the start, 1 or FAR."""
     copies: NDArray[np.int64]
     """[expert] replicas on living ranks."""
     part: Array
@@ -58,7 +106,7 @@ class MeanState(NamedTuple):
     own: Array
     """[slot] seconds of the slot's expert."""
     fee: Array
-    """[slot] moves needed for the slot's expert (0, 1 or FAR); infinite on dead ranks."""
+    """[slot] `fees` of the slot's expert; infinite on dead ranks."""
 
 
 class Scratch(NamedTuple):
@@ -89,18 +137,6 @@ class Action(NamedTuple):
     expert: int
 
 
-class MeanPrices(NamedTuple):
-    """Prices of the objective for one layer."""
-
-    floor: float
-    """Seconds of a step below which a faster placement counts as no gain."""
-    horizon: float
-    exposed: float
-    move_price: float
-    fastest: float
-    """Seconds to load an expert over the fastest link."""
-
-
 class Best(NamedTuple):
     """Placements found by the search of a layer, each better than the one before."""
 
@@ -119,69 +155,46 @@ class Best(NamedTuple):
 
 
 @helper()
-def slowest(busy: Array) -> float:
-    most = busy[0]
-    for rank in range(1, len(busy)):
-        most = max(most, busy[rank])
-    return float(most)
-
-
-@helper()
 def part_of(share: Array, expert: int, replicas: int) -> float:
     last = share.shape[0] - 1
     return float(share[replicas - 1 if replicas <= last else last, expert])
 
 
 @helper()
-def fee_of(load_in: Array, home: NDArray[np.bool_], rank: int, expert: int, fastest: float) -> float:
-    if home[rank, expert]:
-        return 0.0
-    return FAR if load_in[rank, expert] > fastest else 1.0
-
-
-@helper()
-def start(layer: MeanLayer, state: MeanState, base: NDArray[np.int64], row: Ints) -> None:
-    """Fill `home` from a row [slot], and `base` [slot] with the row in which duplicates on a rank are EMPTY."""
+def start(layer: MeanLayer, state: MeanState, base: NDArray[np.int64], row: Ints, fastest: float) -> None:
+    """Fill `fees` from a row [slot], and `base` [slot] with the row in which duplicates on a rank are EMPTY."""
     ranks, experts = layer.unit.shape
     per_rank = len(row) // ranks
     for rank in range(ranks):
         for expert in range(experts):
-            state.home[rank, expert] = False
+            state.fees[rank, expert] = FAR if layer.load_in[rank, expert] > fastest else 1.0
         for slot in range(rank * per_rank, (rank + 1) * per_rank):
             expert = row[slot]
             base[slot], state.own[slot], state.fee[slot] = expert, 0.0, np.inf
             if layer.alive[rank]:
-                if state.home[rank, expert]:
+                if state.fees[rank, expert] == 0.0:
                     base[slot] = EMPTY
-                state.home[rank, expert] = True
+                state.fees[rank, expert] = 0.0
 
 
 @helper()
-def refresh(layer: MeanLayer, state: MeanState, rank: int, fastest: float) -> None:
+def refresh(layer: MeanLayer, state: MeanState, rank: int) -> None:
     """Recompute a rank's times and fees from its slots, so that rounding errors do not accumulate."""
-    unit, load_in, row, home, part, own, fee = (
-        layer.unit,
-        layer.load_in,
-        state.row,
-        state.home,
-        state.part,
-        state.own,
-        state.fee,
-    )
-    per_rank = len(row) // len(state.busy)
+    per_rank = len(state.row) // len(state.busy)
     total = 0.0
     if layer.alive[rank]:
         for slot in range(rank * per_rank, (rank + 1) * per_rank):
-            expert = row[slot]
+            expert = state.row[slot]
             if expert != EMPTY:
-                own[slot] = unit[rank, expert] * part[expert]
-                fee[slot] = fee_of(load_in, home, rank, expert, fastest)
-                total += own[slot]
+                state.own[slot] = layer.unit[rank, expert] * state.part[expert]
+                state.fee[slot] = state.fees[rank, expert]
+                total += state.own[slot]
     state.busy[rank] = total
 
 
 @helper()
-def apply(layer: MeanLayer, state: MeanState, first: int, second: int, expert: int, fastest: float) -> None:
+def apply(layer: MeanLayer, state: MeanState, first: int, second: int, expert: int) -> None:
+    """Swap the experts of slots `first` and `second`; if `first` is NONE, give slot `second` to `expert`."""
     per_rank = len(state.row) // len(state.busy)
     rank, was = second // per_rank, state.row[second]
     if first >= 0:
@@ -194,8 +207,8 @@ def apply(layer: MeanLayer, state: MeanState, first: int, second: int, expert: i
     state.held[rank, expert] = second
     state.row[second] = expert
     if first >= 0:
-        refresh(layer, state, rank, fastest)
-        refresh(layer, state, other, fastest)
+        refresh(layer, state, rank)
+        refresh(layer, state, other)
         return
     state.copies[expert] += 1
     state.part[expert] = part_of(layer.share, expert, state.copies[expert])
@@ -204,33 +217,34 @@ def apply(layer: MeanLayer, state: MeanState, first: int, second: int, expert: i
         state.part[was] = part_of(layer.share, was, state.copies[was])
     for other in range(len(state.busy)):
         if state.held[other, expert] >= 0 or (was != EMPTY and state.held[other, was] >= 0):
-            refresh(layer, state, other, fastest)
+            refresh(layer, state, other)
 
 
 @helper()
-def restore(layer: MeanLayer, state: MeanState, row: NDArray[np.int64], fastest: float) -> None:
+def restore(layer: MeanLayer, state: MeanState, row: NDArray[np.int64]) -> None:
     """Set the state to a given row of experts [slot]."""
-    ranks, experts = layer.unit.shape
-    per_rank = len(row) // ranks
-    for expert in range(experts):
-        state.copies[expert] = 0
-    for rank in range(ranks):
-        for expert in range(experts):
-            state.held[rank, expert] = -1
-        for slot in range(rank * per_rank, (rank + 1) * per_rank):
-            expert = row[slot]
-            state.row[slot] = expert
-            if expert != EMPTY and layer.alive[rank]:
-                state.copies[expert] += 1
-                state.held[rank, expert] = slot
-    for expert in range(experts):
+    hold(layer.alive, row, state.row, state.held, state.copies)
+    for expert in range(len(state.part)):
         replicas = state.copies[expert]
         state.part[expert] = part_of(layer.share, expert, replicas) if replicas else 0.0
-    for rank in range(ranks):
-        refresh(layer, state, rank, fastest)
+    for rank in range(len(state.busy)):
+        refresh(layer, state, rank)
 
 
 @helper()
-def save(state: MeanState, row: NDArray[np.int64]) -> None:
+def hold(
+    alive: NDArray[np.bool_],
+    row: NDArray[np.int64],
+    to: NDArray[np.int64],
+    held: NDArray[np.int16],
+    copies: NDArray[np.int64],
+) -> None:
+    """Copy a row of experts [slot] `to` a state; fill its `held` [rank, expert] slots and `copies` [expert]."""
+    copy_row(to, row)
+    held[:] = -1
+    copies[:] = 0
     for slot in range(len(row)):
-        row[slot] = state.row[slot]
+        rank = slot // (len(row) // len(alive))
+        if row[slot] != EMPTY and alive[rank]:
+            copies[row[slot]] += 1
+            held[rank, row[slot]] = slot

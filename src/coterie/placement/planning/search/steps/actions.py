@@ -11,18 +11,17 @@ from __future__ import annotations
 import numpy as np
 
 from coterie._numba import helper
+from coterie.placement.objective._arrays import copy_row
+from coterie.placement.planning.search.state import Prices
 from coterie.placement.planning.search.steps.state import (
     StepLayer,
-    StepPrices,
     StepScratch,
     StepState,
     Units,
     add_units,
-    expected,
     fill_slot,
     fill_units,
     mark_stale,
-    moving,
     objective,
     objective_now,
     rank_slowest,
@@ -35,12 +34,12 @@ LOOKED = 2
 
 @helper()
 def best_swap(
-    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, limit: float
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: Prices, rank: int, other: int, limit: float
 ) -> tuple[int, int]:
     """Return the places on the two ranks of the best swap that lowers the objective below `limit`; else (-1, -1)."""
     one, two, still, edge = state.busy[rank], state.busy[other], scratch.still, state.edge[0]
     low = fill_still(state.first, state.second, state.third, one, two, still, scratch.mine, scratch.theirs)
-    if layer.uniform and objective(prices.lean * low / layer.scale, 0.0, prices, edge) >= limit:
+    if layer.uniform and objective(layer, prices, prices.lean * low / layer.scale, 0.0, edge) >= limit:
         return -1, -1
     per_rank, now = len(scratch.pull), summed(state.first)
     here, home = state.table[rank * per_rank : (rank + 1) * per_rank], state.table[other * per_rank :]
@@ -75,8 +74,7 @@ def best_swap(
                 continue
             seconds = prices.lean * after_swap(one, two, still, here[place], there[place], back[at], home[at])
             if prices.steep > 0.0:
-                edges = state.edges
-                past = past_after(one, two, still, edges, here[place], there[place], back[at], home[at])
+                past = past_after(one, two, still, state.edges, here[place], there[place], back[at], home[at])
                 seconds += prices.steep * past
             if seconds >= most_s * layer.scale:
                 continue
@@ -84,7 +82,7 @@ def best_swap(
             went = layer.load_in[other, mine] - layer.load_in[other, theirs]
             most = max(latest, max(state.arrivals[rank] + came, state.arrivals[other] + went))
             moved = prices.exposed * (most + prices.move_price * (loading + came + went))
-            value = objective(seconds / layer.scale, moved, prices, edge)
+            value = objective(layer, prices, seconds / layer.scale, moved, edge)
             if value < best:
                 best, first, second = value, place, at
                 most_s = best / max(prices.horizon, 1e-300)
@@ -186,20 +184,17 @@ def swap(layer: StepLayer, state: StepState, rank: int, other: int, first: int, 
 
 
 @helper()
-def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, least: float) -> bool:
+def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, prices: Prices, least: float) -> bool:
     """Give slots to experts that use them better; `least` is the least gain as a share. Return whether any was."""
     per_rank, given = len(scratch.pull), False
     fill_wanting(layer, state, scratch)
     for slot in range(len(state.row)):
-        rank, expert = slot // per_rank, state.row[slot]
-        if not layer.alive[rank] or state.copies[expert] < 2:
-            continue
-        pick = best_gift(layer, state, scratch, prices, slot, least)
-        if pick < 0:
-            continue
-        give(layer, state, scratch, slot, pick)
-        fill_wanting(layer, state, scratch)
-        given = True
+        if layer.alive[slot // per_rank] and state.copies[state.row[slot]] > 1:
+            pick = best_gift(layer, state, scratch, prices, slot, least)
+            if pick >= 0:
+                give(layer, state, scratch, slot, pick)
+                fill_wanting(layer, state, scratch)
+                given = True
     return given
 
 
@@ -207,8 +202,7 @@ def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, pric
 def fill_wanting(layer: StepLayer, state: StepState, scratch: StepScratch) -> None:
     """Fill `wanting` with the experts whose additional replica would relieve the slowest ranks most."""
     relief, per_rank = scratch.relief, len(scratch.pull)
-    for expert in range(len(relief)):
-        relief[expert] = 0.0
+    relief[:] = 0.0
     for rank in range(len(layer.alive)):
         for scenario in range(len(layer.weights)):
             if not layer.alive[rank] or state.busy[rank, scenario] < state.first[scenario]:
@@ -227,25 +221,20 @@ def fill_wanting(layer: StepLayer, state: StepState, scratch: StepScratch) -> No
 
 
 @helper()
-def best_gift(
-    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, slot: int, least: float
-) -> int:
+def best_gift(layer: StepLayer, state: StepState, scratch: StepScratch, prices: Prices, slot: int, least: float) -> int:
     """Return the expert that lowers the objective most in this slot; -1 if none gains enough."""
-    ranks, rank, was = len(layer.alive), slot // len(scratch.pull), state.row[slot]
-    living = 0
-    for one in range(ranks):
-        living += layer.alive[one]
-        for scenario in range(len(scratch.peak)):
-            scratch.freed[one, scenario] = state.busy[one, scenario]
+    rank, was = slot // len(scratch.pull), state.row[slot]
+    for other in range(len(layer.alive)):
+        copy_row(scratch.freed[other], state.busy[other])
     copy_less(layer, state, scratch, rank, was)
-    best, pick = objective_now(layer, state, prices) * (1.0 - least), -1
+    best, pick = objective_now(layer, state, prices, state.first) * (1.0 - least), -1
     for expert in scratch.wanting:
-        if expert < 0 or expert == was or state.held[rank, expert] >= 0 or state.copies[expert] >= living:
+        if expert < 0 or state.held[rank, expert] >= 0:
             continue
         copy_more(layer, state, scratch, rank, expert)
         added = layer.load_in[rank, expert] - layer.load_in[rank, was]
         state.arrivals[rank] += added
-        value = objective(expected(layer, state, prices, scratch.peak), moving(state, prices), prices, state.edge[0])
+        value = objective_now(layer, state, prices, scratch.peak)
         state.arrivals[rank] -= added
         if value < best:
             best, pick = value, expert
@@ -256,28 +245,27 @@ def best_gift(
 def copy_less(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
     """Update `freed` [rank, scenario]: times after the rank drops an expert and its other replicas take over."""
     each = 1.0 / (state.copies[expert] - 1.0)
-    for one in range(len(layer.alive)):
-        if state.held[one, expert] < 0:
+    for other in range(len(layer.alive)):
+        if state.held[other, expert] < 0:
             continue
-        add_units(scratch.freed[one], state.table[state.held[one, expert]], -1)
-        if one != rank:
-            token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
+        add_units(scratch.freed[other], state.table[state.held[other, expert]], -1)
+        if other != rank:
+            token_s, touch_s = layer.per_token[other, expert], layer.touch[other]
             fill_units(scratch.more, layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
-            add_units(scratch.freed[one], scratch.more, 1)
+            add_units(scratch.freed[other], scratch.more, 1)
 
 
 @helper()
 def copy_more(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
     """Fill `peak` [scenario]: time of the slowest rank if the freed slot on `rank` goes to `expert`."""
     peak, more, each = scratch.peak, scratch.more, 1.0 / (state.copies[expert] + 1.0)
-    for scenario in range(len(peak)):
-        peak[scenario] = 0
-    for one in range(len(layer.alive)):
-        times, held = scratch.freed[one], state.held[one, expert]
-        if held < 0 and one != rank:
+    peak[:] = 0
+    for other in range(len(layer.alive)):
+        times, held = scratch.freed[other], state.held[other, expert]
+        if held < 0 and other != rank:
             raise_to(peak, times)
             continue
-        token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
+        token_s, touch_s = layer.per_token[other, expert], layer.touch[other]
         fill_units(more, layer.tokens[expert], layer.weights, each, token_s, touch_s, layer.whole)
         if held >= 0:
             add_units(more, state.table[held], -1)
@@ -295,9 +283,9 @@ def raise_to(peak: Units, times: Units) -> None:
 def give(layer: StepLayer, state: StepState, scratch: StepScratch, slot: int, expert: int) -> None:
     rank, was = slot // len(scratch.pull), state.row[slot]
     for changed in (was, expert):
-        for one in range(len(layer.alive)):
-            if state.held[one, changed] >= 0:
-                add_units(state.busy[one], state.table[state.held[one, changed]], -1)
+        for other in range(len(layer.alive)):
+            if state.held[other, changed] >= 0:
+                add_units(state.busy[other], state.table[state.held[other, changed]], -1)
     state.row[slot] = expert
     state.held[rank, was], state.held[rank, expert] = -1, slot
     state.copies[was] -= 1
@@ -305,10 +293,10 @@ def give(layer: StepLayer, state: StepState, scratch: StepScratch, slot: int, ex
     state.arrivals[rank] += layer.load_in[rank, expert] - layer.load_in[rank, was]
     mark_stale(scratch.stale, rank)
     for changed in (was, expert):
-        for one in range(len(layer.alive)):
-            held = state.held[one, changed]
+        for other in range(len(layer.alive)):
+            held = state.held[other, changed]
             if held >= 0:
                 fill_slot(layer, state, held)
-                add_units(state.busy[one], state.table[held], 1)
-                mark_stale(scratch.stale, one)
+                add_units(state.busy[other], state.table[held], 1)
+                mark_stale(scratch.stale, other)
     rank_slowest(state.busy, state.first, state.second, state.third)

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
+from coterie.placement.objective._arrays import Array, copy_row
+from coterie.placement.planning.search.state import Prices, is_small
 from coterie.placement.planning.search.steps.actions import best_swap, look_at_gifts, swap
 from coterie.placement.planning.search.steps.state import (
     UNITS,
-    Array,
     Ints,
     StepLayer,
-    StepPrices,
     StepScratch,
     StepState,
     mark_stale,
@@ -35,8 +35,8 @@ from coterie.placement.planning.search.steps.state import (
 PASSES = 32
 """Most passes over a layer."""
 
-COARSE = (10.0,)
-"""Factors of the least gain in the first passes: taking large gains first needs fewer swaps in total."""
+COARSE = 10.0
+"""Factor of the least gain in the first pass: taking large gains first needs fewer swaps in total."""
 
 CLOSE = 3e-3
 """Gain of a pass, as a share of the objective, below which it is the last."""
@@ -47,34 +47,20 @@ KICKS = 12
 TINY, TINY_KICKS = 64, 96
 """TINY: largest slots x ranks of a layer for which kicks cost almost nothing. TINY_KICKS: number of its kicks."""
 
-THOROUGH = 1024
-"""Largest slots x ranks of a small layer."""
-
 KICKED = 3
 """Number of random swaps or gifts in one kick."""
 
 
 @helper()
-def is_small(slots: int, ranks: int) -> bool:
-    """Return whether a layer is small enough to be searched again after kicks."""
-    return slots * ranks <= THOROUGH
-
-
-@helper()
-def descend_steps(
-    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, share: float, least: float
-) -> None:
-    """Apply actions until a pass gains almost nothing; `least` is the least gain of an action, as a share."""
+def descend_steps(layer: StepLayer, state: StepState, scratch: StepScratch, prices: Prices) -> None:
+    """Apply actions until a pass gains almost nothing."""
     ranks, gifts = len(layer.alive), len(state.row) > len(state.copies)
     for at in range(PASSES):
-        set_edge(layer, state, prices, share)
-        now = objective_now(layer, state, prices)
-        before, gain = now, least
-        if at < len(COARSE):
-            gain *= COARSE[at]
-        if at <= len(COARSE):
-            for rank in range(ranks):
-                mark_stale(scratch.stale, rank)
+        set_edge(layer, state, prices)
+        now = objective_now(layer, state, prices, state.first)
+        before, gain = now, prices.least * (1.0 if at else COARSE)
+        if at < 2:
+            scratch.stale[:] = True
         for rank in range(ranks):
             for other in range(rank + 1, ranks):
                 if not layer.alive[rank] or not layer.alive[other]:
@@ -87,10 +73,10 @@ def descend_steps(
                     swap(layer, state, rank, other, first, second)
                     mark_stale(scratch.stale, rank)
                     mark_stale(scratch.stale, other)
-                    now = objective_now(layer, state, prices)
+                    now = objective_now(layer, state, prices, state.first)
         if gifts and look_at_gifts(layer, state, scratch, prices, gain):
-            now = objective_now(layer, state, prices)
-        if at >= len(COARSE) and now >= before * (1.0 - CLOSE):
+            now = objective_now(layer, state, prices, state.first)
+        if at and now >= before * (1.0 - CLOSE):
             return
 
 
@@ -141,48 +127,40 @@ def search_steps(
     weights: Array,
     touch: Array,
     per_token: Array,
+    whole: bool,
     load_in: Array,
     alive: NDArray[np.bool_],
-    whole: bool,
     floor: Array,
-    numbers: Array,
+    prices: Prices,
     uniform: bool,
 ) -> None:
     """Improve `rows` [layer, slot] of the chosen layers that are `wanted` [layer], in place.
 
-    Every expert must be on a living rank and none twice on a rank. `tokens` is [layer, scenario, expert]. `numbers` are
-    horizon, exposed, move_price, tail, tail_share and the least gain of an action, as a share of the objective.
+    Every expert must be on a living rank and none twice on a rank. `tokens` is [layer, expert, scenario].
     """
     slots, ranks, experts, scenarios = rows.shape[1], per_token.shape[1], per_token.shape[2], len(weights)
     state = new_state(slots, ranks, experts, scenarios)
     scratch = new_scratch(slots // ranks, ranks, experts, scenarios)
-    by_expert, base, start = np.zeros((experts, scenarios)), np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-    tail, share = numbers[3], numbers[4]
+    base, start = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
         if not wanted[at]:
             continue
-        for scenario in range(scenarios):
-            for expert in range(experts):
-                by_expert[expert, scenario] = tokens[at, scenario, expert]
-        for slot in range(slots):
-            base[slot] = rows[at, slot]
-        scale = units_of(by_expert, weights, touch, per_token[at], slots)
-        layer = StepLayer(by_expert, weights * scale, scale, touch, per_token[at], load_in[at], alive, whole, uniform)
-        prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail)
+        copy_row(base, rows[at])
+        scale = units_of(tokens[at], weights, touch, per_token[at], slots)
+        layer = StepLayer(
+            tokens[at], weights * scale, scale, touch, per_token[at], load_in[at], alive, whole, uniform, floor[at]
+        )
         least, seed = np.inf, 12345
         kicks = TINY_KICKS if slots * ranks <= TINY else KICKS if is_small(slots, ranks) else 0
         for trial in range(1 + kicks):
-            for slot in range(slots):
-                start[slot] = base[slot]
+            copy_row(start, base)
             if trial:
                 seed = kick(alive, start, seed)
             take(layer, state, start)
-            descend_steps(layer, state, scratch, prices, share, numbers[5])
-            set_edge(layer, state, prices, share)
-            total = objective_now(layer, state, prices) + prices.horizon * tail * state.edge[0]
-            if not trial or total < least * (1.0 - numbers[5]):
+            descend_steps(layer, state, scratch, prices)
+            set_edge(layer, state, prices)
+            total = objective_now(layer, state, prices, state.first) + prices.horizon * prices.tail * state.edge[0]
+            if not trial or total < least * (1.0 - prices.least):
                 least = total
-                for slot in range(slots):
-                    base[slot] = state.row[slot]
-        for slot in range(slots):
-            rows[at, slot] = base[slot]
+                copy_row(base, state.row)
+        copy_row(rows[at], base)

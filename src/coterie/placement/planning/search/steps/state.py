@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.placement.objective._steps import find_edge, touched
+from coterie.placement.objective._arrays import Array
+from coterie.placement.objective.flows.splitting import touched
+from coterie.placement.objective.steps import find_edge
+from coterie.placement.planning.search.state import Prices, hold, movement
 
-Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Units = NDArray[np.int32]
 """Times in units, multiplied by the weight of their scenario."""
@@ -46,22 +48,8 @@ class StepLayer(NamedTuple):
     whole: bool
     uniform: bool
     """Whether an expert takes the same time on all living ranks."""
-
-
-class StepPrices(NamedTuple):
-    """Prices of the objective for one layer."""
-
     floor: float
     """Expected seconds below which a faster placement counts as no gain."""
-    horizon: float
-    exposed: float
-    move_price: float
-    lean: float
-    """Weight of a scenario's time."""
-    steep: float
-    """Weight of a scenario's time beyond the edge."""
-    tail: float
-    """Weight of the edge itself, which is constant during a pass."""
 
 
 class StepState(NamedTuple):
@@ -201,27 +189,15 @@ def summed_past(times: Units, edges: Units) -> int:
 @helper()
 def take(layer: StepLayer, state: StepState, row: Ints) -> None:
     """Fill the state from a placement [slot]."""
-    ranks = len(layer.alive)
-    per_rank = len(row) // ranks
-    for expert in range(len(state.copies)):
-        state.copies[expert] = 0
-    for rank in range(ranks):
-        for expert in range(len(state.copies)):
-            state.held[rank, expert] = -1
-        for slot in range(rank * per_rank, (rank + 1) * per_rank):
-            state.row[slot] = row[slot]
-            if layer.alive[rank]:
-                state.copies[row[slot]] += 1
-                state.held[rank, row[slot]] = slot
-    for rank in range(ranks):
-        state.arrivals[rank] = 0.0
-        for scenario in range(len(state.first)):
-            state.busy[rank, scenario] = 0
-        for slot in range(rank * per_rank, (rank + 1) * per_rank):
-            if layer.alive[rank]:
-                fill_slot(layer, state, slot)
-                add_units(state.busy[rank], state.table[slot], 1)
-                state.arrivals[rank] += layer.load_in[rank, row[slot]]
+    hold(layer.alive, row, state.row, state.held, state.copies)
+    state.arrivals[:] = 0.0
+    state.busy[:] = 0
+    for slot in range(len(row)):
+        rank = slot // (len(row) // len(layer.alive))
+        if layer.alive[rank]:
+            fill_slot(layer, state, slot)
+            add_units(state.busy[rank], state.table[slot], 1)
+            state.arrivals[rank] += layer.load_in[rank, row[slot]]
     rank_slowest(state.busy, state.first, state.second, state.third)
 
 
@@ -236,8 +212,9 @@ def fill_slot(layer: StepLayer, state: StepState, slot: int) -> None:
 @helper()
 def rank_slowest(busy: Units, first: Units, second: Units, third: Units) -> None:
     """Fill the times [scenario] of the three slowest ranks."""
-    for scenario in range(len(first)):
-        first[scenario], second[scenario], third[scenario] = 0, 0, 0
+    first[:] = 0
+    second[:] = 0
+    third[:] = 0
     for rank in range(len(busy)):
         times = busy[rank]
         for scenario in range(len(first)):
@@ -257,7 +234,7 @@ def mark_stale(stale: NDArray[np.bool_], rank: int) -> None:
 
 
 @helper()
-def expected(layer: StepLayer, state: StepState, prices: StepPrices, peak: Units) -> float:
+def expected(layer: StepLayer, state: StepState, prices: Prices, peak: Units) -> float:
     """Return the expected seconds, tail included, for the times of the slowest ranks, `peak` [scenario]."""
     if prices.steep == 0.0:
         return summed(peak) / layer.scale
@@ -265,35 +242,27 @@ def expected(layer: StepLayer, state: StepState, prices: StepPrices, peak: Units
 
 
 @helper()
-def moving(state: StepState, prices: StepPrices) -> float:
-    latest, total = 0.0, 0.0
-    for rank in range(len(state.arrivals)):
-        latest = max(latest, state.arrivals[rank])
-        total += state.arrivals[rank]
-    return prices.exposed * (latest + prices.move_price * total)
+def objective(layer: StepLayer, prices: Prices, seconds: float, moved: float, edge: float) -> float:
+    """Return the objective without the term of the edge, which is the same for all candidates."""
+    return prices.horizon * max(seconds, layer.floor - prices.tail * edge) + moved
 
 
 @helper()
-def objective(seconds: float, moved: float, prices: StepPrices, edge: float) -> float:
-    return prices.horizon * max(seconds, prices.floor - prices.tail * edge) + moved
+def objective_now(layer: StepLayer, state: StepState, prices: Prices, peak: Units) -> float:
+    """Return the present objective if the times of the slowest ranks were `peak` [scenario]."""
+    seconds = expected(layer, state, prices, peak)
+    return float(objective(layer, prices, seconds, movement(state.arrivals, prices), state.edge[0]))
 
 
 @helper()
-def objective_now(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
-    """Return the present objective without the term of the edge, which is the same for all candidates."""
-    seconds = expected(layer, state, prices, state.first)
-    return float(objective(seconds, moving(state, prices), prices, state.edge[0]))
-
-
-@helper()
-def set_edge(layer: StepLayer, state: StepState, prices: StepPrices, share: float) -> None:
-    """Set the edge to the time that the slowest `share` of the scenarios reach now."""
+def set_edge(layer: StepLayer, state: StepState, prices: Prices) -> None:
+    """Set the edge to the time that the slowest `tail_share` of the scenarios reach now."""
     state.edge[0] = 0.0
     if prices.steep <= 0.0:
         return
     times = np.zeros(len(layer.weights))
     for scenario in range(len(times)):
         times[scenario] = state.first[scenario] / max(layer.weights[scenario], 1e-300)
-    state.edge[0] = find_edge(times, layer.weights / layer.scale, share)
+    state.edge[0] = find_edge(times, layer.weights / layer.scale, prices.tail_share)
     for scenario in range(len(times)):
         state.edges[scenario] = np.int32(state.edge[0] * layer.weights[scenario] + 0.5)
