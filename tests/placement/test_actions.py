@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.costs.exchange import row_trips_s
 from coterie.errors import ConfigError
 from coterie.placement.holdings import held_by, placement_from_held, remote_share
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
@@ -21,7 +22,7 @@ EAGER = ActionSettings(min_mismatch=0.0, min_saving_s=0.0)
 
 def total_cost(manager: Any, demand: Any, held: Any) -> Any:
     """Link seconds of the window, by a plain loop: each activation goes to the nearest rank that has its expert."""
-    row_s, total = manager.row_s(), 0.0
+    row_s, total = row_trips_s(manager.topology, manager.row_bytes), 0.0
     for rank, layer, expert in np.ndindex(demand.shape):
         total += demand[rank, layer, expert] * min(row_s[rank, h] for h in np.flatnonzero(held[:, layer, expert]))
     return total

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit, side_by_side
 from coterie.errors import check_at_least, check_not_negative, check_share
-from coterie.placement.co_clustering.base import Items, Ranks, cost
+from coterie.placement.co_clustering.base import Items, Ranks, add_item, cost
 from coterie.placement.planning.packing import room_of
 
 
@@ -92,9 +92,8 @@ def _run(
     drawn = rng.integers(0, len(items), (groups, turns, settings.swaps, 2))
     expert_ranks = np.zeros((turns, layers, num_experts), np.int64)
     ranks = np.zeros((turns, groups, len(items)), np.int64)
-    scales = np.array(
-        [settings.expert_expert, settings.expert_item, settings.item_item, 1.0 + settings.slack, settings.theta]
-    )
+    affinities = settings.expert_expert, settings.expert_item, settings.item_item
+    scales = np.array([*affinities, 1.0 + settings.slack, settings.theta])
     side_by_side(
         _alternate, groups, items.layers_each, items.frequency, items.experts, items.weights, hot, order,
         by_frequency, seeds, pairs, drawn, room_of(num_experts, num_ranks), scales, expert_ranks, ranks,
@@ -169,7 +168,8 @@ def _alternate(
         placed = np.empty((each, num_experts), np.int64)
         for turn in range(len(ranks)):
             activations = np.zeros((each, num_experts, num_ranks))
-            _count_activations(first, frequency, experts, weights, label, activations)
+            for item in range(len(frequency)):
+                add_item(item, label[item], first, frequency, experts, weights, activations)
             for layer in range(first, last):
                 at = layer - first
                 _place(hot[layer], order[layer], together[at], activations[at], room, scales, placed[at])
@@ -195,22 +195,6 @@ def _count_pairs(
                 if share > 0.0:
                     for k in range(kept):
                         out[at, experts[item, layer, j], experts[item, layer, k]] += share * weights[item, layer, k]
-
-
-@helper()
-def _count_activations(
-    first: int,
-    frequency: NDArray[Any],
-    experts: NDArray[Any],
-    weights: NDArray[Any],
-    label: NDArray[Any],
-    out: NDArray[Any],
-) -> None:
-    """Add to `out` [layer, expert, rank] the activations of the expert by items of the rank."""
-    for item in range(len(frequency)):
-        for at in range(len(out)):
-            for j in range(experts.shape[2]):
-                out[at, experts[item, first + at, j], label[item]] += frequency[item] * weights[item, first + at, j]
 
 
 @helper()
@@ -303,7 +287,8 @@ def _schedule(
         if seeds[rank] >= 0 and not started[seeds[rank]]:
             started[seeds[rank]] = True
             label[seeds[rank]] = rank
-            _join(seeds[rank], rank, first, frequency, experts, weights, profile, tokens)
+            tokens[rank] += frequency[seeds[rank]]
+            add_item(seeds[rank], rank, first, frequency, experts, weights, profile)
     like, here = np.empty(ranks), np.empty(ranks)
     for item in by_frequency:
         if started[item]:
@@ -329,7 +314,8 @@ def _schedule(
                 if score > most:
                     best, most = rank, score
         label[item] = best if best >= 0 else least
-        _join(item, label[item], first, frequency, experts, weights, profile, tokens)
+        tokens[label[item]] += frequency[item]
+        add_item(item, label[item], first, frequency, experts, weights, profile)
 
 
 @helper()
@@ -345,9 +331,7 @@ def _tune(
     ranks: int,
 ) -> None:
     """Move the drawn items, or let the two of a pair change places, if this lowers the cost."""
-    tokens, layers = np.zeros(ranks), len(placed)
-    for item in range(len(frequency)):
-        tokens[label[item]] += frequency[item]
+    tokens, layers = np.bincount(label, frequency, ranks), len(placed)
     even = frequency.sum() / ranks
     here = np.zeros((2, ranks))
     for turn in range(len(drawn)):
@@ -381,20 +365,3 @@ def _tune(
                 tokens[a] += size
                 tokens[b] -= size
                 label[one], label[two] = b, a
-
-
-@helper()
-def _join(
-    item: int,
-    rank: int,
-    first: int,
-    frequency: NDArray[Any],
-    experts: NDArray[Any],
-    weights: NDArray[Any],
-    profile: NDArray[Any],
-    tokens: NDArray[Any],
-) -> None:
-    tokens[rank] += frequency[item]
-    for at in range(len(profile)):
-        for j in range(experts.shape[2]):
-            profile[at, experts[item, first + at, j], rank] += frequency[item] * weights[item, first + at, j]

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.costs.exchange import first_rank
 from coterie.errors import ConfigError, check_share
+from coterie.placement.objective._arrays import Array
 from coterie.types import Placement
 
-Array = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
 ITEMS_HINT = "the experts that tokens or requests activate, as coterie.placement.Items: see docs/placement.md"
@@ -43,9 +43,8 @@ class Items:
     """Whether an item has one rank for all layers (a request under data-parallel attention)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "frequency", np.ascontiguousarray(self.frequency, np.float64))
-        object.__setattr__(self, "experts", np.ascontiguousarray(self.experts, np.int32))
-        object.__setattr__(self, "weights", np.ascontiguousarray(self.weights, np.float64))
+        for name, dtype in (("frequency", np.float64), ("experts", np.int32), ("weights", np.float64)):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype))
         shape = self.experts.shape
         if len(shape) != 3 or 0 in shape:
             raise ConfigError(f"experts of items has shape {shape}; it must be [item, layer, kept], none 0")
@@ -96,7 +95,8 @@ class Items:
     def load(self, num_experts: int) -> Array:
         """Return the tokens [layer, expert] of all items."""
         out = np.zeros((self.num_layers, num_experts))
-        _add_load(self.frequency, self.experts, self.weights, out)
+        tokens = self.frequency[:, None, None] * self.weights
+        np.add.at(out, (np.arange(self.num_layers)[:, None], self.experts), tokens)
         return out
 
     def check_fits(self, num_layers: int, num_experts: int) -> None:
@@ -132,8 +132,7 @@ def placed_ranks(placement: Placement) -> Ranks:
 
 def local_activations(items: Items, expert_ranks: Ranks, ranks: Ranks) -> tuple[Array, Array]:
     """Return the local activations per token [group, item], and all activations per token [group, item]."""
-    local = np.zeros((items.groups, len(items)))
-    total = np.zeros((items.groups, len(items)))
+    local, total = np.zeros((2, items.groups, len(items)))
     _count_local(items.experts, items.weights, expert_ranks, np.asarray(ranks, np.int64), local, total)
     return local, total
 
@@ -160,15 +159,6 @@ def median_imbalance(rank_load: NDArray[np.floating]) -> Array:
 
 
 @njit()
-def _add_load(frequency: NDArray[Any], experts: NDArray[Any], weights: NDArray[Any], out: NDArray[np.float64]) -> None:
-    count, layers, kept = experts.shape
-    for item in range(count):
-        for layer in range(layers):
-            for j in range(kept):
-                out[layer, experts[item, layer, j]] += frequency[item] * weights[item, layer, j]
-
-
-@njit()
 def _count_local(
     experts: NDArray[Any],
     weights: NDArray[Any],
@@ -187,3 +177,19 @@ def _count_local(
                 total[group, item] += weight
                 if expert_ranks[layer, experts[item, layer, j]] == ranks[group, item]:
                     local[group, item] += weight
+
+
+@helper()
+def add_item(
+    item: int,
+    rank: int,
+    first: int,
+    frequency: NDArray[Any],
+    experts: NDArray[Any],
+    weights: NDArray[Any],
+    activations: NDArray[Any],
+) -> None:
+    """Add an item's activations to `activations` [layer, expert, rank] if it is on this rank; `first` is layer 0."""
+    for at in range(len(activations)):
+        for j in range(experts.shape[2]):
+            activations[at, experts[item, first + at, j], rank] += frequency[item] * weights[item, first + at, j]

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit, side_by_side
-from coterie.placement.co_clustering.base import Array, Items, Ranks
+from coterie.placement.co_clustering.base import Items, Ranks, add_item
+from coterie.placement.objective._arrays import Array
 
 PENALTY = 100.0
 """Penalty per token above a rank's largest load, in activations."""
@@ -50,13 +51,13 @@ def descend_ranks(
     share.
     """
     groups, layers = items.groups, items.num_layers
-    found = np.stack([np.ascontiguousarray(start, np.int64) for start in starts])
+    tried = np.stack(starts).astype(np.int64)
     values = np.zeros((len(starts), groups))
     labels = np.zeros((len(starts), groups, len(items)), np.int64)
     arrays = (items.layers_each, items.frequency, trust, items.experts, items.weights, load, most, 1.0 + slack)
-    side_by_side(_descend, groups, *arrays, found, labels, values)
+    side_by_side(_descend, groups, *arrays, tried, labels, values)
     best = values.argmax(axis=0)  # [group] start
-    placed = found[np.repeat(best, items.layers_each), np.arange(layers)]
+    placed = tried[np.repeat(best, items.layers_each), np.arange(layers)]
     label = labels[best, np.arange(groups)]
     asked = np.zeros(len(items), np.bool_)
     asked[np.argsort(-items.frequency, kind="stable")[:MANY_ITEMS]] = True
@@ -92,23 +93,21 @@ def _descend(
     load: NDArray[Any],
     most: NDArray[Any],
     ratio: float,
-    found: NDArray[Any],
+    tried: NDArray[Any],
     labels: NDArray[Any],
     values: NDArray[Any],
 ) -> None:
-    """Assign items and swap experts until neither gains, from every start; updates `found` [start, layer, expert]."""
-    ranks = most.shape[1]
-    scores = np.empty((len(frequency), ranks))
-    label = np.empty(len(frequency), np.int64)
+    """Assign items and swap experts until neither gains, from every start; updates `tried` [start, layer, expert]."""
+    ranks, counted = most.shape[1], frequency * trust
+    scores, label = np.empty((len(frequency), ranks)), np.empty(len(frequency), np.int64)
     for group in which:
         first, last = group * each, (group + 1) * each
-        for start in range(len(found)):
-            placed, price = found[start, first:last], np.zeros(ranks)
+        for start in range(len(tried)):
+            placed, price = tried[start, first:last], np.zeros(ranks)
             kept, best = placed.copy(), -np.inf
             for turn in range(TURNS):
                 _local(first, trust, experts, weights, placed, scores)
-                steps = PRICE_STEPS if turn == 0 else PRICE_STEPS // 5
-                value = _assign(frequency, scores, price, label, ratio, steps)
+                value = _assign(frequency, scores, price, label, ratio, PRICE_STEPS if turn == 0 else PRICE_STEPS // 5)
                 value -= PENALTY * _overload(load[first:last], most[first:last], placed)
                 if value > best + 1e-6 * abs(best) or turn == 0:
                     best = value
@@ -119,16 +118,10 @@ def _descend(
                 penalty = PENALTY * 0.25 ** max(RISES - turn, 0)
                 activations = np.zeros((each, load.shape[1], ranks))
                 for item in range(len(frequency)):
-                    counted = frequency[item] * trust[item]
-                    for at in range(each):
-                        for j in range(experts.shape[2]):
-                            expert = experts[item, first + at, j]
-                            activations[at, expert, label[item]] += counted * weights[item, first + at, j]
+                    add_item(item, label[item], first, counted, experts, weights, activations)
                 moved = False
                 for at in range(each):
-                    moved = (
-                        _fixed_swaps(activations[at], load[first + at], most[first + at], penalty, placed[at]) or moved
-                    )
+                    moved |= _fixed_swaps(activations[at], load[first + at], most[first + at], penalty, placed[at])
                 if not moved and turn >= RISES:
                     break
             placed[:] = kept
@@ -138,11 +131,9 @@ def _descend(
 @helper()
 def _overload(load: NDArray[Any], most: NDArray[Any], placed: NDArray[Any]) -> float:
     """Return the tokens above the largest loads, summed over layers and ranks."""
-    above, total = 0.0, np.empty(most.shape[1])
+    above = 0.0
     for layer in range(len(placed)):
-        total[:] = 0.0
-        for expert in range(placed.shape[1]):
-            total[placed[layer, expert]] += load[layer, expert]
+        total = np.bincount(placed[layer], load[layer], most.shape[1])
         for rank in range(len(total)):
             above += _over(total[rank], most[layer, rank])
     return above
@@ -264,9 +255,7 @@ def _fixed_swaps(
 ) -> bool:
     """Swap experts of one layer while local activations rise, with fixed ranks of items; return whether any moved."""
     experts, ranks = activations.shape
-    total = np.zeros(ranks)
-    for expert in range(experts):
-        total[placed[expert]] += load[expert]
+    total = np.bincount(placed, load, ranks)
     tolerance = 1e-9 * (activations.sum() + 1.0)
     moved = False
     for _ in range(4 * experts):
@@ -378,9 +367,7 @@ def _answering_layer(
     top = np.empty((count, 3), np.int64)  # the three best ranks of an item
     for item in range(count):
         _rank_top(scores[item], top[item])
-    total = np.zeros(ranks)
-    for expert in range(num_experts):
-        total[placed[expert]] += load[expert]
+    total = np.bincount(placed, load, ranks)
     delta, touched = np.zeros(count), np.empty(count, np.int64)
     tolerance = 1e-9 * (frequency.sum() + 1.0)
     for x in range(num_experts):

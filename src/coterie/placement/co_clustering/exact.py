@@ -49,8 +49,8 @@ def solve_exactly(
 
 def _solve(items: Items, num_experts: int, num_ranks: int, theta: float, time_limit_s: float, gap: float) -> Exact:
     """Solve one group of layers; an item has the same rank in all of them."""
-    rng, settings = np.random.default_rng(0), AlternatingSettings(theta=theta)
-    placed, labels = alternate(items, num_experts, num_ranks, rng, settings)
+    settings = AlternatingSettings(theta=theta)
+    placed, labels = alternate(items, num_experts, num_ranks, np.random.default_rng(0), settings)
     program = _Program(items, num_experts, num_ranks, theta)
     start = program.columns_of(*program.in_order(placed, labels[0]))
     limits = Search(gap * float(program.cost @ start), time_limit_s, 1)

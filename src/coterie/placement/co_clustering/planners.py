@@ -115,7 +115,8 @@ class CoCluster(_CoClustering):
         reached = np.stack([np.bincount(at, row, ranks) for at, row in zip(packed, tokens, strict=True)])
         even = tokens.sum(axis=1, keepdims=True) * speeds / speeds.sum()
         most = np.maximum((1 + self.load_slack) * even, reached)
-        few, rng = AlternatingSettings(starts=1, iterations=6), default_rng(self.seed)
+        few = AlternatingSettings(starts=1, iterations=6)
+        rng = default_rng(self.seed)
         starts = [alternate(self.items, experts, ranks, rng, few)[0] for _ in range(self.starts)]
         trust = self.items.frequency / np.maximum(self.items.frequency + self.shrink, 1e-300)
         return _numbered(

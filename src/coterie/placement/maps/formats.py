@@ -119,7 +119,8 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Wr
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
-        tmp.unlink(missing_ok=True)
+        if tmp.exists():  # missing_ok would still fail if a parent of the path is a file
+            tmp.unlink()
     has = {"model": map.model != "unknown", "layer_ids": map.layer_ids is not None, "shares": map.shares is not None}
     return Written(path, format, tuple(name for name, there in has.items() if there and name not in writer.keeps))
 

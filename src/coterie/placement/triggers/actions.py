@@ -151,7 +151,6 @@ class ActionManager:
 
     def cycle(self, demand: Demand, held: Held, at_s: float = 0.0) -> Cycle:
         """Choose replicas and swaps that save enough, in order of saving, up to the limit of actions."""
-        self._check(demand, held)
         work = _Work(self, demand, held)
         events: list[ActionEvent] = []
         candidates: list[_Candidate] = []
@@ -182,12 +181,12 @@ class ActionManager:
 
         The assignment of first copies is optimal for this demand; replicas are added greedily. Nearly all experts move.
         """
-        self._check(demand, held)
         work = _Work(self, demand, held)
         events = [work.rebalance(unit, at_s) for unit in range(len(work.units))]
         return Cycle(work.result(), events)
 
-    def _check(self, demand: Demand, held: Held) -> None:
+    def check(self, demand: Demand, held: Held) -> None:
+        """Raise ConfigError if demand and held experts do not fit each other or the topology."""
         if demand.ndim != 3 or demand.shape != held.shape:
             raise ConfigError(f"demand has shape {demand.shape}, held {held.shape}; both must be [rank, layer, expert]")
         if len(demand) != self.topology.num_ranks:
@@ -201,15 +200,6 @@ class ActionManager:
             raise ConfigError(f"no rank holds expert {nowhere[0][1]} of layer {nowhere[0][0]}")
         if self.settings.whole_experts and (held != held[:, :1]).any():
             raise ConfigError("whole_experts needs ranks that hold the same experts in every layer")
-
-    # -------------------------------------------------------------------------------------------------------- prices
-
-    def row_s(self) -> NDArray[np.float64]:
-        """Return the seconds [rank, holder] to send one activation to its expert and back."""
-        return row_trips_s(self.topology, self.row_bytes)
-
-    def move_s(self, source: int, target: int, layers: int) -> float:
-        return layers * transfer_s(link_between(self.topology, source, target), self.expert_bytes)
 
 
 @njit()
@@ -232,25 +222,32 @@ class _Work:
     """Arrays of one cycle, indexed by unit. A unit is one layer, or all layers with `whole_experts`."""
 
     def __init__(self, manager: ActionManager, demand: Demand, held: Held) -> None:
+        manager.check(demand, held)
         self.manager, self.settings = manager, manager.settings
         ranks, self.num_layers, experts = demand.shape
         whole = self.settings.whole_experts
         self.units = [tuple(range(self.num_layers))] if whole else [(layer,) for layer in range(self.num_layers)]
         self.demand = np.stack([demand[:, list(unit)].sum(axis=1) for unit in self.units])  # [unit, rank, expert]
         self.held = np.stack([held[:, unit[0]] for unit in self.units])  # [unit, rank, expert]
-        self.row_s = manager.row_s()
+        self.row_s = row_trips_s(manager.topology, manager.row_bytes)  # [rank, holder] to send an activation and back
         self.slots = -(-experts // ranks) + self.settings.extra_slots
         self.least_s = self.settings.min_saving_s / (self.num_layers if not whole else 1)
 
     def result(self) -> Held:
-        held = np.empty((len(self.row_s), self.num_layers, self.held.shape[2]), np.bool_)
-        for unit, layers in enumerate(self.units):
-            held[:, list(layers)] = self.held[unit][:, None]
-        return held
+        whole = np.repeat(self.held, self.num_layers // len(self.units), axis=0)  # [layer, rank, expert]
+        return np.ascontiguousarray(whole.swapaxes(0, 1))
 
     def cost(self, unit: int, expert: int, add: int = -1, drop: int = -1) -> float:
         """Return the link seconds of an expert's activations if rank `add` also held it and rank `drop` did not."""
         return float(_link_s(self.demand, self.row_s, self.held, unit, expert, add, drop))
+
+    def move_s(self, source: int, target: int, layers: int) -> float:
+        """Return the seconds to move an expert of this many layers."""
+        return layers * transfer_s(link_between(self.manager.topology, source, target), self.manager.expert_bytes)
+
+    def nearest(self, holders: NDArray[np.bool_], rank: int) -> int:
+        """Return the rank among `holders` [rank] that is the nearest to a rank."""
+        return min(np.flatnonzero(holders).tolist(), key=lambda holder: (self.row_s[rank, holder], holder))
 
     # ---------------------------------------------------------------------------------------------------- candidates
 
@@ -266,15 +263,11 @@ class _Work:
         spare = spare[np.argsort(demand[spare], kind="stable")][: self.settings.swap_top]
         for expert in lacking[: self.settings.swap_top]:
             for given in spare.tolist():
-                best = max(self._swaps(unit, rank, expert, given), default=None)
-                if best is not None:
-                    yield best
+                yield from sorted(self._swaps(unit, rank, expert, given))[-1:]
 
     def _replica(self, unit: int, target: int, expert: int) -> _Candidate:
         saving = self.cost(unit, expert) - self.cost(unit, expert, target)
-        holders = np.flatnonzero(self.held[unit, :, expert]).tolist()
-        source = min(holders, key=lambda rank: (self.row_s[target, rank], rank))
-        return _Candidate(saving, unit, target, expert, -1, source)
+        return _Candidate(saving, unit, target, expert, -1, self.nearest(self.held[unit, :, expert], target))
 
     def _swaps(self, unit: int, target: int, expert: int, given: int) -> Iterator[_Candidate]:
         """Yield the swap with every partner rank that holds `expert` and does not hold `given`."""
@@ -324,7 +317,7 @@ class _Work:
             c.source,
             c.given if c.given >= 0 else None,
             moved * len(layers) * self.manager.expert_bytes,
-            self.manager.move_s(c.source, c.target, len(layers)) if moved else 0.0,
+            self.move_s(c.source, c.target, len(layers)) if moved else 0.0,
             c.saving / self.settings.window_steps,
         )
 
@@ -348,17 +341,17 @@ class _Work:
             self.held[unit] = held
             words = f"a new placement saves {saving * 1e6:.3g} us a window, less than {self.least_s * 1e6:.3g}"
             return ActionEvent("skip", words, at_s, layers)
-        slowest = 0.0
-        for rank, expert in np.argwhere(moves).tolist():
-            near = min(np.flatnonzero(held[:, expert]).tolist(), key=lambda h, to=rank: (self.row_s[to, h], h))  # type: ignore[misc]
-            slowest = max(slowest, int(moves[rank].sum()) * self.manager.move_s(near, rank, len(layers)))
+        loading = (
+            int(moves[rank].sum()) * self.move_s(self.nearest(held[:, expert], rank), rank, len(layers))
+            for rank, expert in np.argwhere(moves).tolist()
+        )
         return ActionEvent(
             "rebalance",
             f"{int(moves.sum())} moves to the homes that cost least",
             at_s,
             layers,
             moved_bytes=float(moves.sum()) * len(layers) * self.manager.expert_bytes,
-            seconds=slowest,
+            seconds=max(loading, default=0.0),
             saving_s=saving / self.settings.window_steps,
         )
 

@@ -136,7 +136,8 @@ class DriftEstimator:
         total = tokens.sum(axis=1, keepdims=True, dtype=np.float64)
         if not total.any():
             return
-        even, row = 1.0 / self.shape[1], self.windows % len(self._ring)
+        even = 1.0 / self.shape[1]
+        row = self.windows % len(self._ring)
         share = np.where(total > 0, tokens / np.where(total > 0, total, 1.0), even) - even
         self._ring[row] = share.ravel()
         lags = self._lags[self._lags <= self.windows]

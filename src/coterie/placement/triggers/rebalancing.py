@@ -268,7 +268,8 @@ class Rebalancer:
         planner = self.make(objective=replace(self.objective, horizon=weight))
         in_force = () if self._now.shares is None else (self._now.shares,)
         plan = planner.plan(expected, self.topology, self.placement, *in_force)
-        cost_s, moves = plan.movement_s + self.objective.planning_s, len(plan.moves)
+        cost_s = plan.movement_s + self.objective.planning_s
+        moves = len(plan.moves)
         saving_s = plan.saving_s * _held_share(plan)
         gain_s = saving_s * weight
         self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
