@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement import HOST, Items, Load, Moves, Objective, Plan, planners
+from coterie.placement import HOST, Items, Load, Moves, Objective, Plan, Problem, planners
 from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin, deal
 from coterie.placement.planning.eplb import Eplb, rebalance
 from coterie.testing import check_planner
@@ -65,8 +65,8 @@ def test_the_exact_planner_keeps_the_contract_with_its_own_split() -> None:
 class Doubled(Objective):
     """Another price than its settings say."""
 
-    def _slot_s(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        return 2.0 * Objective._slot_s(self, tokens)
+    def problem(self, *case: Any) -> Problem:
+        return v3_prices(row_s=2.0 * self.row_s).problem(*case)
 
 
 def test_the_suite_prices_plans_itself() -> None:

@@ -38,9 +38,8 @@ def solve_shares(split: Split, unit: Array, fixed: Array) -> float:
         return 0.0
     replicated = links = 0
     for count in split.copies:
-        if count > 1:
-            replicated += 1
-            links += count - 1
+        replicated += count > 1
+        links += max(count - 1, 0)
     table = np.zeros((ranks + replicated, links + 2))
     inside = np.empty(len(table), np.int64)  # [row] basic variable: slot for a share, slots + rank for a room
     outside = np.empty(links + 1, np.int64)  # [column] nonbasic variable, coded likewise

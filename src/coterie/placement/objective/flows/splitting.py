@@ -219,8 +219,7 @@ def _polish(step: Step, split: Split, scratch: SplitScratch) -> float:
             other = split.first[expert]
             while other >= 0:
                 if other != slot:
-                    for choice in range(2):
-                        amount = share[slot] if choice == 0 else _balancing(step, split, share, busy, slot, other)
+                    for amount in (share[slot], _balancing(step, split, share, busy, slot, other)):
                         here, there = _moved(step, split, share, busy, slot, other, amount)
                         if max(here, there) < best:
                             best, source, target, part = max(here, there), slot, other, amount
