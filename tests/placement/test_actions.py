@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from coterie.costs.exchange import row_trips_s
 from coterie.errors import ConfigError
-from coterie.placement.holdings import held_by, placement_from_held, remote_share
-from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
+from coterie.placement.holdings import held_by, remote_share
 from coterie.placement.triggers.actions import PUBLISHED, ActionManager, ActionSettings
 from coterie.types import Link, Placement, Topology
 
@@ -162,18 +161,6 @@ def test_the_published_settings() -> None:
     single = ActionManager(Topology(4)).cycle(demand, held)
     assert len(single.actions) == 12, "as many bytes"
     assert remote_share(demand, single.held) < remote_share(demand, whole.held) < remote_share(demand, held)
-
-
-def test_what_a_cycle_decides_can_be_migrated(rng: np.random.Generator) -> None:
-    held = held_by(Placement.linear(2, 16, 4))
-    found = ActionManager(Topology(4), settings=EAGER).cycle(rng.gamma(0.3, 100.0, (4, 2, 16)), held)
-    current, target = placement_from_held(held, 12), placement_from_held(found.held, 12, placement_from_held(held, 12))
-    assert (held_by(target) == found.held).all()
-    schedule = schedule_moves(current, target, Topology(4), MigrationLimits(44e6))
-    assert schedule.moved_bytes == sum(event.moved_bytes for event in found.actions)
-    assert not schedule.refusals
-    with pytest.raises(ConfigError, match=r"rank 0 .*4 .*layer 0.*slots_per_rank=3"):
-        placement_from_held(held, 3)
 
 
 def test_bad_input() -> None:

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 from coterie.answers.suites import SuiteOptions
-from coterie.errors import TraceError
+from coterie.errors import ConfigError, TraceError
 from coterie.models import get_model
+from coterie.placement.holdings import held_by
+from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
+from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.traces.activations import ActivationWriter, TraceMeta
 from coterie.traces.load import LoadTable
+from coterie.types import Placement, Topology
+from coterie_lab.suites.held import placement_from_held
 from coterie_lab.suites.migration import memory as migration_memory
 from coterie_lab.suites.migration import suite as migration
 from coterie_lab.suites.migration.memory import Case, Steps, memory_rows
@@ -32,6 +37,20 @@ def save(
                 ids = (rng.random((40, layers, experts)) ** (1 / weight)).argpartition(-2, axis=2)[:, :, -2:]
                 out.append(ids, np.ones(40, np.uint8), domain=f"d{domain}", id=f"{domain}-{request}")
     return path
+
+
+def test_what_a_cycle_decides_can_be_migrated(rng: np.random.Generator) -> None:
+    held = held_by(Placement.linear(2, 16, 4))
+    cycle = ActionManager(Topology(4), settings=ActionSettings(min_mismatch=0.0, min_saving_s=0.0)).cycle(
+        rng.gamma(0.3, 100.0, (4, 2, 16)), held
+    )
+    current, target = placement_from_held(held, 12), placement_from_held(cycle.held, 12, placement_from_held(held, 12))
+    assert (held_by(target) == cycle.held).all()
+    schedule = schedule_moves(current, target, Topology(4), MigrationLimits(44e6))
+    assert schedule.moved_bytes == sum(event.moved_bytes for event in cycle.actions)
+    assert not schedule.refusals
+    with pytest.raises(ConfigError, match=r"rank 0 .*4 .*layer 0.*slots_per_rank=3"):
+        placement_from_held(held, 3)
 
 
 def test_ranks_take_equal_parts_of_the_traffic_in_order() -> None:

@@ -1,4 +1,4 @@
-"""Experts held by each rank, conversion to and from placements with slots, and activations demanded by each rank."""
+"""Experts held by each rank, and activations demanded by each rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_at_least, check_positive_share
-from coterie.placement.objective import settle
 from coterie.types import Placement
 
 Held = NDArray[np.bool_]
@@ -24,30 +23,6 @@ def bit_words(held: Held) -> NDArray[np.uint64]:
     """Return bit masks [rank, layer, word], as in `Fleet.local`: bit e is set if the rank holds expert e."""
     whole = np.pad(held, ((0, 0), (0, 0), (0, -held.shape[2] % 64)))
     return np.packbits(whole, axis=2, bitorder="little").view("<u8").astype(np.uint64)
-
-
-def placement_from_held(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
-    """Assign the experts that each rank holds to slots; an expert that stays on its rank keeps its slot of `current`.
-
-    Spare slots repeat an expert that the rank already holds, so that filling them uses no link.
-    """
-    ranks, layers, experts = held.shape
-    slots = np.zeros((layers, ranks, slots_per_rank), np.int32)
-    old = None if current is None else current.slot_experts.reshape(layers, ranks, -1)
-    for rank in range(ranks):
-        for layer in range(layers):
-            mine = np.flatnonzero(held[rank, layer])
-            if not 0 < mine.size <= slots_per_rank:
-                raise ConfigError(
-                    f"rank {rank} holds {mine.size} experts of layer {layer}; slots_per_rank={slots_per_rank}"
-                )
-            had = np.bincount(old[layer, rank], minlength=experts)[mine] if old is not None else np.zeros(mine.size)
-            spare = np.full(slots_per_rank - mine.size, mine[np.argmax(had)])
-            slots[layer, rank] = np.concatenate([mine, spare])
-    rows = slots.reshape(layers, -1)
-    if current is not None:
-        rows = settle(current.slot_experts, rows, ranks)[0]
-    return Placement(rows, ranks, experts)
 
 
 def remote_share(demand: Demand, held: Held) -> float:

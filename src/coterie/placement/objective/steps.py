@@ -64,10 +64,11 @@ class Steps:
         side_by_side(bound_steps, len(tokens), tokens, *prices, speeds, replicas, even, reach)
         return cls(tokens, load.weights, *prices, even, reach)
 
-    def rank_s(self, slot_experts: NDArray[np.int32], shares: Array, alive: NDArray[np.bool_]) -> Array:
-        """Return the seconds [layer, scenario, rank] with these `shares` [layer, slot]; empty: equal shares."""
+    def rank_s(self, slot_experts: NDArray[np.int32], shares: Array | None, alive: NDArray[np.bool_]) -> Array:
+        """Return the seconds [layer, scenario, rank] with these `shares` [layer, slot]; None: equal shares."""
+        given = np.empty((0, 0)) if shares is None else shares
         busy = np.empty((*self.tokens.shape[:2], len(alive)))
-        side_by_side(assess_steps, len(busy), slot_experts, shares, self.tokens, *self.prices, alive, busy)
+        side_by_side(assess_steps, len(busy), slot_experts, given, self.tokens, *self.prices, alive, busy)
         return busy
 
     def split_rank_s(self, slot_experts: NDArray[np.integer], speeds: Array) -> Array:

@@ -30,7 +30,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
 from coterie.models import get_model
-from coterie.placement.holdings import Demand, held_by, placement_from_held
+from coterie.placement.holdings import Demand, held_by
 from coterie.placement.planning.eplb import rebalance
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.routing import Router, RouterFit, routers
@@ -39,6 +39,7 @@ from coterie.sim.group import LockstepGroup
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
 from coterie_lab.suites.eldr.fleets import TRACES, recorded_source
 from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_halves, language_source
+from coterie_lab.suites.held import placement_from_held
 from coterie_lab.suites.joint.loop import GroupLoop, GroupOutcome, summarise_group
 
 RANKS = 8

@@ -24,10 +24,11 @@ from matplotlib.figure import Figure
 from coterie.answers.figures import Theme, write_figure
 from coterie.answers.suites import Column, Report, SuiteOptions, SuiteResult, SuiteTable
 from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us
-from coterie.placement.holdings import Held, held_by, placement_from_held, remote_share
+from coterie.placement.holdings import Held, held_by, remote_share
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
+from coterie_lab.suites.held import placement_from_held
 from coterie_lab.suites.migration.memory import memory_notes, memory_rows
 from coterie_lab.suites.migration.traffic import TRACES, Domains, Windows, make_windows, read_domains
 from coterie_lab.suites.shared import Rows, as_is, distinct_values, existing_paths, known_model, number, plain
