@@ -124,7 +124,7 @@ def test_a_tail_lowers_the_worst_steps() -> None:
         rows = improve_equal(objective.problem(load, topology, current), current.slot_experts)
         times = FREE.problem(load, topology, current)
         assert times.steps is not None
-        step_s = times.steps.rank_s(rows, np.empty((0, 0)), times.alive).max(axis=2)
+        step_s = times.steps.rank_s(rows, None, times.alive).max(axis=2)
         found[tail] = step_s @ times.steps.weights, worst_mean(step_s, times.steps.weights, 0.2)
     assert found[1.0][1].sum() < found[0.0][1].sum(), "the tail's own plan has the lower tail"
     assert found[0.0][0].sum() < found[1.0][0].sum(), "and the mean's the lower mean"
