@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
+from coterie.costs.movement import load_s
 from coterie.costs.replicas import equal_shares
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Moves
@@ -25,15 +26,12 @@ def moves_between(
     layer, slot = np.nonzero(changed)
     expert = np.asarray(slot_experts, np.int64)[layer, slot]
     source, seconds = np.empty(len(layer), np.int64), np.empty(len(layer))
-    links = [
-        link.latency_s + expert_bytes / link.bytes_per_s for link in (topology.intra, topology.inter, topology.host)
-    ]
     _fill_sources(
         current.slot_experts,
         current.num_experts,
         speeds,
         topology.rank_nodes,
-        np.array(links),
+        load_s(topology, expert_bytes),
         layer,
         slot,
         expert,
@@ -79,11 +77,8 @@ def _fill_sources(
                 after[at] = first[held]
                 first[held] = at
                 copies[held] += 1
-        most = 0
-        for move in range(start, end):
-            most = max(most, copies[expert[move]])
         # Experts with fewer copies have less choice of a sender, so they choose first.
-        for count in range(most + 1):
+        for count in range(copies.max() + 1):
             for move in range(start, end):
                 if copies[expert[move]] != count:
                     continue
@@ -109,7 +104,7 @@ def settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int) -> tuple[
 
     Returns the reordered rows [layer, slot] and, for each of their slots, its slot index in `new` [layer, slot].
     """
-    order = np.empty(new.shape, np.int64)
+    order = np.full(new.shape, -1, np.int64)
     _settle(old, new, ranks, order)
     return np.take_along_axis(new, order, axis=1), order
 
@@ -123,8 +118,6 @@ def _settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int, order: N
         for rank in range(ranks):
             start = rank * per_rank
             used[:] = False
-            for slot in range(start, start + per_rank):
-                order[layer, slot] = -1
             for slot in range(start, start + per_rank):
                 for other in range(per_rank):
                     if not used[other] and new[layer, start + other] == old[layer, slot]:

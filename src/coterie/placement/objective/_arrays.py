@@ -120,11 +120,7 @@ def fill_sources(
     """
     ranks, experts = source.shape
     per_rank = len(slot_experts) // ranks
-    first, near = np.empty(experts, np.int16), np.empty((nodes[-1] + 1, experts), np.int16)
-    for expert in range(experts):
-        first[expert] = HOST
-    for node in range(len(near)):
-        copy_row(near[node], first)
+    first, near = np.full(experts, HOST, np.int16), np.full((nodes[-1] + 1, experts), HOST, np.int16)
     for slot in range(len(slot_experts) - 1, -1, -1):
         rank = slot // per_rank
         if speeds[rank] > 0.0:
@@ -178,9 +174,7 @@ def fill_bounds(
     reach: Array,
 ) -> None:
     ranks, experts = unit.shape
-    work, least = np.empty(experts), np.empty(experts)  # seconds at speed 1, and on the fastest rank
-    for expert in range(experts):
-        work[expert], least[expert] = np.inf, np.inf
+    work, least = np.full(experts, np.inf), np.full(experts, np.inf)  # seconds at speed 1, and on the fastest rank
     living, pace = 0, 0.0
     for rank in range(ranks):
         if speeds[rank] == 0.0:
@@ -297,61 +291,30 @@ def assess(
 
     An expert in two slots of a rank is loaded once.
     """
+    ranks, experts = unit.shape[1:]
+    per_rank = slot_experts.shape[1] // ranks
     for layer in chosen:
-        parts = given[layer] if len(given) else np.empty(0)
-        _assess_layer(
-            slot_experts[layer],
-            unit[layer],
-            share[layer],
-            parts,
-            load_in[layer],
-            source[layer],
-            alive,
-            busy[layer],
-            arrivals[layer],
-            loads[layer],
-        )
-
-
-@helper()
-def _assess_layer(
-    slot_experts: NDArray[np.int32],
-    unit: Array,
-    share: Array,
-    given: Array,
-    load_in: Array,
-    source: NDArray[np.int16],
-    alive: NDArray[np.bool_],
-    busy: Array,
-    arrivals: Array,
-    loads: NDArray[np.int64],
-) -> None:
-    ranks, experts = unit.shape
-    per_rank = len(slot_experts) // ranks
-    replicas, seen = np.zeros(experts, np.int64), np.empty(experts, np.int64)
-    for expert in range(experts):
-        seen[expert] = -1
-    for slot in range(len(slot_experts)):
-        if alive[slot // per_rank]:
-            replicas[slot_experts[slot]] += 1
-    slot = 0
-    for rank in range(ranks):
-        busy[rank], arrivals[rank], loads[rank] = 0.0, 0.0, 0
-        for _ in range(per_rank):
-            expert = slot_experts[slot]
-            slot += 1
+        row, replicas, seen = slot_experts[layer], np.zeros(experts, np.int64), np.full(experts, -1)
+        for slot in range(len(row)):
+            if alive[slot // per_rank]:
+                replicas[row[slot]] += 1
+        for rank in range(ranks):
+            busy[layer, rank], arrivals[layer, rank], loads[layer, rank] = 0.0, 0.0, 0
             if not alive[rank]:
                 continue
-            if len(given):
-                busy[rank] += unit[rank, expert] * _part(share[:, expert], given[slot - 1])
-            else:
-                # Duplicates on one rank may give an expert more replicas than the table covers.
-                known = min(replicas[expert], share.shape[0])
-                busy[rank] += unit[rank, expert] * share[known - 1, expert] * known / replicas[expert]
-            if source[rank, expert] != rank and seen[expert] != rank:
-                seen[expert] = rank
-                arrivals[rank] += load_in[rank, expert]
-                loads[rank] += 1
+            for slot in range(rank * per_rank, (rank + 1) * per_rank):
+                expert = row[slot]
+                if len(given):
+                    busy[layer, rank] += unit[layer, rank, expert] * _part(share[layer, :, expert], given[layer, slot])
+                else:
+                    # Duplicates on one rank may give an expert more replicas than the table covers.
+                    known = min(replicas[expert], share.shape[1])
+                    part = unit[layer, rank, expert] * share[layer, known - 1, expert]
+                    busy[layer, rank] += part * known / replicas[expert]
+                if source[layer, rank, expert] != rank and seen[expert] != rank:
+                    seen[expert] = rank
+                    arrivals[layer, rank] += load_in[layer, rank, expert]
+                    loads[layer, rank] += 1
 
 
 @helper()

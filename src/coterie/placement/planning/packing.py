@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import helper, njit
+from coterie._numba import helper, njit, side_by_side
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan
 from coterie.placement.objective import Objective, Problem
@@ -66,49 +66,104 @@ def pack_slots(weight: NDArray[np.float64], kind: NDArray[np.int64], speed: NDAr
 
     Each row is packed independently onto ranks of `speed` [rank].
     """
+    return pack_steps(weight, kind, np.zeros((len(weight), experts, 0)), speed)
+
+
+def pack_steps(
+    weight: NDArray[np.float64], kind: NDArray[np.int64], tokens: NDArray[np.float64], speed: NDArray[np.float64]
+) -> Slots:
+    """Pack as :func:`pack_slots`, onto the rank for which the sum over scenarios of the busiest rank's load is lowest.
+
+    `tokens` [row, expert, scenario] is the load of one slot of the expert. Ties go to the least busy rank.
+    """
     out = np.empty(weight.shape, np.int32)
     # Sort with NumPy: compiling a sort with Numba takes longer than compiling all the rest.
-    _pack(np.argsort(-weight, axis=1, kind="stable"), weight, kind, speed, experts, out)
+    order = np.argsort(-weight, axis=1, kind="stable")
+    side_by_side(_place, len(weight), order, weight, kind, tokens, speed, out)
     return out
 
 
 @njit()
-def _pack(
+def _place(
+    chosen: NDArray[np.int64],
     order: NDArray[np.int64],
     weight: NDArray[np.float64],
     kind: NDArray[np.int64],
+    tokens: NDArray[np.float64],
     speed: NDArray[np.float64],
-    experts: int,
     out: Slots,
 ) -> None:
-    rows, items = weight.shape
-    ranks = len(speed)
+    """Fill `out` [layer, slot] with experts, in the chosen layers.
+
+    An item is an expert's slot before it has a rank. `tokens` [layer, expert, scenario] is the load of one slot of the
+    expert; `weight` [layer, item] is the item's mean load, `kind` [layer, item] its expert, and `order` [layer, item]
+    the items by descending weight.
+    """
+    experts, scenarios = tokens.shape[1:]
+    ranks, items = len(speed), kind.shape[1]
     room = items // ranks
     packed = np.empty((ranks, room), np.int64)
-    filled = np.zeros(ranks, np.int64)
-    total = np.zeros(ranks)
+    filled, total = np.zeros(ranks, np.int64), np.zeros(ranks)
     holds = np.zeros((ranks, experts), np.bool_)
-    for row in range(rows):
+    busy, peak = np.zeros((ranks, scenarios)), np.zeros(scenarios)
+    for layer in chosen:
         filled[:] = 0
         total[:] = 0.0
         holds[:] = False
-        for item in order[row]:
-            expert, tokens = kind[row, item], weight[row, item]
-            best, least = -1, np.inf
+        busy[:] = 0.0
+        peak[:] = 0.0
+        for item in order[layer]:
+            expert = kind[layer, item]
+            best, least, lightest = -1, np.inf, np.inf
             for rank in range(ranks):
                 if filled[rank] < room and not holds[rank, expert]:
-                    busy = (total[rank] + tokens) / speed[rank]
-                    if busy < least:
-                        best, least = rank, busy
+                    height = _height(tokens[layer, expert], speed[rank], busy[rank], peak)
+                    light = (total[rank] + weight[layer, item]) / speed[rank]
+                    if height < least or (height == least and light < lightest):
+                        best, least, lightest = rank, height, light
             if best < 0:
-                best = make_room(item, weight[row], kind[row], speed, packed, filled, total, holds)
+                best = make_room(item, weight[layer], kind[layer], speed, packed, filled, total, holds)
+                _recount(tokens[layer], kind[layer], speed, packed, filled, busy, peak)
             packed[best, filled[best]] = item
             filled[best] += 1
-            total[best] += tokens
+            total[best] += weight[layer, item]
             holds[best, expert] = True
+            for scenario in range(scenarios):
+                busy[best, scenario] += tokens[layer, expert, scenario] / speed[best]
+                peak[scenario] = max(peak[scenario], busy[best, scenario])
         for rank in range(ranks):
             for place in range(room):
-                out[row, rank * room + place] = kind[row, packed[rank, place]]
+                out[layer, rank * room + place] = kind[layer, packed[rank, place]]
+
+
+@helper()
+def _height(tokens: NDArray[np.float64], speed: float, busy: NDArray[np.float64], peak: NDArray[np.float64]) -> float:
+    """Return the sum over scenarios of the busiest rank's load if the rank got a slot with these tokens."""
+    height = 0.0
+    for scenario in range(len(peak)):
+        height += max(peak[scenario], busy[scenario] + tokens[scenario] / speed)
+    return height
+
+
+@helper()
+def _recount(
+    tokens: NDArray[np.float64],
+    kind: NDArray[np.int64],
+    speed: NDArray[np.float64],
+    packed: NDArray[np.int64],
+    filled: NDArray[np.int64],
+    busy: NDArray[np.float64],
+    peak: NDArray[np.float64],
+) -> None:
+    """Recompute the loads of all ranks after an item has changed ranks."""
+    busy[:] = 0.0
+    peak[:] = 0.0
+    for rank in range(len(filled)):
+        for place in range(filled[rank]):
+            expert = kind[packed[rank, place]]
+            for scenario in range(len(peak)):
+                busy[rank, scenario] += tokens[expert, scenario] / speed[rank]
+                peak[scenario] = max(peak[scenario], busy[rank, scenario])
 
 
 @helper()

@@ -46,11 +46,9 @@ from coterie.errors import ConfigError, check_not_negative, check_positive_share
 from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.scenarios import RecentSteps
-from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
+from coterie.placement.triggers.drift import Array, DriftEstimate, DriftEstimator, Forecast
 from coterie.types import Placement, Topology
 from coterie.units import shown_s
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +138,6 @@ class _Map(NamedTuple):
     placement: Placement
     shares: Array | None = None
     """[layer, slot] shares in force; None for equal shares."""
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Map:
-        return cls(plan.placement, None if plan.split == "equal" else plan.shares)
 
     def busy_s(self, problem: Problem) -> Array:
         """Return the seconds of the slowest rank of each layer, [layer]."""
@@ -286,7 +280,8 @@ class Rebalancer:
         self._close_round()
         self._settle_interval()
         self._age_then, self._fitted_at = self._age(), self.step
-        self._previous, self._next, self.pending = self._now, _Map.of(plan), moves
+        shares = None if plan.split == "equal" else plan.shares
+        self._previous, self._next, self.pending = self._now, _Map(plan.placement, shares), moves
         self._saving_s = saving_s
         self._excess_then_s = _excess_s(self._next, problem)
         if problem.steps is not None:

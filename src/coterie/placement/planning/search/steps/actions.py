@@ -25,7 +25,6 @@ from coterie.placement.planning.search.steps.state import (
     objective,
     objective_now,
     rank_slowest,
-    summed,
 )
 
 LOOKED = 2
@@ -41,7 +40,7 @@ def best_swap(
     low = fill_still(state.first, state.second, state.third, one, two, still, scratch.mine, scratch.theirs)
     if layer.uniform and objective(layer, prices, prices.lean * low / layer.scale, 0.0, edge) >= limit:
         return -1, -1
-    per_rank, now = len(scratch.pull), summed(state.first)
+    per_rank, now = len(scratch.pull), state.first.sum()
     here, home = state.table[rank * per_rank : (rank + 1) * per_rank], state.table[other * per_rank :]
     there, back = here, home
     if not layer.uniform:

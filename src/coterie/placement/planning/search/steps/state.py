@@ -169,14 +169,6 @@ def add_units(times: Units, units: Units, sign: int) -> None:
 
 
 @helper()
-def summed(times: Units) -> int:
-    total = np.int32(0)
-    for scenario in range(len(times)):
-        total = np.int32(total + times[scenario])
-    return int(total)
-
-
-@helper()
 def summed_past(times: Units, edges: Units) -> int:
     """Return the sum of the scenario times beyond the edge of the tail."""
     total = np.int32(0)
@@ -237,8 +229,8 @@ def mark_stale(stale: NDArray[np.bool_], rank: int) -> None:
 def expected(layer: StepLayer, state: StepState, prices: Prices, peak: Units) -> float:
     """Return the expected seconds, tail included, for the times of the slowest ranks, `peak` [scenario]."""
     if prices.steep == 0.0:
-        return summed(peak) / layer.scale
-    return (prices.lean * summed(peak) + prices.steep * summed_past(peak, state.edges)) / layer.scale
+        return peak.sum() / layer.scale
+    return (prices.lean * peak.sum() + prices.steep * summed_past(peak, state.edges)) / layer.scale
 
 
 @helper()
