@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement.objective._arrays import copy_row
+from coterie.placement.objective._arrays import Array, copy_row
 from coterie.placement.objective.flows.chains import (
     NONE,
     REACHED,
     TWIN,
-    Array,
     Indices,
     Split,
     bequeath,

@@ -159,7 +159,7 @@ def _lengths(path: _Path, max_moves: int | None) -> NDArray[np.int64]:
     first = np.isfinite(path.totals).argmax(axis=1)  # moves until every expert is on a living rank
     moves = first[:, None] + np.arange(path.totals.shape[1])
     totals = np.take_along_axis(path.totals, np.minimum(moves, path.slots.shape[1]), axis=1)
-    return first + spend(path.counts + 1 - first, totals, moves.astype(np.float64), moves, max_moves)
+    return np.asarray(first + spend(path.counts + 1 - first, totals, moves.astype(np.float64), moves, max_moves))
 
 
 def _reasons(

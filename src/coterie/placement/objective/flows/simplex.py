@@ -18,7 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from coterie._numba import helper
-from coterie.placement.objective.flows.chains import NONE, Array, Indices, Split
+from coterie.placement.objective._arrays import Array
+from coterie.placement.objective.flows.chains import NONE, Indices, Split
 
 STALL = 50
 """Pivots without progress after which the first improving column is chosen, not the steepest: Bland's rule, which

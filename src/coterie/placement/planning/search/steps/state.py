@@ -229,8 +229,8 @@ def mark_stale(stale: NDArray[np.bool_], rank: int) -> None:
 def expected(layer: StepLayer, state: StepState, prices: Prices, peak: Units) -> float:
     """Return the expected seconds, tail included, for the times of the slowest ranks, `peak` [scenario]."""
     if prices.steep == 0.0:
-        return peak.sum() / layer.scale
-    return (prices.lean * peak.sum() + prices.steep * summed_past(peak, state.edges)) / layer.scale
+        return float(peak.sum() / layer.scale)
+    return float((prices.lean * peak.sum() + prices.steep * summed_past(peak, state.edges)) / layer.scale)
 
 
 @helper()
