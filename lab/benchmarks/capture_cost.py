@@ -138,21 +138,10 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
         "vllm.entrypoints.openai.api_server",
         "--model",
         str(options.model or tiny_model_path()),
-        "--served-model-name",
-        "tiny",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--block-size",
-        "32",
-        "--port",
-        str(port),
-        "--no-enable-prefix-caching",
-        "--kv-transfer-config",
-        json.dumps({**config, "kv_connector_extra_config": extra}),
     ]
+    argv += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    argv += ["--block-size", "32", "--port", str(port), "--no-enable-prefix-caching"]
+    argv += ["--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra})]
     prompts = take_in_turn(load_prompts(), options.requests)
     url = f"http://127.0.0.1:{port}"
 

@@ -106,7 +106,7 @@ LEVERS = (
 
 
 def levers(readme: str) -> Any:
-    """What each lever saves, as bars with words large enough for a phone."""
+    """Draw the savings of each lever as bars, with words large enough for a phone."""
 
     def plot(axes: Any, theme: Any) -> None:
         for row, (name, measure, pattern) in enumerate(LEVERS):

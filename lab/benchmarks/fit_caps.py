@@ -19,20 +19,10 @@ import numpy as np
 
 from coterie.answers.batches.drawn import DRAWN, DrawnWorkload
 from coterie.answers.runs import in_parallel
-from coterie_lab.suites.caps.published import EXAMPLE, REQUESTS, SEEDS
+from coterie_lab.suites.caps.published import BURSTY, EXAMPLE, REQUESTS, SEEDS
 from coterie_lab.suites.caps.suite import Cell, run_cell
 
-NAMES = (
-    "fcfs",
-    "greedy_variance",
-    "greedy_dot_product",
-    "norm_minimizing",
-    "lpt_balanced",
-    "power_of_d",
-    "random",
-    "karmarkar_karp",
-    "lpt",
-)
+NAMES = ("fcfs", *(name for name in BURSTY if name != "best_fit"))
 CELLS = [Cell(pattern, rate, seed) for pattern in ("bursty", "poisson") for rate in (150.0, 300.0) for seed in SEEDS]
 TARGETS: list[tuple[str, float, str, str, float, float]] = [
     *(("bursty", 150.0, name, "p99", 46.9, 2.0) for name in ("greedy_variance", "greedy_dot_product", "lpt_balanced")),

@@ -88,7 +88,7 @@ def rtx_pro_6000(folder: Path) -> Measurement:
 
 
 class ContentionRun(msgspec.Struct, frozen=True):
-    """What gpu/contention.py writes."""
+    """A file written by gpu/contention.py."""
 
     hardware: dict[str, str | int | float]
     software: dict[str, str]

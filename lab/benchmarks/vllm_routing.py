@@ -62,30 +62,10 @@ def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[s
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": connectors},
     }
-    return [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(tiny_model_path()),
-        "--served-model-name",
-        "coterie-tiny",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--block-size",
-        str(BLOCK_SIZE),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--distributed-executor-backend",
-        "uni",
-        "--kv-transfer-config",
-        json.dumps(both),
-    ]
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model_path())]
+    argv += ["--served-model-name", "coterie-tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    argv += ["--block-size", str(BLOCK_SIZE), "--host", "127.0.0.1", "--port", str(port)]
+    return [*argv, "--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(both)]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

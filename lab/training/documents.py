@@ -93,6 +93,3 @@ def schedule(documents: Documents, settings: Settings, rng: np.random.Generator)
     rows = Rows(*(torch.cat(parts) for parts in zip(*packed, strict=True)))
     shuffle = torch.from_numpy(rng.permutation(len(rows.tokens)))
     return Rows(*(part[shuffle] for part in rows)), epochs
-
-
-# Model

@@ -23,7 +23,7 @@ class Problem(NamedTuple):
 
 
 class Phrases(NamedTuple):
-    """What a language brings: {x} and {y} are names, {i} a thing, {a}, {b}, {c} counts."""
+    """Phrases of a language: {x} and {y} are names, {i} a thing, {a}, {b}, {c} counts."""
 
     names: str
     things: str

@@ -25,7 +25,7 @@ class Text(NamedTuple):
     """ISO 639-1, or a programming language."""
     text: str
     answer: str | None = None
-    """What an assistant replies to text; None where text must be split to have a reply."""
+    """Reply of an assistant to `text`; None if `text` must be split to have a reply."""
 
 
 # Fetching

@@ -43,7 +43,7 @@ class Settings:
     information: float = 0.01
     """Weight of the mutual information between domain and expert (Mod-Squad), which is maximised."""
     groups: str = "domain"
-    """What information is about: domain, or slice (domain and language)."""
+    """Groups of the information loss: domain, or slice (domain and language)."""
     shares: str = "0.28,0.12,0.15,0.12,0.08,0.25"
     """Share of each domain among the training tokens."""
     evaluate: int = 100
@@ -51,9 +51,6 @@ class Settings:
     held: int = 0
     """Rows of held-out text evaluated; 0 for all of them."""
     seed: int = 7
-
-
-# Text
 
 
 class Norm(nn.Module):
@@ -180,6 +177,3 @@ def mutual_information(of_group: Tensor, probability: Tensor) -> Tensor:
     weight = present / present.sum()
     overall = (weight[:, None] * given).sum(0)
     return (weight[:, None] * given * (given.clamp(min=1e-9).log() - overall.clamp(min=1e-9).log())).sum()
-
-
-# Training

@@ -197,7 +197,7 @@ def train(s: Settings, model: Model, run: Any, texts: tuple[Documents, Rows], de
 
 
 def summarise(result: Result, epochs: dict[str, float], rate: float, seconds: float) -> dict[str, Any]:
-    """What a run came to; for every domain, how far its held-out loss ever rose above its lowest before."""
+    """Summarise a run; for every domain, how far its held-out loss ever rose above its earlier minimum."""
     rises = {}
     for domain in (*DOMAINS, "mean"):
         values = [point["loss"][domain] for point in result.curve]

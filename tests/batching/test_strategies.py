@@ -308,7 +308,7 @@ def test_looking_at_all_is_greedy(
 def test_the_best_of_d_has_the_rank_that_counting_gives(
     kind: Callable[..., Any], d: int, rng: np.random.Generator
 ) -> None:
-    """Of m candidates the one of rank k is taken if it is drawn and no better one is: C(m-1-k, d-1) / C(m, d)."""
+    """The candidate of rank k of m is taken if it is drawn and no better one is: C(m-1-k, d-1) / C(m, d)."""
     m, trials = 9, 8000
     ranks = rng.permutation(m)
     # Total and spread rise with the rank, in columns that the oldest fills.

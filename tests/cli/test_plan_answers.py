@@ -95,7 +95,7 @@ def test_the_page_shows_both_and_says_what_is_counted(run: Run, load: Path) -> N
 
 @pytest.mark.parametrize("window", [None, "law"])
 def test_held_out_windows_are_not_planned_on(run: Run, load: Path, tmp_path: Path, window: str | None) -> None:
-    """Of two windows the second is scored, with a plan that another process made of the first alone."""
+    """Score the second of two windows, with a plan that another process made from the first only."""
     first, second = ("law", "code") if window else ("code", "law")
     ask = ("--ranks", 4, "--planner", "eplb")
     found = asked(run, load, *ask, *(() if window is None else ("--window", window)))

@@ -44,7 +44,7 @@ class Block(NamedTuple):
     language: str
     text: str
     line: int
-    """Of the page, of the block's first line."""
+    """Line number of the block's first line in the page."""
     need: str | None
 
 

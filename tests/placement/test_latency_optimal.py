@@ -29,7 +29,7 @@ def all_rows(experts: int, ranks: int, per_rank: int) -> np.ndarray:
 
 
 def best_total(problem: Problem, rows: np.ndarray) -> float:
-    """Of one layer, by trying all."""
+    """Return the best total of one layer by trying all placements."""
     unit, share = (np.broadcast_to(a[0], (len(rows), *a[0].shape)) for a in (problem.unit, problem.share))
     many = Problem(
         problem.objective,

@@ -68,7 +68,7 @@ def pick(problem: Problem, layers: list[int]) -> Problem:
 
 
 def all_scores(problem: Problem, split: Any) -> Score:
-    """Of every placement of a problem of one layer, as if each were a layer."""
+    """Score every placement of a problem of one layer, as if each were a layer."""
     slots = np.array(placements(problem))
     shares = np.array([best_split(problem, one) for one in slots]) if split == "optimal" else None
     return pick(problem, [0] * len(slots)).score(slots, shares)

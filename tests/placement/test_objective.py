@@ -62,7 +62,7 @@ def plain_unit(problem: Problem, load: Load, layer: int, rank: int, expert: int)
 
 
 def plain_part(problem: Problem, load: Load, layer: int, expert: int, n: int) -> float:
-    """Of the whole, what one of n replicas takes on the mean of living ranks."""
+    """Return the share of an expert's time that one of n replicas takes, mean over living ranks."""
     prices, top = problem.objective, problem.topology
     tokens = load.tokens[layer, expert] / load.steps
     whole = part = 0.0

@@ -93,7 +93,7 @@ def test_by_hand() -> None:
 
 
 def test_sixteen_are_sixteen_whatever_top_k_is() -> None:
-    """Of 20 experts used, falling, the last 16 are predicted: 12 of the first 16 are among them."""
+    """20 experts are used, less and less; the last 16 are predicted: 12 of the first 16 are among them."""
     truth = np.arange(20, 0, -1).reshape(1, 1, 20)
     for top_k in (1, 2, 20):
         found = scored(truth[..., ::-1].clip(5) - 4, truth, top_k)

@@ -126,7 +126,7 @@ def test_num_tokens_scales_and_the_input_stays(rng: np.random.Generator) -> None
 
 
 def test_what_is_cut_off_goes_by_popularity() -> None:
-    """Of a token with experts a (always), b and c (half the time each), two kept leave half an activation."""
+    """A token has experts a (always), b and c (half the time each); keeping two leaves half an activation."""
     ids = np.array([[[0, 1]], [[0, 2]], [[5, 6]], [[5, 6]]])
     trace = trace_of(ids, [4, 4, 9, 9], [4])
     popular = np.bincount(ids.ravel(), minlength=EXPERTS) / 4

@@ -63,7 +63,7 @@ class Chromium(NamedTuple):
 
     process: subprocess.Popen[bytes]
     url: str
-    """Of its DevTools WebSocket."""
+    """URL of its DevTools WebSocket."""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ NEVER_MS = 1e12
 
 
 def mean_wait_s(rate: float, trigger: int, size: int) -> float:
-    """Of a request from its arrival to the start of its batch."""
+    """Return the mean wait of a request from its arrival to the start of its batch."""
     left = np.arange(LARGEST)  # when a batch ends
     stay = np.maximum(np.maximum(left, trigger) - size, 0)  # when the next one starts
     arrivals = poisson.pmf(left, rate * SERVICE_S)

@@ -1,4 +1,4 @@
-"""What one trial says of a gateway."""
+"""Results of trials of a gateway."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Check(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is asked of: a gateway, the model it serves, and a key if it wants one."""
+    """The gateway under test, the model it serves, and its API key if it needs one."""
 
     url: str
     model: str

@@ -56,8 +56,6 @@ class Trial:
             outcome, detail = "failed", f"{type(error).__name__}: {error}"
         self.checks.append({"what": what, "outcome": outcome, "detail": detail})
 
-    # ----------------------------------------------------------------------------------------------------- requests
-
     def complete(self, **more: Any) -> Any:
         return self.client.completions.create(
             **{"model": self.model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, **more}
@@ -66,8 +64,6 @@ class Trial:
     def chat(self, **more: Any) -> Any:
         body = {"model": self.model, "messages": MESSAGES, "max_completion_tokens": TOKENS, "temperature": 0}
         return self.client.chat.completions.create(**{**body, **more})
-
-    # ------------------------------------------------------------------------------------------------------- checks
 
     def models(self) -> str:
         names = [one.id for one in self.client.models.list()]
@@ -132,7 +128,7 @@ class Trial:
         return f"arguments {streamed[:40]!r}"
 
     def unknown_fields(self) -> None:
-        """What the client does not know goes to the worker as it is; both ways of naming a limit do too."""
+        """Fields that the client does not know reach the worker unchanged."""
         more = {"top_k": 1, "repetition_penalty": 1.0, "ignore_eos": True, "metadata": {"ünïcode": [1.5, None, 1e-7]}}
         self.complete(extra_body=more, stop=["\n\n\n"], seed=7, extra_headers={"x-request-id": "unknown-fields"})
 

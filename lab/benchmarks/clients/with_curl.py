@@ -18,7 +18,7 @@ LARGE = 3 << 20
 
 
 class Told(NamedTuple):
-    """What curl says of one request."""
+    """What curl reports for one request."""
 
     body: str
     status: int
@@ -75,8 +75,6 @@ class Curl:
                 body.append(line)
         assert len(found) == len(requests), ran.stdout
         return found
-
-    # ------------------------------------------------------------------------------------------------------- checks
 
     def keeps_alive(self) -> str:
         post = ("/v1/completions", ("-d", self.body()))

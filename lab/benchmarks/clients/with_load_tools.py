@@ -21,7 +21,7 @@ WAYS = {
     "completions, streamed": "request_format=/v1/completions",
     "chat, whole": "request_format=/v1/chat/completions,stream=false",
 }
-"""What is tried, and what guidellm's backend is told."""
+"""Name of a trial → options of guidellm's backend."""
 
 
 def try_guidellm(asked: Asked, tokenizer: Path) -> tuple[str, list[Check]]:

@@ -50,7 +50,7 @@ def median_of(samples: Sequence[float]) -> Median:
 
 
 class Round(NamedTuple):
-    """What one target showed in one round."""
+    """Results of one target in one round."""
 
     p50_ms: float
     p99_ms: float

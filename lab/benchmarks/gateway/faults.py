@@ -81,7 +81,7 @@ async def _warm(site: Site) -> None:
 
 
 async def _state(site: Site) -> dict[str, float]:
-    """What is in use: by the gateway's own count, by its process, and by the workers."""
+    """Count what is in use: by the gateway itself, by its process, and by the workers."""
     found = await site.metrics()
     state = {
         "requests in flight": found["coterie_gateway_in_flight"],

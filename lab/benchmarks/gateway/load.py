@@ -21,7 +21,7 @@ ANSWER_S = 30.0
 
 
 class Sample(NamedTuple):
-    """What one client, or several, saw."""
+    """Latencies of one client or several."""
 
     latencies_s: list[float]
     seconds: float

@@ -58,7 +58,7 @@ def config(port: int, urls: Sequence[str], endpoints: Sequence[str], control: Co
 
 
 class Cost(NamedTuple):
-    """What one round showed."""
+    """Results of one round."""
 
     p50_ms: float
     p99_ms: float

@@ -155,7 +155,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What grew by more than its bound, from the second quarter to the last."""
+    """Name the values that grew by more than their bound, from the second quarter to the last."""
     quarter = len(samples) // 4
     problems = []
     for name, bound in BOUNDS.items():

@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What all jobs share."""
+    """Settings that all jobs share."""
 
     ranks: int
     slots: int
@@ -81,7 +81,7 @@ class Served(NamedTuple):
     job: Job
     asked: list[Asked]
     planning_s: float
-    """Given to a policy that weighs it."""
+    """Planning time given to a policy that weighs it."""
     weights_right: bool
 
 

@@ -22,7 +22,7 @@ from shown_control import ShownControl, full_view
 NOW = 1_700_000_000.0
 MINUTE = {"seconds": 60.0, "ended": 0, "failed": 0, "ttft_ms": {"p50": None}, "tpot_ms": {"p50": None}}
 MOST_BYTES = 700_000
-"""Of a snapshot of the largest fleet, of which every text is as long as it may be."""
+"""Most bytes of a snapshot of the largest fleet, with every text at its longest."""
 
 
 def shown(parts: GatewayParts, **asked: str) -> Any:

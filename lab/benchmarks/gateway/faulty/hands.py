@@ -1,4 +1,4 @@
-"""What is done to a fleet under load: two hands that draw faults from one shuffled deck.
+"""Faults of a fleet under load: two hands draw them from one shuffled deck.
 
 At least one decode worker is well at any time, and was for some seconds; one hand at a time is at the gateway.
 """
@@ -48,7 +48,7 @@ class Hands:
         """Faults begin until `until_s`, those of the gateway's process until `gateway_until_s`."""
         self.faults: list[Fault] = []
         self.defects: list[str] = []
-        """What the gateway did wrong to an operator."""
+        """Defects in the gateway's answers to an operator."""
         self._site, self._clients, self._rng = site, clients, rng
         self._until_s, self._gateway_until_s = until_s, gateway_until_s
         self._sound = list(site.decoders)
@@ -107,8 +107,6 @@ class Hands:
             yield found
         finally:
             asyncio.get_running_loop().call_later(SETTLED_S, self._sound.append, found)
-
-    # --------------------------------------------------------------------------------------------------------- workers
 
     def _process(self, worker_id: str) -> ServerProcess:
         return self._site.decoders[worker_id].process
@@ -198,8 +196,6 @@ class Hands:
                 task.cancel()
             await asyncio.sleep(0)
             fault.note = f"{sum(one.state == 'left' for one in asked)} left"
-
-    # --------------------------------------------------------------------------------------------------------- gateway
 
     async def _drain(self) -> None:
         gateway = self._site.gateway

@@ -1,4 +1,4 @@
-"""What is run: an embedded fleet, a liar in front of its prefill worker, and a gateway that can be restarted."""
+"""The processes: an embedded fleet, a liar in front of its prefill worker, and a gateway that can be restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run showed: requests by what became of them, what explains a failure, recovery, leaks."""
+"""Judge a run: requests by outcome, causes of failures, recovery times, different answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Recovery(NamedTuple):
 
 
 def class_of(one: Asked, faults: Sequence[Fault]) -> str:
-    """What became of a request, and whether a restart of the gateway explains it."""
+    """Classify a request by its outcome, and by whether a restart of the gateway explains it."""
     if one.state in ("whole", "told", "left"):
         return {"whole": WHOLE, "told": TOLD, "left": LEFT}[one.state]
     restarts = [

@@ -69,7 +69,7 @@ EXACT = "latency_optimal_ilp"
 
 
 class Case(NamedTuple):
-    """What a planner is given."""
+    """Input of a planner."""
 
     load: Load
     topology: Topology
