@@ -16,7 +16,7 @@ from typing import NamedTuple
 from coterie.answers import figures
 from coterie.answers.inspect.inspection import Inspection
 from coterie.answers.inspect.sections import Cell, Section, not_there, overview, sections
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check
 from coterie.traces.store import read_json, write_json
 
 MARKER = ".coterie-report.json"
@@ -96,8 +96,7 @@ def write_report(found: Inspection, folder: Path) -> Report:
 
 def _written_before(folder: Path) -> list[str]:
     marker = folder / MARKER
-    if not marker.exists():
-        raise ConfigError(f"{folder} is not empty and holds no earlier report; choose another folder")
+    check(marker.exists(), f"{folder} is not empty and holds no earlier report; choose another folder")
     mark = read_json(marker)
     files = mark.get("files")
     if mark.get("format") != _MARK or not isinstance(files, list):

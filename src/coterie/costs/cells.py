@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import UnknownNameError, check
 from coterie.types import WeightDtype
 
 
@@ -137,8 +137,7 @@ def expert_tokens(tokens: int, top_k: int, active: int, zipf: float = 0.0) -> ND
     and every active expert gets at least one. Nothing is random: the same cell gives the same counts everywhere.
     """
     total = tokens * top_k
-    if not top_k <= active <= total:
-        raise ConfigError(f"active={active} must be between top_k={top_k} and tokens x top_k={total}")
+    check(top_k <= active <= total, f"active={active} must be between top_k={top_k} and tokens x top_k={total}")
     weight = np.arange(1, active + 1, dtype=np.float64) ** -zipf
     counts = np.ones(active, np.int64)
     while (left := total - int(counts.sum())) > 0:

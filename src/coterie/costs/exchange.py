@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.types import Link, ModelSpec, Placement, Topology
 
 Array = NDArray[np.float64]
@@ -71,11 +71,11 @@ def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topo
     """Count locality of activations [token, layer, k]; token t is on rank t mod ranks, an expert in its first slot."""
     if expert_ids.ndim != 3 or expert_ids.shape[1] != placement.num_layers:
         raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]")
-    if not len(expert_ids):
-        raise ConfigError("expert_ids has no tokens; locality is an average over at least one")
+    check(len(expert_ids), "expert_ids has no tokens; locality is an average over at least one")
     ranks = topology.num_ranks
-    if placement.num_ranks != ranks:
-        raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}")
+    check(
+        placement.num_ranks == ranks, f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}"
+    )
     home = np.arange(len(expert_ids)) % ranks
     nodes = topology.rank_nodes
     far = nodes[:, None] != nodes[None, :]

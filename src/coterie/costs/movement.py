@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.cells import ContentionCell
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.types import Link, Topology
 
 Movement = Literal["stops", "staged"]
@@ -81,11 +81,11 @@ def staged_exposed(contention: Mapping[str, Contention], topology: Topology) -> 
 
     It is one number because a planner's objective has one; it overestimates the cost of the other links.
     """
-    if not {"device", "host-to-device"} <= contention.keys():
-        raise ConfigError(
-            "movement='staged' needs contention, which the preset does not hold; measure it with coterie calibrate "
-            "--contention"
-        )
+    check(
+        {"device", "host-to-device"} <= contention.keys(),
+        "movement='staged' needs contention, which the preset does not hold; measure it with coterie calibrate "
+        "--contention",
+    )
     links = [(contention["host-to-device"], topology.host)]
     if topology.num_ranks > 1:
         links.append((contention["device"], topology.intra))

@@ -23,7 +23,7 @@ from coterie.costs.movement import Contention, transfer_s
 from coterie.costs.replicas import Slots, slot_tokens
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, as_fitted, gemm_work
 from coterie.costs.shapes import dense_shapes
-from coterie.errors import ConfigError, check_share
+from coterie.errors import ConfigError, check, check_share
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
 
 
@@ -277,10 +277,12 @@ class PlacedStepModel:
 def check_placement(model: StepModel, placement: Placement) -> None:
     """Raise unless a placement has the model's layers and experts, and either one rank or the topology's ranks."""
     spec, ranks = model.spec, model.topology.num_ranks
-    if placement.num_ranks not in (1, ranks):
-        raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}")
-    if (placement.num_layers, placement.num_experts) != (spec.num_moe_layers, spec.num_experts):
-        raise ConfigError(
-            f"placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
-            f"{spec.name} has {spec.num_moe_layers} of {spec.num_experts}"
-        )
+    check(
+        placement.num_ranks in (1, ranks),
+        f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}",
+    )
+    check(
+        (placement.num_layers, placement.num_experts) == (spec.num_moe_layers, spec.num_experts),
+        f"placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
+        f"{spec.name} has {spec.num_moe_layers} of {spec.num_experts}",
+    )

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from coterie.engines.optional import dist, torch
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import UnavailableError, check
 from coterie.types import Report
 
 GRACE_S = 2.0
@@ -100,8 +100,7 @@ def run_ranks(
     starts and the total `steps`. A script must call this under ``if __name__ == "__main__":``, since each process
     imports the script again.
     """
-    if not timeout_s > 0:
-        raise ConfigError(f"timeout_s={timeout_s} must be positive")
+    check(timeout_s > 0, f"timeout_s={timeout_s} must be positive")
     backend = choose_backend(processes, backend)
     deadline = time.monotonic() + timeout_s
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)

@@ -13,7 +13,7 @@ from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, SpreadCost
 from coterie.batching.waiting import Chooser, DecisionFile, RequestView
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, InputError, check_at_least
+from coterie.errors import ConfigError, InputError, check, check_at_least
 from coterie.models import model_from_config
 from coterie.predictors import PredictRequest, TokenTable
 from coterie.types import Placement, Topology
@@ -70,8 +70,10 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def make(self, cost: StepCost | None = None) -> Strategy:
         """Create the strategy; `cost` is the step cost of `device`, if `device` is set."""
-        if "max_skips" in self.options:
-            raise ConfigError(f"options={self.options}: max_skips is a setting of its own, beside options")
+        check(
+            "max_skips" not in self.options,
+            f"options={self.options}: max_skips is a setting of its own, beside options",
+        )
         if cost is not None and "cost" not in strategies.parameters(self.strategy):
             raise ConfigError(f"device={self.device!r}: strategy {self.strategy!r} does not price steps; leave it out")
         context = {"cost": SpreadCost() if cost is None else cost}

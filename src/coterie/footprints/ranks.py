@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 MAX_ORDER = 5
 """Largest number of previous layers in a context."""
@@ -105,8 +105,7 @@ def _token_ranks(
 
 def key_starts(num_ranks: int, order: int) -> NDArray[np.int64]:
     """Return [order + 2] the first key of each order 0 … `order`, and the end."""
-    if not 0 <= order <= MAX_ORDER:
-        raise ConfigError(f"order={order} must be in 0 … {MAX_ORDER}")
+    check(0 <= order <= MAX_ORDER, f"order={order} must be in 0 … {MAX_ORDER}")
     starts = [sum(num_ranks**shorter for shorter in range(m)) for m in range(order + 2)]
     if num_ranks < 1 or starts[-1] > MAX_KEY:
         raise ConfigError(f"num_ranks={num_ranks} with order={order} has {starts[-1]} contexts; at most {MAX_KEY}")
@@ -119,8 +118,7 @@ def context_keys(previous: NDArray[np.integer], num_ranks: int, order: int) -> N
     `previous` [token, layer] are the ranks in any number of previous layers, the latest last; a negative rank is
     unknown and ends the context.
     """
-    if previous.ndim != 2:
-        raise ConfigError(f"previous has shape {previous.shape}; expected [token, layer]")
+    check(previous.ndim == 2, f"previous has shape {previous.shape}; expected [token, layer]")
     if previous.size and int(previous.max()) >= num_ranks:
         raise ConfigError(f"previous holds rank {int(previous.max())}; it must be below num_ranks={num_ranks}")
     starts = key_starts(num_ranks, order)

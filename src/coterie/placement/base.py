@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_positive
+from coterie.errors import ConfigError, check, check_positive
 from coterie.registry import PolicyRegistry
 from coterie.types import Placement, Topology
 
@@ -73,8 +73,7 @@ class Load:
 
     def _set_weights(self, scenarios: int) -> None:
         weights = np.ones(scenarios) if self.weights is None else np.asarray(self.weights, np.float64)
-        if weights.shape != (scenarios,):
-            raise ConfigError(f"weights has shape {weights.shape}; there are {scenarios} scenarios")
+        check(weights.shape == (scenarios,), f"weights has shape {weights.shape}; there are {scenarios} scenarios")
         if not ((weights >= 0) & (weights < np.inf)).all() or not weights.any():
             raise ConfigError("weights must be finite, not negative, and not all 0")
         object.__setattr__(self, "weights", weights / weights.sum())
@@ -117,15 +116,15 @@ class Load:
 
     def check_fits(self, topology: Topology, current: Placement) -> None:
         """Raise ConfigError if the shapes of load, topology and placement do not match, or living slots are too few."""
-        if (current.num_layers, current.num_experts) != self.tokens.shape:
-            raise ConfigError(
-                f"the placement is for {current.num_layers} layers of {current.num_experts} experts; "
-                f"the load has {self.num_layers} of {self.num_experts}"
-            )
-        if current.num_ranks != topology.num_ranks:
-            raise ConfigError(
-                f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}"
-            )
+        check(
+            (current.num_layers, current.num_experts) == self.tokens.shape,
+            f"the placement is for {current.num_layers} layers of {current.num_experts} experts; "
+            f"the load has {self.num_layers} of {self.num_experts}",
+        )
+        check(
+            current.num_ranks == topology.num_ranks,
+            f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}",
+        )
         if self.sources is not None and len(self.sources) != topology.num_ranks:
             raise ConfigError(f"sources has {len(self.sources)} ranks; topology.num_ranks={topology.num_ranks}")
         alive = int((topology.rank_speeds > 0).sum())

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.costs.movement import load_s
 from coterie.costs.replicas import equal_shares
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.placement.base import HOST, Moves
 from coterie.types import Placement, Topology
 
@@ -139,8 +139,7 @@ def living_shares(shares: NDArray[np.floating], current: Placement, alive: NDArr
     The living slots of an expert keep their ratio; if all their shares are 0, they share equally.
     """
     given, experts = np.ascontiguousarray(shares, np.float64), current.slot_experts
-    if given.shape != experts.shape:
-        raise ConfigError(f"shares has shape {given.shape}; the placement {experts.shape}")
+    check(given.shape == experts.shape, f"shares has shape {given.shape}; the placement {experts.shape}")
     bad = np.argwhere(~((given >= 0) & (given < np.inf)))
     if bad.size:
         layer, slot = (int(index) for index in bad[0])

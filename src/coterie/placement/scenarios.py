@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_at_least, check_share
+from coterie.errors import ConfigError, TraceError, check, check_at_least, check_share
 from coterie.footprints.counting import accumulate_load
 from coterie.placement.base import HELD_OUT, Load
 from coterie.traces.activations import ActivationTrace
@@ -58,8 +58,7 @@ def steps_of_requests(
     draw from. If there are enough requests, every :data:`~coterie.placement.base.HELD_OUT`-th step shares no request
     with the steps between.
     """
-    if footprints.ndim != 3:
-        raise ConfigError(f"footprints has shape {footprints.shape}; it must be [request, layer, expert]")
+    check(footprints.ndim == 3, f"footprints has shape {footprints.shape}; it must be [request, layer, expert]")
     groups = _draw(len(footprints), requests, count, rng, domains, bursts)
     steps = np.zeros((count, *footprints.shape[1:]))
     for step, group in zip(steps, groups, strict=True):
@@ -169,8 +168,7 @@ def at_mean(steps: Steps, weights: NDArray[np.float64] | None, mean: NDArray[np.
     tokens above that limit, and tokens of an expert missing from the sample, are added to all steps equally.
     """
     known = np.average(steps, axis=0, weights=weights)
-    if known.shape != mean.shape:
-        raise ConfigError(f"the steps have {known.shape} layers and experts; the mean step has {mean.shape}")
+    check(known.shape == mean.shape, f"the steps have {known.shape} layers and experts; the mean step has {mean.shape}")
     total = known.sum(axis=1, keepdims=True)
     size = np.divide(mean.sum(axis=1, keepdims=True), total, out=np.zeros(total.shape), where=total > 0)
     ratio = np.divide(mean, known, out=np.zeros(mean.shape), where=known > 0)
@@ -189,8 +187,7 @@ def _draw(
     """Return, for each step, the indices of its requests."""
     check_at_least(1, requests=requests, count=count)
     check_share(bursts=bursts)
-    if not available:
-        raise ConfigError("there are no requests to draw steps from")
+    check(available, "there are no requests to draw steps from")
     if domains is None and bursts:
         raise ConfigError(f"bursts={bursts} needs the domains of the requests")
     labels = np.zeros(available, np.int64) if domains is None else np.asarray(domains)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.footprints import footprint
 from coterie.predictors.base import (
     ActivationRates,
@@ -91,8 +91,7 @@ class RecordedLoads(Calibrated):
         footprints: dict[str, NDArray[np.uint32]] = {}
         for index, ids in chosen_requests(trace, requests, phase):
             name = str(index) if names is None else names[index]
-            if name in footprints:
-                raise ConfigError(f"request id {name!r} is in the trace twice: its footprint is ambiguous")
+            check(name not in footprints, f"request id {name!r} is in the trace twice: its footprint is ambiguous")
             if len(ids):
                 footprints[name] = footprint(ids, trace.meta.num_experts)
         self.popularity_, self.footprints_ = popularity, footprints

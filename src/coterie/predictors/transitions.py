@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, check_at_least, check_not_negative, require_fitted
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, require_fitted
 from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts, shorter_contexts
 
 
@@ -72,8 +72,7 @@ class RankTransitions:
     rows_: TransitionRows | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.order <= MAX_ORDER:
-            raise ConfigError(f"order={self.order} must be in 1 … {MAX_ORDER}")
+        check(1 <= self.order <= MAX_ORDER, f"order={self.order} must be in 1 … {MAX_ORDER}")
         check_not_negative(smoothing=self.smoothing)
         check_at_least(1, min_tokens=self.min_tokens)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_clock, check_once, check_times, check_work
 from coterie.sim.kernel import Simulation
@@ -54,10 +54,11 @@ def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
     """Raise ConfigError if arrival times or predicted loads are invalid."""
     if len(arrival_s) == 0 or len(predicted) != len(arrival_s):
         raise ConfigError(f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})")
-    if not (arrival_s[0] >= 0 and np.all(arrival_s[1:] >= arrival_s[:-1]) and arrival_s[-1] < math.inf):
-        raise ConfigError("arrival_s must rise from at least 0, and be finite")
-    if predicted.ndim != 3:
-        raise ConfigError(f"predicted has shape {predicted.shape}; expected [request, layer, expert]")
+    check(
+        arrival_s[0] >= 0 and np.all(arrival_s[1:] >= arrival_s[:-1]) and arrival_s[-1] < math.inf,
+        "arrival_s must rise from at least 0, and be finite",
+    )
+    check(predicted.ndim == 3, f"predicted has shape {predicted.shape}; expected [request, layer, expert]")
     low, high = predicted.min(initial=0.0), predicted.max(initial=0.0)
     if not (low >= 0 and high < math.inf):
         raise ConfigError(f"predicted holds {low if not low >= 0 else high}; loads must be finite and at least 0")

@@ -15,7 +15,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.batching.base import Loads
-from coterie.errors import ConfigError, check_at_least, check_positive, check_share
+from coterie.errors import ConfigError, check, check_at_least, check_positive, check_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,14 @@ class SemanticLoads:
     """Standard deviation of the logarithm of the tokens."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(f"top_k={self.top_k} must be in 1 … num_experts={self.num_experts}")
-        if not 1 <= self.hot <= self.num_experts:
-            raise ConfigError(f"hot={self.hot} must be in 1 … num_experts={self.num_experts}")
+        check(1 <= self.top_k <= self.num_experts, f"top_k={self.top_k} must be in 1 … num_experts={self.num_experts}")
+        check(1 <= self.hot <= self.num_experts, f"hot={self.hot} must be in 1 … num_experts={self.num_experts}")
         check_at_least(1, domains=self.domains)
         check_share(strength=self.strength)
         check_positive(tokens=self.tokens)
         if not 1 <= self.likeness < math.inf:  # below 1, most shares underflow and requests become even
             raise ConfigError(f"likeness={self.likeness} must be a finite number of at least 1")
-        if not 0 <= self.tokens_sigma < 10:
-            raise ConfigError(f"tokens_sigma={self.tokens_sigma} must be in 0 … 10")
+        check(0 <= self.tokens_sigma < 10, f"tokens_sigma={self.tokens_sigma} must be in 0 … 10")
 
     @property
     def mix(self) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.traces.requests import RequestTrace, new_trace_folder, read_meta, write_requests
 from coterie.traces.segments import (
     FINAL,
@@ -121,8 +121,10 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
         """Append copies of several requests at once; all are checked before any is added."""
         if self._closed:
             raise ConfigError(f"{self.folder} is closed; nothing can be appended")
-        if not np.issubdtype(tokens.expert_ids.dtype, np.integer):
-            raise ConfigError(f"expert_ids is {tokens.expert_ids.dtype}; expected whole numbers")
+        check(
+            np.issubdtype(tokens.expert_ids.dtype, np.integer),
+            f"expert_ids is {tokens.expert_ids.dtype}; expected whole numbers",
+        )
         check_ids(tokens.expert_ids, self.meta, "expert_ids")
         ids = tokens.expert_ids.astype(narrowest_uint(self.meta.num_experts - 1))
         narrow = Activations._make((ids, *(None if array is None else array.copy() for array in tokens[1:])))

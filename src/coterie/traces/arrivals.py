@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_positive, check_share
+from coterie.errors import ConfigError, check, check_at_least, check_positive, check_share
 from coterie.traces.requests import MOST_REQUESTS, RequestTrace
 
 
@@ -232,8 +232,7 @@ def draw_arrivals(
         ends = np.cumsum(prompt + output)
         if ends[-1] >= tokens:
             break
-        if ends[-1] == 0:
-            raise ConfigError(f"tokens={tokens} cannot be reached: all lengths drawn are 0")
+        check(ends[-1] != 0, f"tokens={tokens} cannot be reached: all lengths drawn are 0")
         count = math.ceil(1.1 * count * tokens / ends[-1])  # estimated from the tokens of the requests drawn last
     last = int(np.searchsorted(ends, tokens))
     excess = int(ends[last]) - tokens  # cut from the output first, then from the prompt

@@ -17,7 +17,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.footprints.counting import footprints
 from coterie.traces._sampling import inclusion_moments
 from coterie.traces.activations import ActivationTrace
@@ -102,8 +102,7 @@ class _Halves:
 
 
 def _count(trace: ActivationTrace) -> _Counts:
-    if not trace.num_tokens:
-        raise ConfigError("a trace without tokens cannot be fitted")
+    check(trace.num_tokens, "a trace without tokens cannot be fitted")
     labels = trace.requests.domains
     named = [UNLABELLED] * trace.num_requests if labels is None else labels
     names, domain = np.unique(np.array(named, np.str_), return_inverse=True)

@@ -29,7 +29,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.errors import ConfigError, UnavailableError, check_share
+from coterie.errors import ConfigError, UnavailableError, check, check_share
 from coterie.registry import Registry
 from coterie.traces._sampling import draw_requests
 from coterie.traces.activations import Activations, ActivationTrace, TraceMeta
@@ -58,8 +58,7 @@ class SlowDrift:
     """Seconds until the preferences are half-way to the new values."""
 
     def __post_init__(self) -> None:
-        if not self.half_life_s > 0:
-            raise ConfigError(f"slow drift: half_life_s={self.half_life_s} must be above 0")
+        check(self.half_life_s > 0, f"slow drift: half_life_s={self.half_life_s} must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,7 @@ class AbruptDrift:
     at_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if list(self.at_s) != sorted(set(self.at_s)):
-            raise ConfigError(f"abrupt drift: at_s={self.at_s} must rise")
+        check(list(self.at_s) == sorted(set(self.at_s)), f"abrupt drift: at_s={self.at_s} must rise")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,12 +101,10 @@ class SyntheticSettings:
 
     def __post_init__(self) -> None:
         TraceMeta(self.model, self.num_experts, self.num_layers, self.top_k, self.layer_ids)  # checks the shape
-        if not self.domains:
-            raise ConfigError("domains is empty; a trace needs at least one")
+        check(self.domains, "domains is empty; a trace needs at least one")
         if self.mix is not None and (len(self.mix) != len(self.domains) or min(self.mix) < 0 or sum(self.mix) <= 0):
             raise ConfigError(f"mix={self.mix} must hold a share of 0 or more for each of {len(self.domains)} domains")
-        if not 0 <= self.zipf_exponent < 20:
-            raise ConfigError(f"zipf_exponent={self.zipf_exponent} must be in 0 … 20")
+        check(0 <= self.zipf_exponent < 20, f"zipf_exponent={self.zipf_exponent} must be in 0 … 20")
         check_share(specialisation=self.specialisation, phase_correlation=self.phase_correlation)
         per_layer = self.concentrations()
         if per_layer.shape != (self.num_layers,) or not (per_layer > 0).all():

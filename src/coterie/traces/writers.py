@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_new_file
+from coterie.errors import ConfigError, check, check_new_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -113,8 +113,7 @@ def _table(trace: RequestTrace, format: str, **more: Sequence[Any] | None) -> di
         **more,
     }
     for name in trace.extra:
-        if name in columns:
-            raise ConfigError(f"extra column {name!r} has the name of a column of the format; coterie can hold it")
+        check(name not in columns, f"extra column {name!r} has the name of a column of the format; coterie can hold it")
     return {name: column for name, column in {**columns, **trace.extra}.items() if column is not None}
 
 
@@ -137,10 +136,10 @@ def _write_mooncake(trace: RequestTrace, path: Path) -> None:
     arrival_s = _arrivals(trace, "mooncake")
     if trace.prefix_blocks is None:
         raise ConfigError("the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it")
-    if trace.block_tokens != MOONCAKE_BLOCK_TOKENS:
-        raise ConfigError(
-            f"block_tokens={trace.block_tokens} must be {MOONCAKE_BLOCK_TOKENS} in format 'mooncake'; jsonl holds any"
-        )
+    check(
+        trace.block_tokens == MOONCAKE_BLOCK_TOKENS,
+        f"block_tokens={trace.block_tokens} must be {MOONCAKE_BLOCK_TOKENS} in format 'mooncake'; jsonl holds any",
+    )
     for i, blocks in enumerate(trace.prefix_blocks):
         needed = -(-int(trace.prompt_tokens[i]) // MOONCAKE_BLOCK_TOKENS)
         if len(blocks) != needed:
@@ -197,8 +196,7 @@ def _write_load_history(trace: LoadTable, path: Path) -> None:
 
 def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
     """Return the arrival times; raises ConfigError if the trace has none, as the format requires them."""
-    if not len(trace):
-        raise ConfigError(f"the trace has no requests, which format {format!r} cannot say; coterie can hold it")
+    check(len(trace), f"the trace has no requests, which format {format!r} cannot say; coterie can hold it")
     if trace.arrival_s is None:
         raise ConfigError(f"the trace has no arrival_s, which format {format!r} needs; coterie can hold it")
     return trace.arrival_s

@@ -40,7 +40,7 @@ from coterie.batching import strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check
 from coterie.models import model_from_config, model_of
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, RunSummary, summarise_run
@@ -211,8 +211,9 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
         name, spec = str(options.with_model), model_from_config(options.with_model)
         # Check before loading the model, which takes minutes.
         _check_shape(options, config, given, name, spec.num_experts, spec.top_k)
-        if options.execution == "decode":
-            raise ConfigError("--with-model runs prompts, no answers: coterie record makes a trace of both")
+        check(
+            options.execution != "decode", "--with-model runs prompts, no answers: coterie record makes a trace of both"
+        )
         prompts = None if options.prompts is None else read_prompts(options.prompts)
         dtype = _precision(config, spec, options.device)
         routed = route_prompts(options.with_model, dtype, options.device, prompts, options.seed, report)
@@ -312,8 +313,10 @@ def _execution(
     """Return how batches are timed, and the shape of the model to time."""
     wanted = options.execution
     if trace is None:
-        if wanted in ("prefill", "decode"):
-            raise ConfigError(f"execution={wanted} needs recorded experts of every layer: give an activation trace")
+        check(
+            wanted not in ("prefill", "decode"),
+            f"execution={wanted} needs recorded experts of every layer: give an activation trace",
+        )
         return "spread", None
     if wanted == "spread":
         return wanted, None

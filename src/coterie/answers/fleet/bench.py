@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.models import get_model
 from coterie.routing import Calibration, Router, RouterFit, routers
 from coterie.routing.baselines import share_out
@@ -72,8 +72,7 @@ def steady(run: FleetRun, in_flight: int) -> MeasuredSpan:
     low = np.flatnonzero(left < in_flight)
     until = float(finished[low[0]]) if len(low) else run.end_s
     since = float(arrived[2 * in_flight - 1])
-    if not since < until:
-        raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
+    check(since < until, f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
     return MeasuredSpan(since, until)
 
 

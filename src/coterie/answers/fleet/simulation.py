@@ -20,7 +20,7 @@ from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, Ser
 from coterie.answers.runs import WORTH_PCT, error_bars, interval
 from coterie.answers.suites import Report
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check_at_least, check_positive, refuse
+from coterie.errors import ConfigError, check, check_at_least, check_positive, refuse
 from coterie.routing import Fleet, Router, RouterFit
 from coterie.routing.base import routers as known_routers
 from coterie.routing.calibration import calibration
@@ -214,11 +214,11 @@ def simulate_fleet(
 ) -> FleetReport:
     """Simulate the trace's requests under each router, once per split."""
     spec, meta = model.spec, trace.meta
-    if (meta.num_layers, meta.num_experts) != (spec.num_moe_layers, spec.num_experts):
-        raise ConfigError(
-            f"the trace has {meta.num_layers} layers of {meta.num_experts} experts; {spec.name} has "
-            f"{spec.num_moe_layers} MoE layers of {spec.num_experts}: name the model it was recorded on"
-        )
+    check(
+        (meta.num_layers, meta.num_experts) == (spec.num_moe_layers, spec.num_experts),
+        f"the trace has {meta.num_layers} layers of {meta.num_experts} experts; {spec.name} has "
+        f"{spec.num_moe_layers} MoE layers of {spec.num_experts}: name the model it was recorded on",
+    )
     report("Counting requests", 0, settings.splits)
     source = Source(trace, calibration(trace))
     runs: list[_Split] = []

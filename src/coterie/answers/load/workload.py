@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_positive, check_share, refuse
+from coterie.errors import ConfigError, check, check_at_least, check_positive, check_share, refuse
 from coterie.prompts import Prompt
 from coterie.traces.arrivals import PoissonArrivals, ReplayedArrivals
 from coterie.traces.requests import RequestTrace
@@ -31,8 +31,7 @@ TEMPLATE_TOKENS = 32
 def that_fit(prompts: Sequence[Prompt], tokens: int) -> list[Prompt]:
     """Return the prompts of at most `tokens` bytes: no common tokenizer makes more tokens than a text has bytes."""
     kept = [prompt for prompt in prompts if len(prompt.prompt.encode()) <= tokens]
-    if not kept:
-        raise ConfigError(f"no prompt is sure to fit {tokens} tokens, which the model's context leaves for it")
+    check(kept, f"no prompt is sure to fit {tokens} tokens, which the model's context leaves for it")
     return kept
 
 
@@ -190,8 +189,7 @@ class TraceText:
 def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Generator, settings: TraceText) -> Workload:
     """Make text with the lengths of a trace's first `count` requests; equal hashes of prompt blocks give equal text."""
     trace = trace.in_order().take(slice(0, count))
-    if not len(trace):
-        raise ConfigError("the trace has no requests")
+    check(len(trace), "the trace has no requests")
     texts, scale = _Texts(prompts), settings.length_scale
     requests, parts, cut = [], [], 0
     for number in range(len(trace)):
@@ -255,8 +253,7 @@ class _Texts:
     """Generator of text of a domain, of any length, from the domain's prompts."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        if not prompts:
-            raise ConfigError("there are no prompts to make text of")
+        check(prompts, "there are no prompts to make text of")
         self.domains = list(dict.fromkeys(prompt.domain for prompt in prompts))
         self._pools = {name: [one.prompt for one in prompts if one.domain == name] for name in self.domains}
 

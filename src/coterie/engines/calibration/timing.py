@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from coterie.engines.optional import torch
-from coterie.errors import ConfigError, UnavailableError, check_at_least
+from coterie.errors import ConfigError, UnavailableError, check, check_at_least
 from coterie.types import WeightDtype
 
 DTYPES: dict[str, tuple[WeightDtype, ...]] = {"cuda": ("bf16", "fp8"), "cpu": ("fp32", "bf16")}
@@ -173,8 +173,7 @@ def find_device(device: str, purpose: str) -> Any:
         raise UnavailableError(f"{purpose} needs torch: pip install 'coterie[torch]'")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
+    check(re.fullmatch(r"cpu|cuda(:\d+)?", device), f"device={device!r} must be auto, cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
     if ":" in device:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coterie.engines.kernels.rows import Backend, check_rows, column_blocks, runs_triton
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 MAX_PAIRS = 16384
 """Maximum number of entries for the one-launch sort: a program holds all of them in registers."""
@@ -111,8 +111,7 @@ def _sorted_by_triton(ids: Any, num_experts: int, hidden: Any, rows: Any, launch
 def _check_ids(ids: Any, num_experts: int) -> None:
     if ids.dim() != 2 or not ids.shape[1] or ids.is_floating_point():
         raise ConfigError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected integers [token, k]")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ConfigError(f"num_experts={num_experts} must be in 1 … {MAX_EXPERTS}")
+    check(1 <= num_experts <= MAX_EXPERTS, f"num_experts={num_experts} must be in 1 … {MAX_EXPERTS}")
 
 
 def _empty(ids: Any, num_experts: int) -> SortedBatch:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_new_file
+from coterie.errors import ConfigError, TraceError, check, check_new_file
 from coterie.traces.readers.npz import read_arrays
 from coterie.types import ModelSpec, narrowest_uint
 
@@ -35,15 +35,13 @@ class ReplayBatches:
     """Steps by group and router; the first router of a group is its baseline."""
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ConfigError("groups is empty; at least one group of routers is needed")
+        check(self.groups, "groups is empty; at least one group of routers is needed")
         names = [list(routers) for routers in self.groups.values()]
         if not names[0] or any(routers != names[0] for routers in names):
             raise ConfigError(f"every group must hold the same routers, at least one; found {names}")
         shape = None
         for where, steps in self._runs():
-            if not steps:
-                raise ConfigError(f"{where}: there are no steps; at least one is needed")
+            check(steps, f"{where}: there are no steps; at least one is needed")
             for number, ids in enumerate(steps):
                 if ids.ndim != 3 or not ids.size or not np.issubdtype(ids.dtype, np.unsignedinteger):
                     raise ConfigError(
@@ -90,8 +88,7 @@ def write_batches(path: Path, model: str, groups: Mapping[str, Mapping[str, Sequ
 
     A few hundred steps per router are enough. Take them far apart, since neighbouring steps share their requests.
     """
-    if path.suffix != ".npz":
-        raise ConfigError(f"{path} must end in .npz")
+    check(path.suffix == ".npz", f"{path} must end in .npz")
     check_new_file(path)
     batches = ReplayBatches(
         model, {g: {r: _narrow(steps) for r, steps in routers.items()} for g, routers in groups.items()}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from coterie.costs.step import StepModel
 from coterie.engines.replay.batches import ReplayBatches, Steps, step_load
 from coterie.engines.replay.run import Measured
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import TraceError, check
 
 DRAWS = 2000
 
@@ -133,8 +133,7 @@ def check_step_times(batches: ReplayBatches, measured: Measured) -> None:
     """Raise ConfigError unless the times have the groups, routers and step counts of the batches."""
     wanted = {g: {r: len(steps) for r, steps in routers.items()} for g, routers in batches.groups.items()}
     counts = {g: {r: len(times) for r, times in routers.items()} for g, routers in measured.step_us.items()}
-    if wanted != counts:
-        raise ConfigError(f"times of other batches: they hold {counts} steps; the batches hold {wanted}")
+    check(wanted == counts, f"times of other batches: they hold {counts} steps; the batches hold {wanted}")
 
 
 def read_measured(path: Path) -> Measured:

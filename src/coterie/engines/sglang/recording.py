@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from coterie.engines.recording import FLUSH_S, Sending, check_listening
 from coterie.engines.sglang.dumps import DUMP_WAIT_S, dumps_in, new_dumps, ranks_sharing_tokens, read_dumps
-from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
+from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError, check
 from coterie.models import get_model, model_from_config
 from coterie.net.http_client import Client, HttpResult, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
@@ -138,8 +138,7 @@ def _spec(info: Mapping[str, Any], model: str | None) -> ModelSpec:
 async def _routed(
     client: Client, info: Mapping[str, Any], out: Path, sending: Sending, model: str | None
 ) -> SGLangRecording:
-    if not sending.prompts:
-        raise ConfigError("mode 'routed' records the requests it sends: give prompts")
+    check(sending.prompts, "mode 'routed' records the requests it sends: give prompts")
     if info.get("enable_return_routed_experts") is False:
         raise ConfigError(f"{client.url} returns no experts: start it with --enable-return-routed-experts")
     spec, tally = _spec(info, model), Tally()
@@ -247,8 +246,10 @@ class _InOrder:
 async def _recorder(
     client: Client, info: Mapping[str, Any], out: Path, sending: Sending, model: str | None, dump_dir: Path | None
 ) -> SGLangRecording:
-    if not info.get("expert_distribution_recorder_mode"):
-        raise ConfigError(f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode per_token")
+    check(
+        info.get("expert_distribution_recorder_mode"),
+        f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode per_token",
+    )
     folder = dump_dir or Path(os.environ.get(DUMP_DIR) or tempfile.gettempdir())
     if not folder.is_dir():
         raise ConfigError(f"dump_dir={str(folder)!r} is no folder here; give the one the server has in {DUMP_DIR}")

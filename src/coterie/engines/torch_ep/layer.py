@@ -15,7 +15,7 @@ from coterie.engines.optional import torch
 from coterie.engines.torch_ep.exchange import ReceivedRows, TorchExchange
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.weights import Rows, SlotWeights
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.types import Placement
 
 
@@ -32,8 +32,10 @@ class ExpertParallelLayers:
     """MoE layers of one rank. All ranks call `forward` together, layer by layer, each with its own tokens."""
 
     def __init__(self, group: Group, placement: Placement, weights: SlotWeights, exchange: TorchExchange) -> None:
-        if placement.num_ranks != group.size:
-            raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal the group's {group.size} ranks")
+        check(
+            placement.num_ranks == group.size,
+            f"placement.num_ranks={placement.num_ranks} must equal the group's {group.size} ranks",
+        )
         self.group, self.weights, self.exchange = group, weights, exchange
         self.num_experts = placement.num_experts
         self._tables: dict[tuple[int, ...], SlotTable] = {}

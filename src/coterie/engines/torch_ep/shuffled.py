@@ -23,7 +23,7 @@ from coterie.dispatch.shuffle import ShuffleSchedule
 from coterie.engines.optional import torch
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 REDUCE_SCATTER, GATHER = "reduce-scatter", "gather"
 """Byte counters of the two collectives."""
@@ -82,8 +82,10 @@ def shuffled_experts(
     """
     group = layers.group
     with group.guard(f"layer {layer}"):
-        if schedule.num_ranks not in (0, group.size):
-            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks; the group has {group.size}")
+        check(
+            schedule.num_ranks in (0, group.size),
+            f"the schedule has {schedule.num_ranks} ranks; the group has {group.size}",
+        )
         own = shuffled_reduce_scatter(group, partial, schedule, already_shuffled=already_shuffled)
         stream = own + residual[torch.from_numpy(schedule.tokens_of(group.rank)).to(own.device)]
         normed = norm(stream)

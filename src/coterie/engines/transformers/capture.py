@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types that are tested. Other types work if their experts module receives the router's choice the same way."""
@@ -100,8 +100,7 @@ class ExpertCapture:
         ids, weights = self._ids, self._weights
         self.clear()
         rows = [sum(len(part) for part in parts) for parts in ids]
-        if not any(rows):
-            raise ConfigError("nothing was captured: run the model inside the capture's block before take()")
+        check(any(rows), "nothing was captured: run the model inside the capture's block before take()")
         if len(set(rows)) > 1:
             at = next(i for i, count in enumerate(rows) if count != rows[0])
             raise UnavailableError(

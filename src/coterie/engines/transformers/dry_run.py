@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.transformers.capture import ExpertCapture, ExpertLayer, router_choice
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check
 from coterie.footprints import footprint
 from coterie.predictors import TokenTable
 from coterie.traces import ActivationTrace, TraceMeta
@@ -68,8 +68,7 @@ def dry_run(model: Any, requests: Sequence[Sequence[int]]) -> list[DryRun]:
         gates = _find_gates(model, capture.layers, device)
         runs = []
         for tokens in requests:
-            if not len(tokens):
-                raise ConfigError("a request without tokens has no dry run")
+            check(len(tokens), "a request without tokens has no dry run")
             states = _embeddings(model, torch.tensor([list(tokens)], device=device))
             ids = np.stack([_choice(gate, states) for gate in gates], axis=1)
             runs.append(DryRun(ids, capture.num_experts, capture.layer_ids))

@@ -30,7 +30,7 @@ from coterie.engines.transformers.loading import (
     load_model,
     model_digest,
 )
-from coterie.errors import ConfigError, UnavailableError, check_at_least
+from coterie.errors import ConfigError, UnavailableError, check, check_at_least
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 from coterie.traces.activations import check_unfinished
@@ -297,8 +297,10 @@ def _rows(
 
 
 def _plan(items: list[_Item], settings: RecordingSettings) -> list[list[_Item]]:
-    if len({item.prompt.id for item in items}) != len(items):
-        raise ConfigError("prompts must have ids that differ: a recording is resumed by them")
+    check(
+        len({item.prompt.id for item in items}) == len(items),
+        "prompts must have ids that differ: a recording is resumed by them",
+    )
     ordered = sorted(items, key=lambda item: len(item.token_ids))
     batches = [ordered[i : i + settings.batch_size] for i in range(0, len(ordered), settings.batch_size)]
     return [batches[i] for i in np.random.default_rng(settings.seed).permutation(len(batches))]
@@ -317,8 +319,7 @@ def _check_lengths(loaded: LoadedModel, batches: list[list[_Item]], settings: Re
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     for batch in batches:
         for prompt, token_ids in batch:
-            if not token_ids:
-                raise ConfigError(f"prompt {prompt.id!r} has no tokens")
+            check(token_ids, f"prompt {prompt.id!r} has no tokens")
             if limit is not None and len(token_ids) + settings.max_tokens > limit:
                 raise ConfigError(
                     f"prompt {prompt.id!r} has {len(token_ids)} tokens; with max_tokens={settings.max_tokens} "

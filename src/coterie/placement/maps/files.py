@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError, check_input_file
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_input_file
 from coterie.models import get_model
 from coterie.types import ModelSpec, Placement
 
@@ -38,10 +38,10 @@ class PlacementMap:
             raise ConfigError(f"layer_ids={shown} must be {layers} numbers that rise from 0 or more")
         if self.shares is None:
             return
-        if self.shares.shape != self.placement.slot_experts.shape:
-            raise ConfigError(
-                f"shares has shape {self.shares.shape}; the placement {self.placement.slot_experts.shape}"
-            )
+        check(
+            self.shares.shape == self.placement.slot_experts.shape,
+            f"shares has shape {self.shares.shape}; the placement {self.placement.slot_experts.shape}",
+        )
         total = np.zeros((layers, self.placement.num_experts))
         np.add.at(total, (np.arange(layers)[:, None], self.placement.slot_experts), self.shares)
         if not (self.shares >= 0).all() or not np.allclose(total, 1.0, atol=1e-6):  # `not` also catches NaN

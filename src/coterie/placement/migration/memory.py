@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError, check, check_at_least
 from coterie.types import ModelSpec, WeightDtype
 
 StepSeconds = Callable[[int, float], float]
@@ -94,8 +94,7 @@ class MemoryBudget:
         The smallest count wins a tie.
         """
         points = [self.point(count, step_s) for count in (range(self.max_replicas + 1) if counts is None else counts)]
-        if not points:
-            raise ConfigError("counts must name at least one number of replicas")
+        check(points, "counts must name at least one number of replicas")
         return max(points, key=lambda point: (point.tokens_per_s, -point.replicas))
 
 

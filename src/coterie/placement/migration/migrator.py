@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.placement.migration.rounds import Schedule, Transfer
 
 Row = tuple[int, ...]
@@ -241,8 +241,7 @@ class Migrator:
 
     def _end_step(self, state: MigrationState, step: int) -> MigrationOutcome:
         left = tuple(running for running in state.running if running.step != step)
-        if len(left) == len(state.running):
-            raise ConfigError(f"step={step} must run before it ends")
+        check(len(left) != len(state.running), f"step={step} must run before it ends")
         return self._release(state._replace(running=left), [])
 
     def _release(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie.costs.movement import link_between, transfer_s
-from coterie.errors import ConfigError, check_positive, check_positive_share
+from coterie.errors import ConfigError, check, check_positive, check_positive_share
 from coterie.placement.base import HOST, Moves
 from coterie.placement.migration._switching import switch_order
 from coterie.placement.moves import moves_between
@@ -164,8 +164,10 @@ class Schedule:
         exposed = max(0, movement - hidden), where hidden is at most link_share x steps x step_s.
         """
         check_positive_share(link_share=link_share)
-        if not (0 <= step_s < float("inf") and steps >= 0):
-            raise ConfigError(f"step_s={step_s} must be finite and, like steps={steps}, at least 0")
+        check(
+            0 <= step_s < float("inf") and steps >= 0,
+            f"step_s={step_s} must be finite and, like steps={steps}, at least 0",
+        )
         window_s = step_s * steps if step_s else 0.0
         room, done, ready = link_share * window_s, 0.0, []
         for switch in self.switches:
@@ -229,8 +231,10 @@ def _check(current: Placement, target: Placement, topology: Topology) -> None:
             f"the target has shape {target.slot_experts.shape} on {target.num_ranks} ranks; "
             f"the current placement {current.slot_experts.shape} on {current.num_ranks}"
         )
-    if current.num_ranks != topology.num_ranks:
-        raise ConfigError(f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}")
+    check(
+        current.num_ranks == topology.num_ranks,
+        f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}",
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ rounds

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_one_of
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.objective._arrays import Array
@@ -71,8 +71,7 @@ class LatencyOptimalIlp:
     def __post_init__(self) -> None:
         check_one_of(("equal", "optimal"), split=self.split)
         check_not_negative(gap=self.gap, gap_moves=self.gap_moves)
-        if not self.time_limit_s > 0:
-            raise ConfigError(f"time_limit_s={self.time_limit_s} must be above 0")
+        check(self.time_limit_s > 0, f"time_limit_s={self.time_limit_s} must be above 0")
         check_at_least(0, max_moves=self.max_moves)
         check_at_least(1, threads=self.threads)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.placement.objective import Problem
 from coterie.placement.objective._arrays import Array, copy_row
 from coterie.placement.objective.flows.chains import Indices, new_split
@@ -48,8 +48,10 @@ def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array
     ranks have share 0, even if the expert has no slot elsewhere.
     """
     rows = np.ascontiguousarray(slot_experts, np.int64)
-    if rows.shape != problem.current.slot_experts.shape:
-        raise ConfigError(f"slot_experts has shape {rows.shape}; expected {problem.current.slot_experts.shape}")
+    check(
+        rows.shape == problem.current.slot_experts.shape,
+        f"slot_experts has shape {rows.shape}; expected {problem.current.slot_experts.shape}",
+    )
     shares = np.zeros(rows.shape)
     _optimal_shares(rows, problem.alive, problem.topology.rank_speeds, *affine(problem), shares)
     if problem.objective.touch_s:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.costs.exchange import row_trips_s
 from coterie.costs.movement import link_between, transfer_s
-from coterie.errors import ConfigError, check_at_least, check_share
+from coterie.errors import ConfigError, check, check_at_least, check_share
 from coterie.placement.holdings import Demand, Held, remote_share
 from coterie.types import Topology
 
@@ -65,8 +65,7 @@ class ActionSettings:
     """Whether to act on an expert of all layers at once, as published; needs the same placement in all layers."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay < 1:
-            raise ConfigError(f"decay={self.decay} must be above 0 and below 1")
+        check(0 < self.decay < 1, f"decay={self.decay} must be above 0 and below 1")
         check_share(min_mismatch=self.min_mismatch)
         check_at_least(1, max_copies=self.max_copies)
         check_at_least(
@@ -191,10 +190,11 @@ class ActionManager:
             raise ConfigError(f"demand has shape {demand.shape}, held {held.shape}; both must be [rank, layer, expert]")
         if len(demand) != self.topology.num_ranks:
             raise ConfigError(f"demand has {len(demand)} ranks; topology.num_ranks={self.topology.num_ranks}")
-        if not (self.topology.rank_speeds > 0).all():
-            raise ConfigError("actions cannot leave a rank out; plan with latency_optimal where one is gone")
-        if not (np.isfinite(demand).all() and (demand >= 0).all()):
-            raise ConfigError("demand must be finite and not negative")
+        check(
+            (self.topology.rank_speeds > 0).all(),
+            "actions cannot leave a rank out; plan with latency_optimal where one is gone",
+        )
+        check(np.isfinite(demand).all() and (demand >= 0).all(), "demand must be finite and not negative")
         nowhere = np.argwhere(~held.any(axis=0))
         if nowhere.size:
             raise ConfigError(f"no rank holds expert {nowhere[0][1]} of layer {nowhere[0][0]}")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError, check, check_at_least
 
 Array = NDArray[np.float64]
 
@@ -131,8 +131,7 @@ class DriftEstimator:
 
     def update(self, tokens: NDArray[np.integer] | NDArray[np.floating]) -> None:
         """Add the tokens [layer, expert] of the next window. A window without tokens is ignored."""
-        if tokens.shape != self.shape:
-            raise ConfigError(f"window has shape {tokens.shape}; expected [layer, expert] = {self.shape}")
+        check(tokens.shape == self.shape, f"window has shape {tokens.shape}; expected [layer, expert] = {self.shape}")
         total = tokens.sum(axis=1, keepdims=True, dtype=np.float64)
         if not total.any():
             return

@@ -42,7 +42,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_not_negative, check_positive_share
+from coterie.errors import check, check_not_negative, check_positive_share
 from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.scenarios import RecentSteps
@@ -76,13 +76,12 @@ class RebalancingSettings:
     """Time constant of the drift estimate, in windows."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_interval <= self.first_interval <= self.max_interval < np.inf:
-            raise ConfigError(
-                f"min_interval={self.min_interval}, first_interval={self.first_interval} and "
-                f"max_interval={self.max_interval} must rise from above 0"
-            )
-        if not 1 < self.factor < np.inf:
-            raise ConfigError(f"factor={self.factor} must be above 1")
+        check(
+            0 < self.min_interval <= self.first_interval <= self.max_interval < np.inf,
+            f"min_interval={self.min_interval}, first_interval={self.first_interval} and "
+            f"max_interval={self.max_interval} must rise from above 0",
+        )
+        check(1 < self.factor < np.inf, f"factor={self.factor} must be above 1")
         check_positive_share(learning=self.learning)
         check_not_negative(lasting=self.lasting, margin=self.margin, urgent=self.urgent)
 
@@ -237,8 +236,7 @@ class Rebalancer:
     def landed(self, moves: int | None = None) -> None:
         """Report that this many moves of the last plan have landed (None: all). The map changes with the last move."""
         done = self.pending if moves is None else moves
-        if not 0 <= done <= self.pending:
-            raise ConfigError(f"moves={moves} must be in 0 … {self.pending}, those under way")
+        check(0 <= done <= self.pending, f"moves={moves} must be in 0 … {self.pending}, those under way")
         self.pending -= done
         if not self.pending and self._next is not None:
             self._now, self._next = self._next, None

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import TraceError, check
 from coterie.predictors.base import ActivationRates
 from coterie.traces.store import ArrayFile, value_errors, write_described
 from coterie.types import narrowest_uint
@@ -91,8 +91,7 @@ class TokenRows(NamedTuple):
         mine = (self.model, self.popularity.per_token.shape, self.popularity.top_k, self.layer_ids)
         theirs = (other.model, other.popularity.per_token.shape, other.popularity.top_k, other.layer_ids)
         for name, one, two in zip(("model", "[layer, expert]", "top_k", "layer_ids"), mine, theirs, strict=True):
-            if one != two:
-                raise ConfigError(f"{name} is {two!r} in the newer table; it must be {one!r}, as in the older")
+            check(one == two, f"{name} is {two!r} in the newer table; it must be {one!r}, as in the older")
 
 
 def empty_rows(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.sim.metrics import PERCENTILES
 
 
@@ -139,8 +139,7 @@ def summarise_fleet(
     By default it is the whole run, including the phases in which the fleet fills and drains.
     """
     until_s = min(until_s, run.end_s)
-    if not since_s < until_s:
-        raise ConfigError(f"since_s={since_s} must be before until_s={until_s}")
+    check(since_s < until_s, f"since_s={since_s} must be before until_s={until_s}")
     span = until_s - since_s
     arrived = (run.arrival_s >= since_s) & (run.arrival_s <= until_s)
     done = arrived & np.isfinite(run.finish_s)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_positive
+from coterie.errors import ConfigError, check, check_at_least, check_positive
 from coterie.footprints.counting import footprint
 from coterie.routing import Fleet, Router
 from coterie.traces import ActivationTrace, RequestTrace
@@ -78,8 +78,7 @@ def split_recordings(
 
     For traces of decode only. Requests with fewer than `least_tokens` tokens are left out.
     """
-    if not 0.0 < share < 1.0:
-        raise ConfigError(f"share={share} must be between 0 and 1")
+    check(0.0 < share < 1.0, f"share={share} must be between 0 and 1")
     return _recordings(trace, rows, np.maximum(1, (share * trace.lengths).astype(np.int64)), max(2, least_tokens))
 
 
@@ -122,8 +121,7 @@ def order_apart(recordings: int, requests: int, rng: Generator, apart: int | Non
     """
     check_at_least(1, recordings=recordings)
     spacing = max(1, recordings // 2) if apart is None else apart
-    if not 1 <= spacing <= recordings:
-        raise ConfigError(f"apart={spacing} must be in 1 … recordings={recordings}")
+    check(1 <= spacing <= recordings, f"apart={spacing} must be in 1 … recordings={recordings}")
     order = np.empty(requests, np.int64)
     free = list(range(recordings))
     for at in range(requests):
@@ -186,8 +184,7 @@ def draw_requests(
 def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | None) -> None:
     """Raise ConfigError for invalid requests: the compiled loop does not check and would read past an array's end."""
     count, recordings = len(requests), requests.recordings
-    if not count:
-        raise ConfigError("there are no requests; a run needs at least one")
+    check(count, "there are no requests; a run needs at least one")
     for name in ("prompt_tokens", "output_tokens"):
         values = getattr(requests, name)
         if len(values) != count:
@@ -235,8 +232,10 @@ def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: N
     if len(blocks) and blocks.min() < 0:
         raise ConfigError(f"blocks holds {blocks.min()}; blocks are numbered from 0")
     owner = np.repeat(np.arange(len(requests)), held)
-    if len(np.unique(np.stack([owner, blocks]), axis=1).T) != len(blocks):
-        raise ConfigError("a prompt holds one block twice; blocks are numbered by all that lies before them")
+    check(
+        len(np.unique(np.stack([owner, blocks]), axis=1).T) == len(blocks),
+        "a prompt holds one block twice; blocks are numbered by all that lies before them",
+    )
 
 
 # Inputs of a fleet's controller. The simulator knows controllers only by this protocol: before each routing decision it

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import check, check_at_least
 from coterie.sim.fleet.requests import Recordings
 from coterie.sim.group.step import dispatch, slot_tables
 from coterie.types import Placement
@@ -45,11 +45,11 @@ def piece_lengths(prompt_tokens: int, piece: int) -> NDArray[np.int64]:
 
 
 def check_one_slot_each(placement: Placement) -> None:
-    if placement.num_slots != placement.num_experts:
-        raise ConfigError(
-            f"num_slots={placement.num_slots} must equal num_experts={placement.num_experts}: "
-            "prompts are counted for placements without replicas"
-        )
+    check(
+        placement.num_slots == placement.num_experts,
+        f"num_slots={placement.num_slots} must equal num_experts={placement.num_experts}: "
+        "prompts are counted for placements without replicas",
+    )
 
 
 def prompt_tables(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coterie.costs.composition import StepTables
 from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links, ring_time
 from coterie.costs.step import ONE_DEVICE, StepModel
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError, check, check_at_least
 from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
 from coterie.sim.group._serve import ACTIVATIONS, DECODED, EXCHANGE, EXPERTS, PROMPT, REMOTE, REST, RING, START, serve
 from coterie.sim.group.prompts import IN_ORDER, PromptTables, prompt_tables, shuffled_tables
@@ -284,8 +284,10 @@ def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, ro
     shape = (placement.num_layers, rows)
     if token_ranks is None:
         return np.full(shape, IN_ORDER, np.int64)
-    if token_ranks.shape != shape:
-        raise ConfigError(f"token_ranks has shape {token_ranks.shape}; expected {shape}, [layer, row of recordings]")
+    check(
+        token_ranks.shape == shape,
+        f"token_ranks has shape {token_ranks.shape}; expected {shape}, [layer, row of recordings]",
+    )
     if token_ranks.min(initial=0) < IN_ORDER or token_ranks.max(initial=0) >= placement.num_ranks:
         raise ConfigError(f"token_ranks must be in {IN_ORDER} … {placement.num_ranks - 1}")
     return np.ascontiguousarray(token_ranks, np.int64)  # one dtype and layout: the loop is compiled once

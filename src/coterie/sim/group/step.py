@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.costs.exchange import crossing_links
 from coterie.costs.step import Batch, PlacedStepModel, StepModel, check_placement
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.placement.holdings import Demand, Held, bit_words, held_by
 from coterie.types import Placement
 
@@ -120,10 +120,10 @@ def check_group(model: StepModel, placement: Placement) -> None:
     """Raise unless a placement has the model's layers and experts, on all ranks of a topology of one node."""
     check_placement(model, placement)
     topology = model.topology
-    if placement.num_ranks != topology.num_ranks:
-        raise ConfigError(
-            f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}"
-        )
+    check(
+        placement.num_ranks == topology.num_ranks,
+        f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}",
+    )
     if topology.num_nodes > 1:
         raise ConfigError(f"{topology.num_ranks} ranks in nodes of {topology.ranks_per_node}: it must be one node")
 

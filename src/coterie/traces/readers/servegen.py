@@ -31,7 +31,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_positive
+from coterie.errors import ConfigError, TraceError, check, check_positive
 from coterie.traces.readers._rows import Row, is_gzip, read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import MAX_TOKENS, MOST_REQUESTS, RequestTrace
@@ -125,8 +125,7 @@ def sample_servegen(
 
     `rate_scale` multiplies every client's rate; the mix of clients and their burstiness do not change.
     """
-    if not clients:
-        raise ConfigError("clients is empty: there is nothing to draw from")
+    check(clients, "clients is empty: there is nothing to draw from")
     check_positive(duration_s=duration_s, rate_scale=rate_scale)
     first, last = clients[0].windows[0], clients[0].windows[-1]
     if not first.start_s <= start_s < last.start_s + last.duration_s:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from coterie.errors import ConfigError, TraceError, check_input_file
+from coterie.errors import ConfigError, TraceError, check, check_input_file
 from coterie.traces.store import read_header
 from coterie.types import Placement
 
@@ -199,13 +199,15 @@ def rows_by_layer(
     `layer_ids` are the layers that the placement's rows are for; None means all MoE layers of the model, in order.
     Other layers stay as they are and are not in the result.
     """
-    if placement.num_experts != num_experts:
-        raise ConfigError(f"the placement has {placement.num_experts} experts a layer; the model has {num_experts}")
-    if placement.num_slots != num_experts:
-        raise ConfigError(
-            f"the placement has {placement.num_slots} slots for {num_experts} experts: a permutation has no replicas; "
-            f"plan with --slots {num_experts}"
-        )
+    check(
+        placement.num_experts == num_experts,
+        f"the placement has {placement.num_experts} experts a layer; the model has {num_experts}",
+    )
+    check(
+        placement.num_slots == num_experts,
+        f"the placement has {placement.num_slots} slots for {num_experts} experts: a permutation has no replicas; "
+        f"plan with --slots {num_experts}",
+    )
     ids = list(moe_layers) if layer_ids is None else list(layer_ids)
     if len(ids) != placement.num_layers:
         raise ConfigError(f"the placement has {placement.num_layers} layers; the model has {len(ids)} MoE layers")
