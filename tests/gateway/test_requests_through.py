@@ -11,6 +11,7 @@ import pytest
 from canned_workers import canned_workers, cuts, events, head_only, held, opens, resets, says
 from coterie.gateway.config import LimitSettings
 from coterie.gateway.fleet.health import HealthSettings
+from coterie.gateway.gateway import Gateway
 from coterie.net.http1.upstream import UpstreamError
 from gateway_runs import config_of, gateway, idle, run
 
@@ -272,5 +273,25 @@ def test_draining_finishes_what_runs() -> None:
             worker.go.set()
             assert (await running).status == 200
             await closing
+
+    run(test)
+
+
+def test_an_unexpected_exception_is_counted_and_logged_without_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(*_: object) -> None:
+        raise ZeroDivisionError("my secret prompt")
+
+    monkeypatch.setattr(Gateway, "handle", breaks)
+
+    async def test() -> None:
+        async with canned_workers("a") as (worker,), gateway(config_of([worker])) as found:
+            assert (await found.client.complete()).status == 500
+            assert found.metrics['coterie_gateway_errors_total{kind="ZeroDivisionError"}'] == 1
+            await found.running.close(0)
+            assert (
+                '"event":"exception","error":"ZeroDivisionError","line":"test_requests_through.py:'
+                in found.said.getvalue()
+            )
+            assert "secret" not in found.said.getvalue()
 
     run(test)

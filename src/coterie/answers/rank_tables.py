@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.dispatch.tables import Contexts, RankTables
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.footprints.ranks import token_ranks
 from coterie.placement.holdings import held_by
 from coterie.predictors import RankTransitions, TokenTable
@@ -29,11 +29,11 @@ def fit_rank_tables(
     seen]) are ranks chosen elsewhere, for example by co-clustering; None takes the rank with the largest expected
     share.
     """
-    if trace.meta.num_layers != placement.num_layers or trace.meta.num_experts != placement.num_experts:
-        raise ConfigError(
-            f"the placement has [layer, expert] = ({placement.num_layers}, {placement.num_experts}); the trace has "
-            f"({trace.meta.num_layers}, {trace.meta.num_experts})"
-        )
+    check(
+        trace.meta.num_layers == placement.num_layers and trace.meta.num_experts == placement.num_experts,
+        f"the placement has [layer, expert] = ({placement.num_layers}, {placement.num_experts}); the trace has "
+        f"({trace.meta.num_layers}, {trace.meta.num_experts})",
+    )
     known = TokenTable().fit(trace, requests) if table is None else table
     held = held_by(placement)
     shares = known.local_shares(held)  # [token id seen, layer, rank]

@@ -69,8 +69,10 @@ def _hit_probability(experts: int, on_rank: int, k: int) -> float:
 
 def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topology: Topology) -> Locality:
     """Count locality of activations [token, layer, k]; token t is on rank t mod ranks, an expert in its first slot."""
-    if expert_ids.ndim != 3 or expert_ids.shape[1] != placement.num_layers:
-        raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]")
+    check(
+        expert_ids.ndim == 3 and expert_ids.shape[1] == placement.num_layers,
+        f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]",
+    )
     check(len(expert_ids), "expert_ids has no tokens; locality is an average over at least one")
     ranks = topology.num_ranks
     check(

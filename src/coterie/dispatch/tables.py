@@ -206,8 +206,7 @@ class RankTables:
         if not 0 <= layer < self.num_layers:
             raise ConfigError(f"layer={layer} must be in 0 … {self.num_layers - 1}")
         before = np.empty((len(rows), 0), np.int64) if previous is None else previous
-        if len(before) != len(rows):
-            raise ConfigError(f"previous has {len(before)} tokens; there are {len(rows)}")
+        check(len(before) == len(rows), f"previous has {len(before)} tokens; there are {len(rows)}")
         start, stop = int(self.offsets[layer]), int(self.offsets[layer + 1])
         num_ranks = self.placement.num_ranks
         wanted = context_keys(before, num_ranks, self.order)

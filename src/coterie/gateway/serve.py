@@ -138,7 +138,9 @@ class RunningGateway:
             self._unlock()
             raise
         self.gateway = Gateway(self.parts, keys, self.reload)
-        self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
+        self.server = HttpServer(
+            self.gateway.handle, self.gateway.http_limits, self.gateway.check_head, self.parts.watcher.broke
+        )
         self.url = ""
         self._drain_s = config.drain_s
         self._sweeper: asyncio.TimerHandle | None = None

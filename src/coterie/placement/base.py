@@ -53,16 +53,20 @@ class Load:
     def __post_init__(self) -> None:
         tokens = np.ascontiguousarray(self.tokens, np.float64)
         object.__setattr__(self, "tokens", tokens)
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ConfigError(f"load has shape {tokens.shape}; it must be [layer, expert], neither 0")
+        check(
+            tokens.ndim == 2 and 0 not in tokens.shape,
+            f"load has shape {tokens.shape}; it must be [layer, expert], neither 0",
+        )
         _check_tokens("load", tokens)
         check_positive(steps=self.steps)
         for name, axis in (("sources", "source rank"), ("scenarios", "scenario")):
             if getattr(self, name) is not None:
                 parts = np.ascontiguousarray(getattr(self, name), np.float64)
                 object.__setattr__(self, name, parts)
-                if parts.ndim != 3 or parts.shape[1:] != tokens.shape or not len(parts):
-                    raise ConfigError(f"{name} has shape {parts.shape}; expected [{axis}, *{tokens.shape}]")
+                check(
+                    parts.ndim == 3 and parts.shape[1:] == tokens.shape and len(parts),
+                    f"{name} has shape {parts.shape}; expected [{axis}, *{tokens.shape}]",
+                )
                 _check_tokens(name, parts)
         if self.sources is not None and not np.allclose(self.sources.sum(axis=0), tokens, rtol=1e-6, atol=1e-6):
             raise ConfigError("sources must add up to the load over their ranks")
@@ -74,8 +78,10 @@ class Load:
     def _set_weights(self, scenarios: int) -> None:
         weights = np.ones(scenarios) if self.weights is None else np.asarray(self.weights, np.float64)
         check(weights.shape == (scenarios,), f"weights has shape {weights.shape}; there are {scenarios} scenarios")
-        if not ((weights >= 0) & (weights < np.inf)).all() or not weights.any():
-            raise ConfigError("weights must be finite, not negative, and not all 0")
+        check(
+            ((weights >= 0) & (weights < np.inf)).all() and weights.any(),
+            "weights must be finite, not negative, and not all 0",
+        )
         object.__setattr__(self, "weights", weights / weights.sum())
 
     @classmethod
@@ -88,8 +94,10 @@ class Load:
     ) -> Load:
         """Make a load from a sample of steps [scenario, layer, expert]; its window is their mean step."""
         given = np.ascontiguousarray(scenarios, np.float64)
-        if given.ndim != 3 or not len(given):
-            raise ConfigError(f"scenarios has shape {given.shape}; it must be [scenario, layer, expert], none 0")
+        check(
+            given.ndim == 3 and len(given),
+            f"scenarios has shape {given.shape}; it must be [scenario, layer, expert], none 0",
+        )
         mean = np.average(given, axis=0, weights=weights)
         if len(given) == 1 and not whole_steps:
             return cls(mean)

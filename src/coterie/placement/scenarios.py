@@ -87,8 +87,7 @@ def steps_of_trace(
     tokens = [trace.request(int(request)) for request in wanted]
     prefill, decode = (np.array([bool((part.phase == of).any()) for part in tokens]) for of in (PREFILL, DECODE))
     kept = np.flatnonzero({"prefill": prefill, "decode": decode, "mixed": prefill & decode}[phase])
-    if not len(kept):
-        raise ConfigError(f"none of {len(wanted)} requests has tokens of phase {phase!r}")
+    check(len(kept), f"none of {len(wanted)} requests has tokens of phase {phase!r}")
     labels = None if domains is None else np.asarray(domains)[wanted[kept]]
     groups = _draw(len(kept), requests, count, rng, labels, bursts)
     steps = np.zeros((count, trace.meta.num_layers, trace.meta.num_experts), np.uint32)
@@ -154,8 +153,10 @@ def concentration_of(mixes: NDArray[np.floating]) -> float:
 
 def _shapes(loads: NDArray[np.floating] | NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return each expert's share of its layer's tokens [load, layer, expert] and the mean tokens per layer [load]."""
-    if loads.ndim != 3 or not loads.size:
-        raise ConfigError(f"domains or windows of shape {loads.shape}; they must be [domain, layer, expert], none 0")
+    check(
+        loads.ndim == 3 and loads.size,
+        f"domains or windows of shape {loads.shape}; they must be [domain, layer, expert], none 0",
+    )
     total = loads.sum(axis=2, keepdims=True, dtype=np.float64)
     shares = np.divide(loads, total, out=np.zeros(loads.shape), where=total > 0)
     return shares, np.asarray(total.mean(axis=(1, 2)))
@@ -191,8 +192,7 @@ def _draw(
     if domains is None and bursts:
         raise ConfigError(f"bursts={bursts} needs the domains of the requests")
     labels = np.zeros(available, np.int64) if domains is None else np.asarray(domains)
-    if len(labels) != available:
-        raise ConfigError(f"domains has {len(labels)} entries; there are {available} requests")
+    check(len(labels) == available, f"domains has {len(labels)} entries; there are {available} requests")
     part = np.zeros(available, np.bool_)
     if available >= HELD_OUT * APART * requests:
         part[rng.permutation(available)[::HELD_OUT]] = True  # requests of the steps that planners hold out

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.step import Batch
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError, check, check_at_least
 from coterie.footprints.counting import footprint
 from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_places, check_tokens
@@ -72,13 +72,11 @@ def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
     count, ids = len(requests.arrival_s), requests.expert_ids
     for name in ("context", "first", "tokens"):
         values = getattr(requests, name)
-        if len(values) != count:
-            raise ConfigError(f"{name} has {len(values)} requests; arrival_s has {count}")
+        check(len(values) == count, f"{name} has {len(values)} requests; arrival_s has {count}")
         least = 1 if name == "tokens" else 0
         if values.min() < least:
             raise ConfigError(f"{name}={values.min()} must be at least {least} for every request")
-    if ids.ndim != 3 or ids.shape[1] != layers:
-        raise ConfigError(f"expert_ids has shape {ids.shape}; expected [token, {layers}, k]")
+    check(ids.ndim == 3 and ids.shape[1] == layers, f"expert_ids has shape {ids.shape}; expected [token, {layers}, k]")
     last = int((requests.first + requests.tokens).max())
     if last > len(ids):
         raise ConfigError(f"expert_ids has {len(ids)} tokens; requests need {last}")

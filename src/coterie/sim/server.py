@@ -52,8 +52,10 @@ def run_batches(
 
 def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
     """Raise ConfigError if arrival times or predicted loads are invalid."""
-    if len(arrival_s) == 0 or len(predicted) != len(arrival_s):
-        raise ConfigError(f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})")
+    check(
+        len(arrival_s) != 0 and len(predicted) == len(arrival_s),
+        f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})",
+    )
     check(
         arrival_s[0] >= 0 and np.all(arrival_s[1:] >= arrival_s[:-1]) and arrival_s[-1] < math.inf,
         "arrival_s must rise from at least 0, and be finite",

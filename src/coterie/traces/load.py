@@ -13,7 +13,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_share
+from coterie.errors import ConfigError, check, check_at_least, check_share
 from coterie.traces.requests import FORMAT, VERSION, new_trace_folder, read_meta
 from coterie.traces.store import ArrayFile, value_errors, write_arrays, write_json
 
@@ -34,8 +34,10 @@ class LoadTable:
     source: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.counts.ndim != 3 or 0 in self.counts.shape:
-            raise ConfigError(f"counts has shape {self.counts.shape}; expected [window, layer, expert], none 0")
+        check(
+            self.counts.ndim == 3 and 0 not in self.counts.shape,
+            f"counts has shape {self.counts.shape}; expected [window, layer, expert], none 0",
+        )
         if float(self.counts.sum(dtype=np.float64)) >= 2.0**62:
             raise ConfigError("counts sum to more than 64 bits hold; are they tokens?")
         if self.tokens is not None and len(self.tokens) and int(np.min(self.tokens)) < 0:
@@ -160,8 +162,10 @@ def choose_windows(path: Path, table: LoadTable, window: str | None) -> ChosenWi
             raise ConfigError(f"--window={window} must be a number or a range A:B{also}")
         start, end = _up_to(len(table), first), _up_to(len(table), last)
         stop = (end if last else len(table)) if colon else start + 1
-        if not start < stop <= len(table):
-            raise ConfigError(f"--window={window} must be within the {len(table)} windows of {path}, counted from 0")
+        check(
+            start < stop <= len(table),
+            f"--window={window} must be within the {len(table)} windows of {path}, counted from 0",
+        )
         chosen = list(range(start, stop))
     return ChosenWindows(chosen, f"{window} of {path.name}")
 

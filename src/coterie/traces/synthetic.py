@@ -107,8 +107,10 @@ class SyntheticSettings:
         check(0 <= self.zipf_exponent < 20, f"zipf_exponent={self.zipf_exponent} must be in 0 … 20")
         check_share(specialisation=self.specialisation, phase_correlation=self.phase_correlation)
         per_layer = self.concentrations()
-        if per_layer.shape != (self.num_layers,) or not (per_layer > 0).all():
-            raise ConfigError(f"concentration={self.concentration} must be above 0, one or {self.num_layers}")
+        check(
+            per_layer.shape == (self.num_layers,) and (per_layer > 0).all(),
+            f"concentration={self.concentration} must be above 0, one or {self.num_layers}",
+        )
         shape = (len(self.domains), self.num_layers, self.num_experts)
         if self.preferences is not None and (self.preferences.shape != shape or not (self.preferences > 0).all()):
             raise ConfigError(f"preferences has shape {self.preferences.shape}; expected {shape}, all above 0")

@@ -28,7 +28,7 @@ from coterie.answers.batches.drawn import DRAWN
 from coterie.answers.batches.options import DRY_RUN
 from coterie.answers.suites import Report
 from coterie.batching.base import Loads
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError, UnknownNameError, check
 from coterie.footprints import footprint
 from coterie.predictors import PredictRequest, predictors
 from coterie.predictors.base import FittablePredictor, Predictor, PromptPredictor, StartKind, fit_phase, needs_start
@@ -263,8 +263,7 @@ def _cut(
         kept.append(int(row))
         unrecorded = int(trace.requests.prompt_tokens[row]) - int((part.phase == PREFILL).sum())
         context.append(start + max(0, unrecorded))
-    if not kept:
-        raise ConfigError(f"{name}: none of its {len(rows)} requests has a token to run")
+    check(kept, f"{name}: none of its {len(rows)} requests has a token to run")
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} of {len(rows)} requests have no token to run.")
     made = ActivationTrace.from_arrays(
@@ -351,8 +350,7 @@ def route_prompts(
     notes = []
     if len(fitting) < len(prompts):
         notes.append(f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are empty or past {limit} tokens.")
-    if not fitting:
-        raise ConfigError(f"{folder}: none of {len(prompts)} prompts fits the model's {limit} tokens")
+    check(fitting, f"{folder}: none of {len(prompts)} prompts fits the model's {limit} tokens")
     capture = ExpertCapture(loaded.model)
     ids = []
     with capture:

@@ -21,7 +21,7 @@ from coterie.cli.output import (
     reporting,
     shell,
 )
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 if TYPE_CHECKING:  # importing NumPy takes as long as the rest of --help
     import numpy as np
@@ -139,8 +139,10 @@ def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64
         values = np.array([float(part) for part in text.split(",")])
     except ValueError:
         raise ConfigError(f"--speeds={text} must be numbers separated by commas") from None
-    if len(values) != workers or not ((values > 0) & (values < np.inf)).all():
-        raise ConfigError(f"--speeds={text} must be {workers} numbers above 0, one for each worker")
+    check(
+        len(values) == workers and ((values > 0) & (values < np.inf)).all(),
+        f"--speeds={text} must be {workers} numbers above 0, one for each worker",
+    )
     return values
 
 

@@ -23,7 +23,7 @@ from coterie.costs.shapes import dense_shapes
 from coterie.engines.calibration.experts import Experts
 from coterie.engines.calibration.timing import captured, marks, random
 from coterie.engines.optional import torch
-from coterie.errors import ConfigError, UnavailableError, check_at_least
+from coterie.errors import ConfigError, UnavailableError, check, check_at_least
 from coterie.types import ModelSpec, Report, WeightDtype
 
 PATHS = ("host-to-device", "device")
@@ -48,8 +48,10 @@ class ContentionSettings:
 
     def __post_init__(self) -> None:
         check_at_least(1, batch=self.batch, context=self.context, steps=self.steps, rounds=self.rounds)
-        if not self.shares or not all(0 < share <= 1 for share in self.shares):
-            raise ConfigError(f"shares={self.shares} must be at least one number in 0 … 1, above 0")
+        check(
+            self.shares and all(0 < share <= 1 for share in self.shares),
+            f"shares={self.shares} must be at least one number in 0 … 1, above 0",
+        )
 
 
 class ContentionTiming(NamedTuple):

@@ -89,8 +89,7 @@ def permute_by_expert(
     """Copy the rows of hidden [token, width] into the order by expert, k copies of each; ids [token, k]."""
     _check_ids(ids, num_experts)
     check_rows(hidden, "hidden")
-    if len(hidden) != len(ids):
-        raise ConfigError(f"hidden has {len(hidden)} rows; ids has {len(ids)}: they must be equal")
+    check(len(hidden) == len(ids), f"hidden has {len(hidden)} rows; ids has {len(ids)}: they must be equal")
     if not runs_triton(hidden, backend):
         routed = _sorted_by_torch(ids, num_experts)
         return Permuted(hidden[routed.order.long() // ids.shape[1]], routed)

@@ -23,7 +23,7 @@ from coterie.dispatch.shuffle import ShuffleSchedule
 from coterie.engines.optional import torch
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 
 REDUCE_SCATTER, GATHER = "reduce-scatter", "gather"
 """Byte counters of the two collectives."""
@@ -49,8 +49,7 @@ def shuffled_reduce_scatter(
 ) -> Any:
     """Sum `partial` [token, hidden] over ranks; return this rank's rows, [token of this rank, hidden]."""
     places = len(schedule.order) if already_shuffled else len(schedule.inverse)
-    if len(partial) != places:
-        raise ConfigError(f"partial has {len(partial)} rows; the schedule asks for {places}")
+    check(len(partial) == places, f"partial has {len(partial)} rows; the schedule asks for {places}")
     rows = partial if already_shuffled else shuffle_rows(partial, schedule)
     summed = group.reduce_scatter(rows.view(group.size, schedule.per_rank, *rows.shape[1:]), REDUCE_SCATTER)
     return summed[: len(schedule.tokens_of(group.rank))]  # padding is at a block's end

@@ -310,8 +310,10 @@ def _recorded(folder: Path, batches: list[list[_Item]]) -> int:
     """Return the number of requests already recorded; raise unless they are whole first batches of the plan."""
     request_ids = list(ActivationTrace.open(folder).requests.ids or [])
     planned = [item.prompt.id for batch in batches for item in batch]
-    if request_ids != planned[: len(request_ids)] or len(request_ids) not in np.cumsum([0, *map(len, batches)]):
-        raise ConfigError(f"{folder} holds {len(request_ids)} requests that are not the first of this recording")
+    check(
+        request_ids == planned[: len(request_ids)] and len(request_ids) in np.cumsum([0, *map(len, batches)]),
+        f"{folder} holds {len(request_ids)} requests that are not the first of this recording",
+    )
     return len(request_ids)
 
 

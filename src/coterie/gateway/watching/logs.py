@@ -74,11 +74,11 @@ class Log:
         """Log a warning for the operator, about the gateway and never about a request."""
         self._put("warning", problem=problem)
 
-    def failed(self, error: BaseException, where: str) -> None:
+    def failed(self, error: BaseException) -> None:
         """Log an unexpected exception: its class, and the line that raised it."""
         frames = traceback.extract_tb(error.__traceback__)
         line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else None
-        self._put("exception", where=where, error=type(error).__name__, line=line)
+        self._put("exception", error=type(error).__name__, line=line)
 
     def request(
         self,

@@ -50,6 +50,13 @@ CheckHead = Callable[[HttpRequest], int | None]
 """Check of a request's head before its body is read: raises HttpError to refuse, may return a body limit in bytes."""
 
 
+def log_error(error: Exception) -> None:
+    """Log where a handler failed, without the error message, which may quote the request."""
+    frames = extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
+    logger.error("a handler failed with %s at %s", type(error).__name__, where)
+
+
 @dataclass(eq=False)
 class Host(ABC):
     """The part of a server that its connections use."""
@@ -57,6 +64,7 @@ class Host(ABC):
     handler: Handler
     limits: Limits = Limits()  # noqa: RUF009 (frozen)
     check_head: CheckHead | None = None
+    on_error: Callable[[Exception], None] = log_error
     clock: Callable[[], float] = time.monotonic
     counters: ServerCounters = field(default_factory=ServerCounters)
     draining: bool = False
@@ -370,11 +378,8 @@ class Connection(asyncio.Protocol):
             responder.fail(HttpError(500, "internal error"))
 
     def _count_error(self, error: Exception) -> None:
-        """Count and log where a handler failed, without the error message, which may quote the request."""
         self.server.counters.errors += 1
-        frames = extract_tb(error.__traceback__)
-        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
-        logger.error("a handler failed with %s at %s", type(error).__name__, where)
+        self.server.on_error(error)
 
     # writing
 

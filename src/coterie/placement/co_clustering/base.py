@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.costs.exchange import first_rank
-from coterie.errors import ConfigError, check_share
+from coterie.errors import ConfigError, check, check_share
 from coterie.placement.objective._arrays import Array
 from coterie.types import Placement
 
@@ -46,8 +46,10 @@ class Items:
         for name, dtype in (("frequency", np.float64), ("experts", np.int32), ("weights", np.float64)):
             object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype))
         shape = self.experts.shape
-        if len(shape) != 3 or 0 in shape:
-            raise ConfigError(f"experts of items has shape {shape}; it must be [item, layer, kept], none 0")
+        check(
+            len(shape) == 3 and 0 not in shape,
+            f"experts of items has shape {shape}; it must be [item, layer, kept], none 0",
+        )
         if self.weights.shape != shape or self.frequency.shape != shape[:1]:
             raise ConfigError(
                 f"weights {self.weights.shape} and frequency {self.frequency.shape} of items must be {shape} and "
@@ -56,8 +58,7 @@ class Items:
         if int(self.experts.min()) < 0:
             raise ConfigError(f"experts of items holds {int(self.experts.min())}; it must not be negative")
         for name, array in (("frequency", self.frequency), ("weights", self.weights)):
-            if not (array >= 0).all() or not np.isfinite(array).all():
-                raise ConfigError(f"{name} of items must be finite and not negative")
+            check((array >= 0).all() and np.isfinite(array).all(), f"{name} of items must be finite and not negative")
 
     @classmethod
     def of_counts(

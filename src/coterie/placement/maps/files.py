@@ -98,8 +98,7 @@ def complete_layers(format: str, map: PlacementMap) -> tuple[tuple[int, ...], Mo
         raise ConfigError(f"the placement is for {problem}: {format} needs all of them")
     if spec is not None and placement.num_experts != spec.num_experts:
         raise ConfigError(f"the placement has {placement.num_experts} experts; {spec.name} has {spec.num_experts}")
-    if len(ids) != placement.num_layers:
-        raise ConfigError(f"the placement has {placement.num_layers} layers; {len(ids)} are named")
+    check(len(ids) == placement.num_layers, f"the placement has {placement.num_layers} layers; {len(ids)} are named")
     return ids, spec
 
 

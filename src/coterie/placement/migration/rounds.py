@@ -226,11 +226,11 @@ def schedule_moves(
 
 
 def _check(current: Placement, target: Placement, topology: Topology) -> None:
-    if current.slot_experts.shape != target.slot_experts.shape or current.num_ranks != target.num_ranks:
-        raise ConfigError(
-            f"the target has shape {target.slot_experts.shape} on {target.num_ranks} ranks; "
-            f"the current placement {current.slot_experts.shape} on {current.num_ranks}"
-        )
+    check(
+        current.slot_experts.shape == target.slot_experts.shape and current.num_ranks == target.num_ranks,
+        f"the target has shape {target.slot_experts.shape} on {target.num_ranks} ranks; "
+        f"the current placement {current.slot_experts.shape} on {current.num_ranks}",
+    )
     check(
         current.num_ranks == topology.num_ranks,
         f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}",

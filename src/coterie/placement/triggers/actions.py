@@ -186,10 +186,14 @@ class ActionManager:
 
     def check(self, demand: Demand, held: Held) -> None:
         """Raise ConfigError if demand and held experts do not fit each other or the topology."""
-        if demand.ndim != 3 or demand.shape != held.shape:
-            raise ConfigError(f"demand has shape {demand.shape}, held {held.shape}; both must be [rank, layer, expert]")
-        if len(demand) != self.topology.num_ranks:
-            raise ConfigError(f"demand has {len(demand)} ranks; topology.num_ranks={self.topology.num_ranks}")
+        check(
+            demand.ndim == 3 and demand.shape == held.shape,
+            f"demand has shape {demand.shape}, held {held.shape}; both must be [rank, layer, expert]",
+        )
+        check(
+            len(demand) == self.topology.num_ranks,
+            f"demand has {len(demand)} ranks; topology.num_ranks={self.topology.num_ranks}",
+        )
         check(
             (self.topology.rank_speeds > 0).all(),
             "actions cannot leave a rank out; plan with latency_optimal where one is gone",

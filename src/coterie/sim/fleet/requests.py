@@ -95,8 +95,7 @@ def _recordings(
     lengths = trace.lengths[numbers]
     cut = cuts[numbers]
     kept = (lengths >= least_tokens) & (cut >= 1) & (cut < lengths)
-    if not kept.any():
-        raise ConfigError(f"none of {len(numbers)} requests has a prompt and decoded tokens, {least_tokens} in all")
+    check(kept.any(), f"none of {len(numbers)} requests has a prompt and decoded tokens, {least_tokens} in all")
     numbers, lengths, cut = numbers[kept], lengths[kept], cut[kept]
     ids = [np.asarray(trace.request(int(number)).expert_ids) for number in numbers]
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
@@ -187,18 +186,17 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
     check(count, "there are no requests; a run needs at least one")
     for name in ("prompt_tokens", "output_tokens"):
         values = getattr(requests, name)
-        if len(values) != count:
-            raise ConfigError(f"{name} has {len(values)} requests; recorded has {count}")
+        check(len(values) == count, f"{name} has {len(values)} requests; recorded has {count}")
         if values.min() < 1:
             raise ConfigError(f"{name}={values.min()} must be at least 1 for every request")
     if not 0 <= requests.recorded.min() <= requests.recorded.max() < len(recordings):
         raise ConfigError(f"recorded holds numbers outside 0 … {len(recordings) - 1}")
     ids = recordings.expert_ids
-    if ids.ndim != 3 or ids.shape[1] != spec.num_moe_layers or recordings.num_experts != spec.num_experts:
-        raise ConfigError(
-            f"recordings have shape {ids.shape} of {recordings.num_experts} experts; {spec.name} has "
-            f"{spec.num_moe_layers} MoE layers of {spec.num_experts}"
-        )
+    check(
+        ids.ndim == 3 and ids.shape[1] == spec.num_moe_layers and recordings.num_experts == spec.num_experts,
+        f"recordings have shape {ids.shape} of {recordings.num_experts} experts; {spec.name} has "
+        f"{spec.num_moe_layers} MoE layers of {spec.num_experts}",
+    )
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
     if low < 0 or high >= spec.num_experts:
         raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {spec.num_experts - 1}")
@@ -220,8 +218,10 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
 
 
 def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
-    if len(offsets) != len(requests) + 1 or offsets[0] != 0 or offsets[-1] != len(blocks):
-        raise ConfigError(f"block_offsets must run from 0 to {len(blocks)} over {len(requests)} requests")
+    check(
+        len(offsets) == len(requests) + 1 and offsets[0] == 0 and offsets[-1] == len(blocks),
+        f"block_offsets must run from 0 to {len(blocks)} over {len(requests)} requests",
+    )
     held = np.diff(offsets)
     most = -(-requests.prompt_tokens // requests.block_tokens)
     for row in np.flatnonzero((held < 0) | (held > most)):

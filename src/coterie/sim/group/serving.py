@@ -298,8 +298,7 @@ def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bo
         return np.full(count, 0 if tensor else -1, np.int64)
     if tensor:
         raise ConfigError("with attention tensor parallel a request has no rank; give ranks=None")
-    if len(ranks) != count:
-        raise ConfigError(f"ranks must have one rank for each of {count} requests; it has {len(ranks)}")
+    check(len(ranks) == count, f"ranks must have one rank for each of {count} requests; it has {len(ranks)}")
     if count and not 0 <= ranks.min() <= ranks.max() < lanes:
         raise ConfigError(f"ranks must be in 0 … {lanes - 1}")
     return np.array(ranks, np.int64)

@@ -36,7 +36,7 @@ from coterie.engines.transformers.permute.tensors import (
     row_bytes,
     rows_by_layer,
 )
-from coterie.errors import ConfigError, TraceError, UnavailableError, check_one_of
+from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_one_of
 from coterie.placement.maps.files import PlacementMap
 from coterie.placement.maps.formats import write_map
 from coterie.traces.store import read_json, write_json
@@ -134,8 +134,10 @@ def check_new_checkpoint(target: Path, checkpoint: Path) -> None:
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty; choose another folder")
     real, given = Path(os.path.realpath(target)), Path(os.path.realpath(checkpoint))
-    if real == given or given in real.parents:
-        raise ConfigError(f"{target} is the checkpoint or lies in it ({checkpoint}); choose another place")
+    check(
+        real != given and given not in real.parents,
+        f"{target} is the checkpoint or lies in it ({checkpoint}); choose another place",
+    )
 
 
 def _read(folder: Path) -> _Source:

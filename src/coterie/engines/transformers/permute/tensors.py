@@ -122,8 +122,7 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
             block.experts[name] = int(match["expert"])
         else:
             block.packed.append(name)
-    if not blocks:
-        raise ConfigError(f"{folder} has no experts among its {len(tensors)} tensors: it is not a MoE checkpoint")
+    check(blocks, f"{folder} has no experts among its {len(tensors)} tensors: it is not a MoE checkpoint")
     ordered = sorted(blocks.values(), key=lambda block: block.layer_id)
     for block in ordered:
         _count_experts(folder, block, tensors)
@@ -209,8 +208,10 @@ def rows_by_layer(
         f"plan with --slots {num_experts}",
     )
     ids = list(moe_layers) if layer_ids is None else list(layer_ids)
-    if len(ids) != placement.num_layers:
-        raise ConfigError(f"the placement has {placement.num_layers} layers; the model has {len(ids)} MoE layers")
+    check(
+        len(ids) == placement.num_layers,
+        f"the placement has {placement.num_layers} layers; the model has {len(ids)} MoE layers",
+    )
     missing = sorted(set(ids) - set(moe_layers))
     if missing:
         raise ConfigError(f"the placement is for layer {missing[0]}, which is not a MoE layer of the model")
