@@ -126,7 +126,7 @@ def first_advice(spare: int) -> list[tuple[str, str]]:
     advisor.warm_up()
     warmed = loops_loaded()
     assert any("search_steps" in name for name, _ in warmed)
-    assert any("flashlb" in name for name, _ in warmed) == bool(spare)
+    assert any("packing" in name for name, _ in warmed) == bool(spare)
     serve(advisor, seen=True)
     assert advisor.advice is not None
     assert advisor.advice.plan is not None
