@@ -286,7 +286,7 @@ def test_an_unexpected_exception_is_counted_and_logged_without_its_message(monke
     async def test() -> None:
         async with canned_workers("a") as (worker,), gateway(config_of([worker])) as found:
             assert (await found.client.complete()).status == 500
-            assert found.metrics['coterie_gateway_errors_total{kind="ZeroDivisionError"}'] == 1
+            assert found.metrics['coterie_gateway_errors_total{kind="handler"}'] == 1
             await found.running.close(0)
             assert (
                 '"event":"exception","error":"ZeroDivisionError","line":"test_requests_through.py:'

@@ -139,7 +139,7 @@ class RunningGateway:
             raise
         self.gateway = Gateway(self.parts, keys, self.reload)
         self.server = HttpServer(
-            self.gateway.handle, self.gateway.http_limits, self.gateway.check_head, self.parts.watcher.broke
+            self.gateway.handle, self.gateway.http_limits, self.gateway.check_head, on_error=self.parts.log.failed
         )
         self.url = ""
         self._drain_s = config.drain_s

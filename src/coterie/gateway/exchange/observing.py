@@ -116,11 +116,6 @@ class Watcher:
         """Count a worker's failure. `kind`: a kind of UpstreamError, or status_5xx."""
         self.metrics.worker_failures.inc(member.entry.id, kind)
 
-    def broke(self, error: Exception) -> None:
-        """Count and log an unexpected exception of the gateway itself."""
-        self.metrics.errors.inc(type(error).__name__)
-        self.log.failed(error)
-
     def retried(self, pool: Pool, call: Call, failure: str) -> None:
         """Count a request that goes to another worker; `failure` is the failed worker's id and the kind of failure."""
         self.metrics.retries.inc(pool.name)

@@ -64,8 +64,8 @@ class Host(ABC):
     handler: Handler
     limits: Limits = Limits()  # noqa: RUF009 (frozen)
     check_head: CheckHead | None = None
-    on_error: Callable[[Exception], None] = log_error
     clock: Callable[[], float] = time.monotonic
+    on_error: Callable[[Exception], None] = log_error
     counters: ServerCounters = field(default_factory=ServerCounters)
     draining: bool = False
     connections: set[Connection] = field(default_factory=set)
