@@ -319,7 +319,7 @@ class Metrics(Collector):
         self.connection_timeouts = Counter("connection_timeouts_total", "Clients that were too slow", kind=None)
         self.malformed = Counter("malformed_total", "Requests that are not valid HTTP")
         self.disconnects = Counter("disconnects_total", "Clients that left before their answer's end")
-        self.errors = Counter("errors_total", "Unexpected exceptions, by where they were caught; each is a fault to report", kind=None)
+        self.errors = Counter("errors_total", "Unexpected exceptions, by place; each is a fault to report", kind=None)
         self.tasks = Gauge("tasks", "Tasks of the event loop: requests, health checks")
         self.reloads = Counter("reloads_total", "Reloads of the configuration", outcome=("ok", "rejected"))
         self.build = Gauge("build_info", "1, with the version of Coterie", version=None)
