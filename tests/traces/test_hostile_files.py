@@ -60,7 +60,7 @@ WRONG_COLUMNS: dict[str, Callable[[int], Any]] = {
 def test_columns_of_parquet(tmp_path: Path, name: str, wrong: str) -> None:
     RequestTrace(np.array([5, 6]), np.array([1, 2]), np.array([0.0, 1.5]), ids=["a", "b"]).save(tmp_path / "t")
     file = tmp_path / "t" / "requests.parquet"
-    table = pq.read_table(io.BytesIO(file.read_bytes()))
+    table = pq.ParquetFile(io.BytesIO(file.read_bytes()), pre_buffer=False).read(use_threads=False)
     at = table.column_names.index(name)
     pq.write_table(table.set_column(at, name, WRONG_COLUMNS[wrong](2)), file)
     if (name, wrong) == ("id", "text"):
@@ -74,7 +74,7 @@ def test_columns_of_parquet(tmp_path: Path, name: str, wrong: str) -> None:
 def test_names_of_parquet(tmp_path: Path, name: str) -> None:
     RequestTrace(np.array([5]), np.array([1])).save(tmp_path / "t")
     file = tmp_path / "t" / "requests.parquet"
-    table = pq.read_table(io.BytesIO(file.read_bytes()))
+    table = pq.ParquetFile(io.BytesIO(file.read_bytes()), pre_buffer=False).read(use_threads=False)
     pq.write_table(table.rename_columns([name, "output_tokens"]), file)
     with pytest.raises(TraceError, match=r"requests\.parquet"):
         RequestTrace.open(tmp_path / "t")

@@ -204,7 +204,8 @@ def read_requests(
 
     with file_errors(path), path.open("rb") as stream:  # a stream: Arrow interprets a path such as s3:x as a URI
         try:
-            table = pq.read_table(stream)
+            # With threads, the process may abort when it ends: https://github.com/apache/arrow/issues/50482
+            table = pq.ParquetFile(stream, pre_buffer=False).read(use_threads=False)
             names = table.column_names
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TraceError(path, "parquet", f"cannot be read: {str(error).partition(chr(10))[0]}") from None
