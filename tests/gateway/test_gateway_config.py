@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import InputError
-from coterie.gateway.config import GatewayConfig, parse_config, read_config
+from coterie.gateway.config import GatewayConfig, WorkerEntry, parse_config, read_config
 
 WHERE = Path("fleet.yaml")
 WHOLE = """
@@ -95,3 +95,20 @@ def test_any_text(text: str) -> None:
         parse_config(text, WHERE)
     except InputError as error:
         assert "\n" not in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("speed", 0.0),
+        ("speed", -1.0),
+        ("speed", float("nan")),
+        ("speed", float("inf")),
+        ("places", 0),
+        ("places", 2**30),
+    ],
+)
+def test_wrong_speeds_and_places_of_a_worker(field: str, value: float) -> None:
+    wrong: dict[str, Any] = {"id": "a", "url": "http://127.0.0.1:1", field: value}
+    with pytest.raises(InputError, match=f"{field}={value}"):
+        WorkerEntry(**wrong)
