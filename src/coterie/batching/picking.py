@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Selection, Window
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError
 
 Indices = NDArray[np.int64]
 
@@ -50,7 +50,8 @@ def check_snapshot(window: Window, running: Loads, size: int) -> None:
         raise ConfigError(f"loads {window.loads.shape} must be contiguous: np.ascontiguousarray makes them so")
     if len(window.skipped) != len(window.loads):
         raise ConfigError(f"skipped has {len(window.skipped)} requests; loads has {len(window.loads)}")
-    check_at_least(0, size=size)
+    if size < 0:  # not check_at_least: it would take a fifth of the time of a small pick
+        raise ConfigError(f"size={size} must be at least 0")
 
 
 @helper()
