@@ -300,10 +300,11 @@ def _fill_step(
     own, totals = np.empty((groups, waiting)), np.zeros(waiting)
     for group in range(groups):
         for request in range(waiting):
+            brought, likely = brings[request, group], chance[group, request]
             for slot in range(per_rank):
-                by_group[group, request, slot] = brings[request, group, slot]
-                chance[group, request, slot] = min(brings[request, group, slot], 1.0)
-            own[group, request] = _total(brings[request, group])
+                likely[slot] = min(brought[slot], 1.0)
+            by_group[group, request] = brought
+            own[group, request] = _total(brought)
             totals[request] += own[group, request]
     # [group, candidate] slots touched, rows past a first tile, and rows, if the candidate joins.
     touched, past, arrived = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty((groups, waiting))
@@ -320,7 +321,7 @@ def _fill_step(
                 arrived[group, i] = present + own[group, left[i]]
         best, least = -1, np.inf
         for i in range(count):
-            score = line_us(parameters, ranks, touched, past, arrived, i)
+            score = line_us(parameters, layers, ranks, touched, past, arrived, i)
             if by_tokens:  # unevenness per token: otherwise short prompts would always win
                 tokens = total + totals[left[i]]
                 score = (score - _even_us(tokens, loads, parameters, ranks)) / tokens
@@ -356,7 +357,7 @@ def _time_us(rows: Loads, cold: Loads, parameters: NDArray[np.float64], ranks: i
         for slot in range(rows.shape[1]):
             parts[1, group, 0] += rows_past(rows[group, slot], parameters[2])
         parts[2, group, 0] = _total(rows[group])
-    return line_us(parameters, ranks, parts[0], parts[1], parts[2], 0)
+    return line_us(parameters, len(rows) // ranks, ranks, parts[0], parts[1], parts[2], 0)
 
 
 @helper()  # not fastmath, unlike `total_of`: equal requests must keep equal totals

@@ -141,14 +141,14 @@ def rows_past(rows: float, tile_rows: float) -> float:
 
 
 @helper()
-def line_us(line: Array, ranks: int, touched: Array, past: Array, rows: Array, at: int) -> float:
+def line_us(line: Array, layers: int, ranks: int, touched: Array, past: Array, rows: Array, at: int) -> float:
     """Return microseconds of batch `at` by a :class:`StepCost`, whose :meth:`StepCost.numbers` are `line`.
 
     `touched`, `past` and `rows` are [layer x rank, batch]: slots touched, rows past first tiles, and all rows. As in
     :func:`~coterie.costs.composition.layers_us`, a layer is the slowest rank's experts plus the busiest's exchange.
     """
     time = line[0]
-    for layer in range(len(rows) // ranks):
+    for layer in range(layers):
         slowest, busiest = 0.0, 0.0
         for group in range(layer * ranks, (layer + 1) * ranks):
             slowest = max(slowest, touched[group, at] * line[1] + past[group, at] * line[3])
