@@ -1,6 +1,6 @@
 """Bring vLLM to a GPU machine without a network: pack what it needs here, unpack it there.
 
-    python lab/benchmarks/gpu/carry_vllm.py pack carry               # here: carry/part0 … part3, each below 60 MB
+    python lab/benchmarks/gpu/carry_vllm.py pack carry               # here: carry/part0 … part6, about 30 MB each
     python lab/benchmarks/gpu/carry_vllm.py unpack FOLDER PART…     # there: one folder, and a .pth file that names it
 
 The machine must have the torch that this vLLM was built for, Triton and transformers. Packed are vLLM's Python files,
@@ -22,7 +22,7 @@ from pathlib import Path
 
 VLLM = "0.26.0"
 PYTHON, PLATFORM = "3.12", "manylinux_2_28_x86_64"
-PARTS, NAME = 4, "piece.tar.xz"
+PARTS, NAME = 7, "piece.tar.xz"
 EXTENSIONS = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa3_C")
 """Compiled modules of vLLM that are packed; FlashAttention 2 and the Rust front end, 200 MB, are not."""
 PACKAGES = """fastapi starlette pydantic pydantic-core annotated-types typing-inspection annotated-doc anyio sniffio
@@ -32,7 +32,7 @@ outlines_core lark compressed-tensors loguru depyf astor dill mistral_common tik
 jsonschema-specifications referencing rpds-py mcp watchfiles setproctitle uvloop ijson python-json-logger py-cpuinfo
 model-hosting-container-standards jmespath einops cloudpickle sentencepiece protobuf gguf diskcache six
 python-multipart httptools highspy sse-starlette pydantic-settings python-dotenv pyjwt attrs aiohttp aiosignal
-aiohappyeyeballs frozenlist multidict yarl propcache""".split()
+aiohappyeyeballs frozenlist multidict yarl propcache"""
 """Packages that a machine with torch and transformers alone may lack; what it has itself comes first on its path."""
 EMPTY = ("xgrammar", "llguidance")
 
@@ -54,7 +54,7 @@ def wanted(name: str) -> bool:
 def pack(out: Path) -> None:
     with tempfile.TemporaryDirectory() as work:
         wheels, tree = Path(work, "wheels"), Path(work, "tree")
-        download([f"vllm=={VLLM}", *PACKAGES], wheels)
+        download([f"vllm=={VLLM}", *PACKAGES.split()], wheels)
         for wheel in sorted(wheels.glob("*.whl")):
             with zipfile.ZipFile(wheel) as files:
                 files.extractall(tree, [name for name in files.namelist() if wanted(name)])

@@ -191,7 +191,7 @@ class KVDirectory:
         if not event.block_hashes or not self._has_room(worker, state, len(event.block_hashes)):
             return
         above = [] if event.parent_block_hash is None else [event.parent_block_hash]
-        family_keys = hash_keys([*above, *event.block_hashes], self._seeds)
+        family_keys = hash_keys(above + event.block_hashes, self._seeds)
         keys = family_keys[len(above) :]
         tokens, contexts_ = event_tokens(event, self.block_size), event_contexts(event)
         parent = np.zeros(2, np.uint64)
@@ -200,7 +200,8 @@ class KVDirectory:
             self._store(worker, state, keys, _NO_TOKENS, NO_CONTEXTS, parent)
         elif not above or _tables.content_of(state.held.entries, family_keys, parent):
             self._store(worker, state, keys, tokens, contexts_, parent)
-            self._join(worker, state, keys)
+            if state.waiting:
+                self._join(worker, state, keys)
         else:
             self._wait(worker, state, family_keys[:1], keys, tokens, contexts_)
 
@@ -336,9 +337,9 @@ class KVDirectory:
         parent: NDArray[np.uint64],
     ) -> None:
         more = len(keys)
-        # A worker's table gets an entry for each block, and possibly one for a mark.
-        for table, entries in ((state.held, 2 * more), (self._hashes, more), (self._contents, more)):
-            table.reserve(entries)
+        state.held.reserve(2 * more)  # an entry for each block, and possibly one for a mark
+        self._hashes.reserve(more)
+        self._contents.reserve(more)
         tally = np.zeros(2, np.int64)
         _tables.store(*self._arrays(state), worker, keys, tokens, contexts_, self._weights, parent, tally)
         new, ambiguous = tally.tolist()
@@ -380,7 +381,7 @@ class KVDirectory:
     def _join(self, worker: int, state: _Worker, keys: NDArray[np.uint64]) -> None:
         """Resolve the blocks that wait for `keys`, whose content became known, and their waiting descendants."""
         self._stop_waiting(state, keys)
-        ready = [keys[block : block + 1] for block in range(len(keys))] if state.waiting else []
+        ready = [keys[block : block + 1] for block in range(len(keys))]
         parent = np.zeros(2, np.uint64)
         while ready:
             key = ready.pop()

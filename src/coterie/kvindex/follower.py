@@ -67,10 +67,11 @@ class Follower:
         missing, counters = self.missing(worker, seq), self.directory.counters
         expected, self._next[worker] = self._next[worker], seq + 1
         restarted = expected is not None and missing.start != expected
-        with self.lock:
-            if restarted and wanted():
-                counters.restarts += 1
-                self.directory.drop_worker(worker)
+        if restarted:
+            with self.lock:
+                if wanted():
+                    counters.restarts += 1
+                    self.directory.drop_worker(worker)
         if missing:
             run = self._fetch(worker, missing, replayed)
             counters.replayed += len(run)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import UnavailableError, check
+from coterie.errors import ConfigError, UnavailableError, check
 from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
@@ -118,7 +118,8 @@ class Domain:
         if own is None:
             worker, scores = best(load, fleet)
             return Decision(worker, scores, f"domain {request.domain!r} has no workers of its own: the shortest queue")
-        check(max(own) < len(fleet), f"domain {request.domain!r} has worker {max(own)}; the fleet has {len(fleet)}")
+        if (last := max(own)) >= len(fleet):
+            raise ConfigError(f"domain {request.domain!r} has worker {last}; the fleet has {len(fleet)}")
         elsewhere = np.ones(len(fleet), np.bool_)
         elsewhere[list(own)] = False
         # The penalty ranks the label's own workers first; others are chosen only if none of its own is open.
