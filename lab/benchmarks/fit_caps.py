@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from coterie.answers.batches.drawn import DRAWN, DrawnWorkload
-from coterie.answers.runs import in_parallel
 from coterie_lab.suites.caps.published import BURSTY, EXAMPLE, REQUESTS, SEEDS
 from coterie_lab.suites.caps.suite import Cell, run_cell
+from coterie_lab.suites.running import in_parallel
 
 NAMES = ("fcfs", *(name for name in BURSTY if name != "best_fit"))
 CELLS = [Cell(pattern, rate, seed) for pattern in ("bursty", "poisson") for rate in (150.0, 300.0) for seed in SEEDS]

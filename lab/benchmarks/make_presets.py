@@ -28,7 +28,8 @@ from coterie.costs.cells import (
     MoeTable,
     ShapeMeasurement,
 )
-from coterie.costs.presets import Preset, fit_preset, load_preset, save_preset, with_contention
+from coterie.costs.movement import fit_contention
+from coterie.costs.presets import Preset, fit_preset, load_preset, save_preset
 
 
 def joined(path: Path) -> Measurement:
@@ -104,7 +105,10 @@ def add_contention(preset: Preset, run: ContentionRun) -> Preset:
     if device != here:
         raise SystemExit(f"the preset is of {device}, the cells are of {here}")
     where = f"{run.model}, bf16, {run.batch} requests of {run.context} tokens, {run.date}"
-    return with_contention(preset, run.contention, f"contention: decode steps of {where}")
+    measurement = preset.measurement
+    note = "; ".join(filter(None, (measurement.note, f"contention: decode steps of {where}")))
+    measurement = msgspec.structs.replace(measurement, contention=run.contention, note=note)
+    return msgspec.structs.replace(preset, measurement=measurement, contention=fit_contention(run.contention))
 
 
 def main() -> None:

@@ -35,14 +35,15 @@ def step_model(
     device: str | Preset = "h200",
     dtype: WeightDtype | None = None,
     topology: Topology | None = None,
+    engine: str | None = None,
 ) -> StepModel:
     """Return the calibrated step-time model of a known model (or any ModelSpec) on a device.
 
     `device` is a preset's name or your own calibration; `dtype` is the weight dtype, by default as published;
-    `topology` spreads the experts over several ranks.
+    `topology` spreads the experts over several ranks; `engine` ("vllm") takes whole steps as measured in that engine.
     """
     spec = get_model(model) if isinstance(model, str) else model
-    return preset_model(spec, device, dtype, Topology(1) if topology is None else topology)
+    return preset_model(spec, device, dtype, Topology(1) if topology is None else topology, engine=engine)
 
 
 def fit_router(

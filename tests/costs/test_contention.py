@@ -11,7 +11,7 @@ import pytest
 
 from coterie.costs.cells import ContentionCell
 from coterie.costs.movement import fit_contention, staged_exposed
-from coterie.costs.presets import Preset, load_preset, save_preset, step_model, with_contention
+from coterie.costs.presets import Preset, load_preset, save_preset, step_model
 from coterie.errors import ConfigError, TraceError
 from coterie.models import get_model
 from coterie.types import NVLINK4, PCIE5, Link, Topology
@@ -84,16 +84,20 @@ def test_a_preset_without_contention_says_how_to_measure_it() -> None:
         staged_exposed({}, Topology(8))
 
 
+def with_contention(preset: Preset) -> Preset:
+    measurement = msgspec.structs.replace(preset.measurement, contention=tuple(both()))
+    return msgspec.structs.replace(preset, measurement=measurement, contention=fit_contention(both()))
+
+
 def test_a_preset_keeps_contention_and_changes_nothing_else(tmp_path: Path) -> None:
     plain = load_preset("rtx-pro-6000")
-    made = with_contention(plain, both(), "a test")
+    made = with_contention(plain)
     save_preset(made, tmp_path / "made.json")
     found = load_preset(str(tmp_path / "made.json"))
     assert found == made
     assert found.contention == fit_contention(both())
     assert found.measurement.contention == tuple(both())
     assert found.fits == plain.fits
-    assert found.measurement.note.endswith("a test")
     model = step_model(get_model("qwen3-30b-a3b"), found)
     assert model.contention == found.contention
 
@@ -105,7 +109,7 @@ def test_a_file_from_before_contention_still_loads() -> None:
 
 
 def test_contention_that_is_no_number_of_a_device_is_refused(tmp_path: Path) -> None:
-    made = with_contention(load_preset("rtx-pro-6000"), both(), "")
+    made = with_contention(load_preset("rtx-pro-6000"))
     bad = {"device": msgspec.structs.replace(made.contention["device"], us_per_byte=-1.0)}
     save_preset(msgspec.structs.replace(made, contention=bad), tmp_path / "bad.json")
     with pytest.raises(TraceError, match="us_per_byte"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from coterie.errors import ConfigError
-from coterie.routing.clustering import assign, capacities, centroids_of, cluster, match, recluster
+from coterie.routing.clustering import assign, best_columns, capacities, centroids_of, cluster
 
 
 def signatures(
@@ -107,45 +107,12 @@ def test_many_signatures_stay_within_limits() -> None:
 
 
 @given(st.integers(0, 100))
-def test_match_undoes_a_permutation(seed: int) -> None:
+def test_the_best_columns_undo_a_permutation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     old = rng.random((7, 12)) ** 3
     old /= np.linalg.norm(old, axis=1, keepdims=True)
     order = rng.permutation(7)
-    np.testing.assert_array_equal(old[order][match(old, old[order])], old)
-
-
-def test_reclustering_keeps_what_is_still_good() -> None:
-    rng = np.random.default_rng(5)
-    first = cluster(signatures(rng, 300, skew=1e9)[0], 6, rng, restarts=4)
-    same = recluster(first.centroids, signatures(rng, 300, skew=1e9)[0], rng, margin=0.2)
-    assert same.kept
-    assert same.clusters.centroids is first.centroids
-
-
-def test_reclustering_follows_drift_and_keeps_workers_apart() -> None:
-    rng = np.random.default_rng(6)
-    old_rows, _ = signatures(rng, 300, skew=1e9)
-    first = cluster(old_rows, 6, rng, restarts=4)
-    drifted, _ = signatures(rng, 300, skew=1e9, first=1)
-    mixed = np.concatenate([drifted[:150], old_rows[:150]])
-    moved = recluster(first.centroids, mixed, rng, margin=0.05)
-    assert not moved.kept
-    assert moved.gain > 0.05
-    labels = moved.clusters.labels
-    np.testing.assert_allclose(moved.clusters.centroids, centroids_of(mixed, labels, 6), atol=1e-6)
-    own = (first.centroids * moved.clusters.centroids).sum()
-    for _ in range(50):
-        assert own >= (first.centroids * moved.clusters.centroids[rng.permutation(6)]).sum() - 1e-6
-
-
-def test_reclustering_keeps_unequal_sizes() -> None:
-    rng = np.random.default_rng(7)
-    speeds = np.array([1.0, 2.0, 1.0])
-    first = cluster(signatures(rng, 80)[0], 3, rng, speeds=speeds)
-    moved = recluster(first.centroids, signatures(rng, 80, first=3)[0], rng, speeds=speeds, margin=0.0)
-    assert not moved.kept
-    assert np.bincount(moved.clusters.labels).tolist() == [20, 40, 20]
+    np.testing.assert_array_equal(old[order][best_columns(old @ old[order].T)], old)
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -156,7 +123,3 @@ def test_what_cannot_work_is_refused() -> None:
         assign(np.zeros((5, 2)), np.array([2, 2]))
     with pytest.raises(ConfigError, match="finite"):
         assign(np.full((5, 2), np.nan), np.array([3, 2]))
-    with pytest.raises(ConfigError, match="equal shapes"):
-        match(np.zeros((3, 2)), np.zeros((4, 2)))
-    with pytest.raises(ConfigError, match="margin"):
-        recluster(rows[:2], rows, np.random.default_rng(0), margin=1.5)

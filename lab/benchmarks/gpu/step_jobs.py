@@ -103,10 +103,10 @@ def add_cells(jobs: Jobs, spec: ModelSpec, offsets: NDArray[np.int64], rng: Gene
             job = {"kind": "decode", "rows": rows, "context": context, "routing": [names[i] for i in order]}
             jobs.add(np.array(steps)[order], job)
     for rows in PADDED:
-        steps = np.array([drawn(rows) for _ in range(DRAWS)])
+        batches = np.array([drawn(rows) for _ in range(DRAWS)])
         for padding in ("first row", "own experts"):
             job = {"kind": "decode", "rows": rows, "context": EVEN_CONTEXT, "padding": padding}
-            jobs.add(steps, job, **({"padding": drawn(64)} if padding == "own experts" else {}))
+            jobs.add(batches, job, **({"padding": drawn(64)} if padding == "own experts" else {}))
     for tokens in PROMPTS:
         starts = rng.integers(offsets[-1] - tokens, size=4)
         jobs.add(starts[:, None] + np.arange(tokens), {"kind": "prefill", "tokens": tokens, "routing": "recorded"})

@@ -42,114 +42,8 @@ WARM_UP = 6
 LOW, HIGH = -30.0, 10.0
 """Logits of experts that a token does not take, and does."""
 
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "experts_per_token": 4,
-    "vocab_size": 201088,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "attention_bias": True,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "max_position_embeddings": 131072,
-    "initial_context_length": 4096,
-    "swiglu_limit": 7.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 200002,
-    "pad_token_id": 199999,
-    "torch_dtype": "bfloat16",
-}
-QWEN3 = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "vocab_size": 102400,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "max_position_embeddings": 16384,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 100001,
-    "torch_dtype": "bfloat16",
-}
-QUANTIZED: dict[str, Any] = {
-    "mxfp4": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    },
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
-}
-SHAPES = {"gpt-oss-20b": GPT_OSS, "qwen3-30b-a3b": QWEN3, "deepseek-v2-lite": DEEPSEEK}
+SHAPES = json.loads(Path(__file__).with_name("shapes.json").read_text())
+"""Hugging Face configurations by model, and what quantisation adds to them by weight dtype."""
 
 
 class Timed(NamedTuple):
@@ -257,9 +151,9 @@ class Engine:
     def __init__(self, model: str, dtype: str, ids: np.ndarray, folder: Path) -> None:
         from vllm import LLM
 
-        config = dict(SHAPES[model])
-        if dtype in QUANTIZED:
-            config["quantization_config"] = QUANTIZED[dtype]
+        config = dict(SHAPES["models"][model])
+        if dtype in SHAPES["quantized"]:
+            config["quantization_config"] = SHAPES["quantized"][dtype]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
         experts = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
@@ -302,15 +196,16 @@ class Engine:
 
     def times(self) -> list[dict[str, Any]]:
         torch.cuda.synchronize()
-        rows, before = [], None
+        rows: list[dict[str, Any]] = []
+        before: Timed | None = None
         for step in self.imposed.timed:
-            follows = step.follows and before is not None
+            period = round(before.start.elapsed_time(step.start), 4) if before is not None and step.follows else None
             rows.append(
                 {
                     "step": step.number,
                     "gpu_ms": round(step.start.elapsed_time(step.end), 4),
                     "forward_ms": round(step.start.elapsed_time(step.forward), 4),
-                    "period_ms": round(before.start.elapsed_time(step.start), 4) if follows else None,
+                    "period_ms": period,
                 }
             )
             before = step
@@ -347,7 +242,7 @@ class Engine:
         return found
 
     def replay(self, who: np.ndarray, at: np.ndarray, contexts: dict[str, int]) -> list[dict[str, Any]]:
-        place, here = [0], set()
+        place, here = [0], set[str]()
         index = torch.from_numpy(np.maximum(at, 0).astype(np.int64)).cuda()
         columns = [{str(name): column for column, name in enumerate(row) if name >= 0} for row in who]
         self.imposed.padding = None

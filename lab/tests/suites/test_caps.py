@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from coterie.answers.batches.drawn import DRAWN
-from coterie.answers.runs import error_bars, in_parallel, interval, told_apart, with_ends, with_half
+from coterie.answers.runs import error_bars, interval, told_apart, with_ends
 from coterie.answers.suites import SuiteOptions
 from coterie.batching import strategies
 from coterie.errors import UnknownNameError
 from coterie.types import Interval
 from coterie_lab.suites.caps.published import BURSTY, RATES, TOP_SIX, published
 from coterie_lab.suites.caps.suite import Cell, paper_results, run, run_cell
+from coterie_lab.suites.running import in_parallel, with_half
 from simulate_traces import quiet
 
 SMALL = SuiteOptions(requests=300, seeds=(1, 2), rates=(150.0, 300.0), strategies=("greedy_variance", "latency_aware"))

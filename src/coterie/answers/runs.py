@@ -1,12 +1,9 @@
-"""Run many simulations in parallel; compute, print and plot confidence intervals of their differences."""
+"""Confidence intervals of the differences between runs: compute, print and plot them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +13,6 @@ from coterie.types import Interval
 
 WORTH_PCT = 1.0
 """Saving in percent below which a change is called hardly worth it."""
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 class Verdict(NamedTuple):
@@ -26,28 +21,6 @@ class Verdict(NamedTuple):
     sentence: str
     then: str
     """Next command to run."""
-
-
-def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A, B]]:
-    """Yield each item with its result as it completes, one process per core. Stopping early cancels the rest."""
-    workers = min(os.cpu_count() or 1, len(items))
-    if workers < 2:
-        for item in items:
-            yield item, work(item)
-        return
-    # Spawn, do not fork: a progress bar runs in a thread of this process, and forking with threads can deadlock.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    try:
-        futures = {pool.submit(work, item): item for item in items}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BaseException:
-        # Terminate the workers, so that an interrupted command ends at once: only Ctrl-C reaches them by itself.
-        for process in list(pool._processes.values()):
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:
@@ -63,12 +36,6 @@ def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:
 def interval_of(row: Mapping[str, Any], key: str) -> Interval:
     """Return the interval of a row's fields KEY_pct (the mean), KEY_low and KEY_high."""
     return Interval(row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"])
-
-
-def with_half(value: Interval, digits: int = 1) -> str:
-    """Format the signed mean ± half of the interval; the mean alone if there is no interval."""
-    half = "" if value.low is None or value.high is None else f" ± {(value.high - value.low) / 2:.{digits}f}"
-    return f"{value.mean:+.{digits}f}{half}"
 
 
 def with_ends(value: Interval, digits: int = 1, sign: str = "+", unit: str = "") -> str:

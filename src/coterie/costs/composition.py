@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.costs.attention import attention_us
 from coterie.costs.exchange import exchange_us
-from coterie.costs.experts import rank_us
+from coterie.costs.experts import TILES, rank_us
 from coterie.costs.roofline import gemm_work, roofline_us
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+LARGEST_GRAPH = 512
+"""Tokens of the largest step for which engines have a CUDA graph. For larger ones the host launches every kernel."""
 NO_CROSSING = np.empty((0, 0, 0), np.int64)
 """Argument `crossing` of :func:`layers_us` if a rank exchanges exactly the rows that it computes."""
-COMPUTED = np.empty((3, 2, 0)), np.empty(0)
+COMPUTED = np.empty((3, TILES, 0)), np.empty(0)
 """Arguments `experts` and `blend` of :func:`layers_us` if times are computed, not looked up."""
 
 
@@ -74,7 +76,8 @@ def step_us(
     total = layers + attention_us(
         attention[:7], attention[7:11], attention[11:15], decoding, context, prefill, prefill_context, prompts
     )
-    return float(total + dense[0, tokens] + dense[1, decoding + (prompts if prefill > 0 else 0)])
+    total += dense[0, tokens] + dense[1, decoding + (prompts if prefill > 0 else 0)]
+    return float(max(total, attention[15]) if tokens > LARGEST_GRAPH else total)
 
 
 class StepTables(NamedTuple):
@@ -83,7 +86,7 @@ class StepTables(NamedTuple):
     p: Floats
     """Prices of the experts: :meth:`~coterie.costs.step.StepModel.expert_prices`."""
     experts: Floats
-    """[3, tile, rows] one expert's whole time, the time to stream its weights, and its compute time."""
+    """[3, tile size, rows] one expert's whole time, the time to stream its weights, and its compute time."""
     blend: Floats
     """[part + 1] smooth maximum of streaming and compute ÷ the larger of them, by the ratio smaller ÷ larger."""
     dense: Floats
@@ -91,7 +94,8 @@ class StepTables(NamedTuple):
     padded: Ints
     """[tokens] size to which a decode-only batch is padded for its CUDA graph."""
     attention: Floats
-    """[15] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]."""
+    """[16] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]; then the least
+    time of a step without a CUDA graph."""
 
 
 @njit()

@@ -10,10 +10,13 @@ a full one), ``rows`` = the time to read and write the tile's activations. A lay
 plus a fixed overhead. A kernel that prefetches also hides an `overlap` share of the streaming behind other experts'
 compute. In decode the first term dominates: distinct experts decide, tokens hardly matter. In prefill the second does.
 
-Kernels choose between a small and a large tile by the average rows per expert; both are fitted. Two more effects were
-large enough on an H200 to need a term: streaming is slower when the first small tile is barely filled, and a partly
-filled last small tile costs extra. Wrong for kernels that split one expert over several passes, and on a device where
-other work shares the memory bus.
+Kernels choose one of up to four tile sizes by the average rows per expert. Two more effects were large enough on an
+H200 to need a term: streaming is slower when the first small tile is barely filled, and a partly filled last small tile
+costs extra. Wrong for kernels that split one expert over several passes, and on a device where other work shares the
+memory bus.
+
+Some kernels run in *waves*: every tile is cut into columns, as many columns as the device has multiprocessors run at a
+time, and the time is a staircase in the number of waves (:class:`Waves`).
 """
 
 from __future__ import annotations
@@ -30,6 +33,23 @@ from coterie.costs.roofline import soft_max
 Array = NDArray[np.float64]
 
 
+TILES = 4
+"""Largest number of tile sizes of one kernel."""
+
+
+class Waves(msgspec.Struct, frozen=True):
+    """A kernel of two products that runs in waves; a product takes ⌈tiles x columns ÷ places⌉ of them."""
+
+    wave_us: tuple[float, ...]
+    """Time of a wave, by tile size."""
+    columns: tuple[int, int]
+    """Columns of a tile in each product: gate and up, down."""
+    places: int
+    """Columns that run at the same time: the multiprocessors of the device."""
+    least: int = 1
+    """Fewest waves of the first product."""
+
+
 class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters fitted to one kernel, shape and weight dtype. Times in microseconds, sizes in bytes."""
 
@@ -40,11 +60,11 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     stream_bytes_per_us: float
     row_us: float
     """Time per token-and-expert pair: activations read and written."""
-    tile_flops_per_us: tuple[float, float]
-    """Compute rate with the small and with the large tile."""
-    tile_rows: tuple[int, int]
-    switch_rows: float
-    """Average rows per expert of the layer above which the kernel uses the large tile."""
+    tile_flops_per_us: tuple[float, ...]
+    """Compute rate by tile size, from the smallest tile on."""
+    tile_rows: tuple[int, ...]
+    switch_rows: float | tuple[float, ...]
+    """Average rows per expert of the layer above which the kernel uses the second tile size, the third, …"""
     sharpness: float
     """Exponent of the smooth maximum of stream and compute: 1 adds the two, 30 is nearly a plain maximum."""
     fill_penalty: float
@@ -56,38 +76,51 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: float = 0.0
     """Size of weights that stay in the cache between calls; used only if `cache_resident` is on."""
     cache_bytes_per_us: float = 1.0
+    waves: Waves | None = None
+    """Set for kernels that run in waves: then only the overhead, the time per token and the tiles' rows count too."""
 
     def array(self, nbytes: float = 0.0, flops: float = 0.0, resident: bool = False) -> NDArray[np.float64]:
-        """Return [18] values in the order of the indices below, for compiled loops.
+        """Return [27] values in the order of the indices below, for compiled loops.
 
         `nbytes` is the size of one expert's weights, `flops` the work of one row through one expert, `resident` whether
         weights that fit in the cache stay there.
         """
+        waves = self.waves or Waves((), (0, 0), 1)
+        switches = self.switch_rows if isinstance(self.switch_rows, tuple) else (self.switch_rows,)
         return np.array(
             [
                 self.overhead_us,
                 self.token_us,
                 self.stream_bytes_per_us,
                 self.row_us,
-                *self.tile_flops_per_us,
-                *self.tile_rows,
-                self.switch_rows,
                 self.sharpness,
                 self.fill_penalty,
                 self.partial_penalty,
-                self.overlap,
+                1.0 if self.waves else self.overlap,
                 self.cache_bytes,
                 self.cache_bytes_per_us,
                 nbytes,
                 flops,
                 float(resident),
+                *waves.columns,
+                waves.places,
+                waves.least,
+                *tile_values(waves.wave_us or self.tile_flops_per_us, self.tile_rows, switches),
             ]
         )
 
 
-OVERHEAD, TOKEN, STREAM, ROW, RATE, TILE, SWITCH = 0, 1, 2, 3, 4, 6, 8
-SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE, NBYTES, FLOPS, RESIDENT = range(9, 18)
-"""Indices in :meth:`MoeParams.array`; RATE and TILE are the small tile's, RATE + 1 and TILE + 1 the large tile's."""
+def tile_values(rates: tuple[float, ...], rows: tuple[int, ...], switches: tuple[float, ...]) -> tuple[float, ...]:
+    """Return [11] values: rates and rows of TILES tile sizes, the last one repeated, and where they change."""
+    more = TILES - len(rows)
+    last = (rates[-1],) * more, (rows[-1],) * more
+    return *rates, *last[0], *rows, *last[1], *switches[: len(rows) - 1], *(np.inf,) * more
+
+
+OVERHEAD, TOKEN, STREAM, ROW, SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE, NBYTES, FLOPS, RESIDENT = range(13)
+COLUMNS, PLACES, LEAST, RATE, TILE, SWITCH = 13, 15, 16, 17, 21, 25
+"""Indices in :meth:`MoeParams.array`. COLUMNS has two values, 0 unless the kernel runs in waves. RATE, flops per
+microsecond or microseconds of a wave, and TILE have a value for each tile size, SWITCH one less."""
 
 CACHE_SHARPNESS = 4.0
 """Exponent of the hit rate (cache ÷ weights) ** 4 for weights larger than the cache: replacement is not perfect."""
@@ -106,9 +139,22 @@ def stream_us(p: Array, active: float) -> float:
 
 
 @helper()
-def tile_us(p: Array, large: int) -> float:
-    """Return the compute time of one tile, full or not; `large` is 1 for the large tile, else 0."""
-    return float(p[TILE + large] * p[FLOPS] / p[RATE + large])
+def tile_size(p: Array, mean_rows: float) -> int:
+    """Return which tile size the kernel uses, by the mean rows per expert: 0 is the smallest."""
+    return int(mean_rows > p[SWITCH]) + int(mean_rows > p[SWITCH + 1]) + int(mean_rows > p[SWITCH + 2])
+
+
+@helper()
+def tile_us(p: Array, size: int) -> float:
+    """Return the compute time of one tile, full or not; for kernels that run in waves, 1 to count tiles."""
+    return 1.0 if p[COLUMNS] > 0.0 else float(p[TILE + size] * p[FLOPS] / p[RATE + size])
+
+
+@helper()
+def waves_us(p: Array, size: int, tiles: float) -> float:
+    """Return the time of `tiles` tiles in a kernel that runs in waves."""
+    first = max(p[LEAST], np.ceil(tiles * p[COLUMNS] / p[PLACES]))
+    return float(p[RATE + size] * (first + np.ceil(tiles * p[COLUMNS + 1] / p[PLACES])))
 
 
 @helper()
@@ -119,16 +165,16 @@ def arrival_us(p: Array, rows: float, tile: float, stream: float) -> float:
 
 
 @helper()
-def expert_us(p: Array, rows: float, large: int, stream: float, compute: float) -> tuple[float, float, float]:
+def expert_us(p: Array, rows: float, size: int, stream: float, compute: float) -> tuple[float, float, float]:
     """Return one active expert's whole time, the time to load its weights and first rows, and its compute time.
 
     `stream` is :func:`stream_us`, `compute` is :func:`tile_us`.
     """
-    tile = p[TILE + large]
+    tile = p[TILE + size]
     arrival = arrival_us(p, rows, tile, stream)
     tiles, more = np.ceil(rows / tile), 0.0
     if tiles > 1.0:
-        empty = 0.0 if large else p[PARTIAL] * (1.0 - (rows - (tiles - 1.0) * tile) / tile)
+        empty = 0.0 if size else p[PARTIAL] * (1.0 - (rows - (tiles - 1.0) * tile) / tile)
         more = max(compute, p[ROW] * tile) * (tiles - 1.0 + empty)
     return soft_max(arrival, compute, p[SHARPNESS]) + more, arrival, compute + more
 
@@ -149,8 +195,12 @@ def overlapped_us(fixed: float, overlap: float, alone: float, together: float) -
 
 
 @helper()
-def blended(a: float, b: float, blend: Array) -> float:
-    """Return :func:`soft_max` from :func:`blend_table`: computing powers would take most of a simulated step."""
+def blended(p: Array, size: int, a: float, b: float, blend: Array) -> float:
+    """Return the time if all streaming, `a`, overlaps all compute, `b`: :func:`waves_us` of `b` tiles, or
+    :func:`soft_max` from :func:`blend_table`, because computing powers would take most of a simulated step.
+    """
+    if p[COLUMNS] > 0.0:
+        return waves_us(p, size, b)
     top, low = max(a, b), min(a, b)
     at = low / top * BLEND_PARTS
     part = min(np.uint64(at), np.uint64(BLEND_PARTS - 1))
@@ -166,13 +216,13 @@ def blend_table(sharpness: float) -> Array:
 
 @njit()
 def expert_table(p: Array, out: Array) -> None:
-    """Fill out [3, tile, rows] with :func:`expert_us` for the small and the large tile; 0 rows take no time."""
+    """Fill out [3, tile size, rows] with :func:`expert_us`; 0 rows take no time."""
     stream = stream_us(p, 1.0)
-    for large in range(2):
-        compute = tile_us(p, large)
+    for size in range(out.shape[1]):
+        compute = tile_us(p, size)
         for rows in range(1, out.shape[2]):
-            mine, arrival, busy = expert_us(p, float(rows), large, stream, compute)
-            out[0, large, rows], out[1, large, rows], out[2, large, rows] = mine, arrival, busy
+            mine, arrival, busy = expert_us(p, float(rows), size, stream, compute)
+            out[0, size, rows], out[1, size, rows], out[2, size, rows] = mine, arrival, busy
 
 
 @helper()
@@ -188,28 +238,28 @@ def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float) -> f
         total += count
     if active == 0:
         return 0.0
-    large = 1 if total / len(rows) > p[SWITCH] else 0
+    size = tile_size(p, total / len(rows))
     alone, arrive, work = 0.0, 0.0, 0.0
     if len(blend) > 0:
         for count in rows:
             at = np.int64(count)
-            alone += table[0, large, at]
-            arrive += table[1, large, at]
-            work += table[2, large, at]
-        together = blended(arrive, work, blend)
+            alone += table[0, size, at]
+            arrive += table[1, size, at]
+            work += table[2, size, at]
+        together = blended(p, size, arrive, work, blend)
     else:
-        compute, stream = tile_us(p, large), stream_us(p, float(active))
+        compute, stream = tile_us(p, size), stream_us(p, float(active))
         for count in rows:
             if count > 0:
-                mine, arrival, busy = expert_us(p, float(count), large, stream, compute)
+                mine, arrival, busy = expert_us(p, float(count), size, stream, compute)
                 alone += mine
                 arrive += arrival
                 work += busy
-        together = soft_max(arrive, work, p[SHARPNESS])
+        together = waves_us(p, size, work) if p[COLUMNS] > 0.0 else soft_max(arrive, work, p[SHARPNESS])
     return float(overlapped_us(fixed_us(p, tokens), p[OVERLAP], alone, together))
 
 
 @njit()
 def layer_us(p: Array, rows: Array, tokens: float) -> float:
     """Return :func:`rank_us` computed without tables, so that rows may be fractions; callable from Python."""
-    return rank_us(p, np.empty((3, 2, 0)), np.empty(0), rows, tokens)
+    return rank_us(p, np.empty((3, TILES, 0)), np.empty(0), rows, tokens)

@@ -20,13 +20,14 @@ from coterie.costs.experts import (
     OVERLAP,
     RESIDENT,
     SHARPNESS,
-    SWITCH,
     MoeParams,
     expert_us,
     fixed_us,
     overlapped_us,
     stream_us,
+    tile_size,
     tile_us,
+    tile_values,
 )
 from coterie.costs.roofline import Quality, soft_max
 from coterie.errors import ConfigError
@@ -136,7 +137,8 @@ def _predict(x: NDArray[np.float64], t: _Table, shape: _Shape) -> NDArray[np.flo
     """Return [cell] predicted microseconds."""
     out = np.zeros((3, len(t.us)))
     cache = x[10:] if shape.cached else (0.0, 1.0)
-    p = np.array([*x[:6], *shape.tiles, shape.switch, *x[6:10], *cache, t.nbytes, t.flops, 0.0])
+    tiles = tile_values((x[4], x[5]), shape.tiles, (shape.switch,))
+    p = np.array([*x[:4], *x[6:10], *cache, t.nbytes, t.flops, 0.0, 0.0, 0.0, 1.0, 1.0, *tiles])
     _predict_us(p, t.cell, t.rows, t.experts, t.tokens, t.mean_rows, t.active, t.warm, out)
     return np.asarray(out[0])
 
@@ -156,9 +158,9 @@ def _predict_us(
     """Fill out[0] [cell] with `rank_us`. `out` [3, cell] must be all 0; its other rows are working memory."""
     for entry in range(len(cell)):
         at = cell[entry]
-        large = 1 if mean_rows[at] > p[SWITCH] else 0
+        size = tile_size(p, mean_rows[at])
         p[RESIDENT] = warm[at]
-        alone, arrival, busy = expert_us(p, rows[entry], large, stream_us(p, active[at]), tile_us(p, large))
+        alone, arrival, busy = expert_us(p, rows[entry], size, stream_us(p, active[at]), tile_us(p, size))
         out[0, at] += experts[entry] * alone
         out[1, at] += experts[entry] * arrival
         out[2, at] += experts[entry] * busy
@@ -269,7 +271,7 @@ def _params(solution: _Solution, table: _Table) -> MoeParams:
     x = [float(f"{value:.6g}") for value in solution.x]
     # A cache that is slower than memory, or that no warm cell fits in, is an artefact of the fit.
     fits = bool((table.warm & (table.active * table.nbytes <= x[10])).any()) if solution.shape.cached else False
-    cache = {"cache_bytes": x[10], "cache_bytes_per_us": x[11]} if fits and x[11] > x[2] else {}
+    cache_bytes, cache_rate = (x[10], x[11]) if fits and x[11] > x[2] else (0.0, 1.0)
     return MoeParams(
         overhead_us=x[0],
         token_us=x[1],
@@ -282,5 +284,6 @@ def _params(solution: _Solution, table: _Table) -> MoeParams:
         overlap=x[9],
         tile_rows=solution.shape.tiles,
         switch_rows=solution.shape.switch,
-        **cache,
+        cache_bytes=cache_bytes,
+        cache_bytes_per_us=cache_rate,
     )

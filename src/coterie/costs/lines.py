@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper
 from coterie.costs.exchange import arrival_links, exchange_us
-from coterie.costs.experts import NBYTES, STREAM, TILE, arrival_us, fixed_us, tile_us
+from coterie.costs.experts import NBYTES, STREAM, TILE, arrival_us, fixed_us, tile_size, tile_us
 from coterie.costs.replicas import Slots
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import check_at_least, check_not_negative, check_positive
@@ -64,9 +64,11 @@ class StepCost:
         ranks = 1 if placement is None else placement.num_ranks
         if rows_per_expert is None:
             rows_per_expert = batch.tokens * spec.top_k / spec.num_experts
-        p, large = model.expert_prices(), int(rows_per_expert > moe.switch_rows)
-        tile, compute = float(p[TILE + large]), float(tile_us(p, large))
+        p = model.expert_prices()
+        size = tile_size(p, rows_per_expert)
+        tile = float(p[TILE + size])
         weights = float(arrival_us(p, max(rows_per_expert, 1.0), tile, p[NBYTES] / p[STREAM]))
+        compute = weights if moe.waves else float(tile_us(p, size))  # in waves, every tile takes the same on average
         row_us = max(compute / tile, moe.row_us)
         # The overlapped share takes the larger of all streaming and all compute.
         behind = max(weights, compute + max(0.0, rows_per_expert / tile - 0.5) * compute)

@@ -15,15 +15,7 @@ from pathlib import Path
 import msgspec
 
 from coterie.costs.attention import attention_shape, layer_work
-from coterie.costs.cells import (
-    AttentionCell,
-    ContentionCell,
-    Measurement,
-    MoeTable,
-    ShapeMeasurement,
-    check_preset,
-    preset_names,
-)
+from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement, check_preset, preset_names
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.movement import Contention, fit_contention
@@ -48,6 +40,24 @@ class ShapeFit(msgspec.Struct, frozen=True):
     """Routing time by tokens; None if it was not measured, which counts as 0."""
 
 
+class EngineFit(msgspec.Struct, frozen=True):
+    """Whole steps of a model in one weight dtype, as an engine runs them on the device; see docs/costs.md."""
+
+    software: str
+    """Engine and version, and the kernels that it chose."""
+    moe: MoeFit
+    """Experts; its error is that of whole decode steps held out."""
+    rest: CurveLaw
+    """Step without experts, attention to cached tokens and output head, by tokens; its error is that of prefill."""
+    head: CurveLaw
+    """Output head and sampling, by output tokens."""
+    decode_attention: RooflineLaw
+    launch_us: float
+    """Least time of a step without a CUDA graph."""
+    graph_sizes: tuple[int, ...]
+    """Batch sizes of the engine's CUDA graphs."""
+
+
 class Preset(msgspec.Struct, frozen=True):
     """Measurements and fits of one kind of device."""
 
@@ -62,6 +72,8 @@ class Preset(msgspec.Struct, frozen=True):
     """All-to-all time by the bytes that one rank sends; None if only one device was measured."""
     contention: dict[str, Contention] = {}
     """Slowdown of steps by copies, by path; empty if it was not measured."""
+    engines: dict[str, dict[str, dict[WeightDtype, EngineFit]]] = {}
+    """Whole steps by engine, model and weight dtype."""
 
 
 Report = Callable[[str, int, int], None]
@@ -87,17 +99,6 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
         copies=copies,
         all_to_all=fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None,
         contention=fit_contention(measurement.contention),
-    )
-
-
-def with_contention(preset: Preset, cells: Sequence[ContentionCell], where: str) -> Preset:
-    """Return the preset with contention fitted to `cells`; other fits stay. `where` names the run, for the note."""
-    measurement = preset.measurement
-    note = "; ".join(filter(None, (measurement.note, where)))
-    return msgspec.structs.replace(
-        preset,
-        measurement=msgspec.structs.replace(measurement, contention=tuple(cells), note=note),
-        contention=fit_contention(cells),
     )
 
 
@@ -154,7 +155,7 @@ def _check(path: Path, preset: Preset) -> None:
     """Raise TraceError if a preset has values that cannot price a step."""
     if not preset.fits:
         raise TraceError(path, "fits", "is empty: it must hold one shape at least")
-    for part in ("fits", "copies", "all_to_all", "contention"):
+    for part in ("fits", "copies", "all_to_all", "contention", "engines"):
         _check_ranges(path, part, getattr(preset, part))
     for name, fit in preset.fits.items():
         for dtype in fit.moe or ["none"]:
@@ -213,12 +214,38 @@ def step_model(
     dtype: WeightDtype | None = None,
     topology: Topology = ONE_DEVICE,
     options: CostOptions = PLAIN,
+    engine: str | None = None,
 ) -> StepModel:
-    """Return the step-time model of a shape on a device, in a weight dtype (by default the shape's own)."""
+    """Return the step-time model of a shape on a device, in a weight dtype (by default the shape's own).
+
+    With `engine`, steps take the time that this engine was measured to take; without, that of single kernels.
+    """
     chosen = load_preset(preset) if isinstance(preset, str) else preset
     nearest = nearest_shape(chosen, spec)
     fit = chosen.fits[nearest]
     wanted = dtype or spec.weight_dtype
+    if engine is not None:
+        known = chosen.engines.get(engine, {})
+        whole = known.get(spec.name, {}).get(wanted)
+        if whole is None:
+            cells = "; ".join(f"{model} in {', '.join(dtypes)}" for model, dtypes in known.items()) or "nothing"
+            raise ConfigError(f"{spec.name} in {wanted} was not measured in {engine} on {chosen.name}, but {cells}")
+        return StepModel(
+            spec=spec,
+            dtype=wanted,
+            moe=whole.moe.params,
+            routing=None,
+            gemm=fit.gemm,
+            decode_attention=whole.decode_attention,
+            prefill_attention=fit.prefill_attention,
+            copies=dict(chosen.copies),
+            contention=dict(chosen.contention),
+            topology=topology,
+            options=options,
+            rest=whole.rest,
+            head=whole.head,
+            launch_us=whole.launch_us,
+        )
     return StepModel(
         spec=spec,
         dtype=wanted,

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.attention import attention_shape, attention_us
-from coterie.costs.composition import COMPUTED, NO_CROSSING, StepTables, add_projections, layers_us
+from coterie.costs.composition import COMPUTED, LARGEST_GRAPH, NO_CROSSING, StepTables, add_projections, layers_us
 from coterie.costs.exchange import ExchangeTraffic, arrival_links, traffic_links
-from coterie.costs.experts import MoeParams, blend_table, expert_table, layer_us
+from coterie.costs.experts import TILES, MoeParams, blend_table, expert_table, layer_us
 from coterie.costs.movement import Contention, transfer_s
 from coterie.costs.replicas import Slots, slot_tokens
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, as_fitted, gemm_work
@@ -83,10 +83,13 @@ class StepTime(NamedTuple):
     """[layer] time of the slowest rank's experts."""
     all_to_all_s: NDArray[np.float64]
     """[layer] exposed time of the all-to-all, not hidden behind the experts."""
+    least_s: float = 0.0
+    """Time that the host takes to launch the step; it hides behind longer steps."""
 
     @property
     def total_s(self) -> float:
-        return (self.attention_s + (self.dense_s + self.routing_s)) + float(self.moe_s.sum() + self.all_to_all_s.sum())
+        device = self.attention_s + (self.dense_s + self.routing_s)
+        return max(self.least_s, device + float(self.moe_s.sum() + self.all_to_all_s.sum()))
 
 
 NO_LAYERS = np.zeros(0)
@@ -115,9 +118,16 @@ class StepModel:
     time scales with the bytes of this shape and dtype."""
     contention: dict[str, Contention] = field(default_factory=dict)
     """Slowdown of steps by copies, by path; empty if it was not measured."""
+    rest: CurveLaw | None = None
+    """Time of a whole step without its experts, its attention to cached tokens and its output head, by tokens, as
+    measured in an engine. It stands for projections and routing; None prices these by `gemm` and `routing`."""
+    head: CurveLaw | None = None
+    """Time of output head and sampling, by output tokens; set if `rest` is."""
+    launch_us: float = 0.0
+    """Least time of a step that is too large for a CUDA graph: the host launches its kernels one by one."""
 
     def expert_prices(self) -> NDArray[np.float64]:
-        """Return [18] prices of this model's experts, for :func:`~coterie.costs.experts.rank_us`."""
+        """Return [27] prices of this model's experts, for :func:`~coterie.costs.experts.rank_us`."""
         spec = self.spec
         return self.moe.array(spec.expert_bytes(self.dtype), 2.0 * spec.expert_params, self.options.cache_resident)
 
@@ -135,6 +145,8 @@ class StepModel:
 
         `outputs` is `tokens` by default.
         """
+        if self.rest and self.head:
+            return 1e-6 * (self.rest.us(tokens) + self.head.us(tokens if outputs is None else outputs))
         total = self._gemm_us(tokens if outputs is None else outputs, self.spec.vocab_size, self.spec.hidden_size)
         for shapes, times in dense_shapes(self.spec):
             total += times * sum(self._gemm_us(tokens, n, k) for n, k in shapes)
@@ -159,7 +171,7 @@ class StepModel:
 
     def routing_us(self, tokens: int) -> float:
         """Return microseconds of gate, top-k, gather and weighted sum in one MoE layer."""
-        return self.routing.us(tokens) if self.routing else 0.0
+        return self.routing.us(tokens) if self.routing and not self.rest else 0.0
 
     def running_tokens(self, batch: Batch) -> int:
         """Return the tokens that the step computes; a decode-only batch is padded."""
@@ -190,13 +202,16 @@ class StepModel:
         if options.cache_resident:
             raise ConfigError("cache_resident=True holds for one layer that repeats; a fleet's steps pass through all")
         sizes = range(max(most_tokens, options.padded(most_tokens)) + 1)
-        p, experts, dense = self.expert_prices(), np.zeros((3, 2, len(sizes))), np.zeros((2, len(sizes)))
+        p, experts, dense = self.expert_prices(), np.zeros((3, TILES, len(sizes))), np.zeros((2, len(sizes)))
         expert_table(p, experts)
-        rows = [(n, k, layers) for pairs, layers in dense_shapes(spec) for n, k in pairs]
-        law = self.gemm.numbers()
-        add_projections(law, np.array(rows, np.float64), dense[0])
-        add_projections(law, np.array([[spec.vocab_size, spec.hidden_size, 1]], np.float64), dense[1])
-        dense[0] += spec.num_moe_layers * np.array([self.routing_us(tokens) for tokens in sizes])
+        if self.rest and self.head:
+            dense[:] = [[law.us(tokens) for tokens in sizes] for law in (self.rest, self.head)]
+        else:
+            rows = [(n, k, layers) for pairs, layers in dense_shapes(spec) for n, k in pairs]
+            law = self.gemm.numbers()
+            add_projections(law, np.array(rows, np.float64), dense[0])
+            add_projections(law, np.array([[spec.vocab_size, spec.hidden_size, 1]], np.float64), dense[1])
+            dense[0] += spec.num_moe_layers * np.array([self.routing_us(tokens) for tokens in sizes])
         return StepTables(
             p=p,
             experts=experts,
@@ -204,7 +219,12 @@ class StepModel:
             dense=dense,
             padded=np.array([options.padded(tokens) for tokens in sizes], np.int64),
             attention=np.concatenate(
-                [attention_shape(spec), self.decode_attention.numbers(), self.prefill_attention.numbers()]
+                [
+                    attention_shape(spec),
+                    self.decode_attention.numbers(),
+                    self.prefill_attention.numbers(),
+                    [self.launch_us],
+                ]
             ),
         )
 
@@ -216,10 +236,6 @@ class StepModel:
         if link not in self.copies:
             raise ConfigError(f"path {link!r} was not measured; known: {', '.join(sorted(self.copies))}")
         return self.copies[link].us(nbytes) * 1e-6
-
-    def kv_transfer_s(self, tokens: int, link: Link) -> float:
-        """Return seconds to send the KV cache of `tokens` tokens from a prefill to a decode worker."""
-        return transfer_s(link, tokens * self.spec.kv_bytes_per_token)
 
 
 class PlacedStepModel:
@@ -260,7 +276,8 @@ class PlacedStepModel:
         model, sizes = self.model, (self.model.running_tokens(batch), batch.outputs)
         if sizes not in self._dense_s:
             self._dense_s[sizes] = model.dense_s(*sizes), model.routing_us(sizes[0]) * 1e-6 * model.spec.num_moe_layers
-        return StepTime(model.attention_s(batch), *self._dense_s[sizes], NO_LAYERS, NO_LAYERS)
+        least_s = 1e-6 * model.launch_us if sizes[0] > LARGEST_GRAPH else 0.0
+        return StepTime(model.attention_s(batch), *self._dense_s[sizes], NO_LAYERS, NO_LAYERS, least_s)
 
     def step(self, load: NDArray[np.integer], batch: Batch, crossing: NDArray[np.int64] = NO_CROSSING) -> StepTime:
         """Return the times of a step in which every rank runs `batch`; load [layer, expert] is that of all ranks."""

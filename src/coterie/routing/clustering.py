@@ -47,15 +47,6 @@ class Clusters(NamedTuple):
     """Sum of the cosine distances of requests to their centroids."""
 
 
-class Reclustered(NamedTuple):
-    clusters: Clusters
-    """Clusters, numbered by the workers of the old centroids."""
-    kept: bool
-    """Whether the old centroids were kept because new ones were not better by more than the margin."""
-    gain: float
-    """Reduction of the total distance by the new centroids, as a share of the old centroids' distance."""
-
-
 def capacities(requests: int, workers: int, speeds: NDArray[np.floating] | None = None) -> NDArray[np.int64]:
     """Return [worker] the most requests each may get: equal shares, or in proportion to speed, rounded up."""
     check_at_least(1, workers=workers)
@@ -114,46 +105,11 @@ def centroids_of(signatures: NDArray[np.float32], labels: Labels, workers: int) 
     return np.asarray(sums / _above_0(np.sqrt(np.einsum("rc,rc->r", sums, sums)))[:, None], np.float32)
 
 
-def match(old: NDArray[np.floating], new: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Return [worker] the row of `new` matched to each row of `old` such that the sum of similarities is greatest."""
-    check(old.shape == new.shape, f"centroids {old.shape} and {new.shape} must have equal shapes")
-    return best_columns(old @ new.T)
-
-
 def best_columns(values: NDArray[np.floating]) -> NDArray[np.int64]:
     """Return [row] a column of its own for each row, such that the sum of `values` [row, column] is greatest."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
     return np.asarray(linear_sum_assignment(values, maximize=True)[1], np.int64)
-
-
-def recluster(
-    old: NDArray[np.float32],
-    signatures: NDArray[np.float32],
-    rng: Generator,
-    *,
-    speeds: NDArray[np.floating] | None = None,
-    margin: float = 0.05,
-) -> Reclustered:
-    """Cluster newer signatures and match the clusters to the workers whose old centroids they resemble.
-
-    The old centroids are kept unless the total distance falls by more than the share `margin`: a worker that gets
-    other requests no longer benefits from its caches.
-    """
-    check(0 <= margin < 1, f"margin={margin} must be in 0 … 1, less than 1")
-    near = signatures @ old.T
-    labels = assign(-near, capacities(len(signatures), len(old), speeds))
-    before = _distance(near, labels)
-    new = cluster(signatures, len(old), rng, speeds=speeds)
-    gain = 1.0 - new.distance / before if before > 0 else 0.0
-    if gain <= margin:
-        return Reclustered(Clusters(labels, old, before), True, gain)
-    order = np.empty(len(old), np.int64)
-    kinds = np.zeros(len(old)) if speeds is None else np.asarray(speeds)
-    for speed in np.unique(kinds):  # clusters have their worker's capacity: match workers of equal speed only
-        equal = np.flatnonzero(kinds == speed)
-        order[equal] = equal[match(old[equal], new.centroids[equal])]
-    return Reclustered(Clusters(np.argsort(order)[new.labels], new.centroids[order], new.distance), False, gain)
 
 
 def _distance(near: NDArray[np.float32], labels: Labels) -> float:

@@ -11,11 +11,12 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.runs import in_parallel, interval, interval_of, with_half
+from coterie.answers.runs import interval, interval_of
 from coterie.answers.suites import Column, Report, Row
 from coterie.errors import UnknownNameError
 from coterie.models import get_model
 from coterie.types import ModelSpec
+from coterie_lab.suites.running import in_parallel, with_half
 
 Rows = Sequence[dict[str, Any]]
 C = TypeVar("C", bound=Hashable)

@@ -117,7 +117,8 @@ def _place(
             best, least, lightest = -1, np.inf, np.inf
             for rank in range(ranks):
                 if filled[rank] < room and not holds[rank, expert]:
-                    height = _height(tokens[layer, expert], speed[rank], busy[rank], peak)
+                    # Without scenarios all are equally high; to find that out would take most of the time.
+                    height = _height(tokens[layer, expert], speed[rank], busy[rank], peak) if scenarios > 0 else 0.0
                     light = (total[rank] + weight[layer, item]) / speed[rank]
                     if height < least or (height == least and light < lightest):
                         best, least, lightest = rank, height, light

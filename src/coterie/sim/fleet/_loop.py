@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.experts import TILE
 from coterie.sim.fleet._events import arrivals, end_decode, end_mixed, make_ready, next_arrival, place
 from coterie.sim.fleet._gathering import count_token, gather
 from coterie.sim.fleet._state import (
@@ -42,7 +41,7 @@ from coterie.sim.fleet._state import (
     pop,
     release,
 )
-from coterie.sim.fleet._steps import MOST_DECODING, bit_step_us, counted_step_us
+from coterie.sim.fleet._steps import MOST_DECODING, bit_step_us, counted_step_us, one_tile_rows
 
 
 @helper()
@@ -129,7 +128,7 @@ def advance(
     flat = counts.reshape(counts.size)
     all_bits, words, layers = bits.reshape(bits.size), np.uint64(bits.shape[1]), shape[0]
     nobody = np.uint64(bits.shape[0] - 1) * words
-    most = min(float(MOST_DECODING), p[TILE], p[TILE + 1]) if shape[2] == 1 and slots.shape[2] == shape[1] else 0.0
+    most = min(float(MOST_DECODING), one_tile_rows(p)) if shape[2] == 1 and slots.shape[2] == shape[1] else 0.0
     if answer >= 0:
         request = r[c[DECIDED], DECISION]
         c[DECIDED] += 1

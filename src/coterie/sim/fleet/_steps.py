@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.costs.composition import layers_us, step_us
 from coterie.costs.exchange import arrival_links
-from coterie.costs.experts import OVERLAP, SWITCH, TILE, blended, fixed_us, overlapped_us
+from coterie.costs.experts import OVERLAP, TILE, blended, fixed_us, overlapped_us, tile_size
 from coterie.costs.replicas import Slots, fill_slots
 from coterie.costs.step import StepModel, check_placement
 from coterie.types import Placement
@@ -78,10 +78,19 @@ def _spans(layers: int, experts: int) -> NDArray[np.uint64]:
 
 
 @helper()
-def _one_tile_line(experts: NDArray[np.float64], large: int) -> tuple[float, float, float]:
+def one_tile_rows(p: NDArray[np.float64]) -> float:
+    """Return the tokens of a step up to which sums over experts follow from the number of touched experts.
+
+    No expert has more than one tile then; if experts do not overlap, the sums are not needed.
+    """
+    return min(p[TILE], p[TILE + 1], p[TILE + 2], p[TILE + 3]) if p[OVERLAP] > 0.0 else np.inf
+
+
+@helper()
+def _one_tile_line(experts: NDArray[np.float64], size: int) -> tuple[float, float, float]:
     """Return the times of an expert with at most one tile of rows: load of its weights, load per row, compute."""
-    slope = experts[1, large, 2] - experts[1, large, 1]
-    return experts[1, large, 1] - slope, slope, experts[2, large, 1]
+    slope = experts[1, size, 2] - experts[1, size, 1]
+    return experts[1, size, 1] - slope, slope, experts[2, size, 1]
 
 
 @helper()
@@ -112,10 +121,11 @@ def _touched(row: NDArray[np.uint32]) -> int:
 
 @helper()
 def _together_us(
+    p: NDArray[np.float64],
     experts: NDArray[np.float64],
     blend: NDArray[np.float64],
     counts: NDArray[np.uint32],
-    large: int,
+    size: int,
     rows: int,
     one_tile: bool,
 ) -> tuple[float, int]:
@@ -125,19 +135,19 @@ def _together_us(
     load time is linear in its rows and its compute is one tile: the sums follow from the number of touched experts.
     """
     total, distinct = 0.0, 0
-    first, slope, tile = _one_tile_line(experts, large)
+    first, slope, tile = _one_tile_line(experts, size)
     for layer in range(counts.shape[0]):
         row = counts[layer]
         touched = _touched(row)
         distinct += touched
         if one_tile:
-            total += blended(first * touched + slope * rows, tile * touched, blend)
+            total += blended(p, size, first * touched + slope * rows, tile * touched, blend)
             continue
         arrive, work = 0.0, 0.0
         for expert in range(len(row)):
-            arrive += experts[1, large, row[expert]]
-            work += experts[2, large, row[expert]]
-        total += blended(arrive, work, blend)
+            arrive += experts[1, size, row[expert]]
+            work += experts[2, size, row[expert]]
+        total += blended(p, size, arrive, work, blend)
     return total, distinct
 
 
@@ -164,7 +174,7 @@ def counted_step_us(
 ) -> tuple[float, float]:
     """Return microseconds of a step and experts touched per layer, from counts [layer, expert]; clear `counts`."""
     layers, per_layer, ranks = shape[0], shape[1], shape[2]
-    one_tile = decoding + prefill <= min(p[TILE], p[TILE + 1])
+    one_tile = decoding + prefill <= one_tile_rows(p)
     if ranks > 1:
         decoding, decode_context = (decoding + ranks - 1) // ranks, decode_context // ranks
         prefill, prefill_context = (prefill + ranks - 1) // ranks, prefill_context // ranks
@@ -182,9 +192,9 @@ def counted_step_us(
         rows = 0
         for expert in range(per_layer):
             rows += int(counts[0, expert])  # the same in every layer: a token activates k experts in each
-        large = 1 if rows / per_layer > p[SWITCH] else 0
-        together, distinct = _together_us(experts, blend, counts, large, rows, one_tile)
-        alone = _alone_us(experts[0, large], counts.reshape(counts.size))
+        size = tile_size(p, rows / per_layer)
+        together, distinct = _together_us(p, experts, blend, counts, size, rows, one_tile)
+        alone = _alone_us(experts[0, size], counts.reshape(counts.size))
         total = overlapped_us(layers * fixed_us(p, tokens), p[OVERLAP], alone, together)
     counts[:, :] = 0
     total = step_us(dense, attention, total, tokens, decoding, decode_context, prefill, prefill_context, prompts)
@@ -300,12 +310,12 @@ def bit_step_us(
     `_count_bits`.
     """
     layers, tokens, activations = shape[0], padded[decoding], top_k * decoding
-    large = 1 if activations / shape[1] > p[SWITCH] else 0
+    size = tile_size(p, activations / shape[1])
     _count_bits(bits, starts, decoding, union, having)
     alone = 0.0
     for count in range(1, decoding + 1):
-        alone += np.float64(having[count]) * experts[0, large, count]
-    first, slope, tile = _one_tile_line(experts, large)
+        alone += np.float64(having[count]) * experts[0, size, count]
+    first, slope, tile = _one_tile_line(experts, size)
     together, distinct = 0.0, np.uint64(0)
     for layer in range(layers):
         begin, last = spans[layer, 0], spans[layer, 1]
@@ -316,7 +326,7 @@ def bit_step_us(
             word_bits = union[np.uint64(word) + np.uint64(1)]
         touched += _ones(word_bits & spans[layer, 3])
         distinct += touched
-        together += blended(first * touched + slope * activations, tile * touched, blend)
+        together += blended(p, size, first * touched + slope * activations, tile * touched, blend)
     total = overlapped_us(layers * fixed_us(p, tokens), p[OVERLAP], alone, together)
     total = step_us(dense, attention, total, tokens, decoding, context, 0, 0, 1)
     return total, np.float64(distinct) / layers

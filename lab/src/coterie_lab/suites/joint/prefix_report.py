@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coterie.answers.runs import WORTH_PCT, interval_of, with_half
+from coterie.answers.runs import WORTH_PCT, interval_of
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie.types import Interval
 from coterie_lab.suites.eldr.fleets import TRACES
@@ -21,6 +21,7 @@ from coterie_lab.suites.joint.prefixes import (
     PrefixOutcomes,
 )
 from coterie_lab.suites.joint.published import TTFT_SAVING_PCT
+from coterie_lab.suites.running import with_half
 from coterie_lab.suites.shared import distinct_values, mean_of, number, savings, spread
 
 PART = "shared prefixes"
