@@ -21,7 +21,8 @@ CONTENTS = ROOT / "docs/README.md"
 FRONT_SCREEN = {
     "8.9%": "fleet",
     "5.7%": "fleet",
-    "[10.1, 11.6]": "results/eldr",
+    "[6.9, 8.0]": "results/vllm-steps",
+    "[6.8, 8.5]": "results/vllm-steps",
     "6.0%": "which-lever",
     "0.4%": "which-lever",
 }
