@@ -79,6 +79,12 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     waves: Waves | None = None
     """Set for kernels that run in waves: then only the overhead, the time per token and the tiles' rows count too."""
 
+    def __post_init__(self) -> None:
+        sizes, waves = len(self.tile_rows), self.waves.wave_us if self.waves else self.tile_rows
+        switches = np.size(self.switch_rows)
+        if not 1 <= sizes <= TILES or {len(self.tile_flops_per_us), len(waves)} != {sizes} or switches < sizes - 1:
+            raise ValueError(f"tile_rows={self.tile_rows} must be 1 to {TILES} sizes, with rates and switches for each")
+
     def array(self, nbytes: float = 0.0, flops: float = 0.0, resident: bool = False) -> NDArray[np.float64]:
         """Return [27] values in the order of the indices below, for compiled loops.
 
@@ -86,7 +92,6 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
         weights that fit in the cache stay there.
         """
         waves = self.waves or Waves((), (0, 0), 1)
-        switches = self.switch_rows if isinstance(self.switch_rows, tuple) else (self.switch_rows,)
         return np.array(
             [
                 self.overhead_us,
@@ -105,7 +110,9 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
                 *waves.columns,
                 waves.places,
                 waves.least,
-                *tile_values(waves.wave_us or self.tile_flops_per_us, self.tile_rows, switches),
+                *tile_values(
+                    waves.wave_us or self.tile_flops_per_us, self.tile_rows, tuple(np.atleast_1d(self.switch_rows))
+                ),
             ]
         )
 
@@ -113,8 +120,7 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
 def tile_values(rates: tuple[float, ...], rows: tuple[int, ...], switches: tuple[float, ...]) -> tuple[float, ...]:
     """Return [11] values: rates and rows of TILES tile sizes, the last one repeated, and where they change."""
     more = TILES - len(rows)
-    last = (rates[-1],) * more, (rows[-1],) * more
-    return *rates, *last[0], *rows, *last[1], *switches[: len(rows) - 1], *(np.inf,) * more
+    return *rates, *rates[-1:] * more, *rows, *rows[-1:] * more, *switches[: len(rows) - 1], *(np.inf,) * more
 
 
 OVERHEAD, TOKEN, STREAM, ROW, SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE, NBYTES, FLOPS, RESIDENT = range(13)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -146,7 +145,7 @@ def load_preset(name_or_path: str) -> Preset:
 
 
 RATES = ("bytes_per_us", "flops_per_us", "tile_flops_per_us", "stream_bytes_per_us", "cache_bytes_per_us", "us")
-SIZES = ("tile_rows", "tokens", "active", "batch", "query", "n", "k", "nbytes", "ranks")
+SIZES = ("tile_rows", "columns", "places", "wave_us", "tokens", "active", "batch", "query", "n", "k", "nbytes", "ranks")
 LEAST, MOST = 1e-9, 1e18
 """Valid range of rates and sizes: wider than any device needs, yet no product of them overflows."""
 
@@ -165,9 +164,6 @@ def _check(path: Path, preset: Preset) -> None:
                     f"fits.{name}.moe",
                     f"holds {dtype!r}, expected weight dtypes out of {', '.join(BYTES_PER_WEIGHT)}",
                 )
-        at, times = (fit.routing.at, fit.routing.times_us) if fit.routing else ((0.0, 1.0), (0.0, 0.0))
-        if len(at) < 2 or len(at) != len(times) or any(a >= b for a, b in pairwise(at)):
-            raise TraceError(path, f"fits.{name}.routing", "must hold two points at least, at numbers that rise")
     shapes = {shape.model: shape for shape in preset.measurement.shapes}
     for name in preset.fits:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -95,6 +96,10 @@ class CurveLaw(msgspec.Struct, frozen=True):
     at: tuple[float, ...]
     times_us: tuple[float, ...]
     held_out: Quality
+
+    def __post_init__(self) -> None:
+        if len(self.at) < 2 or len(self.at) != len(self.times_us) or any(a >= b for a, b in pairwise(self.at)):
+            raise ValueError("a curve must hold two points at least, at numbers that rise")
 
     def us(self, x: float) -> float:
         return _interpolate(x, self.at, self.times_us)
