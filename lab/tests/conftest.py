@@ -32,7 +32,7 @@ def data_dir() -> Path:
 def one_process() -> Iterator[None]:
     """Run cells in this process: starting processes takes longer than small runs, and a test of its own covers that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
+        patch.setattr("coterie_lab.suites.running.os.cpu_count", lambda: 1)
         yield
 
 

@@ -116,13 +116,13 @@ def _square(value: int) -> int:
 
 
 def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("coterie_lab.suites.running.os.cpu_count", lambda: 2)
     assert dict(in_parallel(_square, list(range(20)))) == {value: value * value for value in range(20)}
     assert dict(in_parallel(partial(pow, 2), [3])) == {3: 8}
 
 
 def test_stopping_early_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("coterie_lab.suites.running.os.cpu_count", lambda: 2)
     before = active_children()
     results = in_parallel(time.sleep, [0.0, 900.0, 900.0])
     first = next(results)

@@ -244,7 +244,7 @@ def test_a_placement_spreads_decoders_over_ranks() -> None:
 
 
 def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("coterie_lab.suites.running.os.cpu_count", lambda: 1)
     monkeypatch.setattr(synthetic, "POOLS", (8,))
     monkeypatch.setattr(
         eldr, "serve_synthetic", lambda cell: serve_synthetic(cell._replace(decoders=2, per_decoder=4), TINY)

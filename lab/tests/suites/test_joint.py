@@ -326,7 +326,7 @@ def test_published_figures_and_their_arithmetic() -> None:
 
 @pytest.mark.long
 def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.answers.runs.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("coterie_lab.suites.running.os.cpu_count", lambda: 1)
     monkeypatch.setitem(joint_cells.DTYPES, "qwen3-30b-a3b", "bf16")
 
     def serve_tiny(cell: Any, data: Any, requests: Any) -> Any:
