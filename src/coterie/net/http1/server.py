@@ -85,7 +85,8 @@ class HttpServer(Host):
         running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
         for task in running:  # the handler's cancellation sends the client the reason
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        # The sleep lets tasks that have just ended leave `tasks`: since Python 3.12, gathering ended tasks does not wait.
+        await asyncio.gather(*running, asyncio.sleep(0), return_exceptions=True)
         await self._cut(cut)
         if self._sweeper is not None:
             self._sweeper.cancel()
