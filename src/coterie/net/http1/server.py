@@ -85,7 +85,7 @@ class HttpServer(Host):
         running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
         for task in running:  # the handler's cancellation sends the client the reason
             task.cancel()
-        # The sleep lets tasks that have just ended leave `tasks`: since Python 3.12, gathering ended tasks does not wait.
+        # The sleep lets tasks that have just ended leave `tasks`: gathering ended ones does not wait since Python 3.12.
         await asyncio.gather(*running, asyncio.sleep(0), return_exceptions=True)
         await self._cut(cut)
         if self._sweeper is not None:
