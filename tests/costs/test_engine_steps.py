@@ -78,9 +78,9 @@ def test_wrong_numbers_of_an_engine_are_refused(tmp_path: Path) -> None:
         load_preset(str(tmp_path / "bad.json"))
 
 
-@pytest.mark.parametrize(("dtype", "cells"), [("mxfp4", 64), ("bf16", 44)])
+@pytest.mark.parametrize(("dtype", "cells"), [("mxfp4", 64), ("bf16", 45)])
 def test_whole_steps_that_were_measured_in_another_run(data_dir: Path, dtype: str, cells: int) -> None:
-    """Decode steps of vLLM on another day, none of which the fit has seen: 2% off on average, 6% at worst."""
+    """Decode steps of vLLM in another run, none of which the fit has seen: 2% off on average, 6% at worst."""
     model = step_model(SPEC, "h200", dtype, engine="vllm")  # type: ignore[arg-type]
     assert model.head is not None
     path, off = data_dir / "vllm-steps-h200" / f"sweep_{dtype}.jsonl", []
@@ -92,6 +92,6 @@ def test_whole_steps_that_were_measured_in_another_run(data_dir: Path, dtype: st
         load = np.tile(np.bincount(np.arange(4 * rows) % distinct, minlength=32), (24, 1))
         step = model.step(load, Batch(decode_requests=rows, decode_context=rows * cell["context"]))
         off.append(1e3 * (step.total_s - 1e-6 * model.head.us(rows)) / cell["gpu_ms"] - 1.0)
-    assert len(off) >= cells
+    assert len(off) == cells
     assert np.mean(np.abs(off)) < 0.02
     assert np.max(np.abs(off)) < 0.06

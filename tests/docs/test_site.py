@@ -22,7 +22,7 @@ FRONT_SCREEN = {
     "8.9%": "fleet",
     "5.7%": "fleet",
     "[6.9, 8.0]": "results/vllm-steps",
-    "[6.8, 8.5]": "results/vllm-steps",
+    "[6.7, 8.6]": "results/vllm-steps",
     "6.0%": "which-lever",
     "0.4%": "which-lever",
 }

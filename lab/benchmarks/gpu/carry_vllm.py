@@ -32,7 +32,9 @@ outlines_core lark compressed-tensors loguru depyf astor dill mistral_common tik
 jsonschema-specifications referencing rpds-py mcp watchfiles setproctitle uvloop ijson python-json-logger py-cpuinfo
 model-hosting-container-standards jmespath einops cloudpickle sentencepiece protobuf gguf diskcache six
 python-multipart httptools highspy sse-starlette pydantic-settings python-dotenv pyjwt attrs aiohttp aiosignal
-aiohappyeyeballs frozenlist multidict yarl propcache"""
+aiohappyeyeballs frozenlist multidict yarl propcache httpx2 httpcore2 truststore opentelemetry-api mcp-types uvicorn
+click cffi cryptography pycparser requests regex charset-normalizer certifi urllib3 idna packaging pyyaml supervisor
+tqdm typing-extensions"""
 """Packages that a machine with torch and transformers alone may lack; what it has itself comes first on its path."""
 EMPTY = ("xgrammar", "llguidance")
 

@@ -176,29 +176,29 @@ def fit_engine(preset: Preset, engine: str, jobs: Path, steps: Path) -> tuple[st
     dense = 1e6 * (kernels.dense_s(most, 1) + kernels.attention_s(Batch(prefill_tokens=most, prefill_requests=1)))
     tiles = spec.num_moe_layers * spec.num_experts * -(-most * spec.top_k // (spec.num_experts * LARGE))
     params = expert_params(spec, split, experts, spec.expert_bytes(dtype), (prompts["even"][most] - dense) / tiles)
-    launch_us = float(np.mean([us for prompt in prompts.values() for tokens, us in prompt.items() if tokens <= HOST]))
+    launch_us = float(np.mean([us for tokens, us in prompts["even"].items() if tokens <= HOST]))
     heads = [(n, float(np.median([c.head_us for c in cells if c.rows == n]))) for n in sizes]
-    none = Quality(0.0, 0.0, 1)
-    head = CurveLaw(tuple(float(n) for n, _ in heads), tuple(round(us, 1) for _, us in heads), none)
+    apart = [100.0 * abs(dict(heads)[cell.rows] / cell.head_us - 1.0) for cell in cells]
+    spread = Quality(round(float(np.mean(apart)), 2), round(max(apart), 2), len(cells))
+    head = CurveLaw(tuple(float(n) for n, _ in heads), tuple(round(us, 1) for _, us in heads), spread)
 
     def fit_with(rest: CurveLaw) -> EngineFit:
         software = f"{engine} {header['vllm']}, torch {header['torch']}"
-        sizes_of_graphs = tuple(header["graph_sizes"])
-        return EngineFit(software, MoeFit(params, quality), rest, head, law, round(launch_us, 1), sizes_of_graphs)
+        return EngineFit(software, MoeFit(params, quality), rest, head, law, round(launch_us, 1))
 
     def model_with(rest: CurveLaw) -> StepModel:
         whole = {engine: {spec.name: {dtype: fit_with(rest)}}}
         return step_model(spec, msgspec.structs.replace(preset, engines=whole), dtype, engine=engine)
 
     at, us = [float(n) for n in sizes], [float(value) for value in by_rows]
-    bare = model_with(CurveLaw((0.0, 1.0), (0.0, 0.0), none))
+    bare = model_with(CurveLaw((0.0, 1.0), (0.0, 0.0), spread))
     for tokens, measured in prompts["even"].items():
         if tokens <= HOST:
             continue
         load = np.full((spec.num_moe_layers, spec.num_experts), tokens * spec.top_k // spec.num_experts)
         at.append(float(tokens))
         us.append(max(us[len(sizes) - 1], measured - prompt_us(bare, tokens, load) - head.us(1)))
-    rest = CurveLaw(tuple(at), tuple(round(value, 1) for value in us), none)
+    rest = CurveLaw(tuple(at), tuple(round(value, 1) for value in us), spread)
     # The error of prefill: recorded prompts, priced with their own loads; the fit has seen even ones only.
     off = []
     with np.load(jobs) as arrays:
@@ -215,7 +215,7 @@ def fit_engine(preset: Preset, engine: str, jobs: Path, steps: Path) -> tuple[st
 
 
 def main() -> None:
-    path, engine, *files = sys.argv[1:]
+    path, engine, *files = sys.argv[1:] if len(sys.argv) >= 5 and len(sys.argv) % 2 else sys.exit(__doc__)
     preset = load_preset(path)
     fits: dict[str, dict[Any, EngineFit]] = {}
     for jobs, steps in zip(files[::2], files[1::2], strict=True):
@@ -223,7 +223,9 @@ def main() -> None:
         fits.setdefault(model, {})[dtype] = fit
     added = msgspec.structs.replace(preset, engines={**preset.engines, engine: fits})
     raw = msgspec.json.encode(added).replace(b'{"tokens"', b'\n{"tokens"').replace(b'{"batch"', b'\n{"batch"')
-    Path(path).write_bytes(raw + b"\n")
+    written = Path(path).with_suffix(".tmp")
+    written.write_bytes(raw + b"\n")
+    written.replace(path)
 
 
 if __name__ == "__main__":

@@ -287,7 +287,6 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "graph_sizes": SIZES,
         "load_s": round(load_s, 1),
-        "kernel": kernel(engine),
     }
     print(header, flush=True)
     with Path(out_path).open("w") as out:
@@ -310,16 +309,6 @@ def main() -> None:
             middle = float(np.median([row["gpu_ms"] for row in rows])) if rows else float("nan")
             spent = time.perf_counter() - began
             print(f"{spent:6.1f} s", kept, len(rows), f"{middle:.3f} ms", flush=True)
-
-
-def kernel(engine: Engine) -> str:
-    runner = engine.core.model_executor.driver_worker.worker.model_runner
-    for module in runner.model.modules():
-        if hasattr(module, "quant_method") and "oe" in type(module.quant_method).__name__:
-            method = module.quant_method
-            backend = getattr(method, "mxfp4_backend", None) or getattr(method, "fp8_backend", None)
-            return f"{type(method).__name__} {backend or getattr(method, 'unquantized_backend', '')}"
-    return "unknown"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -43,7 +44,7 @@ class EngineFit(msgspec.Struct, frozen=True):
     """Whole steps of a model in one weight dtype, as an engine runs them on the device; see docs/costs.md."""
 
     software: str
-    """Engine and version, and the kernels that it chose."""
+    """Versions of the engine and of torch."""
     moe: MoeFit
     """Experts; its error is that of whole decode steps held out."""
     rest: CurveLaw
@@ -53,8 +54,6 @@ class EngineFit(msgspec.Struct, frozen=True):
     decode_attention: RooflineLaw
     launch_us: float
     """Least time of a step without a CUDA graph."""
-    graph_sizes: tuple[int, ...]
-    """Batch sizes of the engine's CUDA graphs."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -218,31 +217,8 @@ def step_model(
     """
     chosen = load_preset(preset) if isinstance(preset, str) else preset
     nearest = nearest_shape(chosen, spec)
-    fit = chosen.fits[nearest]
-    wanted = dtype or spec.weight_dtype
-    if engine is not None:
-        known = chosen.engines.get(engine, {})
-        whole = known.get(spec.name, {}).get(wanted)
-        if whole is None:
-            cells = "; ".join(f"{model} in {', '.join(dtypes)}" for model, dtypes in known.items()) or "nothing"
-            raise ConfigError(f"{spec.name} in {wanted} was not measured in {engine} on {chosen.name}, but {cells}")
-        return StepModel(
-            spec=spec,
-            dtype=wanted,
-            moe=whole.moe.params,
-            routing=None,
-            gemm=fit.gemm,
-            decode_attention=whole.decode_attention,
-            prefill_attention=fit.prefill_attention,
-            copies=dict(chosen.copies),
-            contention=dict(chosen.contention),
-            topology=topology,
-            options=options,
-            rest=whole.rest,
-            head=whole.head,
-            launch_us=whole.launch_us,
-        )
-    return StepModel(
+    fit, wanted = chosen.fits[nearest], dtype or spec.weight_dtype
+    kernels = StepModel(
         spec=spec,
         dtype=wanted,
         moe=moe_params(fit, wanted),
@@ -255,6 +231,22 @@ def step_model(
         topology=topology,
         options=options,
         measured=nearest == spec.name and wanted in fit.moe,
+    )
+    if engine is None:
+        return kernels
+    known = chosen.engines.get(engine, {})
+    whole = known.get(spec.name, {}).get(wanted)
+    if whole is None:
+        cells = "; ".join(f"{model} in {', '.join(dtypes)}" for model, dtypes in known.items()) or "nothing"
+        raise ConfigError(f"{spec.name} in {wanted} was not measured in {engine} on {chosen.name}, but {cells}")
+    return replace(
+        kernels,
+        moe=whole.moe.params,
+        decode_attention=whole.decode_attention,
+        rest=whole.rest,
+        head=whole.head,
+        launch_us=whole.launch_us,
+        measured=True,
     )
 
 
