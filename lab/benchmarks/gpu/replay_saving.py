@@ -96,10 +96,8 @@ def main() -> None:
         if replayed[decoder.job["load"], decoder.job["decoder"]] == len(routers):
             add_times(decoder, model, header["graph_sizes"], sums[decoder.job["load"], decoder.job["router"]], off)
     errors = np.abs(off)
-    print(
-        f"{header['model']} {header['dtype']}: {len(off)} steps, predicted {errors.mean():.2f}% off, {errors.max():.1f}% "
-        f"at worst, {np.mean(off):+.2f}% on average"
-    )
+    print(f"{header['model']} {header['dtype']}: {len(off)} steps")
+    print(f"predicted {errors.mean():.2f}% off, {errors.max():.1f}% at worst, {np.mean(off):+.2f}% on average")
     rng = np.random.default_rng(0)
     for load in sorted({load for load, _ in sums}):
         requests = sorted(set().union(*(sums[load, name] for name in routers)))
@@ -112,9 +110,8 @@ def main() -> None:
         for at, name in enumerate(routers):
             _, gpu, wall, _, experts = totals[at] / totals[at, 0]
             ends = [f"{saved[at, k]:.1f} [{low[at, k]:.1f}, {high[at, k]:.1f}]" for k in (0, 1)]
-            print(
-                f"| {load} | {name} | {experts:.1f} | {gpu:.2f} | {wall:.2f} | {' | '.join(ends)} | {saved[at, 2]:.1f} |"
-            )
+            shown = [load, name, f"{experts:.1f}", f"{gpu:.2f}", f"{wall:.2f}", *ends, f"{saved[at, 2]:.1f}"]
+            print(f"| {' | '.join(map(str, shown))} |")
         for a, b in combinations(range(len(routers)), 2):
             bounds = np.percentile(samples[:, b, 1] - samples[:, a, 1], (2.5, 97.5))
             if bounds[0] > 0 or bounds[1] < 0:
