@@ -1,52 +1,28 @@
 """Make the shipped presets again from measured cells.
 
-    python lab/benchmarks/make_presets.py h200 MEASUREMENTS.jsonl OUT.json      one measurement a line, as calibrated
     python lab/benchmarks/make_presets.py rtx-pro-6000 KERNELS_FOLDER OUT.json  kernels/qwen3-30b-a3b-rtx-pro-6000
-    python lab/benchmarks/make_presets.py contention PRESET CELLS.json OUT.json  cells of gpu/contention.py
+    python lab/benchmarks/make_presets.py contention PRESET MINE.json OUT.json   of calibrate --contention
+    python lab/benchmarks/make_presets.py steps PRESET OUT.json MODEL DTYPE CELLS.npz [MODEL DTYPE CELLS.npz …]
 
-The first joins measurements of several shapes on one machine (copies: median over them); the second reads the kernel
-times published with LLMServingSim for Qwen3-30B-A3B; the third adds contention and fits nothing else again.
+The first reads the kernel times published with LLMServingSim for Qwen3-30B-A3B; the second adds contention; the third
+adds whole steps, the --cells of coterie calibrate on the preset's device, in place of those there. Nothing else is
+fitted again. The torch kernels of the preset h200 were calibrated in November 2026; its cells are in the preset.
 """
 
 from __future__ import annotations
 
 import csv
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from coterie.costs.cells import (
-    AttentionCell,
-    ContentionCell,
-    CopyCell,
-    GemmCell,
-    Measurement,
-    MoeCell,
-    MoeTable,
-    ShapeMeasurement,
-)
-from coterie.costs.movement import fit_contention
+from coterie.costs.cells import AttentionCell, GemmCell, Measurement, MoeCell, MoeTable, ShapeMeasurement, StepCell
 from coterie.costs.presets import Preset, fit_preset, load_preset, save_preset
-
-
-def joined(path: Path) -> Measurement:
-    parts = [msgspec.json.decode(line, type=Measurement) for line in path.read_bytes().splitlines()]
-    if len({str(sorted(p.hardware.items())) for p in parts}) != 1:
-        raise SystemExit("the measurements come from different devices")
-    times: dict[tuple[Any, int], list[float]] = {}
-    for part in parts:
-        for cell in part.copies:
-            times.setdefault((cell.path, cell.nbytes), []).append(cell.us)
-    copies = tuple(CopyCell(p, n, round(statistics.median(us), 3)) for (p, n), us in times.items())
-    return msgspec.structs.replace(
-        parts[0],
-        shapes=tuple(shape for part in parts for shape in part.shapes),
-        copies=copies,
-        note="; ".join(part.note for part in parts if part.note),
-    )
+from coterie.costs.whole_steps import EngineFit, fit_steps
+from coterie.models import get_model
 
 
 def rtx_pro_6000(folder: Path) -> Measurement:
@@ -88,41 +64,50 @@ def rtx_pro_6000(folder: Path) -> Measurement:
     )
 
 
-class ContentionRun(msgspec.Struct, frozen=True):
-    """A file written by gpu/contention.py."""
-
-    hardware: dict[str, str | int | float]
-    software: dict[str, str]
-    date: str
-    model: str
-    batch: int
-    context: int
-    contention: tuple[ContentionCell, ...]
-
-
-def add_contention(preset: Preset, run: ContentionRun) -> Preset:
-    device, here = preset.measurement.hardware["device"], run.hardware["device"]
+def add_contention(preset: Preset, other: Preset) -> Preset:
+    """Return the preset with the contention of another, which must be of the same device."""
+    device, here = preset.measurement.hardware["device"], other.measurement.hardware["device"]
     if device != here:
         raise SystemExit(f"the preset is of {device}, the cells are of {here}")
-    where = f"{run.model}, bf16, {run.batch} requests of {run.context} tokens, {run.date}"
-    measurement = preset.measurement
-    note = "; ".join(filter(None, (measurement.note, f"contention: decode steps of {where}")))
-    measurement = msgspec.structs.replace(measurement, contention=run.contention, note=note)
-    return msgspec.structs.replace(preset, measurement=measurement, contention=fit_contention(run.contention))
+    measurement = msgspec.structs.replace(preset.measurement, contention=other.measurement.contention)
+    return msgspec.structs.replace(preset, measurement=measurement, contention=other.contention)
+
+
+def read_cells(path: Path) -> tuple[str, list[StepCell]]:
+    """Return the engine's version and the cells of a file that coterie calibrate --cells wrote."""
+    with np.load(path) as file:
+        columns = {name: file[name] for name in file.files}
+    software = str(columns.pop("software"))
+    rows = zip(*(columns[name] if name == "load" else columns[name].tolist() for name in StepCell._fields), strict=True)
+    return software, [StepCell(*row) for row in rows]
+
+
+def add_steps(preset: Preset, measured: list[str]) -> Preset:
+    places = int(preset.measurement.hardware["multiprocessors"])
+    steps: dict[str, dict[Any, EngineFit]] = {}
+    for model, dtype, path in zip(measured[::3], measured[1::3], measured[2::3], strict=True):
+        software, cells = read_cells(Path(path))
+        fit = fit_steps(get_model(model), dtype, cells, software, places)  # type: ignore[arg-type]
+        steps.setdefault(model, {})[dtype] = fit
+        print(model, dtype, "decode", fit.moe.held_out, "prefill", fit.rest.held_out)
+    return msgspec.structs.replace(preset, engines={**preset.engines, "vllm": steps})
 
 
 def main() -> None:
+    if len(sys.argv) >= 7 and len(sys.argv) % 3 == 1 and sys.argv[1] == "steps":
+        save_preset(add_steps(load_preset(sys.argv[2]), sys.argv[4:]), Path(sys.argv[3]))
+        return
     if len(sys.argv) == 5 and sys.argv[1] == "contention":
-        run = msgspec.json.decode(Path(sys.argv[3]).read_bytes(), type=ContentionRun)
-        made = add_contention(load_preset(sys.argv[2]), run)
+        made = add_contention(load_preset(sys.argv[2]), load_preset(sys.argv[3]))
         save_preset(made, Path(sys.argv[4]))
         print(made.contention)
         return
-    if len(sys.argv) != 4 or sys.argv[1] not in ("h200", "rtx-pro-6000"):
+    if len(sys.argv) != 4 or sys.argv[1] != "rtx-pro-6000":
         raise SystemExit(__doc__)
     name, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    measurement = joined(source) if name == "h200" else rtx_pro_6000(source)
-    preset = fit_preset(name, measurement, lambda what, done, total: print(f"{done}/{total} {what}", file=sys.stderr))
+    preset = fit_preset(
+        name, rtx_pro_6000(source), lambda what, done, total: print(f"{done}/{total} {what}", file=sys.stderr)
+    )
     save_preset(preset, target)
     for model, fit in preset.fits.items():
         for dtype, moe in fit.moe.items():

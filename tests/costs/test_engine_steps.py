@@ -72,9 +72,10 @@ def test_an_engine_is_never_guessed() -> None:
 def test_wrong_numbers_of_an_engine_are_refused(tmp_path: Path) -> None:
     preset = load_preset("h200")
     fit = preset.engines["vllm"]["gpt-oss-20b"]["bf16"]
-    bad = {"vllm": {"gpt-oss-20b": {"bf16": msgspec.structs.replace(fit, launch_us=-1.0)}}}
+    wrong = msgspec.structs.replace(fit.rest, times_us=(-1.0,) * len(fit.rest.at))
+    bad = {"vllm": {"gpt-oss-20b": {"bf16": msgspec.structs.replace(fit, rest=wrong)}}}
     save_preset(msgspec.structs.replace(preset, engines=bad), tmp_path / "bad.json")
-    with pytest.raises(TraceError, match="launch_us"):
+    with pytest.raises(TraceError, match="times_us"):
         load_preset(str(tmp_path / "bad.json"))
 
 

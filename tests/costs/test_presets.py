@@ -70,7 +70,7 @@ def test_the_stored_fit_follows_from_the_stored_cells(name: str, model: str, dty
 
 def test_distinct_experts_set_decode_time_on_an_h200() -> None:
     """Measured there at batch 64: 16 → 128 active experts, 76 → 423 us for the experts alone."""
-    model = step_model(get_model("qwen3-30b-a3b"))
+    model = step_model(get_model("qwen3-30b-a3b"), engine="kernels")
     times = {}
     for active in (16, 128):
         counts = np.zeros(128)
@@ -166,7 +166,7 @@ def test_saving_never_replaces_and_reads_back(tmp_path: Path) -> None:
 def test_cells_of_another_harness_on_an_h200_follow_the_model(data_dir: Path) -> None:
     """Measured with the gather and the sum included: a constant apart, slopes agree."""
     rows = json.loads((data_dir / "kernels/h200/moe_layer.json").read_text())
-    model = step_model(get_model("qwen3-30b-a3b"))
+    model = step_model(get_model("qwen3-30b-a3b"), engine="kernels")
     theirs = {(r["batch"], r["active"]): r["us"] for r in rows if r["model"] == "qwen3-30b-a3b"}
     for batch in (16, 64):
         ours = {}
@@ -206,8 +206,8 @@ def small_preset() -> dict[str, Any]:
         ("moe.bf16.params.overhead_us", -25.0, "overhead_us"),
         ("moe.bf16.params.tile_flops_per_us", [0.0, 1.0], "tile_flops_per_us[0]"),
         ("moe.bf16.params.tile_rows", [16, 0], "tile_rows[1]"),
-        ("moe.bf16.params.tile_rows", [1, 2, 3, 4, 5], "tile_rows=(1, 2, 3, 4, 5) must be 1 to 4 sizes"),
-        ("moe.bf16.params.tile_rows", [], "tile_rows=() must be 1 to 4 sizes"),
+        ("moe.bf16.params.tile_rows", [1, 2, 3, 4, 5, 6], "tile_rows=(1, 2, 3, 4, 5, 6) must be 1 to 5 sizes"),
+        ("moe.bf16.params.tile_rows", [], "tile_rows=() must be 1 to 5 sizes"),
         ("moe.bf16.params.switch_rows", [], "with rates and switches"),
         ("moe.bf16.params.waves", {"wave_us": [1.0], "columns": [1, 1], "places": 4}, "with rates and switches"),
         ("moe.bf16.params.waves", {"wave_us": [1.0, 1.0], "columns": [1, 1], "places": 0}, "places"),
@@ -242,7 +242,7 @@ def test_a_preset_that_holds_too_little_or_no_numbers(tmp_path: Path, change: st
     found = small_preset()
     measured = found["measurement"]
     if change == "fits":
-        found["fits"] = {}
+        found["fits"] = found["engines"] = {}
     elif change == "shapes":
         measured["shapes"] = []
     elif change == "copies":

@@ -26,6 +26,8 @@ from coterie.engines.replay.batches import step_load
 from coterie.models import get_model
 
 DRAWS = 1000
+SIZES = (1, 2, 4, *range(8, 65, 8))
+"""Sizes of vLLM's CUDA graphs, to which decode batches are padded."""
 GPU, WALL, PREDICTED = 1, 2, 3
 """Columns of a request's sums, after its tokens; the last is experts a layer."""
 
@@ -54,7 +56,7 @@ def read_decoders(files: list[str]) -> Iterator[tuple[dict[str, Any], Decoder]]:
                 yield header, Decoder(jobs[number], line["steps"], who, at, arrays["ids"])
 
 
-def add_times(decoder: Decoder, model: StepModel, sizes: list[int], sums: dict[int, Any], off: list[float]) -> None:
+def add_times(decoder: Decoder, model: StepModel, sums: dict[int, Any], off: list[float]) -> None:
     """Add tokens, times and experts of a decoder's steps to the sums of its requests."""
     assert model.rest is not None
     assert model.head is not None
@@ -67,7 +69,7 @@ def add_times(decoder: Decoder, model: StepModel, sizes: list[int], sums: dict[i
         load = step_load(decoder.ids[decoder.at[step["step"]][here]], model.spec.num_experts)
         cached = sum(decoder.job["contexts"][str(one)] + decoded[one] for one in who)
         decoded.update(who)
-        padded = next(size for size in sizes if size >= len(who))
+        padded = next(size for size in SIZES if size >= len(who))
         fixed = 1e-3 * (model.rest.us(padded) + model.head.us(len(who)))
         batch = Batch(decode_requests=len(who), decode_context=cached)
         predicted = fixed + 1e3 * (model.attention_s(batch) + float(model.moe_s(load, len(who)).sum()))
@@ -94,7 +96,7 @@ def main() -> None:
     off: list[float] = []
     for _, decoder in found:
         if replayed[decoder.job["load"], decoder.job["decoder"]] == len(routers):
-            add_times(decoder, model, header["graph_sizes"], sums[decoder.job["load"], decoder.job["router"]], off)
+            add_times(decoder, model, sums[decoder.job["load"], decoder.job["router"]], off)
     errors = np.abs(off)
     print(f"{header['model']} {header['dtype']}: {len(off)} steps")
     print(f"predicted {errors.mean():.2f}% off, {errors.max():.1f}% at worst, {np.mean(off):+.2f}% on average")

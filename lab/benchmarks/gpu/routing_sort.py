@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))  # the cases that the tests check
 
-from coterie.engines.calibration.timing import CalibrationSettings, Timer, describe_hardware, describe_software
+from coterie.engines.calibration.timing import captured, describe_hardware, describe_software, event_us
 from coterie.engines.kernels.routing import Launch, launch_for, permute_by_expert, sort_by_expert
 from kernel_cases import cases, check_case, check_gather, distinct
 
@@ -42,6 +42,8 @@ PAIRS_UP_TO = 1024
 CACHE_BYTES = 256e6
 """Bytes that the calls of a graph go through, so that none finds its rows in the cache."""
 LARGE_COPY = 4 << 30
+CELL_US = 40e3
+"""Time to spend on one measurement."""
 
 
 def torch_sort(ids: Any) -> tuple[Any, Any]:
@@ -124,12 +126,15 @@ def check_all(device: str) -> dict[str, Any]:
 class Bench:
     def __init__(self, quick: bool) -> None:
         self.device = torch.device("cuda")
-        self.timer = Timer(self.device, CalibrationSettings(cell_ms=40.0))
         self.quick = quick
 
-    def us(self, calls: list[Callable[[], Any]]) -> float:
-        """Median of three medians."""
-        return statistics.median(self.timer.us(calls) for _ in range(3))
+    def us(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Median of three medians of a graph's replays, a call."""
+        graph, _ = captured(lambda: [call() for call in calls])
+        torch.cuda.synchronize()
+        repeats = int(max(5, min(200, CELL_US / max(event_us(graph.replay), 1.0))))
+        times = (statistics.median(event_us(graph.replay) for _ in range(repeats)) for _ in range(3))
+        return statistics.median(times) / len(calls)
 
     def bandwidth(self) -> float:
         """Bytes read and written per microsecond by a large copy."""
@@ -182,9 +187,9 @@ class Bench:
 
     def launch_us(self, launch: Launch, pairs: list[tuple[Any, Any]], sort: bool) -> dict[str, float]:
         calls = [partial(permute_by_expert, x, one, EXPERTS, launch=launch) for x, one in pairs]
-        found = {"permute_us": self.timer.us(calls)}
+        found = {"permute_us": self.us(calls)}
         if sort:
-            found["sort_us"] = self.timer.us([partial(sort_by_expert, one, EXPERTS, launch=launch) for _, one in pairs])
+            found["sort_us"] = self.us([partial(sort_by_expert, one, EXPERTS, launch=launch) for _, one in pairs])
         return found
 
 

@@ -1,40 +1,25 @@
-"""Jobs for vllm_steps.py: cells of whole steps, and the decode steps that routers formed in a simulated fleet.
+"""Jobs for vllm_steps.py: the decode steps that routers formed in a simulated fleet on recorded requests.
 
-    COTERIE_DATA=… python lab/benchmarks/gpu/step_jobs.py MODEL OUT.npz [--replay]
-
-Cells: decode and prefill with even routing (every expert of a chosen number gets as many tokens) and with recorded
-tokens; for models without recordings, tokens of a synthetic trace. Padding: batches between two graph sizes, whose
-padding rows take the experts of the first row, or experts of their own.
+COTERIE_DATA=… python lab/benchmarks/gpu/step_jobs.py MODEL OUT.npz
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.answers.fleet.bench import REQUESTS, MeasuredSpan, steady
-from coterie.models import get_model
 from coterie.sim import FleetRequests, FleetRun
-from coterie.traces.synthetic import SyntheticSettings, generate
-from coterie.types import ModelSpec
-from coterie_lab.suites.eldr.fleets import TRACES, closed_bench, recorded_source
+from coterie_lab.suites.eldr.fleets import closed_bench, recorded_source
 
 Ids = NDArray[np.integer]
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-CONTEXTS = (128, 512, 2048, 8192)
-EVEN_CONTEXT = 512
-DRAWS, VARIANTS, REPEATS = 16, 2, 2
-"""Recorded batches of a cell, even batches of a level, and times that each runs."""
-PADDED = (3, 5, 9, 13, 17, 20, 27, 33, 37, 41, 57)
-PROMPTS = (256, 512, 1024, 2048, 4096, 8192)
 LOADS = ((8, 8), (8, 16), (6, 32))
 """Decoders, and requests in flight on each."""
 ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
@@ -45,8 +30,8 @@ STEPS = 250
 class Jobs:
     """The tokens of all jobs in one array, and their rows in it."""
 
-    def __init__(self, ids: Ids) -> None:
-        self.parts, self.size = [ids], len(ids)
+    def __init__(self) -> None:
+        self.parts, self.size = list[Ids](), 0
         self.jobs: list[dict[str, Any]] = []
         self.arrays: dict[str, Any] = {}
 
@@ -65,53 +50,6 @@ class Jobs:
         ids = np.concatenate([part.astype(np.uint8) for part in self.parts])
         np.savez_compressed(path, ids=ids, jobs=np.array(json.dumps(self.jobs)), **self.arrays)
         print(f"{path}: {len(self.jobs)} jobs, {path.stat().st_size / 1e6:.1f} MB")
-
-
-def even(spec: ModelSpec, rows: int, distinct: int, rng: Generator) -> Ids:
-    """Return [row, layer, k] experts of which `distinct` get tokens, in turn."""
-    ids = np.empty((rows, spec.num_moe_layers, spec.top_k), np.int64)
-    turn = (np.arange(rows * spec.top_k) % distinct).reshape(rows, spec.top_k)
-    for layer in range(spec.num_moe_layers):
-        ids[:, layer] = rng.permutation(spec.num_experts)[:distinct][turn]
-    return ids
-
-
-def levels(spec: ModelSpec, rows: int) -> list[int]:
-    most = min(spec.num_experts, rows * spec.top_k)
-    step = max(spec.top_k, spec.num_experts // 8)
-    return sorted({spec.top_k, *range(step, most + 1, step), most})
-
-
-def add_cells(jobs: Jobs, spec: ModelSpec, offsets: NDArray[np.int64], rng: Generator) -> None:
-    requests = len(offsets) - 1
-
-    def drawn(rows: int) -> NDArray[np.int64]:
-        """Rows of tokens, each of another request; of neighbouring requests every second time, which are alike."""
-        first = rng.integers(requests)
-        chosen = rng.permutation(requests)[:rows] if rng.random() < 0.5 else (first + np.arange(rows)) % requests
-        return np.array([rng.integers(offsets[one], offsets[one + 1]) for one in chosen])
-
-    for rows in ROWS:
-        for context in CONTEXTS:
-            steps = [drawn(rows) for _ in range(DRAWS)]
-            names = ["recorded"] * DRAWS
-            if context == EVEN_CONTEXT:
-                for distinct in levels(spec, rows):
-                    steps += [jobs.keep(even(spec, rows, distinct, rng)) for _ in range(VARIANTS)]
-                    names += [f"even {distinct}"] * VARIANTS
-            order = np.concatenate([rng.permutation(len(steps)) for _ in range(REPEATS)])
-            job = {"kind": "decode", "rows": rows, "context": context, "routing": [names[i] for i in order]}
-            jobs.add(np.array(steps)[order], job)
-    for rows in PADDED:
-        batches = np.array([drawn(rows) for _ in range(DRAWS)])
-        for padding in ("first row", "own experts"):
-            job = {"kind": "decode", "rows": rows, "context": EVEN_CONTEXT, "padding": padding}
-            jobs.add(batches, job, **({"padding": drawn(64)} if padding == "own experts" else {}))
-    for tokens in PROMPTS:
-        starts = rng.integers(offsets[-1] - tokens, size=4)
-        jobs.add(starts[:, None] + np.arange(tokens), {"kind": "prefill", "tokens": tokens, "routing": "recorded"})
-        spread = jobs.keep(even(spec, tokens, spec.num_experts, rng))
-        jobs.add(np.array([spread] * 3), {"kind": "prefill", "tokens": tokens, "routing": "even"})
 
 
 def decoder_steps(
@@ -158,22 +96,10 @@ def add_replay(jobs: Jobs, data: Path, model: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--replay", action="store_true", help="Also the steps of a simulated fleet.")
-    given = parser.parse_args()
-    data, spec, rng = Path(os.environ["COTERIE_DATA"]), get_model(given.model), np.random.default_rng(27)
-    if given.model in TRACES:
-        trace = recorded_source(data, given.model).trace
-    else:
-        trace = generate(SyntheticSettings().shaped_like(spec), np.random.default_rng(27), requests=96)
-    tokens, offsets = trace.arrays()
-    jobs = Jobs(tokens.expert_ids)
-    add_cells(jobs, spec, np.asarray(offsets), rng)
-    if given.replay:
-        add_replay(jobs, data, given.model)
-    jobs.save(given.out)
+    model, out = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
+    jobs = Jobs()
+    add_replay(jobs, Path(os.environ["COTERIE_DATA"]), model)
+    jobs.save(Path(out))
 
 
 if __name__ == "__main__":

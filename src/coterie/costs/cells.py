@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -95,6 +95,26 @@ class ContentionCell(msgspec.Struct, frozen=True):
     """Time of a step while the copies run."""
     spread_us: float = 0.0
     """Half the interquartile range of the measured slowdowns."""
+
+
+class StepCell(NamedTuple):
+    """A step of an engine under imposed routing: decode requests of equal contexts, or equal prompts."""
+
+    tokens: int
+    prompts: int
+    """Prompts that the tokens belong to; 0 is a decode step with one token a request."""
+    cached: float
+    """Cached tokens, summed over requests."""
+    load: NDArray[np.int64]
+    """[layer, expert] tokens; all 0 if the experts were left out."""
+    even: bool
+    """Whether tokens are spread evenly over some experts; else they were drawn or recorded."""
+    us: float
+    """Time from the start of the forward pass to the sampled token, median of the repeats."""
+    forward_us: float
+    """Time of the forward pass alone."""
+    period_us: float
+    """Time from the start of the step before, median; not a number where it is unknown."""
 
 
 class MoeTable(msgspec.Struct, frozen=True):

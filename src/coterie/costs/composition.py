@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.costs.attention import attention_us
 from coterie.costs.exchange import exchange_us
-from coterie.costs.experts import TILES, rank_us
+from coterie.costs.experts import TILES, rank_us, tile_size
 from coterie.costs.roofline import gemm_work, roofline_us
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-LARGEST_GRAPH = 512
-"""Tokens of the largest step for which engines have a CUDA graph. For larger ones the host launches every kernel."""
 NO_CROSSING = np.empty((0, 0, 0), np.int64)
 """Argument `crossing` of :func:`layers_us` if a rank exchanges exactly the rows that it computes."""
 COMPUTED = np.empty((3, TILES, 0)), np.empty(0)
@@ -44,10 +42,14 @@ def layers_us(
     layers, ranks = rows.shape[0], len(tokens)
     per_rank = rows.shape[1] // ranks
     for layer in range(layers):
-        slowest, busiest = 0.0, 0
+        slowest, busiest, total = 0.0, 0, 0
+        for count in rows[layer]:
+            total += count
+        # Engines choose the tiles by the tokens of the whole step, so that a rank with many rows has no larger ones.
+        size = tile_size(p, total / rows.shape[1])
         for rank in range(ranks):
             mine = rows[layer, rank * per_rank : (rank + 1) * per_rank]
-            slowest = max(slowest, rank_us(p, experts, blend, mine, float(tokens[rank])))
+            slowest = max(slowest, rank_us(p, experts, blend, mine, float(tokens[rank]), size))
             if len(crossing) > 0:
                 busiest = max(busiest, crossing[0, layer, rank], crossing[1, layer, rank])
             else:
@@ -77,7 +79,7 @@ def step_us(
         attention[:7], attention[7:11], attention[11:15], decoding, context, prefill, prefill_context, prompts
     )
     total += dense[0, tokens] + dense[1, decoding + (prompts if prefill > 0 else 0)]
-    return float(max(total, attention[15]) if tokens > LARGEST_GRAPH else total)
+    return float(total)
 
 
 class StepTables(NamedTuple):
@@ -94,8 +96,7 @@ class StepTables(NamedTuple):
     padded: Ints
     """[tokens] size to which a decode-only batch is padded for its CUDA graph."""
     attention: Floats
-    """[16] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]; then the least
-    time of a step without a CUDA graph."""
+    """[15] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]."""
 
 
 @njit()

@@ -10,7 +10,7 @@ a full one), ``rows`` = the time to read and write the tile's activations. A lay
 plus a fixed overhead. A kernel that prefetches also hides an `overlap` share of the streaming behind other experts'
 compute. In decode the first term dominates: distinct experts decide, tokens hardly matter. In prefill the second does.
 
-Kernels choose one of up to four tile sizes by the average rows per expert. Two more effects were large enough on an
+Kernels choose one of up to five tile sizes by the average rows per expert. Two more effects were large enough on an
 H200 to need a term: streaming is slower when the first small tile is barely filled, and a partly filled last small tile
 costs extra. Wrong for kernels that split one expert over several passes, and on a device where other work shares the
 memory bus.
@@ -33,7 +33,7 @@ from coterie.costs.roofline import soft_max
 Array = NDArray[np.float64]
 
 
-TILES = 4
+TILES = 5
 """Largest number of tile sizes of one kernel."""
 
 
@@ -86,7 +86,7 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"tile_rows={self.tile_rows} must be 1 to {TILES} sizes, with rates and switches for each")
 
     def array(self, nbytes: float = 0.0, flops: float = 0.0, resident: bool = False) -> NDArray[np.float64]:
-        """Return [27] values in the order of the indices below, for compiled loops.
+        """Return [31] values in the order of the indices below, for compiled loops.
 
         `nbytes` is the size of one expert's weights, `flops` the work of one row through one expert, `resident` whether
         weights that fit in the cache stay there.
@@ -118,13 +118,13 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tile_values(rates: tuple[float, ...], rows: tuple[int, ...], switches: tuple[float, ...]) -> tuple[float, ...]:
-    """Return [11] values: rates and rows of TILES tile sizes, the last one repeated, and where they change."""
+    """Return [14] values: rates and rows of TILES tile sizes, the last one repeated, and where they change."""
     more = TILES - len(rows)
     return *rates, *rates[-1:] * more, *rows, *rows[-1:] * more, *switches[: len(rows) - 1], *(np.inf,) * more
 
 
 OVERHEAD, TOKEN, STREAM, ROW, SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE, NBYTES, FLOPS, RESIDENT = range(13)
-COLUMNS, PLACES, LEAST, RATE, TILE, SWITCH = 13, 15, 16, 17, 21, 25
+COLUMNS, PLACES, LEAST, RATE, TILE, SWITCH = 13, 15, 16, 17, 17 + TILES, 17 + 2 * TILES
 """Indices in :meth:`MoeParams.array`. COLUMNS has two values, 0 unless the kernel runs in waves. RATE, flops per
 microsecond or microseconds of a wave, and TILE have a value for each tile size, SWITCH one less."""
 
@@ -147,7 +147,10 @@ def stream_us(p: Array, active: float) -> float:
 @helper()
 def tile_size(p: Array, mean_rows: float) -> int:
     """Return which tile size the kernel uses, by the mean rows per expert: 0 is the smallest."""
-    return int(mean_rows > p[SWITCH]) + int(mean_rows > p[SWITCH + 1]) + int(mean_rows > p[SWITCH + 2])
+    size = 0
+    for switch in p[SWITCH:]:
+        size += mean_rows > switch
+    return size
 
 
 @helper()
@@ -232,19 +235,17 @@ def expert_table(p: Array, out: Array) -> None:
 
 
 @helper()
-def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float) -> float:
+def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size: int) -> float:
     """Return the time of one device's experts in one layer from `rows` [slot], 0 if it has none.
 
-    `tokens` is the size of the device's batch.
+    `tokens` is the size of the device's batch, `size` the kernel's tile size (:func:`tile_size`).
     Times are looked up in the tables of :func:`expert_table` and :func:`blend_table`, or computed if these are empty.
     """
-    active, total = 0, 0
+    active = 0
     for count in rows:
         active += count > 0
-        total += count
     if active == 0:
         return 0.0
-    size = tile_size(p, total / len(rows))
     alone, arrive, work = 0.0, 0.0, 0.0
     if len(blend) > 0:
         for count in rows:
@@ -268,4 +269,4 @@ def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float) -> f
 @njit()
 def layer_us(p: Array, rows: Array, tokens: float) -> float:
     """Return :func:`rank_us` computed without tables, so that rows may be fractions; callable from Python."""
-    return rank_us(p, np.empty((3, TILES, 0)), np.empty(0), rows, tokens)
+    return rank_us(p, np.empty((3, TILES, 0)), np.empty(0), rows, tokens, tile_size(p, rows.sum() / len(rows)))

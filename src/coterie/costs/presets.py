@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,11 +21,14 @@ from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.movement import Contention, fit_contention
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, fit_curve, fit_roofline, fit_transfer, gemm_work
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
+from coterie.costs.whole_steps import EngineFit
 from coterie.errors import ConfigError, InputError, TraceError, check_input_file, check_new_file
 from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
 VERSION = 1
+KERNELS = "kernels"
+"""Name in place of an engine's that asks for the prices of torch's kernels."""
 
 
 class ShapeFit(msgspec.Struct, frozen=True):
@@ -38,22 +41,6 @@ class ShapeFit(msgspec.Struct, frozen=True):
     prefill_attention: RooflineLaw
     routing: CurveLaw | None = None
     """Routing time by tokens; None if it was not measured, which counts as 0."""
-
-
-class EngineFit(msgspec.Struct, frozen=True):
-    """Whole steps of a model in one weight dtype, as an engine runs them on the device; see docs/costs.md."""
-
-    software: str
-    """Versions of the engine and of torch."""
-    moe: MoeFit
-    """Experts; its error is that of whole decode steps held out."""
-    rest: CurveLaw
-    """Step without experts, attention to cached tokens and output head, by tokens; its error is that of prefill."""
-    head: CurveLaw
-    """Output head and sampling, by output tokens."""
-    decode_attention: RooflineLaw
-    launch_us: float
-    """Least time of a step without a CUDA graph."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -151,8 +138,8 @@ LEAST, MOST = 1e-9, 1e18
 
 def _check(path: Path, preset: Preset) -> None:
     """Raise TraceError if a preset has values that cannot price a step."""
-    if not preset.fits:
-        raise TraceError(path, "fits", "is empty: it must hold one shape at least")
+    if not preset.fits and not preset.engines:
+        raise TraceError(path, "fits", "is empty, as is engines: one must hold a shape at least")
     for part in ("fits", "copies", "all_to_all", "contention", "engines"):
         _check_ranges(path, part, getattr(preset, part))
     for name, fit in preset.fits.items():
@@ -213,40 +200,45 @@ def step_model(
 ) -> StepModel:
     """Return the step-time model of a shape on a device, in a weight dtype (by default the shape's own).
 
-    With `engine`, steps take the time that this engine was measured to take; without, that of single kernels.
+    Steps take the time that `engine` was measured to take; by default the first engine in which this shape was. Where
+    there is none, or for the engine "kernels", they take that of torch's kernels: :attr:`StepModel.caveat` says so.
     """
-    chosen = load_preset(preset) if isinstance(preset, str) else preset
+    chosen, wanted = load_preset(preset) if isinstance(preset, str) else preset, dtype or spec.weight_dtype
+    tried = [engine] if engine else list(chosen.engines)
+    steps = (chosen.engines.get(name, {}).get(spec.name, {}).get(wanted) for name in tried)
+    whole = next((fit for fit in steps if fit is not None), None)
+    same: Any = {
+        "spec": spec,
+        "dtype": wanted,
+        "copies": dict(chosen.copies),
+        "contention": dict(chosen.contention),
+        "topology": topology,
+        "options": options,
+    }
+    if whole is not None:
+        return StepModel(
+            moe=whole.moe.params,
+            decode_attention=whole.decode_attention,
+            prefill_attention=whole.prefill_attention,
+            rest=whole.rest,
+            head=whole.head,
+            **same,
+        )
+    if engine not in (None, KERNELS) or not chosen.fits:
+        known = {name: engines for name, engines in chosen.engines.items() if name in tried}
+        cells = [f"{model} in {', '.join(dtypes)}" for models in known.values() for model, dtypes in models.items()]
+        where = f"in {engine} on {chosen.name}" if engine else f"on {chosen.name}"
+        raise ConfigError(f"{spec.name} in {wanted} was not measured {where}, but {'; '.join(cells) or 'nothing'}")
     nearest = nearest_shape(chosen, spec)
-    fit, wanted = chosen.fits[nearest], dtype or spec.weight_dtype
-    kernels = StepModel(
-        spec=spec,
-        dtype=wanted,
+    fit = chosen.fits[nearest]
+    return StepModel(
         moe=moe_params(fit, wanted),
         routing=fit.routing,
         gemm=fit.gemm,
         decode_attention=fit.decode_attention,
         prefill_attention=fit.prefill_attention,
-        copies=dict(chosen.copies),
-        contention=dict(chosen.contention),
-        topology=topology,
-        options=options,
         measured=nearest == spec.name and wanted in fit.moe,
-    )
-    if engine is None:
-        return kernels
-    known = chosen.engines.get(engine, {})
-    whole = known.get(spec.name, {}).get(wanted)
-    if whole is None:
-        cells = "; ".join(f"{model} in {', '.join(dtypes)}" for model, dtypes in known.items()) or "nothing"
-        raise ConfigError(f"{spec.name} in {wanted} was not measured in {engine} on {chosen.name}, but {cells}")
-    return replace(
-        kernels,
-        moe=whole.moe.params,
-        decode_attention=whole.decode_attention,
-        rest=whole.rest,
-        head=whole.head,
-        launch_us=whole.launch_us,
-        measured=True,
+        **same,
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.attention import attention_shape, attention_us
-from coterie.costs.composition import COMPUTED, LARGEST_GRAPH, NO_CROSSING, StepTables, add_projections, layers_us
+from coterie.costs.composition import COMPUTED, NO_CROSSING, StepTables, add_projections, layers_us
 from coterie.costs.exchange import ExchangeTraffic, arrival_links, traffic_links
 from coterie.costs.experts import TILES, MoeParams, blend_table, expert_table, layer_us
 from coterie.costs.movement import Contention, transfer_s
@@ -83,13 +83,11 @@ class StepTime(NamedTuple):
     """[layer] time of the slowest rank's experts."""
     all_to_all_s: NDArray[np.float64]
     """[layer] exposed time of the all-to-all, not hidden behind the experts."""
-    least_s: float = 0.0
-    """Time that the host takes to launch the step; it hides behind longer steps."""
 
     @property
     def total_s(self) -> float:
         device = self.attention_s + (self.dense_s + self.routing_s)
-        return max(self.least_s, device + float(self.moe_s.sum() + self.all_to_all_s.sum()))
+        return device + float(self.moe_s.sum() + self.all_to_all_s.sum())
 
 
 NO_LAYERS = np.zeros(0)
@@ -104,13 +102,14 @@ class StepModel:
     spec: ModelSpec
     dtype: WeightDtype
     moe: MoeParams
-    routing: CurveLaw | None
-    """Time of gate, top-k, gather and weighted sum, by tokens. None counts as 0."""
-    gemm: RooflineLaw
     decode_attention: RooflineLaw
     prefill_attention: RooflineLaw
     copies: dict[str, TransferLaw]
     """Copies inside a device and between device and host, by path."""
+    routing: CurveLaw | None = None
+    """Time of gate, top-k, gather and weighted sum, by tokens. None counts as 0."""
+    gemm: RooflineLaw | None = None
+    """Time of projections; None if `rest` has it."""
     topology: Topology = ONE_DEVICE
     options: CostOptions = PLAIN
     measured: bool = True
@@ -123,11 +122,18 @@ class StepModel:
     measured in an engine. It stands for projections and routing; None prices these by `gemm` and `routing`."""
     head: CurveLaw | None = None
     """Time of output head and sampling, by output tokens; set if `rest` is."""
-    launch_us: float = 0.0
-    """Least time of a step that is too large for a CUDA graph: the host launches its kernels one by one."""
+
+    @property
+    def caveat(self) -> str:
+        """Return a sentence on what the prices rest on if whole steps of an engine were not measured, else nothing."""
+        nearest = "" if self.measured else ", at the rates of the nearest shape or weights"
+        said = (
+            f"{self.spec.name} in {self.dtype} was not measured in an engine: prices are of torch's kernels{nearest}."
+        )
+        return "" if self.rest else said
 
     def expert_prices(self) -> NDArray[np.float64]:
-        """Return [27] prices of this model's experts, for :func:`~coterie.costs.experts.rank_us`."""
+        """Return [31] prices of this model's experts, for :func:`~coterie.costs.experts.rank_us`."""
         spec = self.spec
         return self.moe.array(spec.expert_bytes(self.dtype), 2.0 * spec.expert_params, self.options.cache_resident)
 
@@ -153,6 +159,7 @@ class StepModel:
         return total * 1e-6
 
     def _gemm_us(self, tokens: int, n: int, k: int) -> float:
+        assert self.gemm
         return self.gemm.us(*gemm_work(tokens, n, k))
 
     def attention_s(self, batch: Batch) -> float:
@@ -208,6 +215,7 @@ class StepModel:
             dense[:] = [[law.us(tokens) for tokens in sizes] for law in (self.rest, self.head)]
         else:
             rows = [(n, k, layers) for pairs, layers in dense_shapes(spec) for n, k in pairs]
+            assert self.gemm
             law = self.gemm.numbers()
             add_projections(law, np.array(rows, np.float64), dense[0])
             add_projections(law, np.array([[spec.vocab_size, spec.hidden_size, 1]], np.float64), dense[1])
@@ -219,12 +227,7 @@ class StepModel:
             dense=dense,
             padded=np.array([options.padded(tokens) for tokens in sizes], np.int64),
             attention=np.concatenate(
-                [
-                    attention_shape(spec),
-                    self.decode_attention.numbers(),
-                    self.prefill_attention.numbers(),
-                    [self.launch_us],
-                ]
+                [attention_shape(spec), self.decode_attention.numbers(), self.prefill_attention.numbers()]
             ),
         )
 
@@ -276,8 +279,7 @@ class PlacedStepModel:
         model, sizes = self.model, (self.model.running_tokens(batch), batch.outputs)
         if sizes not in self._dense_s:
             self._dense_s[sizes] = model.dense_s(*sizes), model.routing_us(sizes[0]) * 1e-6 * model.spec.num_moe_layers
-        least_s = 1e-6 * model.launch_us if sizes[0] > LARGEST_GRAPH else 0.0
-        return StepTime(model.attention_s(batch), *self._dense_s[sizes], NO_LAYERS, NO_LAYERS, least_s)
+        return StepTime(model.attention_s(batch), *self._dense_s[sizes], NO_LAYERS, NO_LAYERS)
 
     def step(self, load: NDArray[np.integer], batch: Batch, crossing: NDArray[np.int64] = NO_CROSSING) -> StepTime:
         """Return the times of a step in which every rank runs `batch`; load [layer, expert] is that of all ranks."""

@@ -16,10 +16,10 @@ MODEL = step_model(get_model(REFERENCE_SHAPE), "h200")
 
 
 def test_more_experts_and_more_requests_take_longer() -> None:
-    few, more, most = (predicted_step_ms(distinct, 8, 100, MODEL) for distinct in (10, 10.5, 11))
+    few, more, most = (predicted_step_ms(distinct, 8, 100, MODEL) for distinct in (11, 11.5, 12))
     assert few < more < most
     assert more == pytest.approx((few + most) / 2)
-    assert predicted_step_ms(10, 8, 100, MODEL) < predicted_step_ms(10, 8.5, 100, MODEL)
+    assert predicted_step_ms(10, 16, 100, MODEL) < predicted_step_ms(10, 24, 100, MODEL)
     assert predicted_step_ms(4, 1, 100, MODEL) < predicted_step_ms(10, 8, 100, MODEL)
 
 

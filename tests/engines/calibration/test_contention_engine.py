@@ -31,12 +31,12 @@ SETTINGS = ContentionSettings(batch=4, context=16, steps=2, rounds=2)
 
 
 def test_a_step_runs_every_layer() -> None:
-    step = DecodeStep(SPEC, "fp32", torch.device("cpu"), SETTINGS)
+    step = DecodeStep(SPEC, torch.device("cpu"), SETTINGS)
     assert step.run().shape == (4, 100)
     assert len(step.attention) == 3
     assert [len(layers) for layers in step.projections] == [3, 2, 1], "attention's, shared and dense MLPs"
-    assert len(step.experts.layers) == len(step.ids) == 2
-    assert all(sum(counts) == 8 for counts in step.counts)
+    assert len(step.experts) == len(step.ids) == 2
+    assert [tuple(weight.shape) for weight in step.experts[0]] == [(8, 32, 32), (8, 16, 32)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -54,7 +54,7 @@ def test_steps_are_timed_beside_copies() -> None:
 
 def test_latent_attention_is_refused() -> None:
     with pytest.raises(ConfigError, match="latent attention"):
-        DecodeStep(get_model("deepseek-v3"), "fp32", torch.device("cpu"), SETTINGS)
+        DecodeStep(get_model("deepseek-v3"), torch.device("cpu"), SETTINGS)
 
 
 def test_settings_that_measure_nothing_are_refused() -> None:

@@ -10,25 +10,23 @@ import numpy as np
 import pytest
 
 from coterie.costs.presets import step_model
+from coterie.costs.step import Batch
 from coterie.engines.replay.report import predict_us, read_measured, replay_rows, saving_interval
 from coterie.engines.replay.run import Measured
 from coterie.errors import ConfigError, TraceError
 from replay_cases import SPEC
 
-pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+CONTEXT = 100
 
 
 def timed(step_us: dict[str, dict[str, list[float]]]) -> Measured:
     return Measured(
         model="tiny",
         dtype="bf16",
-        kernel="k",
         hardware={"device": "d"},
-        software={},
-        layers_held=3,
+        software="e",
+        context=CONTEXT,
         repeats=1,
-        output_error=0.0,
         spread_pct=0.0,
         step_us=step_us,
     )
@@ -36,7 +34,7 @@ def timed(step_us: dict[str, dict[str, list[float]]]) -> Measured:
 
 def test_report_of_known_times(batches: Any) -> None:
     model = step_model(SPEC, dtype="bf16")
-    predicted = {g: {r: predict_us(s, model) for r, s in one.items()} for g, one in batches.groups.items()}
+    predicted = {g: {r: predict_us(s, model, CONTEXT) for r, s in one.items()} for g, one in batches.groups.items()}
     base = predicted["low"]["round_robin"] * 1.25
     times = {
         "low": {"round_robin": base.tolist(), "clusters": (base * 0.9).tolist()},
@@ -63,12 +61,13 @@ def test_report_of_known_times(batches: Any) -> None:
     assert third.bias_pct == pytest.approx(100 * (0.25 - 0.2) / 2)
 
 
-def test_prediction_is_the_sum_of_its_layers(batches: Any) -> None:
+def test_a_prediction_is_that_of_the_whole_step(batches: Any) -> None:
     model = step_model(SPEC, dtype="bf16")
     steps = batches.groups["low"]["clusters"]
-    for ids, us in zip(steps, predict_us(steps, model), strict=True):
-        rows = np.array([[float((ids[:, layer] == e).sum()) for e in range(8)] for layer in range(3)])
-        assert us == pytest.approx(sum(model.experts_us(row, len(ids)) for row in rows))
+    for ids, us in zip(steps, predict_us(steps, model, CONTEXT), strict=True):
+        load = np.array([[(ids[:, layer] == e).sum() for e in range(8)] for layer in range(3)])
+        batch = Batch(decode_requests=len(ids), decode_context=len(ids) * CONTEXT)
+        assert us == pytest.approx(1e6 * model.step(load, batch).total_s)
 
 
 def test_intervals_cover_the_truth() -> None:

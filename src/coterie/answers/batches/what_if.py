@@ -431,8 +431,7 @@ def _notes(settings: dict[str, Any], server: SpreadServer | StepServer, requests
     notes = {
         seen: True,
         pace: True,
-        f"{server.model.spec.name} in {server.model.dtype} was not measured on {server.preset}: rates of the nearest "
-        "shape or weights that were.": not server.model.measured,
+        server.model.caveat: bool(server.model.caveat),
         f"KV memory is not modelled: {server.places} places bound what runs.": decode,
         f"{missing} of {len(requests.counts)} requests have no prompt: context starts at 0.": decode and missing,
     }

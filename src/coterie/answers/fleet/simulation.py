@@ -385,9 +385,7 @@ def _row(name: str, base: str, runs: Sequence[dict[str, _Served]]) -> FleetRow:
 def _notes(source: Source, model: StepModel, settings: FleetSettings, runs: Sequence[_Served]) -> list[str]:
     fitted, waited = settings.fitted, max(run.waited for run in runs)
     notes = {
-        f"{model.spec.name} in {model.dtype} was not measured on this device: rates of the nearest shape.": (
-            not model.measured
-        ),
+        model.caveat: bool(model.caveat),
         "The trace has one phase: the first half of a request stands for its prompt.": source.counts.halved,
         "The router's file does not say which requests it was fitted on: savings may look too good.": (
             fitted is not None and fitted.learned.seen is None

@@ -1,40 +1,29 @@
-"""``coterie calibrate``: measure this machine for a model's shape and fit the step-time model."""
+"""``coterie calibrate``: measure whole steps of a model in vLLM on this machine, and fit the step-time model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
-from coterie.cli.output import JsonOption, print_json, print_table, reporting
-from coterie.errors import ConfigError, check_new_file
+from coterie.cli.output import JsonOption, print_json, print_table, print_verdict, reporting, shell
+from coterie.errors import ConfigError, check_new_file, check_one_of
 
 
 def calibrate_command(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Model whose layer shapes to measure (see coterie models); may be repeated. Default: qwen3-30b-a3b."
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="Hugging Face config.json to read the layer shapes from.")] = None,
+    model: Annotated[Path, typer.Argument(help="Folder of a model as vLLM loads it, or its config.json.")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write the fitted preset to (JSON).")
     ] = None,
-    name: Annotated[str, typer.Option(help="Name to give the preset.")] = "local",
-    device: Annotated[str, typer.Option(help="Device to measure: auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Weight dtype of the experts: bf16, fp8 or fp32; may be repeated. Default: what the device supports."
-        ),
+    engine: Annotated[str, typer.Option(help="Engine to run the steps in: vllm, if it is installed here.")] = "vllm",
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace whose routing half of the steps take. Default: drawn, unevenly popular.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Largest batch to measure, in tokens.", min=1)] = 8192,
-    cell_ms: Annotated[
-        float, typer.Option(help="Milliseconds to spend on one measurement in one pass.", min=0.1)
-    ] = 20.0,
-    passes: Annotated[int, typer.Option(help="Passes over the MoE measurements.", min=1)] = 3,
+    name: Annotated[str, typer.Option(help="Name to give the preset.")] = "local",
+    cells: Annotated[
+        Path | None, typer.Option(help="File to write every timed step to (.npz), to plot or to fit again.")
+    ] = None,
     processes: Annotated[
         int, typer.Option(help="Also measure collectives between this many processes; 0 measures none.", min=0)
     ] = 0,
@@ -42,81 +31,62 @@ def calibrate_command(
         bool,
         typer.Option(
             "--contention",
-            help="Also time decode steps of the first model beside copies of its weights: what staged moves cost. "
-            "Needs CUDA, and memory for all of the model's layers in bf16.",
+            help="Also time decode steps beside copies of the weights: what staged moves cost. Needs CUDA, and memory "
+            "for all of the model's layers in bf16.",
         ),
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure the MoE layer, attention, dense projections and copies on this machine, and fit the step-time model.
+    """Run a model's decode steps and prompts in vLLM on this machine, and fit the step-time model to them.
 
-    On a GPU this takes about half a minute per shape. Without a GPU it measures the CPU, which takes minutes up to
-    --max-tokens 128 and far longer above that.
+    Weights are random: only the model's config is read. Which experts a token takes is imposed. On a GPU this takes two
+    to five minutes, most of which is vLLM's start.
     """
     import msgspec
 
-    from coterie.costs.presets import fit_preset, save_preset
     from coterie.engines.calibration.calibrate import calibrate
-    from coterie.engines.calibration.timing import CalibrationSettings, find_device
-    from coterie.models import get_model, model_from_config
-    from coterie.types import WeightDtype, check_dtype
+    from coterie.traces.activations import ActivationTrace
+    from coterie.traces.readers import read_trace
 
+    check_one_of(("vllm",), engine=engine)
     check_new_file(output)
     if output is not None and not output.parent.is_dir():  # fail before measuring
         raise ConfigError(f"{output.parent} is not a folder; the preset cannot be written there")
-    specs = [get_model(one) for one in model or ([] if config else ["qwen3-30b-a3b"])]
-    if config:
-        specs.append(model_from_config(config))
-    for one in dtype or []:
-        check_dtype(one)
-    settings = CalibrationSettings(
-        dtypes=cast(tuple[WeightDtype, ...], tuple(dtype or ())),
-        tokens=tuple(tokens for tokens in CalibrationSettings().tokens if tokens <= max_tokens),
-        cell_ms=cell_ms,
-        passes=passes,
-    )
+    routing = None if trace is None else read_trace(trace)
+    if routing is not None and not isinstance(routing, ActivationTrace):
+        raise ConfigError(f"{trace} has no routing: steps are imposed from recorded activations")
     with reporting("measure") as report:
-        measurement = calibrate(specs, settings, device, report)
-        if processes:
-            from coterie.engines.calibration.collectives import measure_collectives
+        preset = calibrate(
+            model, name, routing, cells_path=cells, processes=processes, contention=contention, report=report
+        )
+    from coterie.costs.presets import save_preset
 
-            collectives = measure_collectives(processes, report=report)
-            # Direct copies between devices, if possible, are already measured; messages of processes take another path.
-            direct = any(cell.path == "peer" for cell in measurement.copies)
-            measurement = msgspec.structs.replace(
-                measurement,
-                collectives=collectives.cells,
-                copies=measurement.copies if direct else (*measurement.copies, *collectives.peers),
-                note="; ".join(filter(None, (measurement.note, collectives.note))),
-            )
-        if contention:
-            from coterie.costs.cells import ContentionCell
-            from coterie.engines.calibration.contention import measure_contention
-
-            timings = measure_contention(specs[0], find_device(device, "calibration"), report=report)
-            cells = msgspec.convert([one._asdict() for one in timings], tuple[ContentionCell, ...])
-            measurement = msgspec.structs.replace(measurement, contention=cells)
-        preset = fit_preset(name, measurement, report)
     if output is not None:
         save_preset(preset, output)
     rows = [
-        {"preset": name, "model": shape, "dtype": kind, **msgspec.structs.asdict(fit.held_out)}
-        for shape, fits in preset.fits.items()
-        for kind, fit in fits.moe.items()
+        {"model": shape, "dtype": dtype, "steps": steps, **msgspec.structs.asdict(quality)}
+        for shape, fits in preset.engines[engine].items()
+        for dtype, fit in fits.items()
+        for steps, quality in (("decode", fit.moe.held_out), ("prefill", fit.rest.held_out))
     ]
     if json:
         print_json({"preset": msgspec.to_builtins(preset), "rows": rows})
         return
     if preset.contention:
         print_table(
-            f"Decode steps of {specs[0].name} beside copies of its weights",
+            f"Decode steps of {rows[0]['model']} beside copies of its weights",
             ["path", "exposed", "largest", "cells"],
             [[path, one.exposed, one.largest_exposed, one.cells] for path, one in preset.contention.items()],
             note="Exposed: share of the copies' own time by which steps take longer; 1 is an engine that stops.",
         )
     print_table(
-        f"Fit on {measurement.hardware['device']}: error on measurements held out of the fit",
-        ["model", "dtype", "cells", "mean error %", "worst %", "worst cell"],
-        [[r["model"], r["dtype"], r["cells"], r["mape_pct"], r["worst_pct"], r["worst_cell"]] for r in rows],
-        note=measurement.note or None,
+        f"Steps on {preset.measurement.hardware['device']}: error on steps held out of the fit",
+        ["model", "dtype", "steps", "cells", "mean error %", "worst %"],
+        [[r["model"], r["dtype"], r["steps"], r["cells"], r["mape_pct"], r["worst_pct"]] for r in rows],
+    )
+    kept = f"saved as {output}" if output else "not saved: give -o FILE to keep it"
+    print_verdict(
+        f"Decode steps of {rows[0]['model']} in {rows[0]['dtype']} are predicted within {rows[0]['mape_pct']}% on "
+        f"average; {kept}.",
+        shell("coterie", "fleet", "TRACE", "--preset", output or "FILE"),
     )

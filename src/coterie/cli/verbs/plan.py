@@ -215,11 +215,11 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
     set_width()
     where = f"{counted(found['ranks'], 'rank')}" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
     shape = f"{found['layers']} MoE layers of {found['experts']} experts"
-    nearest = "" if found["measured"] else " (not measured: nearest rates)"
     print_lines(
         f"{found['model']}: {shape}, {found['slots']} slots on {where}",
         f"planned for {counted(found['batch'], 'token')} a step over all ranks, device {found['preset']}, "
-        f"experts in {found['dtype']}{nearest}",
+        f"experts in {found['dtype']}",
+        *filter(None, [planned.pricing.model.caveat]),
         f"load: {found['load']}",
         f"planner: {found['planner']}, split {found['split']}",
         *_memory(planned),

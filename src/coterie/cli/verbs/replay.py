@@ -1,27 +1,22 @@
-"""``coterie replay``: run the decode batches that routers formed through real MoE layers on a device."""
+"""``coterie replay``: run the decode batches that routers formed in vLLM on this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table, reporting
-from coterie.errors import ConfigError, check_new_file
+from coterie.errors import ConfigError, check, check_new_file
 
 
 def replay_command(
     batches: Annotated[Path, typer.Argument(help="Batches to run (.npz, see docs/engines/replay.md).")],
-    device: Annotated[str, typer.Option(help="Device to run on: auto, cpu, cuda or cuda:N.")] = "auto",
     model: Annotated[
-        str | None,
-        typer.Option(help="Model whose shape to use (see coterie models). Default: the one named in the file."),
+        Path | None, typer.Option(help="Folder of the model as vLLM loads it, or its config.json; weights are random.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Hugging Face config.json to read the shape from.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Weight dtype of the experts: bf16 or fp8 on CUDA, fp32 or bf16 on a CPU.")
-    ] = None,
+    context: Annotated[int, typer.Option(help="Cached tokens of every request.", min=1)] = 1024,
     repeats: Annotated[int, typer.Option(help="Runs of every step; its time is their median.", min=1)] = 3,
     preset: Annotated[
         str, typer.Option(help="Device to predict for: a shipped preset, or a file written by coterie calibrate.")
@@ -34,44 +29,36 @@ def replay_command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Run decode batches through real MoE layers of the model's shape and compare routers, measured and predicted.
+    """Run decode batches in vLLM, every token with its recorded experts; compare routers, measured and predicted.
 
-    Every MoE layer has its own weights, so gpt-oss-20b takes 38 GB of a GPU in bf16. If not all layers fit, the layers
-    that fit are used in rotation.
+    Whole steps are timed, under CUDA graphs on a GPU. Needs vLLM in this environment, unless --times is given.
     """
     import msgspec
     import numpy as np
 
-    from coterie.costs.presets import load_preset, step_model
+    from coterie.engines.calibration.calibrate import read_config
     from coterie.engines.replay.batches import read_batches
-    from coterie.engines.replay.report import check_step_times, read_measured, replay_json, replay_notes, replay_rows
     from coterie.engines.replay.run import measure_batches
-    from coterie.models import get_model, model_from_config
-    from coterie.types import WeightDtype, check_dtype
 
     check_new_file(output)
     if output is not None and not output.parent.is_dir():  # fail before measuring
         raise ConfigError(f"{output.parent} is not a folder; the result cannot be written there")
-    if dtype is not None:
-        check_dtype(dtype)
-    read = read_batches(batches)
-    if model is not None and config is not None:
-        raise ConfigError(f"--model {model} and --config {config}: give only one of them")
-    spec = model_from_config(config) if config else get_model(model or read.model)
-    device_preset = load_preset(preset)
-    if times is not None:
+    check(model or times, "give --model, the folder of a model to run in vLLM, or --times, of an earlier run")
+    read, measured = read_batches(batches), None
+    if model is not None and times is None:
+        with reporting("replay") as report:  # before the imports below, which compile: vLLM must start first
+            measured = measure_batches(read, model, context, repeats, report)
+    from coterie.costs.presets import load_preset, step_model
+    from coterie.engines.replay.report import check_step_times, read_measured, replay_json, replay_notes, replay_rows
+    from coterie.models import get_model
+
+    if measured is None:
+        assert times is not None
         measured = read_measured(times)
-        if (measured.model, dtype or measured.dtype) != (spec.name, measured.dtype):
-            raise ConfigError(
-                f"{times} holds {measured.model} in {measured.dtype}; "
-                f"asked for {spec.name} in {dtype or measured.dtype}"
-            )
-        read.check(spec)
         check_step_times(read, measured)
-    else:
-        with reporting("replay") as report:
-            measured = measure_batches(read, spec, device, cast(WeightDtype | None, dtype), repeats, report)
-    predictor = step_model(spec, device_preset, measured.dtype)
+    spec = get_model(measured.model) if model is None else read_config(model)[1]
+    read.check(spec)
+    predictor = step_model(spec, load_preset(preset), measured.dtype)
     rows = replay_rows(read, measured, predictor, np.random.default_rng(0))
     notes = replay_notes(measured, predictor, preset)
     result = replay_json(measured, rows, notes)
@@ -81,7 +68,7 @@ def replay_command(
         print_json(result)
         return
     print_table(
-        "Experts of all MoE layers of a step: measured and predicted",
+        "Whole decode steps: measured and predicted",
         ["group", "router", "tokens", "experts", "mean us", "predicted us", "error"],
         [
             [r.group, r.router, r.tokens, r.active_experts, r.mean_us, r.predicted_us, f"{r.mape_pct:.1f}%"]

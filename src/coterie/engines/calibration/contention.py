@@ -20,11 +20,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from coterie.costs.shapes import dense_shapes
-from coterie.engines.calibration.experts import Experts
-from coterie.engines.calibration.timing import captured, marks, random
+from coterie.engines.calibration.timing import captured, marks
 from coterie.engines.optional import torch
 from coterie.errors import ConfigError, UnavailableError, check, check_at_least
-from coterie.types import ModelSpec, Report, WeightDtype
+from coterie.types import ModelSpec, Report
 
 PATHS = ("host-to-device", "device")
 POOL = 8
@@ -71,12 +70,12 @@ class ContentionTiming(NamedTuple):
 
 
 class DecodeStep:
-    """Every kernel of one decode step, on random weights and tokens."""
+    """Every kernel of one decode step in bf16, on random weights and tokens."""
 
-    def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, settings: ContentionSettings) -> None:
+    def __init__(self, spec: ModelSpec, device: Any, settings: ContentionSettings) -> None:
         if spec.kv_lora_rank:
             raise ConfigError(f"{spec.name} has latent attention; contention is measured with grouped heads only")
-        self.spec, batch, small = spec, settings.batch, partial(random, device, scale=0.02)
+        self.spec, batch, small = spec, settings.batch, partial(_random, device)
         self.inputs = [[small(batch, k) for _, k in shapes] for shapes, _ in dense_shapes(spec)]
         self.head = small(spec.hidden_size, spec.vocab_size)
         self.hidden = small(batch, spec.hidden_size)
@@ -88,12 +87,17 @@ class DecodeStep:
         self.projections = [
             [[small(k, n) for n, k in shapes] for _ in range(times)] for shapes, times in dense_shapes(spec)
         ]
-        self.experts = Experts(spec, dtype, device, spec.num_moe_layers)
+        width, experts = spec.expert_intermediate_size, spec.num_experts
+        # [expert, out, in], viewed as [expert, in, out]: the layout that the grouped GEMM needs.
+        shapes = (2 * width, spec.hidden_size), (spec.hidden_size, width)
+        self.experts = [
+            [torch.stack([small(*shape) for _ in range(experts)]).transpose(1, 2) for shape in shapes]
+            for _ in range(spec.num_moe_layers)
+        ]
         self.ids = [
             torch.rand(batch, spec.num_experts, device=device).topk(spec.top_k, dim=1).indices
             for _ in range(spec.num_moe_layers)
         ]
-        self.counts = [ids.flatten().bincount(minlength=spec.num_experts).tolist() for ids in self.ids]
 
     def run(self) -> Any:
         from coterie.engines.kernels.routing import permute_by_expert
@@ -108,9 +112,15 @@ class DecodeStep:
             attend(q, k, v, enable_gqa=spec.num_heads != spec.num_kv_heads)
             if layer < spec.num_moe_layers:
                 rows, routed = permute_by_expert(self.hidden, self.ids[layer], spec.num_experts)
-                out = self.experts.forward(layer, rows, routed.ends, self.counts[layer])
+                up, down = self.experts[layer]
+                gate, value = torch._grouped_mm(rows, up, offs=routed.ends).chunk(2, dim=-1)
+                out = torch._grouped_mm(torch.nn.functional.silu(gate) * value, down, offs=routed.ends)
                 out[routed.places.long()].view(len(self.hidden), spec.top_k, -1).mean(dim=1)
         return self.hidden @ self.head
+
+
+def _random(device: Any, *shape: int) -> Any:
+    return torch.randn(*shape, device=device, dtype=torch.float32).mul_(0.02).to(torch.bfloat16)
 
 
 class _Copies:
@@ -165,11 +175,7 @@ class _Copies:
 
 
 def measure_contention(
-    spec: ModelSpec,
-    device: Any,
-    settings: ContentionSettings | None = None,
-    dtype: WeightDtype = "bf16",
-    report: Report | None = None,
+    spec: ModelSpec, device: Any, settings: ContentionSettings | None = None, report: Report | None = None
 ) -> list[ContentionTiming]:
     """Time decode steps of a model shape alone and beside copies, over both paths; needs CUDA."""
     settings, report = settings or ContentionSettings(), report or (lambda *_: None)
@@ -177,11 +183,11 @@ def measure_contention(
         raise UnavailableError(f"contention is measured on CUDA devices, not on {device.type}")
     report(f"{spec.name} contention", 0, 1)
     with torch.inference_mode():
-        graph, _ = captured(DecodeStep(spec, dtype, device, settings).run, warm_ups=2)
+        graph, _ = captured(DecodeStep(spec, device, settings).run, warm_ups=2)
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        nbytes = round(spec.expert_bytes(dtype))
+        nbytes = round(spec.expert_bytes("bf16"))
         alone = statistics.median(_steps(graph, settings.steps)[0] for _ in range(3))
         cells = []
         for path in PATHS:

@@ -76,7 +76,7 @@ class ReplayBatches:
                 raise ConfigError(f"{where}: a token takes the same expert twice in a layer; its ids must differ")
 
 
-def step_load(ids: NDArray[np.unsignedinteger], num_experts: int) -> NDArray[np.int64]:
+def step_load(ids: NDArray[np.integer], num_experts: int) -> NDArray[np.int64]:
     """Return the load of one step: tokens per expert, [layer, expert]."""
     layers = ids.shape[1]
     flat = ids.astype(np.int64) + np.arange(layers)[None, :, None] * num_experts

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.costs.step import StepModel
+from coterie.costs.step import Batch, StepModel
 from coterie.engines.replay.batches import ReplayBatches, Steps, step_load
 from coterie.engines.replay.run import Measured
 from coterie.errors import TraceError, check
@@ -24,7 +24,7 @@ DRAWS = 2000
 
 
 class ReplayRow(NamedTuple):
-    """Result of one router in one group. Times are of the experts over all MoE layers of a step."""
+    """Result of one router in one group. Times are of whole steps."""
 
     group: str
     router: str
@@ -51,9 +51,11 @@ class ReplayRow(NamedTuple):
     """Mean over steps of predicted ÷ measured − 1."""
 
 
-def predict_us(steps: Steps, model: StepModel) -> NDArray[np.float64]:
-    """Predict the microseconds of the experts over all layers, [step]."""
-    return np.array([1e6 * model.moe_s(step_load(ids, model.spec.num_experts), len(ids)).sum() for ids in steps])
+def predict_us(steps: Steps, model: StepModel, context: int) -> NDArray[np.float64]:
+    """Predict the microseconds of decode steps whose requests have `context` cached tokens each, [step]."""
+    batches = [Batch(decode_requests=len(ids), decode_context=len(ids) * context) for ids in steps]
+    loads = (step_load(ids, model.spec.num_experts) for ids in steps)
+    return np.array([1e6 * model.step(load, batch).total_s for load, batch in zip(loads, batches, strict=True)])
 
 
 def _saving_pct(base: NDArray[np.float64], other: NDArray[np.float64]) -> float:
@@ -89,7 +91,7 @@ def replay_rows(batches: ReplayBatches, measured: Measured, model: StepModel, rn
                 steps,
                 [len(ids) for ids in steps],
                 np.array(measured.step_us[group][router]),
-                predict_us(steps, model),
+                predict_us(steps, model, measured.context),
             )
             for router, steps in routers.items()
         ]
@@ -158,17 +160,13 @@ def read_measured(path: Path) -> Measured:
 def replay_notes(measured: Measured, model: StepModel, preset: str) -> list[str]:
     """Return caveats for reading the numbers."""
     notes = [
-        f"{measured.model} in {measured.dtype} on {measured.hardware['device']}, {measured.kernel}; "
-        f"predicted for {preset}",
-        f"outputs {measured.output_error:.2g} off products in float32; repeats of a step differ by "
-        f"±{measured.spread_pct:.2g}% ({measured.repeats} each)",
+        f"{measured.model} in {measured.dtype} on {measured.hardware['device']}, {measured.software}; predicted for "
+        f"{preset}",
+        f"{measured.context} cached tokens a request; repeats of a step differ by ±{measured.spread_pct:.2g}% "
+        f"({measured.repeats} each)",
     ]
-    if measured.layers_held < model.spec.num_moe_layers:
-        notes.append(
-            f"memory holds {measured.layers_held} of {model.spec.num_moe_layers} MoE layers; they were used in turn"
-        )
-    if not model.measured:
-        notes.append(f"{preset} holds no measurement of {model.spec.name} in {model.dtype}: rates of the nearest shape")
+    if model.caveat:
+        notes.append(model.caveat)
     return notes
 
 

@@ -1,32 +1,21 @@
-"""Replay: batches on disk, and layers against dense ones; all on the CPU."""
+"""Replay: batches on disk, and the order in which they run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.costs.presets import step_model
 from coterie.engines.replay.batches import ReplayBatches, read_batches, step_load, write_batches
-from coterie.engines.replay.report import replay_notes
-from coterie.engines.replay.run import Layers, _turns, layers_that_fit, measure_batches
-from coterie.errors import ConfigError, TraceError, UnavailableError
+from coterie.engines.replay.run import _turns
+from coterie.errors import ConfigError, TraceError
 from coterie.types import ModelSpec
 from replay_cases import SPEC, draw_ids, small
-
-torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
-
-
-CPU = torch.device("cpu")
-
-
-# --------------------------------------------------------------------------------------------------------------- files
 
 
 @given(st.data())
@@ -149,32 +138,6 @@ def test_batches_of_another_model(batches: ReplayBatches) -> None:
             other.check(SPEC)
 
 
-# -------------------------------------------------------------------------------------------------------------- layers
-
-
-@given(st.integers(1, 7), st.integers(0, 2**16), st.sampled_from([2, 3, 8]))
-@settings(max_examples=30)
-def test_a_step_equals_dense_layers(tokens: int, seed: int, experts: int) -> None:
-    torch.manual_seed(seed)
-    ids = draw_ids(np.random.default_rng(seed), tokens, experts=experts)
-    layers = Layers(SPEC, "fp32", CPU, tokens)
-    plan = layers.plan(ids)
-    found = layers.outputs(plan)
-    assert len(found) == SPEC.num_moe_layers
-    for layer, rows in enumerate(found):
-        up, down = (weight.double() for weight in layers.experts.layers[layer])
-        inner = torch.einsum("th,ehi->tei", layers.x.double(), up)
-        gate, value = inner.chunk(2, dim=-1)
-        every = torch.einsum("tei,eih->teh", gate * torch.sigmoid(gate) * value, down)
-        # Each token sums its own k experts, whatever order the rows were in.
-        summed = torch.zeros(tokens, SPEC.hidden_size, dtype=torch.double)
-        summed.index_add_(0, plan.sources[layer], rows.double())
-        own = torch.from_numpy(ids[:, layer].astype(np.int64))
-        dense = every[torch.arange(tokens)[:, None], own].sum(dim=1)
-        torch.testing.assert_close(summed, dense, rtol=1e-4, atol=1e-7)
-    assert layers.error(plan) < 1e-5
-
-
 @given(st.integers(1, 9), st.integers(0, 2**16))
 def test_load_counts_tokens(tokens: int, seed: int) -> None:
     ids = draw_ids(np.random.default_rng(seed), tokens)
@@ -182,26 +145,6 @@ def test_load_counts_tokens(tokens: int, seed: int) -> None:
     for layer in range(ids.shape[1]):
         for expert in range(SPEC.num_experts):
             assert load[layer, expert] == (ids[:, layer] == expert).sum()
-
-
-def test_a_wrong_kernel_is_not_timed(batches: ReplayBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coterie.engines.calibration.experts import Experts
-
-    right = Experts.forward
-    monkeypatch.setattr(Experts, "forward", lambda self, *given: right(self, *given) * 1.01)
-    with pytest.raises(UnavailableError, match=r"torch.mm per expert is wrong .*: at 4 tokens .* 0.01 off"):
-        measure_batches(batches, SPEC, "cpu")
-
-
-def test_layers_that_do_not_fit_are_used_in_turn(batches: ReplayBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = SPEC.num_experts * SPEC.expert_bytes("fp32")
-    assert [layers_that_fit(SPEC, "fp32", free * one) for free in (1.2, 2.3, 1e6)] == [1, 2, 3]
-    with pytest.raises(UnavailableError, match=r"one MoE layer of tiny in fp32 takes 0\.0 GB"):
-        layers_that_fit(SPEC, "fp32", one / 2)
-    monkeypatch.setattr("coterie.engines.replay.run._free_bytes", lambda device: 2.3 * one)  # noqa: ARG005
-    measured = measure_batches(batches, SPEC, "cpu", repeats=1)
-    assert measured.layers_held == 2
-    assert any("holds 2 of 3 MoE layers" in note for note in replay_notes(measured, step_model(SPEC), "h200"))
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
@@ -212,80 +155,3 @@ def test_routers_take_turns(steps: list[int]) -> None:
     if len(set(steps)) == 1:
         firsts = [turns[step * len(steps)][0] for step in range(steps[0])]
         assert firsts == [step % len(steps) for step in range(steps[0])]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_measures_every_step(batches: ReplayBatches, dtype: str) -> None:
-    seen: list[tuple[str, int, int]] = []
-    measured = measure_batches(batches, SPEC, "cpu", cast(Any, dtype), 2, lambda *what: seen.append(what))
-    assert {g: {r: len(t) for r, t in one.items()} for g, one in measured.step_us.items()} == {
-        group: {"round_robin": 6, "clusters": 6} for group in ("low", "high")
-    }
-    assert all(us > 0 for one in measured.step_us.values() for times in one.values() for us in times)
-    assert (measured.layers_held, measured.repeats, measured.kernel) == (3, 2, "torch.mm per expert")
-    assert seen == [("weights", 0, 1), *((group, done, 2) for group in ("low", "high") for done in (0, 1))]
-
-
-def test_fewer_experts_take_less_time_on_a_cpu() -> None:
-    """One product per expert: 2 of 16 experts against all of them, whatever the machine."""
-    spec = ModelSpec(
-        "mid",
-        num_layers=3,
-        num_experts=16,
-        top_k=2,
-        hidden_size=256,
-        expert_intermediate_size=256,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=8,
-    )
-    rng = np.random.default_rng(0)
-    groups = {
-        "g": {
-            "all": tuple(draw_ids(rng, 32, spec) for _ in range(20)),
-            "two": tuple(draw_ids(rng, 32, spec, experts=2) for _ in range(20)),
-        }
-    }
-    measured = measure_batches(ReplayBatches("mid", groups), spec, "cpu")
-    assert np.median(measured.step_us["g"]["two"]) < np.median(measured.step_us["g"]["all"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "problem"),
-    [
-        ({"dtype": "fp8"}, ConfigError, "dtype 'fp8' cannot be replayed on cpu; it must be fp32 or bf16"),
-        ({"device": "tpu"}, ConfigError, "device='tpu' must be auto, cpu, cuda or cuda:N"),
-        ({"repeats": 0}, ConfigError, "repeats=0 must be at least 1"),
-    ],
-)
-def test_bad_settings(batches: ReplayBatches, arguments: dict[str, Any], error: type[Exception], problem: str) -> None:
-    with pytest.raises(error, match=problem):
-        measure_batches(batches, SPEC, **{"device": "cpu", **arguments})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_where_there_is_none(batches: ReplayBatches) -> None:
-    with pytest.raises(UnavailableError, match="device 'cuda' was asked for, but torch sees no CUDA device"):
-        measure_batches(batches, SPEC, "cuda")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_graph_follows_its_step_on_cuda() -> None:
-    spec = ModelSpec(
-        "small",
-        num_layers=2,
-        num_experts=8,
-        top_k=2,
-        hidden_size=256,
-        expert_intermediate_size=128,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=8,
-    )
-    rng = np.random.default_rng(0)
-    with torch.inference_mode():
-        layers = Layers(spec, "bf16", torch.device("cuda"), 16)
-        for tokens, experts in ((16, 8), (16, 2), (3, 8), (16, 5)):
-            assert layers.error(layers.plan(draw_ids(rng, tokens, spec, experts))) < 2e-2
