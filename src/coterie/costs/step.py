@@ -27,6 +27,9 @@ from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError, check, check_share
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
 
+VLLM_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16))
+"""Batch sizes for which vLLM has CUDA graphs unless told otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:

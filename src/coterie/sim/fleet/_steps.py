@@ -132,8 +132,9 @@ def _together_us(
 ) -> tuple[float, int]:
     """Return the experts' time over all layers, streaming and compute of a layer overlapped, and the experts touched.
 
-    `rows` is the number of rows in a layer, `touched_idle` the share of its other experts to which padding adds one. If no expert has more than one tile of rows (`one_tile`, as in decode), its
-    load time is linear in its rows and its compute is one tile: the sums follow from the number of touched experts.
+    `rows` is the number of rows in a layer, `touched_idle` the share of its other experts to which padding adds a row.
+    If no expert has more than one tile of rows (`one_tile`, as in decode), its load time is linear in its rows and its
+    compute is one tile: the sums follow from the number of touched experts.
     """
     total, distinct = 0.0, 0
     first, slope, tile = _one_tile_line(experts, size)
