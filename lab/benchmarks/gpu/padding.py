@@ -27,19 +27,21 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_MOE_SKIP_PADDING", "1")
-
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE.parents[2] / "src" / "coterie" / "data" / "coterie-tiny"
 SHAPES = json.loads((HERE / "shapes.json").read_text())
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_MOE_SKIP_PADDING": "1",
+}
+DEVICE = "cuda"
 MOST = 64
 """Largest batch, and the number of rows whose experts can be given."""
 STEP_TOKENS = 8192
@@ -93,15 +95,15 @@ class Hooks:
 
         self.experts = config.get("num_local_experts") or config["num_experts"]
         self.top_k, self.num_layers = config["num_experts_per_tok"], config["num_hidden_layers"]
-        self.ids = None if ids is None else torch.from_numpy(ids.astype(np.int64)).cuda()  # [token, layer, k]
-        self.values = torch.linspace(HIGH, HIGH - 2, self.top_k).cuda()
+        self.ids = None if ids is None else torch.from_numpy(ids.astype(np.int64)).to(DEVICE)  # [token, layer, k]
+        self.values = torch.linspace(HIGH, HIGH - 2, self.top_k).to(DEVICE)
         self.layers: dict[int, int] = {}
         self.logits: Any = None  # [layer, given rows then own rows, expert]
-        self.arange = torch.arange(MOST + STEP_TOKENS, device="cuda")
+        self.arange = torch.arange(MOST + STEP_TOKENS, device=DEVICE)
         self.source = self.arange[MOST:].clone()  # [row] the row of `logits` that a row is routed by
-        self.skip = torch.zeros(STEP_TOKENS, dtype=torch.bool, device="cuda")
+        self.skip = torch.zeros(STEP_TOKENS, dtype=torch.bool, device=DEVICE)
         # [graph size, 4] rows that count; four wide, so that every pointer is as well aligned as the next.
-        self.counts = torch.empty(STEP_TOKENS + 1, 4, dtype=torch.int32, device="cuda")
+        self.counts = torch.empty(STEP_TOKENS + 1, 4, dtype=torch.int32, device=DEVICE)
         self.counts.copy_(self.arange[: STEP_TOKENS + 1, None])
         self.next: Any = None
         """Takes the number of rows of a decode step; returns its Step, or None."""
@@ -271,7 +273,7 @@ class Engine:
             max_num_batched_tokens=STEP_TOKENS,
             max_num_seqs=MOST,
             max_model_len=LONGEST,
-            gpu_memory_utilization=0.9,
+            gpu_memory_utilization=0.05 if self.tiny else 0.9,  # More would be millions of KV blocks, made one by one.
             compilation_config=compilation,
             dtype="auto" if self.tiny else "bfloat16",
             **options,
@@ -310,7 +312,7 @@ class Engine:
             return None
         each = len(self.hooks.ids) // MOST
         at = self.rng.permutation(MOST) * each + self.rng.integers(each, size=MOST)
-        return torch.from_numpy(at).cuda()
+        return torch.from_numpy(at).to(DEVICE)
 
     def times(self, rows: int) -> dict[str, Any]:
         """Whole steps of the variants in turn, on the same batches."""
@@ -407,13 +409,13 @@ def redraw(model: Any) -> None:
     """Give norms weight 1 and routers weights of their own: with vLLM's dummy weights all tokens choose the same."""
     import torch
 
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     with torch.inference_mode():
         for name, weight in model.named_parameters():
             if "norm" in name and name.endswith("weight"):
                 weight.data.fill_(1.0)
             elif "mlp.router" in name:
-                drawn = torch.randn(weight.shape, device="cuda", generator=generator)
+                drawn = torch.randn(weight.shape, device=DEVICE, generator=generator)
                 weight.data.copy_(drawn * (0.02 if weight.ndim == 2 else 0.0))
 
 
@@ -461,6 +463,8 @@ def pack(path: Path) -> None:
 
 
 def measure(given: argparse.Namespace) -> None:
+    for name, value in ENVIRONMENT.items():  # before vLLM is imported
+        os.environ.setdefault(name, value)
     import torch
     import vllm
 
