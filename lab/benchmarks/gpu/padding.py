@@ -3,6 +3,7 @@
     COTERIE_DATA=… python lab/benchmarks/gpu/padding.py pack padding.npz     # recorded experts for gpt-oss-20b
     python lab/benchmarks/gpu/padding.py coterie-tiny auto padding.npz OUT.jsonl
     python lab/benchmarks/gpu/padding.py gpt-oss-20b mxfp4 padding.npz OUT.jsonl [--seconds 150] [--graphs decode]
+    python lab/benchmarks/gpu/padding.py table OUT.jsonl
 
 One load of vLLM has graphs for every batch size up to 64. A step is sent to the size that the default sizes would pad
 it to, or to its own, by exchanging the table of the graph dispatcher. So one load compares, step by step in turn:
@@ -490,14 +491,8 @@ def measure(given: argparse.Namespace) -> None:
         }
         keep("header", header)
         print(header, flush=True)
-        captured = engine.hooks.graphs
-        keep("graphs", {"graphs": captured})
-        for mode in sorted({graph["mode"] for graph in captured}):
-            mine = [graph for graph in captured if graph["mode"] == mode]
-            extra = [graph for graph in mine if graph["size"] <= MOST and default_size(graph["size"]) != graph["size"]]
-            for name, part in (("all", mine), ("not in the default sizes", extra)):
-                spent, held = sum(graph["s"] for graph in part), sum(graph["bytes"] for graph in part)
-                print(f"graphs {mode}, {name}: {len(part)}, {spent:.1f} s, {held / 2**20:.0f} MiB", flush=True)
+        keep("graphs", {"graphs": engine.hooks.graphs})
+        print(graph_costs(engine.hooks.graphs), flush=True)
 
         jobs: list[tuple[str, Any]] = [("choice", "prefill"), ("choice", "departures")]
         jobs += [("equal", rows) for rows in EQUAL_ROWS] + [("steps", rows) for rows in TIMED_ROWS]
@@ -523,6 +518,41 @@ def measure(given: argparse.Namespace) -> None:
             print(f"{time.perf_counter() - began:6.1f} s {job} {what}: {text}", flush=True)
 
 
+def table(path: Path) -> None:
+    """Print the result of a run: experts by batch size, times against `stale`, what was equal, costs of graphs."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    of = {job: [row for row in rows if row["job"] == job] for job in ("header", "choice", "steps", "equal", "graphs")}
+    print(json.dumps(of["header"][0]), "\n")
+    print("| requests | padded to | stale, ms | first row, % | mask, % | own graph, % |\n|---|---|---|---|---|---|")
+    for row in of["steps"]:
+        stale = np.array(row["stale"]["gpu_ms"])
+        gains = (f"{100 * np.median(np.array(row[name]['gpu_ms']) / stale - 1):+.1f}" for name in VARIANTS[1:])
+        print(f"| {row['rows']} | {row['stale']['padded']} | {np.median(stale):.3f} |", " | ".join(gains), "|")
+    print(
+        "\n| since | requests | padded to | experts a layer | further by padding | token ids |\n|---|---|---|---|---|---|"
+    )
+    for row in of["choice"]:
+        if row["padded"] > row["rows"]:
+            numbers = (f"{row[name]:.1f}" for name in ("distinct", "further", "padding_token_ids"))
+            print(f"| {row['since']} | {row['rows']} | {row['padded']} |", " | ".join(numbers), "|")
+    for row in of["equal"]:
+        print(f"\n{row['rows']} requests:", {name: row[name] for name in ("again", *VARIANTS[1:])})
+    for graph in of["graphs"]:
+        print("\n" + graph_costs(graph["graphs"]))
+
+
+def graph_costs(captured: list[dict[str, Any]]) -> str:
+    """Say what graphs cost, by mode: all of them, and those that the default sizes do not have."""
+    lines = []
+    for mode in sorted({graph["mode"] for graph in captured}):
+        mine = [graph for graph in captured if graph["mode"] == mode]
+        extra = [graph for graph in mine if graph["size"] <= MOST and default_size(graph["size"]) != graph["size"]]
+        for name, part in (("all", mine), ("not in the default sizes", extra)):
+            spent, held = sum(graph["s"] for graph in part), sum(graph["bytes"] for graph in part)
+            lines.append(f"graphs {mode}, {name}: {len(part)}, {spent:.1f} s, {held / 2**20:.0f} MiB")
+    return "\n".join(lines)
+
+
 def kernel_of(model: Any) -> str:
     """Names of the first MoE layer's router, method and expert kernel."""
     for module in model.modules():
@@ -535,7 +565,7 @@ def kernel_of(model: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="coterie-tiny, gpt-oss-20b, or: pack")
+    parser.add_argument("model", help="coterie-tiny, gpt-oss-20b; or pack, table")
     parser.add_argument("dtype")
     parser.add_argument("jobs", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
@@ -546,6 +576,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.model == "pack":
         pack(Path(given.dtype))
+    elif given.model == "table":
+        table(Path(given.dtype))
     else:
         measure(given)
 
