@@ -528,9 +528,7 @@ def table(path: Path) -> None:
         stale = np.array(row["stale"]["gpu_ms"])
         gains = (f"{100 * np.median(np.array(row[name]['gpu_ms']) / stale - 1):+.1f}" for name in VARIANTS[1:])
         print(f"| {row['rows']} | {row['stale']['padded']} | {np.median(stale):.3f} |", " | ".join(gains), "|")
-    print(
-        "\n| since | requests | padded to | experts a layer | further by padding | token ids |\n|---|---|---|---|---|---|"
-    )
+    print("\n| since | requests | padded to | experts a layer | by padding alone | ids |\n|---|---|---|---|---|---|")
     for row in of["choice"]:
         if row["padded"] > row["rows"]:
             numbers = (f"{row[name]:.1f}" for name in ("distinct", "further", "padding_token_ids"))
