@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ ENVIRONMENT = {
 DEVICE = "cuda"
 MOST = 64
 """Largest batch, and the number of rows whose experts can be given."""
+DEFAULT_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, MOST + 1, 8))
 STEP_TOKENS = 8192
 CONTEXT, LONGEST = 256, 1024
 BATCHES, WARM_UP = 12, 4
@@ -59,7 +61,7 @@ LOW, HIGH = -30.0, 10.0
 
 def default_size(rows: int) -> int:
     """The graph that vLLM pads a batch to by default: 1, 2, 4, then multiples of 8."""
-    return next(size for size in (1, 2, 4, *range(8, MOST + 1, 8)) if size >= rows)
+    return min(size for size in DEFAULT_SIZES if size >= rows)
 
 
 def pad_table(default: bool, largest: int) -> list[int]:
@@ -96,7 +98,7 @@ class Hooks:
 
         self.experts = config.get("num_local_experts") or config["num_experts"]
         self.top_k, self.num_layers = config["num_experts_per_tok"], config["num_hidden_layers"]
-        self.ids = None if ids is None else torch.from_numpy(ids.astype(np.int64)).to(DEVICE)  # [token, layer, k]
+        self.ids: Any = None if ids is None else torch.from_numpy(ids.astype(np.int64)).to(DEVICE)  # [token, layer, k]
         self.values = torch.linspace(HIGH, HIGH - 2, self.top_k).to(DEVICE)
         self.layers: dict[int, int] = {}
         self.logits: Any = None  # [layer, given rows then own rows, expert]
@@ -212,7 +214,7 @@ def install(hooks: Hooks) -> None:
     GPUModelRunner.capture_model = capture_all_seen
 
     if has_triton_kernels():
-        import triton_kernels.routing as kernels
+        kernels = import_module("triton_kernels.routing")
 
         routing = kernels.routing
 
@@ -228,7 +230,7 @@ def install(hooks: Hooks) -> None:
             hooks.masked_routing = "n_rows"
             return result
 
-        kernels.routing = routing_masked
+        kernels.routing = routing_masked  # type: ignore[attr-defined]
 
 
 def texts(rng: np.random.Generator) -> list[list[int]]:
@@ -262,7 +264,7 @@ class Engine:
         install(self.hooks)
         sizes = [*range(1, MOST + 1), *(size for size in range(MOST + 8, 256, 8) if size <= given.largest)]
         sizes += range(256, given.largest + 1, 16)
-        compilation = {"cudagraph_capture_sizes": sizes}
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
         if given.graphs == "decode":
             compilation["cudagraph_mode"] = "FULL_DECODE_ONLY"
         options = {"attention_backend": given.attention} if given.attention else {}
@@ -394,9 +396,9 @@ class Engine:
         self.hooks.keep_hidden = False
         reference, states = runs.pop("stale")
         result: dict[str, Any] = {"rows": rows, "padded": default_size(rows)}
-        for variant, (tokens, hidden) in runs.items():
+        for variant, (chosen, hidden) in runs.items():
             first = (hidden[0] - states[0]).norm() / states[0].norm()
-            same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(tokens, reference, strict=True)]
+            same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(chosen, reference, strict=True)]
             result[variant] = {
                 "tokens_equal": sum(same),
                 "tokens": rows * len(reference[0]),

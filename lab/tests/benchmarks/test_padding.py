@@ -54,7 +54,7 @@ def test_real_rows_take_recorded_experts_and_padding_rows_those_of_the_variant(h
 def test_a_summary_counts_experts_that_only_padding_rows_touch() -> None:
     torch = pytest.importorskip("torch")
     chosen = torch.tensor([[[0, 1], [1, 2], [2, 5], [2, 5]], [[3, 4], [3, 4], [3, 4], [4, 3]]])
-    seen = padding.Seen(padding.Step(0, "stale", None), 2, 4, chosen, torch.tensor([7, 8, 9, 9]), None, ())
+    seen = padding.Seen(padding.Step(0, "stale", None), 2, 4, chosen, torch.tensor([7, 8, 9, 9]), None, (0, 0, 0))
     row = padding.summary([seen], 8)
     assert (row["distinct"], row["further"], row["further_by_layer"]) == (2.5, 0.5, [1.0, 0.0])
     assert (row["patterns_of_padding"], row["padding_token_ids"]) == (1.0, 1.0)
