@@ -20,6 +20,7 @@ from coterie.answers.inspect.loads import arrival_rate, gini, layer_loads
 from coterie.answers.inspect.one_pass import cut_windows
 from coterie.errors import TraceError
 from coterie.footprints.counting import footprint
+from coterie.models import get_model
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.arrivals import LognormalLengths, PoissonArrivals
 from coterie.traces.readers import read_trace
@@ -38,10 +39,12 @@ def inspect(trace: Any, seed: int = 0) -> Any:
     return inspect_trace(trace, "t", seeded(seed))
 
 
-def tiny(ids: Any, lengths: Any, phase: Any = None, experts: int = 4, **columns: Any) -> ActivationTrace:
+def tiny(
+    ids: Any, lengths: Any, phase: Any = None, experts: int = 4, model: str = "m", **columns: Any
+) -> ActivationTrace:
     ids = np.asarray(ids, np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    meta = TraceMeta("m", experts, ids.shape[1], ids.shape[2])
+    meta = TraceMeta(model, experts, ids.shape[1], ids.shape[2])
     phase = np.full(len(ids), DECODE, np.uint8) if phase is None else np.asarray(phase, np.uint8)
     output = np.add.reduceat(phase, offsets[:-1]).astype(np.int64)
     table = RequestTrace(np.diff(offsets) - output, output, **columns)
@@ -154,6 +157,31 @@ def test_distinct_experts_against_theory() -> None:
         assert step.uniform == pytest.approx(expected)
         assert step.mixed == pytest.approx(expected, rel=0.03)
         assert step.mixed == pytest.approx(np.mean(step.mixed_per_layer))
+
+
+def test_padding_rows_cost_nothing_if_all_tokens_choose_alike_and_more_the_more_they_differ() -> None:
+    spec = get_model("gpt-oss-20b")
+    rng, shape = seeded(), (80, spec.num_moe_layers, spec.num_experts)
+    costs = []
+    for kinds in (1, 80):
+        ids = np.tile(rng.random((kinds, *shape[1:])).argsort(axis=2)[:, :, : spec.top_k], (80 // kinds, 1, 1))
+        costs.append(inspect(tiny(ids, [1] * 80, experts=spec.num_experts, model=spec.name)).padding)
+    alike, random = costs
+    assert [(cost.batch, cost.padded) for cost in alike] == [(cost.batch, cost.padded) for cost in random]
+    assert all(cost.further == cost.share == 0.0 for cost in alike)
+    for cost in random:  # each padding row leaves an idle expert alone with chance 1 - k / experts
+        idle = 0.875**cost.batch
+        expected = spec.num_experts * idle * (1 - 0.875 ** (cost.padded - cost.batch))
+        assert cost.further == pytest.approx(expected, rel=0.1, abs=0.05)
+        assert cost.share >= 0.0
+    assert random[0].share > 0.1
+
+
+def test_padding_is_priced_only_where_vllm_was_measured() -> None:
+    ids = seeded().random((80, 26, 64)).argsort(axis=2)[:, :, :6]
+    assert inspect(tiny(ids, [1] * 80, experts=64)).missing["padding"] == "no known model has these layers"
+    unmeasured = inspect(tiny(ids, [1] * 80, experts=64, model="olmoe-1b-7b"))
+    assert "was not measured in vllm" in unmeasured.missing["padding"]
 
 
 def test_distinct_experts_of_domains_that_share_none() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.costs.exchange import ExchangeTraffic, all_to_all_us
+from coterie.costs.experts import TILES, rank_us, tile_size
 from coterie.costs.presets import step_model
 from coterie.costs.replicas import Slots, slot_tokens
 from coterie.costs.step import Batch, CostOptions, StepModel
@@ -30,6 +31,7 @@ def composed_s(
 
     rows [layer, slot], batches [rank], busiest [layer] traffic of the busiest rank.
     """
+    computed, padding = (np.empty((3, TILES, 0)), np.empty(0)), model.touched_by_padding(batches)
     rest = []
     for batch in batches:
         tokens = model.running_tokens(batch)
@@ -38,8 +40,10 @@ def composed_s(
     total = max(rest)
     for layer in range(LAYERS):
         by_rank = rows[layer].reshape(placement.num_ranks, -1).astype(float)
+        size = tile_size(model.expert_prices(), rows[layer].mean())
         experts = max(
-            model.experts_us(own, model.running_tokens(batch)) for own, batch in zip(by_rank, batches, strict=True)
+            rank_us(model.expert_prices(), *computed, own, float(model.running_tokens(batch)), size, padding)
+            for own, batch in zip(by_rank, batches, strict=True)
         )
         exchange = all_to_all_us(busiest[layer], model.topology) if placement.num_ranks > 1 else 0.0
         total += 1e-6 * (experts + max(0.0, exchange - model.options.overlap * experts))
@@ -51,7 +55,9 @@ def cases(draw: st.DrawFn) -> tuple[StepModel, Placement, np.ndarray, Batch]:
     """A model, a placement of it with replicas, the tokens of a step [token, layer, k], and one rank's batch."""
     rng, ranks = np.random.default_rng(draw(st.integers(0, 2**16))), draw(st.sampled_from([1, 2, 4]))
     options = CostOptions(
-        graph_sizes=draw(st.sampled_from([(), (1, 8, 64)])), overlap=draw(st.sampled_from([0.0, 0.3, 1.0]))
+        graph_sizes=draw(st.sampled_from([(), (1, 8, 64)])),
+        padding=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
     )
     topology = Topology(ranks, ranks_per_node=draw(st.sampled_from([1, 2, 4])))
     model = replace(MODEL, topology=topology, options=options)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.costs import fit
 from coterie.costs.cells import MoeCell, expert_tokens
-from coterie.costs.experts import MoeParams, layer_us
+from coterie.costs.experts import TILES, MoeParams, Waves, blend_table, expert_table, layer_us, rank_us
 
 NBYTES, FLOPS = 9.4e6, 9.4e6
 
@@ -140,3 +141,21 @@ def test_a_fit_predicts_cells_by_the_law(
     counts = np.zeros(experts)
     counts[:active] = expert_tokens(tokens, k, active, zipf)
     np.testing.assert_allclose(time_of(p, counts, tokens, resident=warm), fitted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("waves", [None, Waves((3.0,), (23, 12), 132, 2)])
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_padding_rows_cost_one_more_row_on_idle_experts(waves: Waves | None, looked_up: bool) -> None:
+    """A share of the idle experts costs what as many experts with a row each do; one tile size, as in small batches."""
+    small = params(tile_rows=(16,), tile_flops_per_us=(8e6,), waves=waves)
+    p = small.array(NBYTES, FLOPS)
+    tables = np.zeros((3, TILES, 8)), blend_table(small.sharpness)
+    expert_table(p, tables[0])
+    prices = tables if looked_up else (np.empty((3, TILES, 0)), np.empty(0))
+    rows = np.array([5, 0, 1, 0, 0, 2, 0, 0, 0, 7])
+    for more in range(7):
+        filled = rows.copy()
+        filled[np.flatnonzero(rows == 0)[:more]] = 1
+        expected = rank_us(p, *prices, filled, 16.0, 0, 0.0)
+        assert rank_us(p, *prices, rows, 16.0, 0, more / 6) == pytest.approx(expected, rel=1e-9)
+    assert rank_us(p, *prices, 0 * rows, 16.0, 0, 0.0) == 0.0 < rank_us(p, *prices, 0 * rows, 16.0, 0, 0.5)

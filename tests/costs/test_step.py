@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,31 @@ def test_graph_padding_counts_the_batch_that_runs() -> None:
     batch = Batch(decode_requests=65, decode_context=6500)
     assert padded.step(even_load(64), batch).dense_s == MODEL.dense_s(256, 65)
     assert MODEL.step(even_load(64), batch).dense_s == MODEL.dense_s(65, 65)
+
+
+def test_padding_rows_touch_as_many_experts_as_random_tokens_do() -> None:
+    """Mean over all choices of three padding rows: 2 of 5 experts each, of which the batch has touched 2."""
+    spec = replace(SPEC, num_experts=5, top_k=2)
+    model = replace(MODEL, spec=spec, options=CostOptions(graph_sizes=(1, 4, 8), padding=1.0))
+    rows = list(combinations(range(5), 2))
+    further = np.mean([len({*a, *b, *c} - {0, 1}) for a in rows for b in rows for c in rows])
+    assert 3 * model.touched_by_padding([Batch(5)]) == pytest.approx(further)
+    assert model.touched_by_padding([Batch(5), Batch(3)]) == pytest.approx(1 - 0.6**4)
+    assert model.touched_by_padding([Batch(4), Batch(3, prefill_tokens=2)]) == 0.0
+    assert replace(model, options=CostOptions(graph_sizes=(8,))).touched_by_padding([Batch(5)]) == 0.0
+
+
+def test_padding_rows_make_the_experts_of_a_step_dearer() -> None:
+    load = np.zeros((SPEC.num_moe_layers, SPEC.num_experts), np.int64)
+    load[:, : 9 * SPEC.top_k : 2] = 2
+    times = {}
+    for padding in (0.0, 0.5, 1.0):
+        model = replace(MODEL, options=CostOptions(graph_sizes=(8, 16), padding=padding))
+        times[padding] = model.step(load, Batch(9, 9 * 512))
+    assert times[0.0].moe_s.sum() < times[0.5].moe_s.sum() < times[1.0].moe_s.sum()
+    assert times[0.0].dense_s == times[1.0].dense_s
+    everything = model.step(np.maximum(load, 1), Batch(16, 9 * 512)).moe_s.sum()
+    assert times[1.0].moe_s.sum() < everything
 
 
 def test_overlap_hides_the_exchange_behind_the_experts() -> None:
@@ -128,6 +154,7 @@ def test_moving_experts_and_handing_over_caches() -> None:
         ({"overlap": 1.5}, "overlap=1.5 must be in 0 … 1"),
         ({"graph_sizes": (8, 4)}, "must rise"),
         ({"graph_sizes": (0, 4)}, "must rise from at least 1"),
+        ({"padding": 1.5}, "padding=1.5"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

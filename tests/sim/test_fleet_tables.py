@@ -23,6 +23,8 @@ MODELS = {
     "in vLLM, in waves": ("gpt-oss-20b", "h200", 1, CostOptions()),
     "in vLLM on 4 ranks": ("qwen3-30b-a3b", "h200", 4, CostOptions()),
     "padded": ("qwen3-30b-a3b", "h200", 1, CostOptions(graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128))),
+    "padding rows": ("qwen3-30b-a3b", "h200", 1, CostOptions(graph_sizes=(4, 20, 64), padding=1.0)),
+    "padding rows in vLLM, in waves": ("gpt-oss-20b", "h200", 1, CostOptions(graph_sizes=(4, 20, 64), padding=0.5)),
     "another device": ("qwen3-30b-a3b", "rtx-pro-6000", 1, CostOptions()),
     "latent attention": ("deepseek-v2-lite", "h200", 1, CostOptions()),
     "4 ranks with replicas": ("gpt-oss-20b", "h200", 4, CostOptions(overlap=0.3)),

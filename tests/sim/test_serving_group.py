@@ -128,7 +128,9 @@ def test_equals_a_plain_simulator_on_the_steps_of_a_group(
 ) -> None:
     """Every step costs what Group says for the same tokens, and every request gets its tokens at the same times."""
     rng = np.random.default_rng(seed)
-    model = small_model(options=CostOptions(graph_sizes=(1, 2, 4), overlap=0.2)) if graphs else small_model()
+    model = (
+        small_model(options=CostOptions(graph_sizes=(1, 2, 4), padding=0.5, overlap=0.2)) if graphs else small_model()
+    )
     placement = Placement.linear(LAYERS, 8, RANKS) if linear else shuffled_placement(rng)
     requests = drawn(recordings(rng), 20, rng)
     ranks = np.arange(20) % RANKS if linear else rng.integers(0, RANKS, 20)

@@ -31,13 +31,21 @@ COMPUTED = np.empty((3, TILES, 0)), np.empty(0)
 
 @njit()
 def layers_us(
-    p: Floats, experts: Floats, blend: Floats, links: Floats, rows: Ints, crossing: Ints, tokens: Ints, out: Floats
+    p: Floats,
+    experts: Floats,
+    blend: Floats,
+    links: Floats,
+    rows: Ints,
+    crossing: Ints,
+    tokens: Ints,
+    touched: float,
+    out: Floats,
 ) -> None:
     """Fill out [2, layer] microseconds: experts of the slowest rank, and exposed exchange of the busiest rank.
 
     rows [layer, slot] are tokens per slot, tokens [rank] is the batch size of each rank, crossing [2, layer, rank] are
-    the rows that a rank sends and receives, or :data:`NO_CROSSING`. `p`, `experts` and `blend` are those of
-    :func:`~coterie.costs.experts.rank_us`, `links` those of :func:`~coterie.costs.exchange.exchange_us`.
+    the rows that a rank sends and receives, or :data:`NO_CROSSING`. `p`, `experts`, `blend` and `touched` are those
+    of :func:`~coterie.costs.experts.rank_us`, `links` those of :func:`~coterie.costs.exchange.exchange_us`.
     """
     layers, ranks = rows.shape[0], len(tokens)
     per_rank = rows.shape[1] // ranks
@@ -49,7 +57,7 @@ def layers_us(
         size = tile_size(p, total / rows.shape[1])
         for rank in range(ranks):
             mine = rows[layer, rank * per_rank : (rank + 1) * per_rank]
-            slowest = max(slowest, rank_us(p, experts, blend, mine, float(tokens[rank]), size))
+            slowest = max(slowest, rank_us(p, experts, blend, mine, float(tokens[rank]), size, touched))
             if len(crossing) > 0:
                 busiest = max(busiest, crossing[0, layer, rank], crossing[1, layer, rank])
             else:
@@ -93,8 +101,9 @@ class StepTables(NamedTuple):
     """[part + 1] smooth maximum of streaming and compute ÷ the larger of them, by the ratio smaller ÷ larger."""
     dense: Floats
     """[2, tokens] projections and routing of all layers, by tokens; the output head, by output tokens."""
-    padded: Ints
-    """[tokens] size to which a decode-only batch is padded for its CUDA graph."""
+    padded: Floats
+    """[2, tokens] size to which a decode-only batch is padded for its CUDA graph, and the chance that its padding rows
+    leave an expert alone."""
     attention: Floats
     """[15] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]."""
 

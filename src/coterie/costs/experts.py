@@ -235,19 +235,23 @@ def expert_table(p: Array, out: Array) -> None:
 
 
 @helper()
-def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size: int) -> float:
+def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size: int, touched: float) -> float:
     """Return the time of one device's experts in one layer from `rows` [slot], 0 if it has none.
 
-    `tokens` is the size of the device's batch, `size` the kernel's tile size (:func:`tile_size`).
+    `tokens` is the size of the device's batch, `size` the kernel's tile size (:func:`tile_size`), `touched` the share
+    of the other slots to which padding rows add a row.
     Times are looked up in the tables of :func:`expert_table` and :func:`blend_table`, or computed if these are empty.
     """
     active = 0
     for count in rows:
         active += count > 0
-    if active == 0:
+    more = touched * (len(rows) - active)
+    if active + more == 0.0:
         return 0.0
     alone, arrive, work = 0.0, 0.0, 0.0
     if len(blend) > 0:
+        if more > 0.0:
+            alone, arrive, work = more * table[0, size, 1], more * table[1, size, 1], more * table[2, size, 1]
         for count in rows:
             at = np.int64(count)
             alone += table[0, size, at]
@@ -255,7 +259,10 @@ def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size
             work += table[2, size, at]
         together = blended(p, size, arrive, work, blend)
     else:
-        compute, stream = tile_us(p, size), stream_us(p, float(active))
+        compute, stream = tile_us(p, size), stream_us(p, active + more)
+        if more > 0.0:
+            mine, arrival, busy = expert_us(p, 1.0, size, stream, compute)
+            alone, arrive, work = more * mine, more * arrival, more * busy
         for count in rows:
             if count > 0:
                 mine, arrival, busy = expert_us(p, float(count), size, stream, compute)
@@ -269,4 +276,4 @@ def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size
 @njit()
 def layer_us(p: Array, rows: Array, tokens: float) -> float:
     """Return :func:`rank_us` computed without tables, so that rows may be fractions; callable from Python."""
-    return rank_us(p, np.empty((3, TILES, 0)), np.empty(0), rows, tokens, tile_size(p, rows.sum() / len(rows)))
+    return rank_us(p, np.empty((3, TILES, 0)), np.empty(0), rows, tokens, tile_size(p, rows.sum() / len(rows)), 0.0)

@@ -9,6 +9,7 @@ all-to-all with compute. All are off by default.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError, check, check_share
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
 
+VLLM_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Batch sizes for which vLLM has CUDA graphs unless told otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
@@ -36,11 +40,14 @@ class CostOptions:
     other layers evict them in between."""
     graph_sizes: tuple[int, ...] = ()
     """Batch sizes for which the engine has a CUDA graph: a decode batch is padded up to the next one."""
+    padding: float = 0.0
+    """Share of the padding rows that choose experts of their own, each as a random token: 0 if the engine masks them, 1
+    is an upper bound. A row on an expert that has rows already costs nothing."""
     overlap: float = 0.0
     """Share of the experts' time behind which an all-to-all can hide."""
 
     def __post_init__(self) -> None:
-        check_share(overlap=self.overlap)
+        check_share(overlap=self.overlap, padding=self.padding)
         if list(self.graph_sizes) != sorted(set(self.graph_sizes)) or any(size < 1 for size in self.graph_sizes):
             raise ConfigError(f"graph_sizes={self.graph_sizes} must rise from at least 1")
 
@@ -184,6 +191,11 @@ class StepModel:
         """Return the tokens that the step computes; a decode-only batch is padded."""
         return batch.tokens if batch.prefill_tokens else self.options.padded(batch.tokens)
 
+    def touched_by_padding(self, batches: Sequence[Batch]) -> float:
+        """Return the chance that the padding rows of a step choose a given expert; `batches` are those of its ranks."""
+        rows = sum(self.running_tokens(batch) - batch.tokens for batch in batches)
+        return float(1.0 - (1.0 - self.spec.top_k / self.spec.num_experts) ** (self.options.padding * rows))
+
     def step(
         self,
         load: NDArray[np.integer],
@@ -225,7 +237,7 @@ class StepModel:
             experts=experts,
             blend=blend_table(self.moe.sharpness),
             dense=dense,
-            padded=np.array([options.padded(tokens) for tokens in sizes], np.int64),
+            padded=np.array([[options.padded(t), 1.0 - self.touched_by_padding([Batch(t)])] for t in sizes]).T.copy(),
             attention=np.concatenate(
                 [attention_shape(spec), self.decode_attention.numbers(), self.prefill_attention.numbers()]
             ),
@@ -265,11 +277,15 @@ class PlacedStepModel:
         return rows if self._slots is None else slot_tokens(rows, self._slots)
 
     def layers_us(
-        self, rows: NDArray[np.int64], tokens: NDArray[np.int64], crossing: NDArray[np.int64] = NO_CROSSING
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        crossing: NDArray[np.int64] = NO_CROSSING,
+        touched: float = 0.0,
     ) -> NDArray[np.float64]:
         """Return [2, layer] :func:`~coterie.costs.composition.layers_us` for rows [layer, slot] and tokens [rank]."""
         out = np.empty((2, len(rows)))
-        layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, out)
+        layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, touched, out)
         return out
 
     def rest(self, batch: Batch) -> StepTime:
@@ -289,7 +305,8 @@ class PlacedStepModel:
         rows, tokens = self.slot_rows(load), np.full(self.num_ranks, self.model.running_tokens(batch))
         if not batch.tokens:
             return StepTime(0.0, 0.0, 0.0, np.zeros(len(load)), np.zeros(len(load)))
-        moe, exchange = 1e-6 * self.layers_us(rows, tokens, crossing)
+        touched = self.model.touched_by_padding([batch] * self.num_ranks)
+        moe, exchange = 1e-6 * self.layers_us(rows, tokens, crossing, touched)
         return self.rest(batch)._replace(moe_s=moe, all_to_all_s=exchange)
 
 

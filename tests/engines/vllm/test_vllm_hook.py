@@ -93,6 +93,24 @@ def test_a_step_reaches_its_positions(rng: np.random.Generator) -> None:
     assert int(worker.store.load.sum()) == ids.size, "padding is not load"
 
 
+def test_padding_rows_are_not_recorded_whatever_they_hold(rng: np.random.Generator) -> None:
+    """A graph of 16 rows replays a larger step's positions and ids in its padding rows; a mask writes ids of -1."""
+    for stale in (True, False):
+        worker = Worker("cpu")
+        positions, ids = some_step(rng, 16)
+        worker.load(positions, ids, padded=16)
+        worker.forward(16)
+        worker.writer.submit(edits(1, 16))
+        _, again = some_step(rng, 16)
+        worker.routed[:] = torch.as_tensor(again.swapaxes(0, 1), dtype=torch.int32)[:, :1] if stale else -1
+        worker.routed[:, :9] = torch.as_tensor(again[:9].swapaxes(0, 1), dtype=torch.int32)
+        worker.forward(16)  # rows 9 to 15 are padding; their positions are still those of the first step
+        worker.writer.submit(edits(2, 9))
+        np.testing.assert_array_equal(worker.store.read(positions[:9]).expert_ids, again[:9])
+        np.testing.assert_array_equal(worker.store.read(positions[9:]).expert_ids, ids[9:])
+        assert int(worker.store.load.sum()) == ids.size + again[:9].size, "padding is not load"
+
+
 def test_a_draft_models_layer_is_left_out(rng: np.random.Generator) -> None:
     worker = Worker("cpu")
     positions, ids = some_step(rng, 4)

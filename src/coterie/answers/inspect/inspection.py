@@ -33,10 +33,12 @@ from coterie.answers.inspect.loads import (
     rank_imbalances,
 )
 from coterie.answers.inspect.one_pass import MAX_DOMAINS, Progress, cut_windows, run_pass
-from coterie.answers.inspect.samples import DistinctExperts, PhaseCorrelation
+from coterie.answers.inspect.samples import DistinctExperts, PaddingCost, PhaseCorrelation, Samples
 from coterie.answers.runs import Verdict
+from coterie.costs.presets import step_model
+from coterie.costs.step import VLLM_GRAPHS, CostOptions
 from coterie.errors import ConfigError, TraceError
-from coterie.traces import ActivationTrace, LoadTable, RequestTrace
+from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.load import choose_windows, domain_of
 from coterie.traces.readers.base import Trace, kind_of
 from coterie.traces.readers.routed_experts import find_model
@@ -50,7 +52,8 @@ FEW_REQUESTS = 100
 NOTHING_PCT = 1.0
 """Saving of distinct experts, in percent, below which grouping is called next to nothing."""
 _UNTIMED, _AT_ONCE = "no arrival times", "all requests arrive at once"
-_OF_ACTIVATIONS = ("load", "layers", "rank_imbalance", "domains", "phase_correlation", "drift", "distinct_experts")
+_OF_DECODE = ("phase_correlation", "distinct_experts", "padding")
+_OF_ACTIVATIONS = ("load", "layers", "rank_imbalance", "domains", "drift", *_OF_DECODE)
 _OF_REQUESTS = ("arrivals", "prompt_lengths", "output_lengths", "prefix_sharing")
 
 
@@ -78,6 +81,7 @@ class Inspection:
     phase_correlation: PhaseCorrelation | None = None
     drift: Drift | None = None
     distinct_experts: list[DistinctExperts] | None = None
+    padding: list[PaddingCost] | None = None
     arrivals: ArrivalRate | None = None
     prompt_lengths: TokenLengths | None = None
     output_lengths: TokenLengths | None = None
@@ -133,6 +137,7 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
         "domains": one_domain,
         **_reasons(load),
     }
+    padding, reasons["padding"] = _padding(meta, counted.samples, rng.spawn(1)[0])
     order = "the order of requests in time is not known, and that of a file may be by topic"
     return _inspection(
         reasons | _request_reasons(trace.requests),
@@ -150,10 +155,23 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
         drift=no_drift("s", f"{untimed}: {order}")
         if windows.width_s is None
         else measure_drift(counted.half_windows, windows.width_s, "s", rng),
+        padding=padding,
         notes=[note for note, holds in notes.items() if holds],
         **_load_parts(load, meta.layer_ids or range(meta.num_layers)),
         **_request_parts(trace.requests),
     )
+
+
+def _padding(meta: TraceMeta, samples: Samples, rng: Generator) -> tuple[list[PaddingCost] | None, str]:
+    """Price padding rows by whole steps of vLLM; return None and the reason if these are not known."""
+    spec = find_model(meta.model)
+    if spec is None or (spec.num_moe_layers, spec.num_experts) != (meta.num_layers, meta.num_experts):
+        return None, "no known model has these layers"
+    try:
+        model = step_model(spec, options=CostOptions(graph_sizes=VLLM_GRAPHS), engine="vllm")
+    except ConfigError as error:
+        return None, str(error)
+    return samples.padding(model, rng) or None, "too few requests have decode tokens"
 
 
 def _inspect_load(table: LoadTable, name: str, rng: Generator, window: str | None) -> Inspection:
@@ -162,8 +180,7 @@ def _inspect_load(table: LoadTable, name: str, rng: Generator, window: str | Non
     load = counts.sum(axis=0)  # [layer, expert]
     if not load.any():
         raise TraceError(name, "counts", f"the trace is empty ({len(chosen)} windows, no tokens)")
-    per_request = ("phase_correlation", "distinct_experts", *_OF_REQUESTS)
-    reasons = dict.fromkeys(per_request, "a load table counts tokens per expert, not single requests")
+    reasons = dict.fromkeys((*_OF_DECODE, *_OF_REQUESTS), "a load table counts tokens per expert, not single requests")
     tokens = None if table.tokens is None else table.tokens[chosen]
     notes, similarity = [f"Load: {what}."], None
     if table.labels is None:

@@ -17,6 +17,7 @@ from scipy.stats import rankdata
 
 from coterie._numba import njit
 from coterie.answers.inspect.loads import number
+from coterie.costs.step import Batch, StepModel
 from coterie.footprints.counting import footprint
 from coterie.traces.activations import Chunk, TraceMeta
 from coterie.types import DECODE, PREFILL
@@ -26,6 +27,8 @@ CORRELATED_REQUESTS = 1024
 TOKENS_PER_REQUEST = 16
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 DRAWS = 256
+PADDED_BATCHES, PADDED_DRAWS, PADDED_CONTEXT = (3, 5, 9, 13, 17, 25, 33, 49), 32, 1024
+"""Batch sizes between two CUDA graphs, batches drawn of each, and the cached tokens of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,18 @@ class DistinctExperts:
     def saved(self) -> float | None:
         """Share of the experts that requests of one domain save relative to mixed requests; None if unknown."""
         return None if not self.mixed or self.same_domain is None else 1 - self.same_domain / self.mixed
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingCost:
+    """Cost of padding rows in a decode step of `batch` requests if each holds another request's token, unmasked."""
+
+    batch: int
+    padded: int
+    further: float
+    """Experts of a layer that only padding rows touch, mean over layers and draws."""
+    share: float
+    """Time that they add, as a share of the step without them."""
 
 
 @dataclass(slots=True)
@@ -141,6 +156,24 @@ class Samples:
                     domains=len(large),
                 )
             )
+        return out
+
+    def padding(self, model: StepModel, rng: Generator) -> list[PaddingCost]:
+        """Price padding rows that hold other requests' tokens, for batch sizes that the sample can fill."""
+        out = []
+        for batch in PADDED_BATCHES:
+            size, full = model.options.padded(batch), Batch(batch, batch * PADDED_CONTEXT)
+            if size > len(self.tokens):
+                break
+            costs = []
+            for _ in range(PADDED_DRAWS):
+                chosen = rng.choice(len(self.tokens), size, replace=False)
+                rows = np.stack([rng.choice(self.tokens[request]) for request in chosen])  # [row, layer, k]
+                real, whole = (footprint(part, self.meta.num_experts) for part in (rows[:batch], rows))
+                further = (real == 0) & (whole > 0)
+                alone, both = (model.step(load, full).total_s for load in (real, real + further))
+                costs.append((further.sum() / len(real), both / alone - 1))
+            out.append(PaddingCost(batch, size, *np.mean(costs, axis=0).tolist()))
         return out
 
     def _union(

@@ -180,6 +180,9 @@ def _distinct(found: Inspection) -> Section | None:
         )
     else:
         meaning += "No domain has requests enough to compare grouped with mixed batches."
+    if found.padding:
+        costs = ", ".join(f"{100 * cost.share:.1f}% ({cost.batch} run as {cost.padded})" for cost in found.padding)
+        meaning += f" Padding rows that no mask skips add to a step, by vLLM's prices on an H200, about {costs}."
     return Section(
         key="distinct",
         title="Distinct experts per decode step",

@@ -105,7 +105,7 @@ def advance(
     experts: Floats,
     blend: Floats,
     dense: Floats,
-    padded: Ints,
+    padded: Floats,
     attention: Floats,
     shape: Ints,
     slots: Ints,

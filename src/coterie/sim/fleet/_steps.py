@@ -127,12 +127,14 @@ def _together_us(
     counts: NDArray[np.uint32],
     size: int,
     rows: int,
+    touched_idle: float,
     one_tile: bool,
 ) -> tuple[float, int]:
     """Return the experts' time over all layers, streaming and compute of a layer overlapped, and the experts touched.
 
-    `rows` is the number of rows in a layer. If no expert has more than one tile of rows (`one_tile`, as in decode), its
-    load time is linear in its rows and its compute is one tile: the sums follow from the number of touched experts.
+    `rows` is the number of rows in a layer, `touched_idle` the share of its other experts to which padding adds a row.
+    If no expert has more than one tile of rows (`one_tile`, as in decode), its load time is linear in its rows and its
+    compute is one tile: the sums follow from the number of touched experts.
     """
     total, distinct = 0.0, 0
     first, slope, tile = _one_tile_line(experts, size)
@@ -140,10 +142,11 @@ def _together_us(
         row = counts[layer]
         touched = _touched(row)
         distinct += touched
+        more = touched_idle * (len(row) - touched)
         if one_tile:
-            total += blended(p, size, first * touched + slope * rows, tile * touched, blend)
+            total += blended(p, size, first * (touched + more) + slope * (rows + more), tile * (touched + more), blend)
             continue
-        arrive, work = 0.0, 0.0
+        arrive, work = more * experts[1, size, 1], more * experts[2, size, 1]
         for expert in range(len(row)):
             arrive += experts[1, size, row[expert]]
             work += experts[2, size, row[expert]]
@@ -157,7 +160,7 @@ def counted_step_us(
     experts: NDArray[np.float64],
     blend: NDArray[np.float64],
     dense: NDArray[np.float64],
-    padded: NDArray[np.int64],
+    padded: NDArray[np.float64],
     attention: NDArray[np.float64],
     shape: NDArray[np.int64],
     slots: NDArray[np.int64],
@@ -179,12 +182,13 @@ def counted_step_us(
         decoding, decode_context = (decoding + ranks - 1) // ranks, decode_context // ranks
         prefill, prefill_context = (prefill + ranks - 1) // ranks, prefill_context // ranks
         prompts = (prompts + ranks - 1) // ranks
-    tokens = decoding + prefill if prefill > 0 else padded[decoding]
+    tokens = decoding + prefill if prefill > 0 else int(padded[0, decoding])
+    touched = 0.0 if prefill > 0 else 1.0 - padded[1, decoding] ** ranks
     total, distinct = 0.0, 0
     if slot_rows.shape[1] > per_layer or ranks > 1:
         fill_slots(counts, slots[0], slots[1], slots[2], slot_rows)
         rank_tokens[:] = tokens
-        layers_us(p, experts, blend, links, slot_rows, np.empty((0, 0, 0), np.int64), rank_tokens, parts)
+        layers_us(p, experts, blend, links, slot_rows, np.empty((0, 0, 0), np.int64), rank_tokens, touched, parts)
         for layer in range(layers):
             distinct += _touched(counts[layer])
             total += parts[0, layer] + parts[1, layer]
@@ -193,8 +197,9 @@ def counted_step_us(
         for expert in range(per_layer):
             rows += int(counts[0, expert])  # the same in every layer: a token activates k experts in each
         size = tile_size(p, rows / per_layer)
-        together, distinct = _together_us(p, experts, blend, counts, size, rows, one_tile)
+        together, distinct = _together_us(p, experts, blend, counts, size, rows, touched, one_tile)
         alone = _alone_us(experts[0, size], counts.reshape(counts.size))
+        alone += touched * (counts.size - distinct) * experts[0, size, 1]
         total = overlapped_us(layers * fixed_us(p, tokens), p[OVERLAP], alone, together)
     counts[:, :] = 0
     total = step_us(dense, attention, total, tokens, decoding, decode_context, prefill, prefill_context, prompts)
@@ -292,7 +297,7 @@ def bit_step_us(
     experts: NDArray[np.float64],
     blend: NDArray[np.float64],
     dense: NDArray[np.float64],
-    padded: NDArray[np.int64],
+    padded: NDArray[np.float64],
     attention: NDArray[np.float64],
     shape: NDArray[np.int64],
     spans: NDArray[np.uint64],
@@ -309,7 +314,8 @@ def bit_step_us(
     The step has at most MOST_DECODING tokens, and no expert has more than one tile of rows. `starts` is that of
     `_count_bits`.
     """
-    layers, tokens, activations = shape[0], padded[decoding], top_k * decoding
+    layers, tokens, activations = shape[0], int(padded[0, decoding]), top_k * decoding
+    touched_idle = 1.0 - padded[1, decoding]
     size = tile_size(p, activations / shape[1])
     _count_bits(bits, starts, decoding, union, having)
     alone = 0.0
@@ -326,7 +332,9 @@ def bit_step_us(
             word_bits = union[np.uint64(word) + np.uint64(1)]
         touched += _ones(word_bits & spans[layer, 3])
         distinct += touched
-        together += blended(p, size, first * touched + slope * activations, tile * touched, blend)
+        both = touched + touched_idle * (shape[1] - touched)
+        together += blended(p, size, first * both + slope * (activations + both - touched), tile * both, blend)
+    alone += touched_idle * (layers * shape[1] - distinct) * experts[0, size, 1]
     total = overlapped_us(layers * fixed_us(p, tokens), p[OVERLAP], alone, together)
     total = step_us(dense, attention, total, tokens, decoding, context, 0, 0, 1)
     return total, np.float64(distinct) / layers

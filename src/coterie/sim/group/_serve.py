@@ -103,7 +103,7 @@ def serve(
     experts: Floats,
     blend: Floats,
     dense: Floats,
-    padded: Ints,
+    padded: Floats,
     attention: Floats,
     links: Floats,
     routing: Floats,
@@ -165,7 +165,7 @@ def serve(
             break
         rows[:, :] = 0
         crossing[:, :, :] = 0
-        rest, tokens, count, here, decoding_all = 0.0, 0, 0, 0, 0
+        rest, idle, tokens, count, here, decoding_all = 0.0, 1.0, 0, 0, 0, 0
         for lane in range(lanes):
             decoding, context = 0, 0
             for at in range(running[lane]):
@@ -213,7 +213,8 @@ def serve(
             tokens += lane_tokens
             decoding_all += decoding
             if prompt[0] == 0:
-                lane_tokens = padded[lane_tokens]
+                idle *= padded[1, lane_tokens]
+                lane_tokens = int(padded[0, lane_tokens])
             if decoding + prompt[0] > 0:
                 mine = step_us(dense, attention, 0.0, lane_tokens, decoding, context, prompt[0], prompt[1], prompt[2])
                 rest = max(rest, mine)
@@ -229,7 +230,7 @@ def serve(
             computed[:] = share
             rest += routing[share]
             around = ring[0] + ring[1] * (share * spread)
-        layers_us(p, experts, blend, links, rows, crossing, computed, parts)
+        layers_us(p, experts, blend, links, rows, crossing, computed, 1.0 - idle, parts)
         computing, exchange = 0.0, 0.0
         for number in range(layers):
             computing += parts[0, number]

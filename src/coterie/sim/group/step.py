@@ -106,7 +106,8 @@ class LockstepGroup:
             self.deduplicate,
         )
         tokens = np.array([self._model.model.running_tokens(batch) for batch in batches])
-        experts_s, all_to_all_s = 1e-6 * self._model.layers_us(rows, tokens, crossing).cumsum(axis=1)[:, -1]
+        touched = self._model.model.touched_by_padding(batches)
+        experts_s, all_to_all_s = 1e-6 * self._model.layers_us(rows, tokens, crossing, touched).cumsum(axis=1)[:, -1]
         return GroupStep(
             max(self._model.rest(batch).total_s for batch in batches),
             float(experts_s),
