@@ -74,10 +74,10 @@ def step_us(
 ) -> float:
     """Return the microseconds of a rank's step: its MoE `layers`, attention, projections, routing and output head."""
     total = layers + attention_us(
-        attention[:7], attention[7:11], attention[11:15], decoding, context, prefill, prefill_context, prompts
+        attention[:7], attention[7:12], attention[12:17], decoding, context, prefill, prefill_context, prompts
     )
     total += dense[0, tokens] + dense[1, decoding + (prompts if prefill > 0 else 0)]
-    return float(max(total, attention[15]) if tokens > LARGEST_GRAPH else total)
+    return float(max(total, attention[17]) if tokens > LARGEST_GRAPH else total)
 
 
 class StepTables(NamedTuple):
@@ -94,7 +94,7 @@ class StepTables(NamedTuple):
     padded: Ints
     """[tokens] size to which a decode-only batch is padded for its CUDA graph."""
     attention: Floats
-    """[16] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]; then the least
+    """[18] arguments of `attention_us`: the model's shape [7], the decode law [5], the prefill law [5]; then the least
     time of a step without a CUDA graph."""
 
 

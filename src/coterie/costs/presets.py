@@ -15,7 +15,15 @@ from pathlib import Path
 import msgspec
 
 from coterie.costs.attention import attention_shape, layer_work
-from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement, check_preset, preset_names
+from coterie.costs.cells import (
+    AttentionCell,
+    ExchangeKind,
+    Measurement,
+    MoeTable,
+    ShapeMeasurement,
+    check_preset,
+    preset_names,
+)
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.movement import Contention, fit_contention
@@ -72,6 +80,11 @@ class Preset(msgspec.Struct, frozen=True):
     """Slowdown of steps by copies, by path; empty if it was not measured."""
     engines: dict[str, dict[str, dict[WeightDtype, EngineFit]]] = {}
     """Whole steps by engine, model and weight dtype."""
+    exchange: dict[ExchangeKind, TransferLaw] = {}
+    """All-to-all between nodes, and of many rows inside one, by the bytes that one rank sends; empty if not measured."""
+    tables: dict[str, Preset] = {}
+    """Kernels of engines by public tables, by engine: the preset that ``coterie calibrate --from`` writes, without its
+    cells."""
 
 
 Report = Callable[[str, int, int], None]
@@ -88,34 +101,41 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
         path: fit_transfer(*zip(*((c.nbytes, c.us) for c in measurement.copies if c.path == path), strict=True))
         for path in sorted({cell.path for cell in measurement.copies})
     }
-    exchange = measurement.collectives
+    exchange: dict[ExchangeKind, TransferLaw] = {}
+    for kind in ("node", "nodes", "bulk"):
+        mine = [cell for cell in measurement.collectives if cell.kind == kind]
+        if len(mine) >= 3:
+            exchange[kind] = fit_transfer([cell.nbytes for cell in mine], [cell.us for cell in mine])
     return Preset(
         name=name,
         version=VERSION,
         measurement=measurement,
         fits=fits,
         copies=copies,
-        all_to_all=fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None,
+        all_to_all=exchange.pop("node", None),
         contention=fit_contention(measurement.contention),
+        exchange=exchange,
     )
 
 
 def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFit:
     spec = shape_spec(shape)
+    by_query = len({c.batch for c in shape.attention if c.query == 1}) >= 6  # batch sizes enough to fit a time per query
     gemm = [gemm_work(c.tokens, c.n, c.k) for c in shape.gemm]
     moe: dict[str, MoeFit] = {table.dtype: fit_table(spec, table, cache_limit) for table in shape.moe}
     return ShapeFit(
         moe=moe,
         routing=fit_curve([c.tokens for c in shape.routing], [c.us for c in shape.routing]) if shape.routing else None,
         gemm=fit_roofline([nbytes for nbytes, _ in gemm], [flops for _, flops in gemm], [c.us for c in shape.gemm]),
-        decode_attention=_fit_attention(spec, [c for c in shape.attention if c.query == 1]),
+        decode_attention=_fit_attention(spec, [c for c in shape.attention if c.query == 1], by_query),
         prefill_attention=_fit_attention(spec, [c for c in shape.attention if c.query > 1]),
     )
 
 
-def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell]) -> RooflineLaw:
+def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell], by_query: bool = False) -> RooflineLaw:
     work = [layer_work(attention_shape(spec), c.batch, c.query, float(c.batch * c.seen)) for c in cells]
-    return fit_roofline([nbytes for nbytes, _ in work], [flops for _, flops in work], [c.us for c in cells])
+    queries = [c.batch for c in cells] if by_query else None
+    return fit_roofline([nbytes for nbytes, _ in work], [flops for _, flops in work], [c.us for c in cells], queries)
 
 
 def fit_table(spec: ModelSpec, table: MoeTable, cache_limit: float = math.inf) -> MoeFit:
@@ -153,8 +173,10 @@ def _check(path: Path, preset: Preset) -> None:
     """Raise TraceError if a preset has values that cannot price a step."""
     if not preset.fits:
         raise TraceError(path, "fits", "is empty: it must hold one shape at least")
-    for part in ("fits", "copies", "all_to_all", "contention", "engines"):
+    for part in ("fits", "copies", "all_to_all", "contention", "engines", "exchange"):
         _check_ranges(path, part, getattr(preset, part))
+    for tables in preset.tables.values():
+        _check(path, tables)
     for name, fit in preset.fits.items():
         for dtype in fit.moe or ["none"]:
             if dtype not in BYTES_PER_WEIGHT:
@@ -213,11 +235,21 @@ def step_model(
 ) -> StepModel:
     """Return the step-time model of a shape on a device, in a weight dtype (by default the shape's own).
 
-    With `engine`, steps take the time that this engine was measured to take; without, that of single kernels.
+    With `engine`, steps take the time that this engine was measured to take, or else that of its kernels in public
+    tables, and ranks exchange rows as measured; without, they take the time of single kernels of torch.
     """
     chosen = load_preset(preset) if isinstance(preset, str) else preset
-    nearest = nearest_shape(chosen, spec)
-    fit, wanted = chosen.fits[nearest], dtype or spec.weight_dtype
+    wanted, source, whole = dtype or spec.weight_dtype, chosen, None
+    if engine is not None:
+        whole = chosen.engines.get(engine, {}).get(spec.name, {}).get(wanted)
+        tables = chosen if engine in chosen.measurement.software else chosen.tables.get(engine)
+        topology = _measured_exchange(tables, topology) if tables else topology
+        if whole is None:
+            if tables is None or spec.name not in tables.fits or wanted not in tables.fits[spec.name].moe:
+                raise ConfigError(_not_measured(chosen, tables, engine, f"{spec.name} in {wanted}"))
+            source = tables
+    nearest = nearest_shape(source, spec)
+    fit = source.fits[nearest]
     kernels = StepModel(
         spec=spec,
         dtype=wanted,
@@ -232,13 +264,8 @@ def step_model(
         options=options,
         measured=nearest == spec.name and wanted in fit.moe,
     )
-    if engine is None:
-        return kernels
-    known = chosen.engines.get(engine, {})
-    whole = known.get(spec.name, {}).get(wanted)
     if whole is None:
-        cells = "; ".join(f"{model} in {', '.join(dtypes)}" for model, dtypes in known.items()) or "nothing"
-        raise ConfigError(f"{spec.name} in {wanted} was not measured in {engine} on {chosen.name}, but {cells}")
+        return kernels
     return replace(
         kernels,
         moe=whole.moe.params,
@@ -248,6 +275,26 @@ def step_model(
         launch_us=whole.launch_us,
         measured=True,
     )
+
+
+def _not_measured(preset: Preset, tables: Preset | None, engine: str, what: str) -> str:
+    known = {model: set(dtypes) for model, dtypes in preset.engines.get(engine, {}).items()}
+    for model, fit in tables.fits.items() if tables else ():
+        known.setdefault(model, set()).update(fit.moe)
+    cells = "; ".join(f"{model} in {', '.join(sorted(dtypes))}" for model, dtypes in known.items()) or "nothing"
+    return f"{what} was not measured in {engine} on {preset.name}, but {cells}"
+
+
+def _measured_exchange(preset: Preset, topology: Topology) -> Topology:
+    """Return the topology with the all-to-all of a preset, if that holds one."""
+    if preset.all_to_all is None or topology.exchange:
+        return topology
+    node = measured_link(preset)
+    nodes, bulk = (
+        law and Link(f"{preset.name} {kind}", law.bytes_per_us * 1e6, law.latency_us * 1e-6)
+        for kind, law in (("nodes", preset.exchange.get("nodes")), ("bulk", preset.exchange.get("bulk")))
+    )
+    return replace(topology, exchange=(node, nodes or topology.inter, bulk or node))
 
 
 def measured_link(preset: Preset) -> Link:
