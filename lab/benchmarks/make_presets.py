@@ -3,9 +3,11 @@
     python lab/benchmarks/make_presets.py h200 MEASUREMENTS.jsonl OUT.json      one measurement a line, as calibrated
     python lab/benchmarks/make_presets.py rtx-pro-6000 KERNELS_FOLDER OUT.json  kernels/qwen3-30b-a3b-rtx-pro-6000
     python lab/benchmarks/make_presets.py contention PRESET CELLS.json OUT.json  cells of gpu/contention.py
+    python lab/benchmarks/make_presets.py tables PRESET SYSTEM OUT.json          kernels of vLLM and SGLang
 
 The first joins measurements of several shapes on one machine (copies: median over them); the second reads the kernel
-times published with LLMServingSim for Qwen3-30B-A3B; the third adds contention and fits nothing else again.
+times published with LLMServingSim for Qwen3-30B-A3B; the third adds contention and fits nothing else again, and so does
+the fourth with the public tables of the package aiconfigurator-core, for every known model that they hold.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from coterie.costs.aiconfigurator import read_tables
 from coterie.costs.cells import (
     AttentionCell,
     ContentionCell,
@@ -30,6 +33,8 @@ from coterie.costs.cells import (
 )
 from coterie.costs.movement import fit_contention
 from coterie.costs.presets import Preset, fit_preset, load_preset, save_preset
+from coterie.errors import ConfigError
+from coterie.models import models
 
 
 def joined(path: Path) -> Measurement:
@@ -111,7 +116,32 @@ def add_contention(preset: Preset, run: ContentionRun) -> Preset:
     return msgspec.structs.replace(preset, measurement=measurement, contention=fit_contention(run.contention))
 
 
+def add_tables(preset: Preset, system: str, engines: tuple[str, ...] = ("vllm", "sglang")) -> Preset:
+    """Nest the fits of tables without their cells: those are in the package."""
+    tables = {}
+    for engine in engines:
+        specs = []
+        for spec in models().values():
+            try:
+                read_tables([spec], system, engine)
+            except ConfigError as error:
+                print(error, file=sys.stderr)
+            else:
+                specs.append(spec)
+        made = fit_preset(f"{system} {engine}", read_tables(specs, system, engine))
+        shapes = tuple(
+            ShapeMeasurement(s.model, tuple(MoeTable(t.dtype, t.kernel, ()) for t in s.moe))
+            for s in made.measurement.shapes
+        )
+        bare = msgspec.structs.replace(made.measurement, shapes=shapes, collectives=())
+        tables[engine] = msgspec.structs.replace(made, measurement=bare)
+    return msgspec.structs.replace(preset, tables=tables)
+
+
 def main() -> None:
+    if len(sys.argv) == 5 and sys.argv[1] == "tables":
+        save_preset(add_tables(load_preset(sys.argv[2]), sys.argv[3]), Path(sys.argv[4]))
+        return
     if len(sys.argv) == 5 and sys.argv[1] == "contention":
         run = msgspec.json.decode(Path(sys.argv[3]).read_bytes(), type=ContentionRun)
         made = add_contention(load_preset(sys.argv[2]), run)

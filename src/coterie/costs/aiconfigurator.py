@@ -6,14 +6,15 @@ like cells measured here. A table is read in the newest version that holds the s
 
 Which cells are used, and why not the others:
 
-* MoE layers: balanced routing on one device, so that the distinct experts follow from the tokens. Triton kernels first,
-  else the fastest. Left out are tables whose time falls as tokens grow (autotuned cutlass kernels), and cells that would
-  read weights faster than the memory: grouped top-k (DeepSeek-V3) left half of the experts idle, so that half is counted.
-* Attention: a 16-bit cache; decode with at least 255 cached tokens and at most 256 requests. Below that, tiles of idle
-  rows decide, for which the law has no term. Latent attention falls back on SGLang's table, since vLLM's is of whole
-  modules with their projections; their growth with the context differs by 20% at most.
+* MoE layers: balanced routing on one device, so that the distinct experts follow from the tokens. Triton kernels
+  first, else the fastest. Left out are tables whose time falls as tokens grow (autotuned cutlass kernels). Cells that
+  would read weights faster than the memory can are of grouped top-k (DeepSeek-V3), which left half of the experts idle:
+  only the other half is counted.
+* Attention: a 16-bit cache. Decode with at least 255 cached tokens and at most 256 requests, without caches of 4 to 50
+  MB: repeated kernels found those in the GPU's own cache. Latent attention falls back on SGLang's table, since vLLM's
+  is of whole modules with their projections; both grow with the context alike, within 20%.
 * Projections: the measured sizes nearest to the model's.
-* All-to-all: DeepEP as SGLang runs it, whatever the engine: vLLM's table has 4 times its time in small steps, probably
+* All-to-all: DeepEP as SGLang runs it, whatever the engine. vLLM's table says 4 times as much in small steps, probably
   launches.
 """
 
@@ -21,9 +22,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import metadata, util
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +36,7 @@ from coterie.costs.attention import CACHED_BYTES, attention_shape
 from coterie.costs.cells import (
     AttentionCell,
     CollectiveCell,
+    ExchangeKind,
     GemmCell,
     Measurement,
     MoeCell,
@@ -43,7 +45,7 @@ from coterie.costs.cells import (
 )
 from coterie.costs.exchange import BYTES_PER_VALUE, uniform_locality
 from coterie.costs.shapes import dense_shapes
-from coterie.errors import ConfigError, TraceError, UnavailableError, UnknownNameError
+from coterie.errors import ConfigError, TraceError, UnavailableError, UnknownNameError, check
 from coterie.models import models
 from coterie.types import ModelSpec, Topology, WeightDtype
 
@@ -65,12 +67,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of one system, with the sources of the rows read so far."""
+    """The tables of one system, with the sources of the rows read so far and the kernels left out."""
 
     folder: Path
     engine: str
     version: str | None
     sources: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
     def rows(
         self, family: str, table: str, values: Sequence[str], engines: Sequence[str] = (), **wanted: Any
@@ -79,41 +82,41 @@ class _Tables:
 
         `engines` are tried in turn; by default the engine asked for.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         for engine in engines or (self.engine,):
-            paths = (self.folder / family / engine).glob(
-                f"{engine == self.engine and self.version or '*'}/{table}.parquet"
-            )
-            for path in sorted(paths, key=lambda path: [int(part) for part in re.findall(r"\d+", path.parent.name)])[
-                ::-1
-            ]:
-                try:
-                    names = pq.read_schema(path).names
-                    missing = [name for name in (*values, *wanted) if name not in names and wanted.get(name) != 0]
-                    if missing:
-                        raise TraceError(path, "columns", f"lack {', '.join(missing)}")
-                    equal = [(name, "==", value) for name, value in wanted.items() if name in names]
-                    rows: list[Row] = pq.read_table(path, columns=list(values), filters=equal or None).to_pylist()
-                except (pa.ArrowException, OSError) as error:
-                    raise TraceError(path, "table", f"is no parquet file that can be read: {error}") from None
+            version = self.version if engine == self.engine else None
+            paths = (self.folder / family / engine).glob(f"{version or '*'}/{table}.parquet")
+            for path in sorted(paths, key=lambda path: [*map(int, re.findall(r"\d+", path.parent.name))], reverse=True):
+                rows = _read(path, values, wanted)
                 if rows:
                     self.sources.append(f"{engine} {path.parent.name} {table}")
                     return rows
         return []
 
 
-def find_tables(folder: Path | None = None) -> Path:
-    """Return the folder ``systems`` of the tables, in a folder given or in the installed package."""
+def _read(path: Path, values: Sequence[str], wanted: Mapping[str, Any]) -> list[Row]:
+    import pyarrow as pa  # slow to import
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+        missing = [name for name in (*values, *wanted) if name not in names and wanted.get(name) != 0]
+        if missing:  # a column that is wanted to be 0 came later
+            raise TraceError(path, "columns", f"lack {', '.join(missing)}; the tables of {PACKAGE} 0.12 have them")
+        equal = [(name, "==", value) for name, value in wanted.items() if name in names]
+        return list(pq.read_table(path, columns=list(values), filters=equal or None).to_pylist())
+    except (pa.ArrowException, OSError) as error:
+        raise TraceError(path, "table", f"cannot be read as parquet: {error}") from None
+
+
+def find_tables(source: str | Path = "aiconfigurator") -> Path:
+    """Return the folder ``systems`` of the tables: of the installed package by default, else of a folder."""
     package = util.find_spec("aiconfigurator_core")
-    if folder is None and (package is None or not package.submodule_search_locations):
-        raise UnavailableError(f"the tables are in {PACKAGE}, which is not installed: pip install 'coterie[tables]'")
-    root = folder or Path((package and package.submodule_search_locations or [""])[0])
-    for systems in (root / "systems", root):
-        if (systems / "data").is_dir():
-            return systems
-    raise ConfigError(f"{root} holds no tables; expected systems/data/SYSTEM as in the package {PACKAGE}")
+    if source == "aiconfigurator" and (package is None or package.origin is None):
+        raise UnavailableError(f"{PACKAGE}, which holds the tables, is not installed: pip install 'coterie[tables]'")
+    folder = Path(package.origin).parent if package and package.origin and source == "aiconfigurator" else Path(source)
+    systems = folder / "systems" if (folder / "systems").is_dir() else folder
+    check((systems / "data").is_dir(), f"{folder} holds no tables; expected systems/data/SYSTEM as in {PACKAGE}")
+    return systems
 
 
 def read_tables(
@@ -121,18 +124,19 @@ def read_tables(
     system: str,
     engine: str,
     version: str | None = None,
-    folder: Path | None = None,
+    source: str | Path = "aiconfigurator",
     dtypes: Sequence[str] = (),
 ) -> Measurement:
     """Return the cells of these shapes on a system ("h200_sxm") in an engine: vllm, sglang or trtllm.
 
-    `version` is that of the engine, by default the newest one that holds a shape; `dtypes` keeps these weight dtypes.
+    `version` is that of the engine, by default the newest one that holds a shape; `source` is for :func:`find_tables`;
+    `dtypes` keeps these weight dtypes.
     """
-    systems = find_tables(folder)
-    known = sorted(path.parent.name for path in systems.glob("data/*/moe"))
+    systems = find_tables(source)
+    known = [path.parent.name for path in systems.glob("data/*/moe")]
     if system not in known:
         raise UnknownNameError("system", system, known)
-    engines = sorted(path.name for path in (systems / "data" / system / "moe").iterdir() if path.is_dir())
+    engines = [path.name for path in systems.glob(f"data/{system}/moe/*") if path.is_dir()]
     if engine not in engines:
         raise UnknownNameError(f"engine on {system}", engine, engines)
     described = systems / f"{system}.yaml"
@@ -142,45 +146,35 @@ def read_tables(
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise TraceError(described, "gpu.mem_bw, node.num_gpus_per_node", f"cannot be read: {error!r}") from None
     tables = _Tables(systems / "data" / system, engine, version)
-    notes: list[str] = []
-    shapes = tuple(_shape(tables, spec, bandwidth, dtypes, notes) for spec in specs)
+    shapes = tuple(_shape(tables, spec, bandwidth, dtypes) for spec in specs)
     collectives = _collectives(tables, gpus)
     versions = sorted({source.split()[1] for source in tables.sources if source.startswith(engine)})
     return Measurement(
         hardware={"device": system, "memory_bytes_per_us": bandwidth},
         software={
             engine: " ".join(versions),
-            PACKAGE: metadata.version(PACKAGE) if folder is None else "from a folder",
+            PACKAGE: metadata.version(PACKAGE) if source == "aiconfigurator" else str(source),
         },
         date="",
         shapes=shapes,
         collectives=collectives,
-        note="; ".join(["tables: " + ", ".join(dict.fromkeys(tables.sources)), *notes]),
+        note="; ".join(["tables: " + ", ".join(dict.fromkeys(tables.sources)), *tables.faults]),
     )
 
 
-def _shape(
-    tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[str], notes: list[str]
-) -> ShapeMeasurement:
-    moe = _moe(tables, spec, bandwidth, dtypes, notes)
-    attention = _attention(tables, spec, decode=True) + _attention(tables, spec, decode=False)
-    gemm = _gemm(tables, spec)
-    lacking = [name for name, cells in (("MoE", moe), ("attention", attention), ("GEMM", gemm)) if not cells]
-    if lacking:
-        version = f" {tables.version}" if tables.version else ""
-        reasons = "; ".join(note for note in notes if note.startswith(spec.name))
-        raise ConfigError(
-            f"{tables.folder.name} has no {' and no '.join(lacking)} cells of {spec.name}'s shape in {tables.engine}{version}"
-            + (f" that can be used: {reasons}" if reasons else "")
-        )
-    plain = models().get(spec.name) == spec
-    fields = None if plain else {name: getattr(spec, name) for name in spec.__dataclass_fields__}
-    return ShapeMeasurement(spec.name, moe, (), gemm, attention, fields)
+def _shape(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[str]) -> ShapeMeasurement:
+    moe, gemm = _moe(tables, spec, bandwidth, dtypes), _gemm(tables, spec)
+    decode, prefill = _attention(tables, spec, decode=True), _attention(tables, spec, decode=False)
+    parts = {"MoE": moe, "decode attention": decode, "prefill attention": prefill, "GEMM": gemm}
+    lacking = " and no ".join(name for name, cells in parts.items() if not cells)
+    where = f"{tables.folder.name}, {tables.engine} {tables.version or ''}".rstrip()
+    reasons = "; ".join(["", *(fault for fault in tables.faults if fault.startswith(spec.name))])
+    check(not lacking, f"no {lacking} cells of {spec.name}'s shape in the tables of {where}{reasons}")
+    fields = None if models().get(spec.name) == spec else asdict(spec)
+    return ShapeMeasurement(spec.name, moe, (), gemm, decode + prefill, fields)
 
 
-def _moe(
-    tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[str], notes: list[str]
-) -> tuple[MoeTable, ...]:
+def _moe(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[str]) -> tuple[MoeTable, ...]:
     rows = tables.rows(
         "moe",
         "moe_perf",
@@ -203,9 +197,11 @@ def _moe(
         for key in sorted(kernels, key=lambda key: ("triton" not in key[1], sum(times[key].values()))):
             if dtype not in made:
                 try:
-                    made[dtype] = MoeTable(dtype, key[1], _moe_cells(times[key], spec, dtype, bandwidth))
+                    cells = _moe_cells(times[key], spec, dtype, bandwidth)
+                    half = "" if cells[-1].active == spec.num_experts else ", half of the experts (grouped top-k)"
+                    made[dtype] = MoeTable(dtype, key[1] + half, cells)
                 except ConfigError as fault:
-                    notes.append(f"{spec.name}, {key[1]} left out: {fault}")
+                    tables.faults.append(f"{spec.name}, {key[1]} left out: {fault}")
     return tuple(made.values())
 
 
@@ -228,47 +224,40 @@ def _moe_cells(times: dict[int, float], spec: ModelSpec, dtype: WeightDtype, ban
 
 
 def _attention(tables: _Tables, spec: ModelSpec, decode: bool) -> tuple[AttentionCell, ...]:
-    phase, wanted, engines = "generation" if decode else "context", {"num_heads": spec.num_heads}, (tables.engine,)
-    family = "mla" if spec.kv_lora_rank else "attention"
-    if spec.kv_lora_rank:
-        engines = tuple(dict.fromkeys((tables.engine, "sglang", "trtllm")))
-        kinds: tuple[dict[str, int], ...] = ({},)
-    else:
-        wanted |= {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-        kinds = tuple({"window_size": window} for window in {0, WINDOWS.get(spec.name, 0)})
-    values = ("kernel_source", "batch_size", "isl", "step", "latency")
+    engines, family, kinds = [tables.engine, "sglang", "trtllm"], "mla", [{"num_heads": spec.num_heads}]
+    if not spec.kv_lora_rank:
+        engines, family = [tables.engine], "attention"
+        heads = kinds[0] | {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+        kinds = [heads | {"window_size": window} for window in {0, WINDOWS.get(spec.name, 0)}]
+    table = f"{'generation' if decode else 'context'}_{family}_perf"
+    values, nbytes = ("kernel_source", "batch_size", "isl", "step", "latency"), attention_shape(spec)[CACHED_BYTES]
     times: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for kind in kinds:
-        rows = tables.rows(
-            family, f"{phase}_{family}_perf", values, engines, kv_cache_dtype="bfloat16", **wanted, **kind
-        )
-        sources = [row["kernel_source"] for row in rows]
+        rows = tables.rows(family, table, values, engines, kv_cache_dtype="bfloat16", **kind)
+        common = Counter(row["kernel_source"] for row in rows).most_common(1)
         for row in rows:
-            if row["kernel_source"] == max(sorted(set(sources)), key=sources.count):
+            if row["kernel_source"] == common[0][0]:
                 times[row["batch_size"], row["isl"], row["step"]].append(1e3 * row["latency"])
-    return tuple(
+    cells = [
         AttentionCell(batch, query, context, round(sum(us) / len(us), 3))
         for (batch, query, context), us in sorted(times.items())
-        if len(us) == len(kinds)
-        and (_cold(batch, context, attention_shape(spec)[CACHED_BYTES]) if decode else query > 1)
-    )
-
-
-def _cold(batch: int, context: int, nbytes: float) -> bool:
-    """Return whether a decode cell is as in a model, in which other layers pass through the cache in between."""
-    return context >= LEAST_CONTEXT and batch <= MOST_REQUESTS and int(batch * context * nbytes) not in WARM_BYTES
+        if len(us) == len(kinds) and (query > 1) != decode
+    ]
+    large = [cell for cell in cells if cell.context >= LEAST_CONTEXT and cell.batch <= MOST_REQUESTS]
+    cold = [cell for cell in large if int(cell.batch * cell.context * nbytes) not in WARM_BYTES]
+    return tuple(cold if decode else cells)
 
 
 def _gemm(tables: _Tables, spec: ModelSpec) -> tuple[GemmCell, ...]:
     rows: list[Row] = []
-    for dtype in ("fp8_block",) * (spec.weight_dtype == "fp8") + ("bfloat16",):
+    for dtype in ("fp8_block", "bfloat16") if spec.weight_dtype == "fp8" else ("bfloat16",):
         rows = rows or tables.rows("gemm", "gemm_perf", ("m", "n", "k", "latency"), gemm_dtype=dtype)
     sizes = sorted({(row["n"], row["k"]) for row in rows})
-
-    def nearest(n: int, k: int) -> tuple[int, int]:
-        return min(sizes, key=lambda size: abs(math.log(size[0] / n)) + abs(math.log(size[1] / k)))
-
-    near = {nearest(n, k) for pairs, _ in dense_shapes(spec) for n, k in pairs} if rows else set()
+    near = {
+        min(sizes, key=lambda size: abs(math.log(size[0] / n)) + abs(math.log(size[1] / k)), default=(0, 0))
+        for pairs, _ in dense_shapes(spec)
+        for n, k in pairs
+    }
     return tuple(
         GemmCell(row["m"], row["n"], row["k"], round(1e3 * row["latency"], 3))
         for row in rows
@@ -278,26 +267,23 @@ def _gemm(tables: _Tables, spec: ModelSpec) -> tuple[GemmCell, ...]:
 
 def _collectives(tables: _Tables, gpus: int) -> tuple[CollectiveCell, ...]:
     """Return DeepEP's dispatch and combine, as the mean of both: its kernels for few rows, and for many in a node."""
-    shape = ("hidden_size", "num_token", "num_topk", "num_experts")
-    cells: list[CollectiveCell] = []
-
-    def add(kind: Any, nodes: int, names: Sequence[str], rows: list[Row], copies: Callable[[Row], float]) -> None:
-        for row in rows:
-            if row["num_experts"] >= 128 and row["num_topk"] >= 4:  # with few experts, some ranks hold one or none
-                nbytes = row["num_token"] * copies(row) * row["hidden_size"] * BYTES_PER_VALUE
-                us = sum(row[name] for name in names) / 2
-                cells.append(CollectiveCell(nodes * gpus, round(nbytes), round(us, 3), kind))
-
+    shape, node = ("hidden_size", "num_token", "num_topk", "num_experts"), Topology(gpus, gpus)
     quick = ("dispatch_avg_t_us", "combine_avg_t_us")
-    for nodes in (1, 2, 4, 8):
-        rows = tables.rows("comm", "wideep_deepep_ll_perf", (*shape, *quick), ("sglang",), node_num=nodes)
-        remote = (gpus - 1) / gpus if nodes == 1 else (nodes - 1) / nodes
-        add("node" if nodes == 1 else "nodes", nodes, quick, rows, lambda row, share=remote: share * row["num_topk"])  # type: ignore[misc]
     large = ("dispatch_transmit_us", "dispatch_notify_us", "combine_transmit_us", "combine_notify_us")
-    rows = tables.rows(
-        "comm", "wideep_deepep_normal_perf", (*shape, *large), ("sglang",), node_num=1, dispatch_sms=DEEPEP_SMS
-    )
-    few = [row for row in rows if 16 <= row["num_token"] <= 16384]
-    group = Topology(gpus, gpus)
-    add("bulk", 1, large, few, lambda row: uniform_locality(row["num_experts"], row["num_topk"], group).remote_ranks)
+    kinds: list[tuple[ExchangeKind, int, tuple[str, ...], dict[str, int]]] = [
+        ("node", 1, quick, {}),
+        *(("nodes", nodes, quick, {}) for nodes in (2, 4, 8)),
+        ("bulk", 1, large, {"dispatch_sms": DEEPEP_SMS}),
+    ]
+    cells = []
+    for kind, nodes, times, wanted in kinds:
+        table = f"wideep_deepep_{'normal' if kind == 'bulk' else 'll'}_perf"
+        for row in tables.rows("comm", table, (*shape, *times), ("sglang",), node_num=nodes, **wanted):
+            rows, experts, top_k = row["num_token"], row["num_experts"], row["num_topk"]
+            # Left out: ranks with few experts, and sizes of large messages at which the other kernel is faster.
+            if experts >= 128 and top_k >= 4 and (kind != "bulk" or 16 <= rows <= 16384):
+                remote = top_k * ((gpus - 1) / gpus if nodes == 1 else (nodes - 1) / nodes)
+                copies = uniform_locality(experts, top_k, node).remote_ranks if kind == "bulk" else remote
+                nbytes, us = rows * copies * row["hidden_size"] * BYTES_PER_VALUE, sum(row[name] for name in times) / 2
+                cells.append(CollectiveCell(nodes * gpus, round(nbytes), round(us, 3), kind))
     return tuple(cells)

@@ -180,19 +180,16 @@ def traffic_links(traffic: ExchangeTraffic, topology: Topology, overlap: float =
     share of the experts' time behind which the exchange can hide. Then the first two for a kernel for many rows, of
     which it sends the share `copies`; the faster kernel counts.
     """
-    near, far, *bulk = topology.exchange or (topology.intra, topology.inter)
-    first = [near.latency_s * 1e6, traffic.intra_bytes / near.bytes_per_s * 1e6]
-    between = [far.latency_s * 1e6, traffic.inter_bytes / far.bytes_per_s * 1e6]
-    more = [(link.latency_s * 1e6, copies * traffic.intra_bytes / link.bytes_per_s * 1e6) for link in bulk]
-    return np.array([*first, *between, overlap, *(value for pair in more for value in pair)])
+    sizes = (traffic.intra_bytes, traffic.inter_bytes, copies * traffic.intra_bytes)
+    links = zip(topology.exchange or (topology.intra, topology.inter), sizes, strict=False)
+    near, far, *bulk = [(link.latency_s * 1e6, nbytes / link.bytes_per_s * 1e6) for link, nbytes in links]
+    return np.array([*near, *far, overlap, *(value for pair in bulk for value in pair)])
 
 
 def arrival_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> Array:
     """Return :func:`traffic_links` per token-and-expert pair, by :meth:`ExchangeTraffic.arriving`."""
-    copies = 1.0
-    if topology.exchange and topology.num_ranks > 1:
-        locality = expected_locality(spec, topology)
-        copies = locality.remote_ranks / locality.remote
+    locality = expected_locality(spec, topology) if topology.exchange and topology.num_ranks > 1 else None
+    copies = locality.remote_ranks / locality.remote if locality else 1.0
     return traffic_links(ExchangeTraffic.arriving(1.0, spec, topology), topology, overlap, copies)
 
 

@@ -81,7 +81,7 @@ class Preset(msgspec.Struct, frozen=True):
     engines: dict[str, dict[str, dict[WeightDtype, EngineFit]]] = {}
     """Whole steps by engine, model and weight dtype."""
     exchange: dict[ExchangeKind, TransferLaw] = {}
-    """All-to-all between nodes, and of many rows inside one, by the bytes that one rank sends; empty if not measured."""
+    """All-to-all between nodes, and of many rows inside one, by the bytes that one rank sends."""
     tables: dict[str, Preset] = {}
     """Kernels of engines by public tables, by engine: the preset that ``coterie calibrate --from`` writes, without its
     cells."""
@@ -101,11 +101,13 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
         path: fit_transfer(*zip(*((c.nbytes, c.us) for c in measurement.copies if c.path == path), strict=True))
         for path in sorted({cell.path for cell in measurement.copies})
     }
-    exchange: dict[ExchangeKind, TransferLaw] = {}
-    for kind in ("node", "nodes", "bulk"):
-        mine = [cell for cell in measurement.collectives if cell.kind == kind]
-        if len(mine) >= 3:
-            exchange[kind] = fit_transfer([cell.nbytes for cell in mine], [cell.us for cell in mine])
+    sent = measurement.collectives
+    kinds = {kind: [cell for cell in sent if cell.kind == kind] for kind in sorted({cell.kind for cell in sent})}
+    exchange = {
+        kind: fit_transfer([cell.nbytes for cell in cells], [cell.us for cell in cells])
+        for kind, cells in kinds.items()
+        if len(cells) >= 3
+    }
     return Preset(
         name=name,
         version=VERSION,
@@ -120,21 +122,21 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
 
 def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFit:
     spec = shape_spec(shape)
-    by_query = len({c.batch for c in shape.attention if c.query == 1}) >= 6  # batch sizes enough to fit a time per query
     gemm = [gemm_work(c.tokens, c.n, c.k) for c in shape.gemm]
     moe: dict[str, MoeFit] = {table.dtype: fit_table(spec, table, cache_limit) for table in shape.moe}
     return ShapeFit(
         moe=moe,
         routing=fit_curve([c.tokens for c in shape.routing], [c.us for c in shape.routing]) if shape.routing else None,
         gemm=fit_roofline([nbytes for nbytes, _ in gemm], [flops for _, flops in gemm], [c.us for c in shape.gemm]),
-        decode_attention=_fit_attention(spec, [c for c in shape.attention if c.query == 1], by_query),
+        decode_attention=_fit_attention(spec, [c for c in shape.attention if c.query == 1]),
         prefill_attention=_fit_attention(spec, [c for c in shape.attention if c.query > 1]),
     )
 
 
-def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell], by_query: bool = False) -> RooflineLaw:
+def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell]) -> RooflineLaw:
     work = [layer_work(attention_shape(spec), c.batch, c.query, float(c.batch * c.seen)) for c in cells]
-    queries = [c.batch for c in cells] if by_query else None
+    # A time per query takes several batch sizes to fit, and prefill has none: its kernels fill the device.
+    queries = [c.batch for c in cells] if len({c.batch for c in cells if c.query == 1}) > 5 else None
     return fit_roofline([nbytes for nbytes, _ in work], [flops for _, flops in work], [c.us for c in cells], queries)
 
 
@@ -244,10 +246,12 @@ def step_model(
         whole = chosen.engines.get(engine, {}).get(spec.name, {}).get(wanted)
         tables = chosen if engine in chosen.measurement.software else chosen.tables.get(engine)
         topology = _measured_exchange(tables, topology) if tables else topology
-        if whole is None:
-            if tables is None or spec.name not in tables.fits or wanted not in tables.fits[spec.name].moe:
-                raise ConfigError(_not_measured(chosen, tables, engine, f"{spec.name} in {wanted}"))
-            source = tables
+        known = {(model, kind) for model, fit in (tables.fits if tables else {}).items() for kind in fit.moe}
+        if whole is None and (tables is None or (spec.name, wanted) not in known):
+            known |= {(model, kind) for model, by_dtype in chosen.engines.get(engine, {}).items() for kind in by_dtype}
+            cells = ", ".join(f"{model} in {kind}" for model, kind in sorted(known)) or "nothing"
+            raise ConfigError(f"{spec.name} in {wanted} was not measured in {engine} on {chosen.name}, but {cells}")
+        source = chosen if whole or tables is None else tables
     nearest = nearest_shape(source, spec)
     fit = source.fits[nearest]
     kernels = StepModel(
@@ -277,24 +281,17 @@ def step_model(
     )
 
 
-def _not_measured(preset: Preset, tables: Preset | None, engine: str, what: str) -> str:
-    known = {model: set(dtypes) for model, dtypes in preset.engines.get(engine, {}).items()}
-    for model, fit in tables.fits.items() if tables else ():
-        known.setdefault(model, set()).update(fit.moe)
-    cells = "; ".join(f"{model} in {', '.join(sorted(dtypes))}" for model, dtypes in known.items()) or "nothing"
-    return f"{what} was not measured in {engine} on {preset.name}, but {cells}"
-
-
 def _measured_exchange(preset: Preset, topology: Topology) -> Topology:
     """Return the topology with the all-to-all of a preset, if that holds one."""
     if preset.all_to_all is None or topology.exchange:
         return topology
-    node = measured_link(preset)
-    nodes, bulk = (
-        law and Link(f"{preset.name} {kind}", law.bytes_per_us * 1e6, law.latency_us * 1e-6)
-        for kind, law in (("nodes", preset.exchange.get("nodes")), ("bulk", preset.exchange.get("bulk")))
+    laws = {"node": preset.all_to_all, **preset.exchange}
+    links = {
+        kind: Link(f"{preset.name} {kind}", law.bytes_per_us * 1e6, law.latency_us * 1e-6) for kind, law in laws.items()
+    }
+    return replace(
+        topology, exchange=(links["node"], links.get("nodes", topology.inter), links.get("bulk", links["node"]))
     )
-    return replace(topology, exchange=(node, nodes or topology.inter, bulk or node))
 
 
 def measured_link(preset: Preset) -> Link:

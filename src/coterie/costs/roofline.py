@@ -172,11 +172,12 @@ def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike, queries: Ar
     """Fit a roofline to measured bytes, flops and microseconds, with a time per query if `queries` are given."""
     size, work, time = (np.asarray(v, float) for v in (nbytes, flops, us))
     start = [max(1e-2, time.min() / 2), np.median(size / time), np.median(work / time) * 2, 2.0]
-    start, high, inputs = [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], [size, work]
+    first, high, more = [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], []
     if queries is not None:
-        start, high, inputs = [0.05, *start], [1e3, *high], [*inputs, np.asarray(queries, float)]
-    best, quality = _fit(_roofline, start, high, time, *inputs)
-    return RooflineLaw(*best[-4:], quality, best[0] if queries is not None else 0.0)
+        first, high, more = [0.05, *first], [1e3, *high], [np.asarray(queries, float)]
+    best, quality = _fit(_roofline, first, high, time, size, work, *more)
+    overhead, bandwidth, rate, sharpness = best[-4:]
+    return RooflineLaw(overhead, bandwidth, rate, sharpness, quality, best[0] if more else 0.0)
 
 
 def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:

@@ -23,7 +23,22 @@ def calibrate_command(
         Path | None, typer.Option("-o", "--output", help="File to write the fitted preset to (JSON).")
     ] = None,
     name: Annotated[str, typer.Option(help="Name to give the preset.")] = "local",
-    device: Annotated[str, typer.Option(help="Device to measure: auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Device to measure: auto, cpu, cuda or cuda:N; with --from, a system of the tables: h200_sxm."
+        ),
+    ] = "auto",
+    tables: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Measure nothing, but take an engine's kernels from public tables: aiconfigurator, or a folder.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="With --from, the engine whose kernels to take: vllm, sglang or trtllm.")
+    ] = None,
     dtype: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,6 +70,7 @@ def calibrate_command(
     """
     import msgspec
 
+    from coterie.costs.aiconfigurator import read_tables
     from coterie.costs.presets import fit_preset, save_preset
     from coterie.engines.calibration.calibrate import calibrate
     from coterie.engines.calibration.timing import CalibrationSettings, find_device
@@ -75,8 +91,15 @@ def calibrate_command(
         cell_ms=cell_ms,
         passes=passes,
     )
+    if bool(tables) != bool(engine) or (tables and (processes or contention)):
+        raise ConfigError(
+            "--from and --engine go together: kernels of vllm, sglang or trtllm; nothing else is measured"
+        )
     with reporting("measure") as report:
-        measurement = calibrate(specs, settings, device, report)
+        if tables and engine:
+            measurement = read_tables(specs, device, engine, None, tables, dtype or ())
+        else:
+            measurement = calibrate(specs, settings, device, report)
         if processes:
             from coterie.engines.calibration.collectives import measure_collectives
 
