@@ -7,13 +7,14 @@ like cells measured here. A table is read in the newest version that holds the s
 Which cells are used, and why not the others:
 
 * MoE layers: balanced routing on one device, so that the distinct experts follow from the tokens. Triton kernels
-  first, else the fastest. Left out are tables whose time falls as tokens grow (autotuned cutlass kernels). Cells that
-  would read weights faster than the memory can are of grouped top-k (DeepSeek-V3), which left half of the experts idle:
-  only the other half is counted.
+  first, else the fastest. Left out are tables whose time falls as tokens grow (autotuned cutlass kernels), and SGLang's
+  of mxfp4, which read weights unpacked to 16 bits. Cells that would read weights faster than the memory can are of
+  grouped top-k (DeepSeek-V3), which left half of the experts idle: only the other half is counted.
 * Attention: a 16-bit cache. Decode with at least 255 cached tokens and at most 256 requests, without caches of 4 to 50
   MB: repeated kernels found those in the GPU's own cache. Latent attention falls back on SGLang's table, since vLLM's
   is of whole modules with their projections; both grow with the context alike, within 20%.
-* Projections: the measured sizes nearest to the model's.
+* Projections: the measured sizes nearest to the model's. In fp8 by SGLang's table: vLLM's is of launches, with no
+  product below 56 us.
 * All-to-all: DeepEP as SGLang runs it, whatever the engine. vLLM's table says 4 times as much in small steps, probably
   launches.
 """
@@ -25,6 +26,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata, util
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +54,8 @@ from coterie.types import ModelSpec, Topology, WeightDtype
 PACKAGE = "aiconfigurator-core"
 DTYPES: dict[str, WeightDtype] = {"bfloat16": "bf16", "fp8_block": "fp8", "fp8": "fp8", "w4a16_mxfp4": "mxfp4"}
 """Weight dtypes of the tables; of two that stand for the same, the first one found is used."""
+UNPACKED = ("w4a16_mxfp4", "sglang_fused_moe_triton")
+"""A kernel left out: it reads weights that were unpacked to 16 bits, not those of the dtype."""
 LARGEST_FALL = 0.2
 """Relative fall of the time from one number of tokens to the next at which a table is left out."""
 LEAST_CONTEXT, MOST_REQUESTS = 255, 256
@@ -148,7 +152,7 @@ def read_tables(
     tables = _Tables(systems / "data" / system, engine, version)
     shapes = tuple(_shape(tables, spec, bandwidth, dtypes) for spec in specs)
     collectives = _collectives(tables, gpus)
-    versions = sorted({source.split()[1] for source in tables.sources if source.startswith(engine)})
+    versions = sorted({source.split()[1] for source in tables.sources if source.endswith("moe_perf")})
     return Measurement(
         hardware={"device": system, "memory_bytes_per_us": bandwidth},
         software={
@@ -167,15 +171,17 @@ def _shape(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[
     decode, prefill = _attention(tables, spec, decode=True), _attention(tables, spec, decode=False)
     parts = {"MoE": moe, "decode attention": decode, "prefill attention": prefill, "GEMM": gemm}
     lacking = " and no ".join(name for name, cells in parts.items() if not cells)
-    where = f"{tables.folder.name}, {tables.engine} {tables.version or ''}".rstrip()
     reasons = "; ".join(["", *(fault for fault in tables.faults if fault.startswith(spec.name))])
-    check(not lacking, f"no {lacking} cells of {spec.name}'s shape in the tables of {where}{reasons}")
-    fields = None if models().get(spec.name) == spec else asdict(spec)
-    return ShapeMeasurement(spec.name, moe, (), gemm, decode + prefill, fields)
+    engine = f"{tables.engine} {tables.version or '(any version)'} on {tables.folder.name}"
+    check(not lacking, f"no {lacking} cells of {spec.name}'s shape in the tables of {engine}{reasons}")
+    return ShapeMeasurement(
+        spec.name, moe, (), gemm, decode + prefill, None if models().get(spec.name) == spec else asdict(spec)
+    )
 
 
 def _moe(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[str]) -> tuple[MoeTable, ...]:
-    rows = tables.rows(
+    times: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for row in tables.rows(
         "moe",
         "moe_perf",
         ("kernel_source", "moe_dtype", "num_tokens", "latency"),
@@ -186,9 +192,7 @@ def _moe(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[st
         distribution="balanced",
         moe_tp_size=1,
         moe_ep_size=1,
-    )
-    times: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    for row in rows:
+    ):
         if "nongated" not in row["kernel_source"]:  # two matrices an expert, not three
             times[row["moe_dtype"], row["kernel_source"]][row["num_tokens"]] = round(1e3 * row["latency"], 3)
     made: dict[WeightDtype, MoeTable] = {}
@@ -197,6 +201,7 @@ def _moe(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[st
         for key in sorted(kernels, key=lambda key: ("triton" not in key[1], sum(times[key].values()))):
             if dtype not in made:
                 try:
+                    check(key != UNPACKED, "weights were unpacked to 16 bits")
                     cells = _moe_cells(times[key], spec, dtype, bandwidth)
                     half = "" if cells[-1].active == spec.num_experts else ", half of the experts (grouped top-k)"
                     made[dtype] = MoeTable(dtype, key[1] + half, cells)
@@ -249,9 +254,9 @@ def _attention(tables: _Tables, spec: ModelSpec, decode: bool) -> tuple[Attentio
 
 
 def _gemm(tables: _Tables, spec: ModelSpec) -> tuple[GemmCell, ...]:
-    rows: list[Row] = []
-    for dtype in ("fp8_block", "bfloat16") if spec.weight_dtype == "fp8" else ("bfloat16",):
-        rows = rows or tables.rows("gemm", "gemm_perf", ("m", "n", "k", "latency"), gemm_dtype=dtype)
+    read = partial(tables.rows, "gemm", "gemm_perf", ("m", "n", "k", "latency"))
+    fp8 = read(("sglang", tables.engine), gemm_dtype="fp8_block") if spec.weight_dtype == "fp8" else []
+    rows = fp8 or read(gemm_dtype="bfloat16")
     sizes = sorted({(row["n"], row["k"]) for row in rows})
     near = {
         min(sizes, key=lambda size: abs(math.log(size[0] / n)) + abs(math.log(size[1] / k)), default=(0, 0))
