@@ -232,6 +232,15 @@ def test_grouped_top_k_touches_half_of_the_experts(tmp_path: Path) -> None:
     assert {c.active for c in table.cells[2:]} == {64}
 
 
+def test_few_experts_may_be_read_from_the_cache(tmp_path: Path) -> None:
+    rows = moe_rows(us=lambda us, tokens: us if tokens > 1 else us / 4)
+    (shape,) = read_tables(
+        [SPEC], "h200_sxm", "vllm", source=write(tmp_path, tables() | {"moe/vllm/0.24.0/moe_perf": rows})
+    ).shapes
+    assert [c.active for c in shape.moe[0].cells] == [min(128, 8 * t) for t in TOKENS]
+    assert [c.warm for c in shape.moe[0].cells] == [True] + [False] * (len(TOKENS) - 1)
+
+
 def test_tables_that_cannot_be_are_left_out_with_the_reason(tmp_path: Path) -> None:
     falling = moe_rows(kernel="cutlass", us=lambda us, tokens: us * (3 if tokens < 512 else 1))
     slow = moe_rows(kernel="other", us=lambda us, tokens: 2 * us)  # noqa: ARG005

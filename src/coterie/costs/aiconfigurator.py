@@ -105,7 +105,7 @@ def _read(path: Path, values: Sequence[str], wanted: Mapping[str, Any]) -> list[
         names = pq.read_schema(path).names
         missing = [name for name in (*values, *wanted) if name not in names and wanted.get(name) != 0]
         if missing:  # a column that is wanted to be 0 came later
-            raise TraceError(path, "columns", f"lack {', '.join(missing)}; the tables of {PACKAGE} 0.12 have them")
+            raise TraceError(path, "columns", f"lack {', '.join(missing)}")
         equal = [(name, "==", value) for name, value in wanted.items() if name in names]
         return list(pq.read_table(path, columns=list(values), filters=equal or None).to_pylist())
     except (pa.ArrowException, OSError) as error:
@@ -203,8 +203,11 @@ def _moe(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[st
                 try:
                     check(key != UNPACKED, "weights were unpacked to 16 bits")
                     cells = _moe_cells(times[key], spec, dtype, bandwidth)
-                    half = "" if cells[-1].active == spec.num_experts else ", half of the experts (grouped top-k)"
-                    made[dtype] = MoeTable(dtype, key[1] + half, cells)
+                    made[dtype] = MoeTable(
+                        dtype,
+                        key[1] + ", half of the experts (grouped top-k)" * (cells[-1].active < spec.num_experts),
+                        cells,
+                    )
                 except ConfigError as fault:
                     tables.faults.append(f"{spec.name}, {key[1]} left out: {fault}")
     return tuple(made.values())
@@ -218,13 +221,15 @@ def _moe_cells(times: dict[int, float], spec: ModelSpec, dtype: WeightDtype, ban
     # With grouped top-k, half of a token's experts are in groups that are left out, and all tokens take the same other
     # experts instead. Which ones a few tokens take depends on the kernel: their cells are left out.
     for used, whole in ((spec.num_experts, True), (spec.num_experts // 2, False)):
-        cells = tuple(
-            MoeCell(tokens, min(used, tokens * spec.top_k if whole else (tokens + 1) * spec.top_k // 2), us)
-            for tokens, us in sorted(times.items())
-            if whole or tokens == 1 or tokens * spec.top_k >= used
-        )
-        if all(cell.active * spec.expert_bytes(dtype) <= bandwidth * cell.us for cell in cells):
-            return cells
+        active = {tokens: min(used, (tokens if whole else (tokens + 1) / 2) * spec.top_k) for tokens in sorted(times)}
+        # Few experts that are read faster than the memory can were in the GPU's own cache.
+        warm = {tokens: active[tokens] * spec.expert_bytes(dtype) > bandwidth * times[tokens] for tokens in active}
+        if not any(warm[tokens] for tokens in active if active[tokens] == used):
+            return tuple(
+                MoeCell(tokens, int(active[tokens]), times[tokens], warm=warm[tokens])
+                for tokens in active
+                if whole or tokens == 1 or tokens * spec.top_k >= used
+            )
     raise ConfigError(f"weights would be read at more than the memory's {1e-6 * bandwidth:.1f} TB/s")
 
 
@@ -236,15 +241,15 @@ def _attention(tables: _Tables, spec: ModelSpec, decode: bool) -> tuple[Attentio
         kinds = [heads | {"window_size": window} for window in {0, WINDOWS.get(spec.name, 0)}]
     table = f"{'generation' if decode else 'context'}_{family}_perf"
     values, nbytes = ("kernel_source", "batch_size", "isl", "step", "latency"), attention_shape(spec)[CACHED_BYTES]
-    times: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for kind in kinds:
+    times: dict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
+    for number, kind in enumerate(kinds):
         rows = tables.rows(family, table, values, engines, kv_cache_dtype="bfloat16", **kind)
         common = Counter(row["kernel_source"] for row in rows).most_common(1)
         for row in rows:
             if row["kernel_source"] == common[0][0]:
-                times[row["batch_size"], row["isl"], row["step"]].append(1e3 * row["latency"])
+                times[row["batch_size"], row["isl"], row["step"]][number] = 1e3 * row["latency"]
     cells = [
-        AttentionCell(batch, query, context, round(sum(us) / len(us), 3))
+        AttentionCell(batch, query, context, round(sum(us.values()) / len(us), 3))
         for (batch, query, context), us in sorted(times.items())
         if len(us) == len(kinds) and (query > 1) != decode
     ]
