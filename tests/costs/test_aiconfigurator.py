@@ -16,7 +16,6 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.cli.main import app
-from coterie.costs import aiconfigurator
 from coterie.costs.aiconfigurator import read_tables
 from coterie.costs.attention import CACHED_BYTES, attention_shape, attention_us
 from coterie.costs.exchange import arrival_links, exchange_us, expected_locality
@@ -302,7 +301,7 @@ def test_what_cannot_be_read_is_refused_in_words(
     (package / "systems" / "h200_sxm.yaml").write_text("gpu: {}\n")
     with pytest.raises(TraceError, match=r"h200_sxm.yaml: gpu.mem_bw"):
         read_tables([SPEC], "h200_sxm", "vllm", source=package)
-    monkeypatch.setattr(aiconfigurator.util, "find_spec", lambda name: None)  # noqa: ARG005
+    monkeypatch.setattr("coterie.costs.aiconfigurator.util.find_spec", lambda name: None)  # noqa: ARG005
     with pytest.raises(UnavailableError, match=r"not installed: pip install 'coterie\[tables\]'"):
         read_tables([SPEC], "h200_sxm", "vllm")
 
