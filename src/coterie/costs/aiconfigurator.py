@@ -87,7 +87,7 @@ class _Tables:
         `engines` are tried in turn; by default the engine asked for.
         """
         for engine in engines or (self.engine,):
-            version = self.version if engine == self.engine else None
+            version = self.version if engine == self.engine and family != "comm" else None
             paths = (self.folder / family / engine).glob(f"{version or '*'}/{table}.parquet")
             for path in sorted(paths, key=lambda path: [*map(int, re.findall(r"\d+", path.parent.name))], reverse=True):
                 rows = _read(path, values, wanted)
@@ -133,8 +133,8 @@ def read_tables(
 ) -> Measurement:
     """Return the cells of these shapes on a system ("h200_sxm") in an engine: vllm, sglang or trtllm.
 
-    `version` is that of the engine, by default the newest one that holds a shape; `source` is for :func:`find_tables`;
-    `dtypes` keeps these weight dtypes.
+    `version` is that of the engine (not of DeepEP), by default the newest one that holds a shape; `source` is for
+    :func:`find_tables`; `dtypes` keeps these weight dtypes.
     """
     systems = find_tables(source)
     known = [path.parent.name for path in systems.glob("data/*/moe")]
