@@ -2,11 +2,13 @@
 
     python lab/benchmarks/make_presets.py rtx-pro-6000 KERNELS_FOLDER OUT.json  kernels/qwen3-30b-a3b-rtx-pro-6000
     python lab/benchmarks/make_presets.py contention PRESET MINE.json OUT.json   of calibrate --contention
+    python lab/benchmarks/make_presets.py tables PRESET SYSTEM OUT.json          kernels of vLLM and SGLang
     python lab/benchmarks/make_presets.py steps PRESET OUT.json MODEL DTYPE CELLS.npz [MODEL DTYPE CELLS.npz …]
 
 The first reads the kernel times published with LLMServingSim for Qwen3-30B-A3B; the second adds contention; the third
-adds whole steps, the --cells of coterie calibrate on the preset's device, in place of those there. Nothing else is
-fitted again. The torch kernels of the preset h200 were calibrated in November 2026; its cells are in the preset.
+the public tables of the package aiconfigurator-core, for every known model that they hold; the fourth whole steps, the
+--cells of coterie calibrate on the preset's device, in place of those there. Nothing else is fitted again. The torch
+kernels of the preset h200 were calibrated in November 2026; its cells are in the preset.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from coterie.costs.aiconfigurator import read_tables
 from coterie.costs.cells import AttentionCell, GemmCell, Measurement, MoeCell, MoeTable, ShapeMeasurement, StepCell
 from coterie.costs.presets import Preset, fit_preset, load_preset, save_preset
 from coterie.costs.whole_steps import EngineFit, fit_steps
-from coterie.models import get_model
+from coterie.errors import ConfigError
+from coterie.models import get_model, models
 
 
 def rtx_pro_6000(folder: Path) -> Measurement:
@@ -93,7 +97,32 @@ def add_steps(preset: Preset, measured: list[str]) -> Preset:
     return msgspec.structs.replace(preset, engines={**preset.engines, "vllm": steps})
 
 
+def add_tables(preset: Preset, system: str, engines: tuple[str, ...] = ("vllm", "sglang")) -> Preset:
+    """Nest the fits of tables without their cells: those are in the package."""
+    tables = {}
+    for engine in engines:
+        specs = []
+        for spec in models().values():
+            try:
+                read_tables([spec], system, engine)
+            except ConfigError as error:
+                print(error, file=sys.stderr)
+            else:
+                specs.append(spec)
+        made = fit_preset(f"{system} {engine}", read_tables(specs, system, engine))
+        shapes = tuple(
+            ShapeMeasurement(s.model, tuple(MoeTable(t.dtype, t.kernel, ()) for t in s.moe))
+            for s in made.measurement.shapes
+        )
+        bare = msgspec.structs.replace(made.measurement, shapes=shapes, collectives=())
+        tables[engine] = msgspec.structs.replace(made, measurement=bare)
+    return msgspec.structs.replace(preset, tables=tables)
+
+
 def main() -> None:
+    if len(sys.argv) == 5 and sys.argv[1] == "tables":
+        save_preset(add_tables(load_preset(sys.argv[2]), sys.argv[3]), Path(sys.argv[4]))
+        return
     if len(sys.argv) >= 7 and len(sys.argv) % 3 == 1 and sys.argv[1] == "steps":
         save_preset(add_steps(load_preset(sys.argv[2]), sys.argv[4:]), Path(sys.argv[3]))
         return

@@ -40,8 +40,8 @@ def step_model(
     """Return the calibrated step-time model of a known model (or any ModelSpec) on a device.
 
     `device` is a preset's name or your own calibration; `dtype` is the weight dtype, by default as published;
-    `topology` spreads the experts over several ranks; `engine` is the engine whose steps to take, by default the first
-    that was measured ("vllm"); "kernels" takes torch's kernels.
+    `topology` spreads the experts over several ranks; `engine` ("vllm", "sglang") takes whole steps as measured in that
+    engine, or else its kernels in public tables; by default the first that is known, else torch's kernels ("kernels").
     """
     spec = get_model(model) if isinstance(model, str) else model
     return preset_model(spec, device, dtype, Topology(1) if topology is None else topology, engine=engine)

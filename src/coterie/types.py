@@ -163,6 +163,9 @@ class Topology:
     speeds: tuple[float, ...] = ()
     """[rank] speed relative to the calibrated device. A rank of speed 0 is gone: nothing is planned on it and nothing
     can be fetched from it. If empty, all speeds are 1."""
+    exchange: tuple[Link, Link, Link] | None = None
+    """Measured all-to-all: few rows inside a node, rows between nodes, many rows inside a node, where a token is sent
+    once to a rank. None prices it by `intra` and `inter`."""
 
     def __post_init__(self) -> None:
         check_at_least(1, num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)

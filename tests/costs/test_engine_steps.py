@@ -63,10 +63,16 @@ def test_one_switch_as_a_number_is_that_of_two_tiles() -> None:
 
 
 def test_an_engine_is_never_guessed() -> None:
-    with pytest.raises(ConfigError, match="deepseek-v3 in fp8 was not measured in vllm on h200, but gpt-oss-20b in"):
-        coterie.step_model("deepseek-v3", engine="vllm")
-    with pytest.raises(ConfigError, match="not measured in sglang on h200, but nothing"):
+    with pytest.raises(
+        ConfigError, match=r"olmoe-1b-7b in bf16 was not measured in vllm on h200, but .*gpt-oss-20b in"
+    ):
+        coterie.step_model("olmoe-1b-7b", engine="vllm")
+    with pytest.raises(
+        ConfigError, match="gpt-oss-20b in mxfp4 was not measured in sglang on h200, but deepseek-v3 in"
+    ):
         coterie.step_model("gpt-oss-20b", engine="sglang")
+    with pytest.raises(ConfigError, match="not measured in trtllm on h200, but nothing"):
+        coterie.step_model("gpt-oss-20b", engine="trtllm")
 
 
 def test_wrong_numbers_of_an_engine_are_refused(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def attention_us(
     total = 0.0 * decode_context
     if decoding > 0:
         nbytes, flops = layer_work(shape, decoding, 1, 1.0 * (decode_context + decoding))
-        total += roofline_us(decode_law, nbytes, flops)
+        total += roofline_us(decode_law, nbytes, flops) + decode_law[4] * decoding
     if prefill > 0:
         query = (prefill + prompts - 1) // prompts
         context = prefill_context + prefill / 2  # on average, half of the new tokens precede a token

@@ -73,12 +73,18 @@ class CopyCell(msgspec.Struct, frozen=True):
     us: float
 
 
-class CollectiveCell(msgspec.Struct, frozen=True):
-    """All-to-all between `ranks` ranks; each sends `nbytes` in all, spread evenly."""
+ExchangeKind = Literal["node", "nodes", "bulk"]
+"""All-to-all inside a node, between nodes, and inside a node by a kernel for many rows, which sends a token once to a
+rank."""
+
+
+class CollectiveCell(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All-to-all between `ranks` ranks; each sends `nbytes` in all, spread evenly; between nodes, over their links."""
 
     ranks: int
     nbytes: int
     us: float
+    kind: ExchangeKind = "node"
 
 
 class ContentionCell(msgspec.Struct, frozen=True):

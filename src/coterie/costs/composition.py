@@ -84,7 +84,7 @@ def step_us(
 ) -> float:
     """Return the microseconds of a rank's step: its MoE `layers`, attention, projections, routing and output head."""
     total = layers + attention_us(
-        attention[:7], attention[7:11], attention[11:15], decoding, context, prefill, prefill_context, prompts
+        attention[:7], attention[7:12], attention[12:17], decoding, context, prefill, prefill_context, prompts
     )
     total += dense[0, tokens] + dense[1, decoding + (prompts if prefill > 0 else 0)]
     return float(total)
@@ -105,7 +105,7 @@ class StepTables(NamedTuple):
     """[2, tokens] size to which a decode-only batch is padded for its CUDA graph, and the chance that its padding rows
     leave an expert alone."""
     attention: Floats
-    """[15] arguments of `attention_us`: the model's shape [7], the decode law [4], the prefill law [4]."""
+    """[17] arguments of `attention_us`: the model's shape [7], the decode law [5], the prefill law [5]."""
 
 
 @njit()

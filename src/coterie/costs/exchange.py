@@ -167,35 +167,37 @@ def there_and_back(intra_latency: float, intra: float, inter_latency: float, int
 @helper()
 def exchange_us(links: Array, rows: float) -> float:
     """Return :func:`all_to_all_us` for the busiest rank's `rows`; `links` is from :func:`traffic_links`."""
-    return there_and_back(links[0], rows * links[1], links[2], rows * links[3])
+    latency, intra = links[0], rows * links[1]
+    if len(links) > 5 and links[5] + rows * links[6] < latency + intra:
+        latency, intra = links[5], rows * links[6]
+    return there_and_back(latency, intra, links[2], rows * links[3])
 
 
-def traffic_links(traffic: ExchangeTraffic, topology: Topology, overlap: float = 0.0) -> Array:
-    """Return [5] link prices for rows that each cause `traffic`.
+def traffic_links(traffic: ExchangeTraffic, topology: Topology, overlap: float = 0.0, copies: float = 1.0) -> Array:
+    """Return [5] link prices for rows that each cause `traffic`; [7] if the exchange was measured.
 
     Microseconds of latency and microseconds per row inside a node, the same two between nodes, then `overlap`: the
-    share of the experts' time behind which the exchange can hide.
+    share of the experts' time behind which the exchange can hide. Then the first two for a kernel for many rows, of
+    which it sends the share `copies`; the faster kernel counts.
     """
-    intra, inter = topology.intra, topology.inter
-    return np.array(
-        [
-            intra.latency_s * 1e6,
-            traffic.intra_bytes / intra.bytes_per_s * 1e6,
-            inter.latency_s * 1e6,
-            traffic.inter_bytes / inter.bytes_per_s * 1e6,
-            overlap,
-        ]
-    )
+    sizes = (traffic.intra_bytes, traffic.inter_bytes, copies * traffic.intra_bytes)
+    links = zip(topology.exchange or (topology.intra, topology.inter), sizes, strict=False)
+    near, far, *bulk = [(link.latency_s * 1e6, nbytes / link.bytes_per_s * 1e6) for link, nbytes in links]
+    return np.array([*near, *far, overlap, *(value for pair in bulk for value in pair)])
 
 
 def arrival_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> Array:
     """Return :func:`traffic_links` per token-and-expert pair, by :meth:`ExchangeTraffic.arriving`."""
-    return traffic_links(ExchangeTraffic.arriving(1.0, spec, topology), topology, overlap)
+    locality = expected_locality(spec, topology) if topology.exchange and topology.num_ranks > 1 else None
+    copies = locality.remote_ranks / locality.remote if locality else 1.0
+    return traffic_links(ExchangeTraffic.arriving(1.0, spec, topology), topology, overlap, copies)
 
 
-def crossing_links(spec: ModelSpec, link: Link, overlap: float = 0.0) -> Array:
-    """Return :func:`traffic_links` for rows that each cross `link`, inside one node."""
-    return np.array([1e6 * link.latency_s, row_us(spec, link), 0.0, 0.0, overlap])
+def crossing_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> Array:
+    """Return :func:`traffic_links` for rows that each cross a link, inside one node."""
+    near, *bulk = topology.exchange[::2] if topology.exchange else (topology.intra,)
+    more = [value for link in bulk for value in (1e6 * link.latency_s, row_us(spec, link))]
+    return np.array([1e6 * near.latency_s, row_us(spec, near), 0.0, 0.0, overlap, *more])
 
 
 def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE) -> float:

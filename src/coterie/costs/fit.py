@@ -35,7 +35,7 @@ from coterie.errors import ConfigError
 FOLDS = 5
 NEVER = 1e12
 TILINGS = (
-    *(((small, large), switch) for small, large in ((16, 64), (16, 128), (32, 128)) for switch in (1.0, 2.0)),
+    *(((small, large), switch) for small, large in ((16, 64), (16, 128), (32, 128)) for switch in (1.0, 2.0, 4.5, 9.0)),
     *(
         ((small, large), switch)
         for small, large in ((64, 128), (64, 256), (128, 256), (128, 512))

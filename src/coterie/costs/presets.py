@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +16,15 @@ from typing import Any
 import msgspec
 
 from coterie.costs.attention import attention_shape, layer_work
-from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement, check_preset, preset_names
+from coterie.costs.cells import (
+    AttentionCell,
+    ExchangeKind,
+    Measurement,
+    MoeTable,
+    ShapeMeasurement,
+    check_preset,
+    preset_names,
+)
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.movement import Contention, fit_contention
@@ -59,6 +68,11 @@ class Preset(msgspec.Struct, frozen=True):
     """Slowdown of steps by copies, by path; empty if it was not measured."""
     engines: dict[str, dict[str, dict[WeightDtype, EngineFit]]] = {}
     """Whole steps by engine, model and weight dtype."""
+    exchange: dict[ExchangeKind, TransferLaw] = {}
+    """All-to-all between nodes, and of many rows inside one, by the bytes that one rank sends."""
+    tables: dict[str, Preset] = {}
+    """Kernels of engines by public tables, by engine: the preset that ``coterie calibrate --from`` writes, without its
+    cells."""
 
 
 Report = Callable[[str, int, int], None]
@@ -75,15 +89,22 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
         path: fit_transfer(*zip(*((c.nbytes, c.us) for c in measurement.copies if c.path == path), strict=True))
         for path in sorted({cell.path for cell in measurement.copies})
     }
-    exchange = measurement.collectives
+    sent = measurement.collectives
+    kinds = {kind: [cell for cell in sent if cell.kind == kind] for kind in sorted({cell.kind for cell in sent})}
+    exchange = {
+        kind: fit_transfer([cell.nbytes for cell in cells], [cell.us for cell in cells])
+        for kind, cells in kinds.items()
+        if len(cells) >= 3
+    }
     return Preset(
         name=name,
         version=VERSION,
         measurement=measurement,
         fits=fits,
         copies=copies,
-        all_to_all=fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None,
+        all_to_all=exchange.pop("node", None),
         contention=fit_contention(measurement.contention),
+        exchange=exchange,
     )
 
 
@@ -102,7 +123,9 @@ def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFi
 
 def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell]) -> RooflineLaw:
     work = [layer_work(attention_shape(spec), c.batch, c.query, float(c.batch * c.seen)) for c in cells]
-    return fit_roofline([nbytes for nbytes, _ in work], [flops for _, flops in work], [c.us for c in cells])
+    # A time per query takes several batch sizes to fit, and prefill has none: its kernels fill the device.
+    queries = [c.batch for c in cells] if len({c.batch for c in cells if c.query == 1}) > 5 else None
+    return fit_roofline([nbytes for nbytes, _ in work], [flops for _, flops in work], [c.us for c in cells], queries)
 
 
 def fit_table(spec: ModelSpec, table: MoeTable, cache_limit: float = math.inf) -> MoeFit:
@@ -140,8 +163,10 @@ def _check(path: Path, preset: Preset) -> None:
     """Raise TraceError if a preset has values that cannot price a step."""
     if not preset.fits and not preset.engines:
         raise TraceError(path, "fits", "is empty, as is engines: one must hold a shape at least")
-    for part in ("fits", "copies", "all_to_all", "contention", "engines"):
+    for part in ("fits", "copies", "all_to_all", "contention", "engines", "exchange"):
         _check_ranges(path, part, getattr(preset, part))
+    for tables in preset.tables.values():
+        _check(path, tables)
     for name, fit in preset.fits.items():
         for dtype in fit.moe or ["none"]:
             if dtype not in BYTES_PER_WEIGHT:
@@ -200,13 +225,22 @@ def step_model(
 ) -> StepModel:
     """Return the step-time model of a shape on a device, in a weight dtype (by default the shape's own).
 
-    Steps take the time that `engine` was measured to take; by default the first engine in which this shape was. Where
-    there is none, or for the engine "kernels", they take that of torch's kernels: :attr:`StepModel.caveat` says so.
+    Steps take the time that `engine` was measured to take, or else that of its kernels in public tables; by default
+    those of the first engine that is known for this shape. Where there is none, or for the engine "kernels", they take
+    that of the preset's own kernels. :attr:`StepModel.caveat` says what the prices are of. Ranks with the usual links
+    exchange rows as measured in the tables.
     """
     chosen, wanted = load_preset(preset) if isinstance(preset, str) else preset, dtype or spec.weight_dtype
-    tried = [engine] if engine else list(chosen.engines)
+    tried = [engine] if engine else [*chosen.engines, *chosen.tables]
     steps = (chosen.engines.get(name, {}).get(spec.name, {}).get(wanted) for name in tried)
     whole = next((fit for fit in steps if fit is not None), None)
+    tables = {name: chosen if name in chosen.measurement.software else chosen.tables.get(name) for name in tried}
+    known = {name: table for name, table in tables.items() if table is not None}
+    by_table = [
+        name for name, table in known.items() if spec.name in table.fits and wanted in table.fits[spec.name].moe
+    ]
+    for name in by_table or known:
+        topology = _measured_exchange(known[name], topology)
     same: Any = {
         "spec": spec,
         "dtype": wanted,
@@ -224,21 +258,43 @@ def step_model(
             head=whole.head,
             **same,
         )
-    if engine not in (None, KERNELS) or not chosen.fits:
-        known = {name: engines for name, engines in chosen.engines.items() if name in tried}
-        cells = [f"{model} in {', '.join(dtypes)}" for models in known.values() for model, dtypes in models.items()]
-        where = f"in {engine} on {chosen.name}" if engine else f"on {chosen.name}"
-        raise ConfigError(f"{spec.name} in {wanted} was not measured {where}, but {'; '.join(cells) or 'nothing'}")
-    nearest = nearest_shape(chosen, spec)
-    fit = chosen.fits[nearest]
+    source = known[by_table[0]] if by_table else chosen
+    if not by_table and (engine not in (None, KERNELS) or not chosen.fits):
+        raise ConfigError(f"{spec.name} in {wanted} was not measured {_where(chosen, engine, known)}")
+    nearest = nearest_shape(source, spec)
+    laws = source.fits[nearest]
     return StepModel(
-        moe=moe_params(fit, wanted),
-        routing=fit.routing,
-        gemm=fit.gemm,
-        decode_attention=fit.decode_attention,
-        prefill_attention=fit.prefill_attention,
-        measured=nearest == spec.name and wanted in fit.moe,
+        moe=moe_params(laws, wanted),
+        routing=laws.routing,
+        gemm=laws.gemm,
+        decode_attention=laws.decode_attention,
+        prefill_attention=laws.prefill_attention,
+        measured=nearest == spec.name and wanted in laws.moe,
+        kernels=f"{by_table[0]} in public tables" if by_table else "torch",
         **same,
+    )
+
+
+def _where(preset: Preset, engine: str | None, tables: dict[str, Preset]) -> str:
+    """Return where a shape was not measured, and which were."""
+    known = {(m, dtype) for name, table in tables.items() for m, fit in table.fits.items() for dtype in fit.moe}
+    for name, models in preset.engines.items():
+        known |= {(m, dtype) for m, dtypes in models.items() for dtype in dtypes if engine in (None, name)}
+    listed = ", ".join(f"{model} in {dtype}" for model, dtype in sorted(known)) or "nothing"
+    return f"in {engine} on {preset.name}, but {listed}" if engine else f"on {preset.name}, but {listed}"
+
+
+def _measured_exchange(preset: Preset, topology: Topology) -> Topology:
+    """Return the topology with the all-to-all of a preset, if that holds one and the links are those it is of."""
+    usual = ONE_DEVICE.intra, ONE_DEVICE.inter
+    if preset.all_to_all is None or topology.exchange or (topology.intra, topology.inter) != usual:
+        return topology
+    laws = {"node": preset.all_to_all, **preset.exchange}
+    links = {
+        kind: Link(f"{preset.name} {kind}", law.bytes_per_us * 1e6, law.latency_us * 1e-6) for kind, law in laws.items()
+    }
+    return replace(
+        topology, exchange=(links["node"], links.get("nodes", topology.inter), links.get("bulk", links["node"]))
     )
 
 

@@ -32,7 +32,7 @@ def soft_max(a: Any, b: Any, sharpness: float) -> Any:
 
 @helper()
 def roofline_us(law: Column, nbytes: Any, flops: Any) -> Any:
-    """Return microseconds of a kernel; law [4] has the fields of :class:`RooflineLaw` in order."""
+    """Return microseconds of a kernel without its time per query; law [5] has the fields of :class:`RooflineLaw`."""
     return law[0] + soft_max(nbytes / law[1] + 1e-9, flops / law[2] + 1e-9, law[3])
 
 
@@ -51,30 +51,32 @@ class Quality(msgspec.Struct, frozen=True):
     cells: int
 
 
-class RooflineLaw(msgspec.Struct, frozen=True):
-    """overhead + soft_max(bytes ÷ bandwidth, flops ÷ rate)."""
+class RooflineLaw(msgspec.Struct, frozen=True, omit_defaults=True):
+    """overhead + time per query x queries + soft_max(bytes ÷ bandwidth, flops ÷ rate)."""
 
     overhead_us: float
     bytes_per_us: float
     flops_per_us: float
     sharpness: float
     held_out: Quality
+    query_us: float = 0.0
+    """Time per decoding request, of attention: each takes a thread block's start, however short its context."""
 
     def us(self, nbytes: float, flops: float) -> float:
         return float(roofline_us(as_fitted(self), np.array([nbytes]), np.array([flops]))[0])
 
     def numbers(self) -> Column:
-        """Return [4] parameters for compiled loops."""
-        return np.array([self.overhead_us, self.bytes_per_us, self.flops_per_us, self.sharpness])
+        """Return [5] parameters for compiled loops."""
+        return np.array([self.overhead_us, self.bytes_per_us, self.flops_per_us, self.sharpness, self.query_us])
 
 
 @lru_cache(maxsize=256)
 def as_fitted(law: RooflineLaw) -> Column:
-    """Return [4] parameters, passed through logarithms as in the fit: predictions are then bit-identical to it.
+    """Return [5] parameters, passed through logarithms as in the fit: predictions are then bit-identical to it.
 
     The array is read-only and cached, since laws are immutable.
     """
-    numbers = np.exp([float(np.log(number)) for number in law.numbers()])
+    numbers = np.append(np.exp([float(np.log(number)) for number in law.numbers()[:4]]), law.query_us)
     numbers.flags.writeable = False
     return np.asarray(numbers)
 
@@ -127,8 +129,9 @@ def fit_curve(at: Sequence[float], us: Sequence[float]) -> CurveLaw:
     return CurveLaw(tuple(xs), tuple(ys), Quality(round(float(np.mean(error)), 2), round(max(error), 2), len(error)))
 
 
-def _roofline(logs: Column, nbytes: Column, flops: Column) -> Column:
-    return np.asarray(roofline_us(np.exp(logs), nbytes, flops))
+def _roofline(logs: Column, nbytes: Column, flops: Column, queries: Column | None = None) -> Column:
+    us = np.asarray(roofline_us(np.exp(logs[-4:]), nbytes, flops))
+    return us if queries is None else us + np.exp(logs[0]) * queries
 
 
 def _linear(logs: Column, nbytes: Column) -> Column:
@@ -165,13 +168,16 @@ def _fit(
     return best, Quality(round(float(error.mean()), 2), round(float(error.max()), 2), len(us))
 
 
-def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike) -> RooflineLaw:
-    """Fit a roofline to measured bytes, flops and microseconds."""
+def fit_roofline(nbytes: ArrayLike, flops: ArrayLike, us: ArrayLike, queries: ArrayLike | None = None) -> RooflineLaw:
+    """Fit a roofline to measured bytes, flops and microseconds, with a time per query if `queries` are given."""
     size, work, time = (np.asarray(v, float) for v in (nbytes, flops, us))
     start = [max(1e-2, time.min() / 2), np.median(size / time), np.median(work / time) * 2, 2.0]
-    best, quality = _fit(_roofline, [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], time, size, work)
-    overhead, bandwidth, rate, sharpness = best
-    return RooflineLaw(overhead, bandwidth, rate, sharpness, quality)
+    first, high, more = [float(v) for v in start], [1e6, 1e9, 1e12, 30.0], []
+    if queries is not None:
+        first, high, more = [0.05, *first], [1e3, *high], [np.asarray(queries, float)]
+    best, quality = _fit(_roofline, first, high, time, size, work, *more)
+    overhead, bandwidth, rate, sharpness = best[-4:]
+    return RooflineLaw(overhead, bandwidth, rate, sharpness, quality, best[0] if more else 0.0)
 
 
 def fit_transfer(nbytes: ArrayLike, us: ArrayLike) -> TransferLaw:

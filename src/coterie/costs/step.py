@@ -122,6 +122,8 @@ class StepModel:
     measured: bool = True
     """False if the shape or the dtype was not measured: rates are those of the nearest measured shape, and streaming
     time scales with the bytes of this shape and dtype."""
+    kernels: str = "torch"
+    """What the kernels are of, unless whole steps were measured."""
     contention: dict[str, Contention] = field(default_factory=dict)
     """Slowdown of steps by copies, by path; empty if it was not measured."""
     rest: CurveLaw | None = None

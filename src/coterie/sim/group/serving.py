@@ -115,7 +115,7 @@ class GroupPrices(NamedTuple):
         if ranks > MOST_RANKS:
             raise ConfigError(f"num_ranks={ranks} must be at most {MOST_RANKS}")
         most = settings.chunk_tokens * ranks
-        links = crossing_links(spec, model.topology.intra, model.options.overlap)
+        links = crossing_links(spec, model.topology, model.options.overlap)
         if settings.collectives is None:
             return cls(
                 model, settings, replace(model, topology=ONE_DEVICE).tables(most), links, np.empty(0), np.zeros(2), 1

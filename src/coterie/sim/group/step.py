@@ -57,7 +57,7 @@ class LockstepGroup:
         self.slots = slot_tables(placement)
         self.deduplicate = deduplicate
         self._model = PlacedStepModel(model, placement)
-        self._model.links = crossing_links(model.spec, model.topology.intra, model.options.overlap)
+        self._model.links = crossing_links(model.spec, model.topology, model.options.overlap)
         self._turns = np.zeros((placement.num_layers, placement.num_experts), np.int64)
         self.asked: Demand = np.zeros(self.held.shape)
 
