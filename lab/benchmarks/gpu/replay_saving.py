@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.costs.cells import step_load
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
-from coterie.engines.replay.batches import step_load
 from coterie.models import get_model
 
 DRAWS = 1000

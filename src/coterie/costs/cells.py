@@ -156,6 +156,13 @@ class Measurement(msgspec.Struct, frozen=True):
     note: str = ""
 
 
+def step_load(ids: NDArray[np.integer], num_experts: int) -> NDArray[np.int64]:
+    """Return the load of one step: tokens per expert, [layer, expert]."""
+    layers = ids.shape[1]
+    flat = ids.astype(np.int64) + np.arange(layers)[None, :, None] * num_experts
+    return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+
+
 def expert_tokens(tokens: int, top_k: int, active: int, zipf: float = 0.0) -> NDArray[np.int64]:
     """Return [active] tokens per active expert of a cell: `tokens` tokens activate `top_k` experts each.
 

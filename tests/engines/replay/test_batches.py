@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.engines.replay.batches import ReplayBatches, read_batches, step_load, write_batches
+from coterie.costs.cells import step_load
+from coterie.engines.replay.batches import ReplayBatches, read_batches, write_batches
 from coterie.engines.replay.run import _turns
 from coterie.errors import ConfigError, TraceError
 from coterie.types import ModelSpec

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.costs.cells import StepCell
+from coterie.costs.cells import StepCell, step_load
 from coterie.engines.calibration.imposed import LARGEST_GRAPH, LEFT_OUT, ImposedEngine, TimedStep
-from coterie.engines.replay.batches import step_load
 from coterie.errors import ConfigError
 from coterie.traces.activations import ActivationTrace
 from coterie.types import ModelSpec, Report

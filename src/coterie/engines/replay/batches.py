@@ -76,13 +76,6 @@ class ReplayBatches:
                 raise ConfigError(f"{where}: a token takes the same expert twice in a layer; its ids must differ")
 
 
-def step_load(ids: NDArray[np.integer], num_experts: int) -> NDArray[np.int64]:
-    """Return the load of one step: tokens per expert, [layer, expert]."""
-    layers = ids.shape[1]
-    flat = ids.astype(np.int64) + np.arange(layers)[None, :, None] * num_experts
-    return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
-
-
 def write_batches(path: Path, model: str, groups: Mapping[str, Mapping[str, Sequence[NDArray[np.integer]]]]) -> None:
     """Write group → router → steps, each the expert ids [token, layer, k] of one worker's step. The file must be new.
 

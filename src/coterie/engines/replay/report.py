@@ -15,8 +15,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie.costs.cells import step_load
 from coterie.costs.step import Batch, StepModel
-from coterie.engines.replay.batches import ReplayBatches, Steps, step_load
+from coterie.engines.replay.batches import ReplayBatches, Steps
 from coterie.engines.replay.run import Measured
 from coterie.errors import TraceError, check
 
