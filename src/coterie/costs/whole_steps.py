@@ -94,10 +94,8 @@ def fit_steps(spec: ModelSpec, dtype: WeightDtype, cells: Sequence[StepCell], so
             left = us - _attention_us(spec, prefill_law, tokens, 1) - head.us(1)
             points[tokens] = max(*points.values(), left)
     rest = CurveLaw(tuple(map(float, points)), _rounded(list(points.values())), _quality([0.0]))
-    timed = [
-        (c, c.us - _attention_us(spec, prefill_law, c.tokens, c.prompts) - rest.us(c.tokens) - head.us(c.prompts))
-        for c in prompts
-    ]
+    others = [_attention_us(spec, prefill_law, c.tokens, c.prompts) + rest.us(c.tokens) for c in prompts]
+    timed = [(c, max(1.0, c.us - us - head.us(c.prompts))) for c, us in zip(prompts, others, strict=True)]
     experts = _Experts(spec, dtype, split, fit.experts, places)
     params = experts.fit(timed)
     off = [100.0 * abs((experts.us(params, c) - us) / c.us) for c, us in timed if not c.even]
@@ -218,7 +216,7 @@ class _Experts(NamedTuple):
                 implied = [self._tile_us(rows, cell, us) for cell, us in inside]
                 times.append(float(np.median(implied)) if implied else 0.0)
             params = self._params((small, large), (times[0] or times[1], times[1] or times[0]), change)
-            off = float(np.mean([abs(self.us(params, cell) / max(us, 1.0) - 1.0) for cell, us in timed]))
+            off = float(np.mean([abs(self.us(params, cell) / us - 1.0) for cell, us in timed]))
             if small <= large and (best is None or off < best[0]):
                 best = off, params
         assert best is not None
