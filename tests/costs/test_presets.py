@@ -12,19 +12,12 @@ import numpy as np
 import pytest
 
 from coterie.costs.cells import CollectiveCell, preset_names
-from coterie.costs.presets import (
-    fit_table,
-    load_preset,
-    measured_link,
-    nearest_shape,
-    save_preset,
-    shape_spec,
-    step_model,
-)
+from coterie.costs.presets import fit_table, load_preset, nearest_shape, save_preset, shape_spec, step_model
 from coterie.costs.roofline import fit_transfer
 from coterie.engines.tiny import TINY
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model, models
+from coterie.types import Topology
 
 
 def test_h200_was_measured_for_every_shipped_shape_in_both_dtypes() -> None:
@@ -180,15 +173,16 @@ def test_cells_of_another_harness_on_an_h200_follow_the_model(data_dir: Path) ->
         assert ours[128] - ours[16] == pytest.approx(slope, rel=0.08)
 
 
-def test_calibrated_collectives_become_a_link() -> None:
-    preset = load_preset("rtx-pro-6000")
-    with pytest.raises(ConfigError, match="holds no collectives"):
-        measured_link(preset)
+def test_calibrated_collectives_are_what_ranks_exchange_by() -> None:
+    preset = load_preset("h200")
     cells = [CollectiveCell(4, nbytes, 50 + nbytes / 2000) for nbytes in (1 << 12, 1 << 16, 1 << 20, 1 << 24)]
     all_to_all = fit_transfer([c.nbytes for c in cells], [c.us for c in cells])
-    link = measured_link(msgspec.structs.replace(preset, all_to_all=all_to_all))
-    assert link.bytes_per_s == pytest.approx(2e9, rel=0.01)
-    assert link.latency_s == pytest.approx(50e-6, rel=0.01)
+    measured = msgspec.structs.replace(preset.measurement, software={"vllm": "1"})
+    mine = msgspec.structs.replace(preset, measurement=measured, tables={}, all_to_all=all_to_all)
+    exchange = step_model(get_model("gpt-oss-20b"), mine, topology=Topology(4)).topology.exchange
+    assert exchange is not None
+    assert exchange[0].bytes_per_s == pytest.approx(2e9, rel=0.01)
+    assert exchange[0].latency_s == pytest.approx(50e-6, rel=0.01)
 
 
 def small_preset() -> dict[str, Any]:

@@ -301,14 +301,6 @@ def _measured_exchange(preset: Preset, topology: Topology) -> Topology:
     )
 
 
-def measured_link(preset: Preset) -> Link:
-    """Return the measured all-to-all as a Link, for a Topology with measured instead of vendor rates."""
-    if preset.all_to_all is None:
-        raise ConfigError(f"preset {preset.name} holds no collectives; calibrate with --processes to measure them")
-    law = preset.all_to_all
-    return Link(f"{preset.name} all-to-all", law.bytes_per_us * 1e6, law.latency_us * 1e-6)
-
-
 def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
     """Return the parameters of the dtype if it was measured; else derive them from the widest measured dtype.
 

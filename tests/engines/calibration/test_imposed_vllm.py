@@ -61,6 +61,7 @@ from coterie.models import get_model
 save_preset(preset, Path("here.json"))
 model = step_model(get_model("coterie-tiny"), load_preset("here.json"), "fp16")
 assert model.rest is not None and not model.caveat
+assert preset.measurement.software["vllm"]
 """
 
 REPLAY = """

@@ -125,7 +125,8 @@ def calibrate(
     fit = fit_steps(spec, spec.weight_dtype, cells, software, int(hardware.get("multiprocessors", 0)))
     today = datetime.date.today().isoformat()
     collectives, note = (between.cells, between.note) if between else ((), "")
-    preset = fit_preset(name, Measurement(hardware, describe_software(), today, (), copies, collectives, slower, note))
+    versions = describe_software() | dict(part.split(" ", 1) for part in software.split(", "))  # names the engine
+    preset = fit_preset(name, Measurement(hardware, versions, today, (), copies, collectives, slower, note))
     return msgspec.structs.replace(preset, engines={"vllm": {spec.name: {spec.weight_dtype: fit}}})
 
 
