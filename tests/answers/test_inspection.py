@@ -178,7 +178,7 @@ def test_padding_rows_cost_nothing_if_all_tokens_choose_alike_and_more_the_more_
 
 
 def test_padding_is_priced_only_where_vllm_was_measured() -> None:
-    ids = seeded().random((80, 26, 64)).argsort(axis=2)[:, :, :6]
+    ids = seeded().random((80, 16, 64)).argsort(axis=2)[:, :, :8]
     assert inspect(tiny(ids, [1] * 80, experts=64)).missing["padding"] == "no known model has these layers"
     unmeasured = inspect(tiny(ids, [1] * 80, experts=64, model="olmoe-1b-7b"))
     assert "was not measured in vllm" in unmeasured.missing["padding"]

@@ -106,7 +106,7 @@ def test_steps_of_a_load_table(run: Run, tmp_path: Path, over: str) -> None:
         assert rows == {}
         return
     mean, ours = rows["a plan for the mean"], rows["this plan"]
-    assert ours["worst"] > mean["worst"] > rows["now"]["worst"], "the worst domain gains"
+    assert ours["worst"] > max(mean["worst"], rows["now"]["worst"]), "the worst domain gains"
     assert ours["mix"] < mean["mix"], "and the mix of today pays for it"
     assert ours["worst_domain"] in DOMAINS
 

@@ -25,7 +25,7 @@ from coterie.costs.roofline import as_fitted, gemm_work
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError, TraceError, UnavailableError, UnknownNameError
 from coterie.models import get_model
-from coterie.types import ModelSpec, Topology
+from coterie.types import Link, ModelSpec, Topology
 
 SPEC = get_model("qwen3-30b-a3b")
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
@@ -189,13 +189,13 @@ def test_the_laws_behind_the_tables_are_recovered(package: Path) -> None:
 
 def test_a_file_from_tables_prices_steps_and_the_exchange(package: Path, tmp_path: Path) -> None:
     output = tmp_path / "mine.json"
-    arguments = ["--from", str(package), "--model", SPEC.name, "--device", "h200_sxm", "--engine", "vllm"]
+    arguments = [SPEC.name, "--from", str(package), "--device", "h200_sxm", "--engine", "vllm"]
     result = CliRunner().invoke(app, ["calibrate", *arguments, "-o", str(output)], catch_exceptions=False)
     assert result.exit_code == 0
-    plain = step_model(SPEC, str(output), topology=Topology(8))
     model = step_model(SPEC, str(output), topology=Topology(8), engine="vllm")
-    assert model.moe == plain.moe
+    assert step_model(SPEC, str(output), topology=Topology(8)) == model, "what the file is of"
     assert model.measured
+    assert model.caveat.endswith("prices are of kernels of vllm in public tables.")
     # 8 ranks, of which 7 are remote; 64 rows arrive at each.
     few = exchange_us(arrival_links(SPEC, model.topology), 64.0)
     assert few == pytest.approx(2 * (11 + 64 * 7 / 8 * 4096 / 3e5), rel=0.01)
@@ -205,14 +205,14 @@ def test_a_file_from_tables_prices_steps_and_the_exchange(package: Path, tmp_pat
     assert many == pytest.approx(2 * (34 + sent / 3.5e5), rel=0.01), "the kernel for many rows sends a token once"
     nodes = step_model(SPEC, str(output), topology=Topology(16), engine="vllm").topology
     assert exchange_us(arrival_links(SPEC, nodes), 64.0) == pytest.approx(2 * (25 + 64 / 2 * 4096 / 6e4), rel=0.01)
-    assert plain.topology == Topology(8), "without an engine, links are the vendors'"
+    slow = Topology(8, intra=Link("pcie", 25e9, 1e-5))
+    assert step_model(SPEC, str(output), topology=slow).topology == slow, "links of another kind keep their rates"
 
 
-def test_one_way_to_measure(package: Path) -> None:
-    for arguments in (["--from", str(package)], ["--engine", "vllm"]):
-        result = CliRunner().invoke(app, ["calibrate", *arguments])
-        assert isinstance(result.exception, ConfigError)
-        assert "--from and --engine go together" in str(result.exception)
+def test_tables_measure_nothing(package: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", SPEC.name, "--from", str(package), "--processes", "2"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--from measures nothing" in str(result.exception)
 
 
 def test_a_shape_of_ones_own_is_kept_in_the_file(package: Path, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_what_cannot_be_read_is_refused_in_words(
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_are_priced_by_tables_where_whole_steps_were_not_measured(engine: str) -> None:
     spec = get_model("deepseek-v3")
-    model, torch = step_model(spec, "h200", engine=engine), step_model(spec, "h200")
+    model, torch = step_model(spec, "h200", engine=engine), step_model(spec, "h200", engine="kernels")
     assert model.measured
     assert model.rest is None
     batch = Batch(64, 64 * 4096)
@@ -331,13 +331,13 @@ def test_whole_steps_go_before_tables() -> None:
     assert "gpt-oss-20b" in load_preset("h200").tables["vllm"].fits
 
 
-def test_prices_without_an_engine_are_as_before() -> None:
+def test_kernels_have_the_vendors_links() -> None:
     spec = get_model("deepseek-v3")
-    model = step_model(spec, "h200", topology=Topology(8))
+    model = step_model(spec, "h200", topology=Topology(8), engine="kernels")
     assert model.topology.exchange is None
     assert len(arrival_links(spec, model.topology)) == 5
     assert model.decode_attention.query_us == 0.0
-    measured = arrival_links(spec, step_model(spec, "h200", topology=Topology(8), engine="sglang").topology)
+    measured = arrival_links(spec, step_model(spec, "h200", topology=Topology(8)).topology)
     ratios = [exchange_us(measured, 8.0 * t) / exchange_us(arrival_links(spec, Topology(8)), 8.0 * t) for t in (8, 32)]
     assert ratios[0] > 3 > ratios[1] > 2
 

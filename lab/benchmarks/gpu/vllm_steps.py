@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.engines.calibration.calibrate import read_config
+from coterie.engines.calibration.calibrate import model_config
 from coterie.engines.calibration.imposed import Ids, ImposedEngine, TimedStep
 
 CONTEXT = 10240
@@ -61,7 +61,7 @@ def main() -> None:
     with np.load(jobs_path) as file:
         arrays = {name: file[name] for name in file.files}
     jobs = json.loads(str(arrays["jobs"]))
-    config, spec = read_config(config_path)
+    config, spec = model_config(config_path)
     widest = max(arrays[f"who_{number}"].shape[1] for number in range(len(jobs)))
     engine = ImposedEngine(config, spec, arrays["ids"], (PROMPT,), CONTEXT, widest)
     header = {"model": spec.name, "dtype": spec.weight_dtype, "software": engine.version}

@@ -36,6 +36,8 @@ from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
 VERSION = 1
+ENGINES = ("vllm", "sglang", "trtllm")
+"""Engines of public tables."""
 KERNELS = "kernels"
 """Name in place of an engine's that asks for the prices of torch's kernels."""
 
@@ -231,7 +233,8 @@ def step_model(
     exchange rows as measured in the tables.
     """
     chosen, wanted = load_preset(preset) if isinstance(preset, str) else preset, dtype or spec.weight_dtype
-    tried = [engine] if engine else [*chosen.engines, *chosen.tables]
+    tabled = (name for name in ENGINES if name in chosen.measurement.software)
+    tried = [engine] if engine else [*chosen.engines, *chosen.tables, *tabled]
     steps = (chosen.engines.get(name, {}).get(spec.name, {}).get(wanted) for name in tried)
     whole = next((fit for fit in steps if fit is not None), None)
     tables = {name: chosen if name in chosen.measurement.software else chosen.tables.get(name) for name in tried}

@@ -136,9 +136,8 @@ class StepModel:
     def caveat(self) -> str:
         """Return a sentence on what the prices rest on if whole steps of an engine were not measured, else nothing."""
         nearest = "" if self.measured else ", at the rates of the nearest shape or weights"
-        said = (
-            f"{self.spec.name} in {self.dtype} was not measured in an engine: prices are of torch's kernels{nearest}."
-        )
+        priced = f"prices are of kernels of {self.kernels}{nearest}."
+        said = f"{self.spec.name} in {self.dtype} was not run in an engine here: {priced}"
         return "" if self.rest else said
 
     def expert_prices(self) -> NDArray[np.float64]:

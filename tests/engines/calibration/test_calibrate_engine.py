@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.engines.calibration.calibrate import measure_copies, read_config, routed_tokens
+from coterie.engines.calibration.calibrate import measure_copies, model_config, routed_tokens
 from coterie.engines.calibration.step_grid import RoutedTokens, StepGrid, _jobs, _Tokens
 from coterie.engines.replay.batches import step_load
 from coterie.errors import ConfigError
@@ -71,11 +71,11 @@ def test_a_config_of_a_known_shape_has_its_name(tmp_path: Path) -> None:
     config = json.loads((Path(__file__).parents[3] / "src/coterie/data/coterie-tiny/config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config))
     for path in (folder, folder / "config.json"):
-        read, spec = read_config(path)
+        read, spec = model_config(path)
         assert read == config
         assert spec.name == "coterie-tiny"
     (folder / "config.json").write_text(json.dumps(config | {"num_experts": 16}))
-    assert read_config(folder)[1].name != "coterie-tiny"
+    assert model_config(folder)[1].name != "coterie-tiny"
 
 
 def test_a_trace_of_another_shape_is_refused() -> None:

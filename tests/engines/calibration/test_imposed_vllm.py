@@ -30,7 +30,7 @@ for name in ("forward_monolithic", "forward_modular"):
         return inner(layer, x, *args, **kwargs)
     setattr(RoutedExperts, name, record)
 
-config, spec = calibrate.read_config(tiny_model_path())
+config, spec = calibrate.model_config(tiny_model_path())
 ids = step_grid.RoutedTokens.draw(spec, 4, 16).ids
 engine = imposed.ImposedEngine(config, spec, ids, (32,), 256, 4)
 rng = np.random.default_rng(0)

@@ -195,13 +195,11 @@ def settings(folder: Path) -> list[Sample]:
         "model": "any",
         "dtype": "bf16",
         "hardware": {"device": "x"},
-        "software": {"torch": "0"},
-        "kernel": "k",
+        "software": "engine 0",
+        "context": 1024,
         "step_us": {"low": {"a": [1.0, 2.0]}},
         "repeats": 3,
         "spread_pct": 0.1,
-        "output_error": 0.0,
-        "layers_held": 2,
     }
     (folder / "times.json").write_text(json.dumps({"measured": measured}))
     readers: dict[str, Callable[[Path], object]] = {

@@ -36,15 +36,15 @@ def replay_command(
     import msgspec
     import numpy as np
 
-    from coterie.engines.calibration.calibrate import read_config
+    from coterie.engines.calibration.calibrate import model_config
     from coterie.engines.replay.batches import read_batches
     from coterie.engines.replay.run import measure_batches
 
     check_new_file(output)
     if output is not None and not output.parent.is_dir():  # fail before measuring
         raise ConfigError(f"{output.parent} is not a folder; the result cannot be written there")
-    check(model or times, "give --model, the folder of a model to run in vLLM, or --times, of an earlier run")
     read, measured = read_batches(batches), None
+    check(model or times, "give --model, the folder of a model to run in vLLM, or --times, of an earlier run")
     if model is not None and times is None:
         with reporting("replay") as report:  # before the imports below, which compile: vLLM must start first
             measured = measure_batches(read, model, context, repeats, report)
@@ -56,7 +56,7 @@ def replay_command(
         assert times is not None
         measured = read_measured(times)
         check_step_times(read, measured)
-    spec = get_model(measured.model) if model is None else read_config(model)[1]
+    spec = get_model(measured.model) if model is None else model_config(model)[1]
     read.check(spec)
     predictor = step_model(spec, load_preset(preset), measured.dtype)
     rows = replay_rows(read, measured, predictor, np.random.default_rng(0))

@@ -62,7 +62,7 @@ def _copy_us(device: Any, to: Any, source: Any) -> float:
     return round(statistics.median([once() for _ in range(REPEATS)][2:]), 3)
 
 
-def read_config(path: Path) -> tuple[dict[str, Any], ModelSpec]:
+def model_config(path: Path) -> tuple[dict[str, Any], ModelSpec]:
     """Return the Hugging Face config of a model's folder or file, and its shape, by a known model's name if equal."""
     file = path / "config.json" if path.is_dir() else path
     spec = model_from_config(file)
@@ -101,7 +101,7 @@ def calibrate(
     With `processes`, collectives between as many are measured too; with `contention`, steps beside copies of weights.
     """
     check_new_file(cells_path)
-    config, spec = read_config(config_path)
+    config, spec = model_config(config_path)
     device, tokens = find_device("auto", "calibration"), routed_tokens(spec, trace)
     slower: tuple[ContentionCell, ...] = ()
     if contention:  # before vLLM takes the memory

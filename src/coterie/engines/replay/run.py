@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from coterie.engines.calibration.calibrate import read_config
+from coterie.engines.calibration.calibrate import model_config
 from coterie.engines.calibration.imposed import ImposedEngine
 from coterie.engines.calibration.timing import describe_hardware, find_device
 from coterie.engines.replay.batches import ReplayBatches
@@ -50,7 +50,7 @@ def measure_batches(
 ) -> Measured:
     """Time every step `repeats` times in vLLM; `model` is a model's folder or its config.json. One run per process."""
     check_at_least(1, repeats=repeats, context=context)
-    config, spec = read_config(model)
+    config, spec = model_config(model)
     device = find_device("auto", "replay")
     batches.check(spec)
     runs = [steps for routers in batches.groups.values() for steps in routers.values()]

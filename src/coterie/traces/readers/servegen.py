@@ -191,7 +191,7 @@ def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
                 if key in files:
                     raise TraceError(path, member.name, "is there twice: give one service's clients at a time")
                 files[key] = content.read()
-    except tarfile.TarError as error:
+    except (tarfile.TarError, OverflowError) as error:
         raise TraceError(path, "tar", f"cannot be unpacked: {error}") from None
     if not data.endswith(_TAR_END):
         raise TraceError(path, "tar", "has no end mark: the file is cut short")
@@ -281,7 +281,7 @@ def _sniff(path: Path) -> bool:
     try:
         with tarfile.open(path, "r:gz" if is_gzip(path) else "r:") as tar:
             return any(_FILE.fullmatch(Path(member.name).name) for member in islice(tar, 8))
-    except (tarfile.TarError, OSError, EOFError, zlib.error):
+    except (tarfile.TarError, OSError, OverflowError, EOFError, zlib.error):
         return False
 
 
