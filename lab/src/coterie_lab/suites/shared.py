@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 
 from coterie.answers.runs import interval, interval_of
 from coterie.answers.suites import Column, Report, Row
+from coterie.costs.step import StepModel
 from coterie.errors import UnknownNameError
 from coterie.models import get_model
-from coterie.types import ModelSpec
+from coterie.types import NVLINK4, Link, ModelSpec
 from coterie_lab.suites.running import in_parallel, with_half
 
 Rows = Sequence[dict[str, Any]]
@@ -47,6 +49,18 @@ def one_thread(work: Callable[P, R]) -> Callable[P, R]:
             numba.set_num_threads(threads)
 
     return run
+
+
+def joined_by(model: StepModel, link: Link) -> StepModel:
+    """Return the model on ranks of its topology that are joined by `link`.
+
+    Over any but NVLink the all-to-all is the one measured between nodes, as if every rank were a node; rings and moved
+    weights take the rate of the link.
+    """
+    if link == NVLINK4 or model.topology.exchange is None:
+        return replace(model, topology=replace(model.topology, intra=link))
+    between = model.topology.exchange[1]
+    return replace(model, topology=replace(model.topology, intra=link, exchange=(between,) * 3))
 
 
 def savings(own: Iterable[Any], base: Iterable[Any], field: str) -> list[float]:

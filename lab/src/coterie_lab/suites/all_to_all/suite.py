@@ -5,6 +5,8 @@ Computed for a step of `batch` tokens in total, spread evenly over the GPUs, in 
     bytes_per_layer = batch x remote experts x hidden size x 2 B x 2 (dispatch and combine), each byte counted once
     time_us         = 2 x (latency + what the busiest GPU sends or receives / bandwidth of the link in one direction)
 
+`time_us` has the vendors' bandwidths, `time_measured_us` DeepEP's law as measured on H200s (docs/costs.md).
+
 The formula assumes uniform routing and equally busy GPUs: too few bytes for the busiest GPU, and too many remote ranks
 for models whose router keeps a token within some groups (DeepSeek-V3). On a trace, experts lie in order, a step takes
 tokens from all over the trace, and the busiest GPU is counted. Neither includes the kernels' own cost or overlap with
@@ -25,9 +27,12 @@ from coterie.costs.exchange import (
     Locality,
     all_to_all_us,
     counted_locality,
+    exchange_us,
     expected_locality,
+    traffic_links,
     uniform_locality,
 )
+from coterie.costs.presets import step_model
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.traces.activations import ActivationTrace
@@ -141,20 +146,28 @@ class Shape(NamedTuple):
     """None if the model is not shipped."""
 
 
+def measured(topology: Topology) -> Topology:
+    """Return the topology with DeepEP's all-to-all as measured on H200s, inside a node and between nodes."""
+    return step_model(get_model("gpt-oss-20b"), "h200", topology=topology).topology
+
+
 def _formula_row(beside: str, spec: ModelSpec, topology: Topology, batch: int) -> dict[str, Any]:
     locality = expected_locality(spec, topology)
     shape = Shape(spec.name, spec.num_experts, spec.top_k, spec.hidden_size)
     row = _row(beside, "formula", shape, locality, topology, batch)
-    for key, tokens in (("time_us", -(-batch // topology.num_ranks)), ("time_if_batch_per_gpu_us", batch)):
+    for part, tokens in (("", -(-batch // topology.num_ranks)), ("if_batch_per_gpu_", batch)):
         traffic = ExchangeTraffic.of(locality, spec, tokens, VALUE_BYTES)
-        row[key] = all_to_all_us(traffic, topology)
+        row[f"time_{part}us"] = all_to_all_us(traffic, topology)
+        if topology.intra == NVLINK4 and topology.ranks_per_node <= GPUS_PER_NODE:
+            links = traffic_links(traffic, measured(topology), copies=locality.remote_ranks / locality.remote)
+            row[f"time_{part}measured_us"] = exchange_us(links, 1.0)
     if topology.num_nodes == 1:
         row["time_article_rule_us"] = article_us(row["bytes_per_layer"], topology.num_ranks, topology.intra)
     return row
 
 
-LATER = ["time_us", "time_article_rule_us", "time_if_batch_per_gpu_us", "tokens_counted", "busiest_rank"]
-LATER += ["busiest_rank_if_uniform", "published"]
+LATER = ["time_us", "time_measured_us", "time_article_rule_us", "time_if_batch_per_gpu_us"]
+LATER += ["time_if_batch_per_gpu_measured_us", "tokens_counted", "busiest_rank", "busiest_rank_if_uniform", "published"]
 """Fields of a row that are filled in only if they apply and are known."""
 
 
@@ -224,6 +237,7 @@ def _trace_rows(path: Path, options: SuiteOptions, rng: np.random.Generator, not
         busiest = busiest_rank(ids, placement, topology)
         if spec is not None:
             row["time_us"] = busiest.mean_us(spec.hidden_size * VALUE_BYTES, topology)
+            row["time_measured_us"] = busiest.mean_us(spec.hidden_size * VALUE_BYTES, measured(topology))
         row["tokens_counted"], row["busiest_rank"] = len(tokens), busiest.ratio
         one_layer = Placement.linear(1, meta.num_experts, gpus)
         row["busiest_rank_if_uniform"] = busiest_rank(drawn, one_layer, topology).ratio
@@ -254,7 +268,8 @@ def _trace_note(
 def _article_notes(batch: int) -> list[str]:
     notes = [
         f"Ours: {batch} tokens in total over all GPUs, bf16 both ways, remote experts only, dispatch + combine, each "
-        "byte counted once. Time: busiest GPU, bandwidth of one direction (NVLink 4.0: 450 GB/s), a latency each way.",
+        "byte counted once. Time: busiest GPU, bandwidth of one direction (NVLink 4.0: 450 GB/s), a latency each way; "
+        "measured: DeepEP on H200s, 11 us + bytes ÷ 312 GB/s in a node and 25 us + bytes ÷ 61 GB/s between nodes.",
         "The formula assumes uniform routing. DeepSeek-V3 keeps a token within 4 of 8 groups of experts, so its real "
         "remote ranks are fewer.",
     ]
@@ -322,6 +337,7 @@ TABLES = (
             Column("MB", _mega),
             Column("MB pub.", lambda row: _theirs(row, "bytes_per_layer", 1e6)),
             Column("us", plain("time_us")),
+            Column("us meas.", plain("time_measured_us")),
             Column("us pub.", lambda row: _theirs(row, "time_us")),
             Column("us rule", plain("time_article_rule_us")),
         ),
@@ -337,6 +353,7 @@ TABLES = (
             Column("inter", plain("inter_node_experts")),
             Column("MB", _mega),
             Column("us", plain("time_us")),
+            Column("us meas.", plain("time_measured_us")),
             Column("busiest", plain("busiest_rank")),
             Column("chance", plain("busiest_rank_if_uniform")),
         ),

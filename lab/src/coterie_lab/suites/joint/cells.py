@@ -41,6 +41,7 @@ from coterie_lab.suites.eldr.fleets import TRACES, recorded_source
 from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_halves, language_source
 from coterie_lab.suites.held import placement_from_held
 from coterie_lab.suites.joint.loop import GroupLoop, GroupOutcome, summarise_group
+from coterie_lab.suites.shared import joined_by
 
 RANKS = 8
 EXTRA_SLOTS = 8
@@ -112,7 +113,7 @@ class GroupBench:
 
     def linked(self, link: Link) -> GroupBench:
         """Return the same requests on ranks that are joined by another link."""
-        model = replace(self.served.model, topology=Topology(RANKS, intra=link))
+        model = joined_by(self.served.model, link)
         return GroupBench(replace(self.known, model=model), replace(self.served, model=model))
 
     def outcome(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupOutcome:

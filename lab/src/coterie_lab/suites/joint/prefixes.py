@@ -87,7 +87,7 @@ VARIANTS = {
     LIGHT_JOINT: Variant("joint", {"kv": LIGHT}, LIGHT_KV),
     LATENCY: Variant("latency_aware", {}, SHORTEST),
 }
-"""By configuration. The latency-aware router prices experts and load, and knows no prefixes."""
+"""By configuration. The latency-aware router prices experts, load and the prompt tokens that are not cached."""
 
 
 class PrefixCell(NamedTuple):

@@ -29,6 +29,7 @@ from coterie.traces.readers import read_as
 from coterie.types import Link, ModelSpec, Placement, Topology
 from coterie_lab.suites.eldr.fleets import TRACES
 from coterie_lab.suites.sem_moe.samples import transitions_of
+from coterie_lab.suites.shared import joined_by
 
 RANKS = 8
 FIT_SHARE = 0.2
@@ -79,7 +80,7 @@ class ServingBench:
         return Load(tokens, steps=len(self.fit.expert_ids) / STEP_TOKENS)
 
     def model(self, link: Link) -> StepModel:
-        return step_model(self.spec, "h200", "bf16", Topology(RANKS, intra=link))
+        return joined_by(step_model(self.spec, "h200", "bf16", Topology(RANKS)), link)
 
     def requests(self, recordings: Recordings, count: int, prompt_tokens: int, output_tokens: int) -> FleetRequests:
         """Use recordings in turn, with uses of one as far apart as half of them allows."""

@@ -6,8 +6,8 @@ A layer on 8 ranks, each with as many tokens, load even over experts and ranks:
 
 Deduplicated dispatch sends a token once to a rank that holds several of its experts; remote experts are assumed to be
 spread by chance over the other ranks. Wrong where the rate rises together with skew: the slowest rank decides, not the
-mean. Link rates are the vendors' unless the device's preset holds measured collectives; they do not include the
-kernels' own cost of packing and synchronising.
+mean. The exchange is DeepEP's as measured on H200s, inside a node (NVLink) or between nodes (InfiniBand). Where whole
+steps of an engine were measured, routing and shared experts are in the rest of the step, not in the layer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from matplotlib.figure import Figure
 from coterie.answers.figures import Theme, write_figure
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us, uniform_locality
-from coterie.costs.presets import load_preset, measured_link, step_model
+from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
 from coterie.models import get_model
 from coterie.types import INFINIBAND_400G, NVLINK4, Link, ModelSpec, Topology
+from coterie_lab.suites.shared import joined_by
 
 PART, SAVING = "layer_time", "layer_saving"
 RANKS = 8
 MODELS = ("deepseek-v2-lite", "qwen3-30b-a3b", "gpt-oss-20b")
 TOKENS = {"decode": (16, 64, 256), "prefill": (1024, 4096, 16384)}
 """Tokens of a rank in a step, by phase."""
+LINKS = (NVLINK4, INFINIBAND_400G)
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Local activation rates beside that of chance; the last is the bar without any communication."""
 DISPATCHES = ("per activation", "deduplicated")
@@ -61,12 +63,6 @@ class LayerTime(NamedTuple):
     @property
     def total_us(self) -> float:
         return self.compute_us + self.all_to_all_us
-
-
-def links() -> tuple[Link, ...]:
-    """Return NVLink, as measured if the preset has it, and InfiniBand."""
-    preset = load_preset("h200")
-    return (NVLINK4 if preset.all_to_all is None else measured_link(preset), INFINIBAND_400G)
 
 
 def locality_at(rate: float, spec: ModelSpec, ranks: int = RANKS) -> Locality:
@@ -123,7 +119,7 @@ class Regime(NamedTuple):
     dispatch: str
 
     def step_model(self) -> StepModel:
-        return step_model(get_model(self.model), "h200", "bf16", Topology(RANKS, intra=self.link))
+        return joined_by(step_model(get_model(self.model), "h200", "bf16", Topology(RANKS)), self.link)
 
     @property
     def columns(self) -> Row:
@@ -140,7 +136,7 @@ def regimes() -> list[Regime]:
     steps = [(phase, tokens) for phase, sizes in TOKENS.items() for tokens in sizes]
     return [
         Regime(model, phase, tokens, link, dispatch)
-        for model, (phase, tokens), link, dispatch in product(MODELS, steps, links(), DISPATCHES)
+        for model, (phase, tokens), link, dispatch in product(MODELS, steps, LINKS, DISPATCHES)
     ]
 
 
@@ -199,11 +195,9 @@ def layer_time_notes(rows: Sequence[Row]) -> list[str]:
     """Say where communication is a large part of a layer, and which published figures can follow from it."""
     vanilla = [row for row in rows if row["part"] == PART and row["local_activation_rate"] == 1.0 / RANKS]
     whole = [row for row in rows if row["part"] == PART and row["local_activation_rate"] == 1.0]
-    vendors = "No collective was measured on this device: links have the vendors' rates."
-    rates = vendors if load_preset("h200").all_to_all is None else "NVLink as measured."
-    notes = [f"Layer time: even load, 8 H200 by the calibrated model, no overlap of exchange and experts. {rates}"]
+    notes = ["Layer time: even load, 8 H200 by the step model, exchange as DeepEP was measured, no overlap."]
     for phase, sizes in TOKENS.items():
-        for link in links():
+        for link in LINKS:
             mine = [row for row in vanilla if (row["phase"], row["link"]) == (phase, link.name)]
             most = [row["saving_pct"] for row in whole if (row["phase"], row["link"]) == (phase, link.name)]
             of_step = ", ".join(
@@ -235,17 +229,18 @@ def _pays(rows: Sequence[Row]) -> str:
 def _share_note(vanilla: Sequence[Row]) -> str:
     mine = [row for row in vanilla if row["model"] == "deepseek-v2-lite" and row["phase"] == "prefill"]
     near = min(mine, key=lambda row: abs(row["communication_pct"] - PUBLISHED_SHARE))
-    model = Regime("deepseek-v2-lite", "prefill", 4096, links()[0], DISPATCHES[0]).step_model()
+    model = Regime("deepseek-v2-lite", "prefill", 4096, LINKS[0], DISPATCHES[0]).step_model()
     compute, spec = compute_us(model, 4096), model.spec
     wanted_us = compute * PUBLISHED_SHARE / (100.0 - PUBLISHED_SHARE)
     nbytes = ExchangeTraffic.of(locality_at(1.0 / RANKS, spec), spec, 4096).intra_bytes
-    rate = nbytes / (wanted_us / 2.0 * 1e-6 - model.topology.intra.latency_s)
+    law = model.topology.exchange[0] if model.topology.exchange else model.topology.intra
+    rate = nbytes / (wanted_us / 2.0 * 1e-6 - law.latency_s)
     return (
         f"Published: communication is {PUBLISHED_SHARE}% of MoE layers, DeepSeek-V2-Lite on 8 GPUs. Nearest of ours: "
         f"{near['communication_pct']:.1f}% ({near['tokens_per_rank']} tokens a rank, {near['link']}, "
         f"{near['dispatch']}). At 4,096 tokens a rank and one copy per activation that share needs an all-to-all of "
-        f"{rate / 1e9:.0f} GB/s a rank, not the link's {model.topology.intra.bytes_per_s / 1e9:.0f}: launches, "
-        "packing and waiting for the slowest rank are in a measured share, and not in ours."
+        f"{rate / 1e9:.0f} GB/s a rank, not the measured {law.bytes_per_s / 1e9:.0f}: waiting "
+        "for the slowest rank is in a published share, and not in ours."
     )
 
 
@@ -270,7 +265,7 @@ def _reading(rows: Sequence[Row]) -> str:
         f"{_span([row for row in rows if (row['phase'], row['link']) == (phase, link.name)], 'saving_pct')} "
         f"in {phase} on {link.name}"
         for phase in TOKENS
-        for link in links()
+        for link in LINKS
     ]
     rate = rows[0]["local_activation_rate"]
     return f"read as {rows[0]['reading']} ({100 / RANKS:.1f} to {100 * rate:.1f}%) ours saves " + ", ".join(spans)
@@ -289,7 +284,7 @@ def draw_layer_time(folder: Path, rows: Sequence[Row], model: str = "deepseek-v2
 def _fill(rows: Sequence[Row], model: str, figure: Figure, theme: Theme) -> None:
     panels = figure.subplots(1, len(DRAWN), sharey=True)
     for axes, (phase, tokens) in zip(panels, DRAWN.items(), strict=True):
-        series = [(link.name, dispatch) for link in links() for dispatch in DISPATCHES]
+        series = [(link.name, dispatch) for link in LINKS for dispatch in DISPATCHES]
         for color, (link, dispatch) in zip(theme.series, series, strict=True):
             wanted = (PART, model, tokens, link, dispatch)
             keys = ("part", "model", "tokens_per_rank", "link", "dispatch")
