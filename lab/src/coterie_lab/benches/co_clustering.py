@@ -15,9 +15,9 @@ from coterie.answers.suites import Report
 from coterie.placement import DEEPSEEK_V3_PREFILL, Items, Load, planners
 from coterie.placement.co_clustering import cost, median_imbalance
 from coterie.placement.co_clustering.alternating import alternate
-from coterie.placement.co_clustering.exact import solve_exactly
 from coterie.types import Placement, Topology
 from coterie_lab.benches.timing import Row
+from coterie_lab.suites.sem_moe.exact import solve_exactly
 
 ITEMS, LAYERS, EXPERTS, TOP_K, RANKS = 20_000, 26, 64, 6, 8
 """DeepSeek-V2-Lite, with as many distinct token ids as a few million tokens of text have."""

@@ -1,7 +1,7 @@
 """How far co-clustering is from the proven optimum, on small instances drawn from recorded routing.
 
 An instance is a drawn layer of a split's fitted part: its hottest experts, and items drawn from the fitted ones, with
-their weights on these experts. The 0-1 program (placement/co_clustering/exact.py) proves its optimum. Two measures:
+their weights on these experts. The 0-1 program (exact.py) proves its optimum. Two measures:
 
 * remote: all items count alike, and theta is so high that an uneven number of items costs more than it could save.
   Every rank then has as many items, and costs differ by remote activations alone.
@@ -26,8 +26,8 @@ from coterie.answers.suites import Report, SuiteOptions
 from coterie.placement import Items, Load, planners
 from coterie.placement.co_clustering import cost
 from coterie.placement.co_clustering.alternating import AlternatingSettings
-from coterie.placement.co_clustering.exact import solve_exactly
 from coterie.types import Placement, Topology
+from coterie_lab.suites.sem_moe.exact import solve_exactly
 from coterie_lab.suites.sem_moe.locality import NO_PRICES, SEEDS, TRACES, locality_cases
 from coterie_lab.suites.shared import run_cells, spread
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.errors import check_share
+from coterie.placement.co_clustering import Items, cost
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
-from coterie.placement.co_clustering.base import Items, Ranks, cost
-from coterie.placement.objective._arrays import Array
 from coterie.placement.planning.milp.program import INF, ConstraintRows, Index
 from coterie.placement.planning.milp.solving import Search, minimise
 from coterie.placement.planning.packing import room_of
+
+Array = NDArray[np.float64]
+Ranks = NDArray[np.int64]
 
 
 class Exact(NamedTuple):
@@ -39,7 +42,7 @@ class Exact(NamedTuple):
 def solve_exactly(
     items: Items, num_experts: int, num_ranks: int, theta: float, *, time_limit_s: float = 60.0, gap: float = 1e-6
 ) -> Exact:
-    """Minimise :func:`~coterie.placement.co_clustering.base.cost`; `gap` is the accepted gap as a share."""
+    """Minimise :func:`~coterie.placement.co_clustering.cost`; `gap` is the accepted gap as a share."""
     check_share(theta=theta)
     items.check_fits(items.num_layers, num_experts)
     parts = [items.layers(slice(at, at + items.layers_each)) for at in range(0, items.num_layers, items.layers_each)]
