@@ -1,10 +1,9 @@
-"""Predictors: estimates of a request's load before it runs, and their scores. See docs/predictors.md."""
+"""Predictors: estimates of a request's load before it runs. See docs/predictors.md."""
 
 from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest, per_step, predictors
 from coterie.predictors.means import DomainPredictor, PopularityPredictor, RecordedLoads
 from coterie.predictors.prefix import Prefix
 from coterie.predictors.recent import RecentPopularity, WorkerPopularity
-from coterie.predictors.scoring import Measure, PredictorScore, score
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 from coterie.predictors.transitions import RankTransitions
@@ -15,11 +14,9 @@ import_modules(__name__)  # importing a module registers its predictors
 __all__ = [
     "DomainPredictor",
     "FittablePredictor",
-    "Measure",
     "PopularityPredictor",
     "PredictRequest",
     "Predictor",
-    "PredictorScore",
     "Prefix",
     "PrefixIndex",
     "RankTransitions",
@@ -30,5 +27,4 @@ __all__ = [
     "WorkerPopularity",
     "per_step",
     "predictors",
-    "score",
 ]

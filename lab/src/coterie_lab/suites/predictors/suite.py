@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from coterie.answers.suites import Column, Report, SuiteOptions, SuiteResult, SuiteTable
-from coterie.predictors import PredictorScore, PrefixIndex, SimilarPrefix, score
+from coterie.predictors import PrefixIndex, SimilarPrefix
 from coterie.predictors.scoring import split_groups
 from coterie.traces.readers import read_as
 from coterie.traces.requests import RequestTrace
 from coterie_lab.suites.predictors.cases import Case, trace_cases, trace_paths
 from coterie_lab.suites.predictors.contenders import OWN_TOKENS, Contender, contenders
 from coterie_lab.suites.predictors.model import model_cases
+from coterie_lab.suites.predictors.scores import PredictorScore, score
 from coterie_lab.suites.predictors.traces import footprint_of
 from coterie_lab.suites.shared import as_is, number
 
