@@ -96,18 +96,3 @@ class MemoryBudget:
         points = [self.point(count, step_s) for count in (range(self.max_replicas + 1) if counts is None else counts)]
         check(points, "counts must name at least one number of replicas")
         return max(points, key=lambda point: (point.tokens_per_s, -point.replicas))
-
-
-# ---------------------------------------------------------------------------------------------- the published example
-
-PUBLISHED_BUDGET = MemoryBudget(163.7e9, 10.7e9, 61 * 4096 * 131_072)
-"""Reproduces cache and sessions of a published table. The 10.7 GB are in its text and the 163.7 GB in its first row.
-4,096 B per token and layer (8 heads of 128, keys and values, 16 bits) gives its 5.0 sessions of 128 Ki tokens."""
-PUBLISHED_STEP_S = 40e-3
-PUBLISHED_SAVING_S = 11.25e-6
-"""Seconds saved per replica and step: the published 45 µs for 4 replicas."""
-
-
-def published_step_s(replicas: int, sessions: float) -> float:  # noqa: ARG001  a batch of any size takes the same
-    """Return the step time of the published formula: 40 ms minus the replicas' saving."""
-    return PUBLISHED_STEP_S - replicas * PUBLISHED_SAVING_S
