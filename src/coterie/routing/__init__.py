@@ -1,7 +1,7 @@
 """Routing: which worker takes a request."""
 
 from coterie.registry import import_modules
-from coterie.routing.base import BatchRouter, Decision, Request, Router, admit_together, routers
+from coterie.routing.base import Decision, Request, Router, routers
 from coterie.routing.baselines import Domain, JoinShortestQueue, PowerOfTwo, RandomWorker, RoundRobin
 from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.fitted import RouterFit
@@ -15,7 +15,6 @@ from coterie.routing.semantic import Semantic
 import_modules(__name__)  # importing a module registers its routers: a new one needs no line here
 
 __all__ = [
-    "BatchRouter",
     "Calibration",
     "Decision",
     "Domain",
@@ -32,7 +31,6 @@ __all__ = [
     "Router",
     "RouterFit",
     "Semantic",
-    "admit_together",
     "calibration",
     "routers",
 ]

@@ -6,7 +6,6 @@ gateway) admits the request to the chosen worker, which changes the fleet for th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -54,27 +53,6 @@ class Router(Protocol):
     """Policy that chooses a worker for a request; its settings are the fields of a frozen dataclass."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision: ...
-
-
-@runtime_checkable
-class BatchRouter(Router, Protocol):
-    """A router that can also decide for several requests together."""
-
-    def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-        """Return one decision per request, in order, for requests that arrive together."""
-        ...
-
-
-def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-    """Route and admit requests that arrive together: in one call with a `BatchRouter`, else one by one."""
-    decisions: Iterable[Decision] = (router.route(request, fleet) for request in requests)  # each after admissions
-    if isinstance(router, BatchRouter) and len(requests) > 1:
-        decisions = router.route_batch(requests, fleet)
-    admitted = []
-    for request, decision in zip(requests, decisions, strict=True):
-        fleet.admit(request.id, decision.worker, request.prompt_tokens, decision.profile)
-        admitted.append(decision)
-    return admitted
 
 
 routers: PolicyRegistry[Router] = PolicyRegistry("router", group="coterie.routers")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,31 @@ from coterie.batching.decode_batch import DecodeBatcher
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand
-from coterie.routing import Decision, Fleet, Request, Router, RouterFit, admit_together
+from coterie.routing import Decision, Fleet, Request, Router, RouterFit
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.group import GroupStep, LockstepGroup
 from coterie.types import Placement
+
+
+@runtime_checkable
+class BatchRouter(Router, Protocol):
+    """A router that can also decide for several requests together."""
+
+    def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
+        """Return one decision per request, in order, for requests that arrive together."""
+        ...
+
+
+def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
+    """Route and admit requests that arrive together: in one call with a `BatchRouter`, else one by one."""
+    decisions: Iterable[Decision] = (router.route(request, fleet) for request in requests)  # each after admissions
+    if isinstance(router, BatchRouter) and len(requests) > 1:
+        decisions = router.route_batch(requests, fleet)
+    admitted = []
+    for request, decision in zip(requests, decisions, strict=True):
+        fleet.admit(request.id, decision.worker, request.prompt_tokens, decision.profile)
+        admitted.append(decision)
+    return admitted
 
 
 class GroupRun(NamedTuple):
