@@ -34,28 +34,27 @@ class HandLoop(asyncio.SelectorEventLoop):
 
 
 @asynccontextmanager
-async def place(line: WaitingLine, deadline_s: float, weight: int = 1) -> AsyncIterator[float]:
+async def place(line: WaitingLine, deadline_s: float) -> AsyncIterator[float]:
     """A place for as long as the block runs, as the gateway takes it."""
-    at_once = weight == 1 and line.take_at_once()
-    waited_s = 0.0 if at_once else await line.take(deadline_s, weight)
+    waited_s = 0.0 if line.take_at_once() else await line.take(deadline_s)
     try:
         yield waited_s
     finally:
-        line.give_back(weight)
+        line.give_back()
 
 
 class Entered:
     """A request as the reference sees it."""
 
-    def __init__(self, name: int, weight: int, until: float) -> None:
-        self.name, self.weight, self.until = name, weight, until
+    def __init__(self, name: int, until: float) -> None:
+        self.name, self.until = name, until
         self.leave = asyncio.Event()
         self.got = ""
         self.task: asyncio.Task[None] | None = None
 
     async def run(self, line: WaitingLine, deadline_s: float) -> None:
         try:
-            async with place(line, deadline_s, self.weight):
+            async with place(line, deadline_s):
                 self.got = "place"
                 await self.leave.wait()
             self.got = "left"
@@ -79,32 +78,28 @@ class LineMachine(RuleBasedStateMachine):
     def start(self, places: int, waiting: int) -> None:
         self.line = WaitingLine(places, waiting)
         for _ in range(places):
-            self.enter_one(1, 5.0)
-
-    def fits(self, one: Entered) -> bool:
-        used = sum(other.weight for other in self.running)
-        return used == 0 or used + one.weight <= self.line.places
+            self.enter_one(5.0)
 
     def admit(self) -> None:
-        while self.waiting and self.fits(self.waiting[0]):
+        while self.waiting and len(self.running) < self.line.places:
             self.running.append(self.waiting.pop(0))
 
-    @rule(asked=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([5.0, 2.0, 1.0])), min_size=3, max_size=6))
-    def enter(self, asked: list[tuple[int, float]]) -> None:
-        for weight, deadline_s in asked:
-            self.enter_one(weight, deadline_s)
+    @rule(asked=st.lists(st.sampled_from([5.0, 2.0, 1.0]), min_size=3, max_size=6))
+    def enter(self, asked: list[float]) -> None:
+        for deadline_s in asked:
+            self.enter_one(deadline_s)
 
     @rule()
     def enter_with_no_time(self) -> None:
-        self.enter_one(1, 0.0)
+        self.enter_one(0.0)
 
-    def enter_one(self, weight: int, deadline_s: float) -> None:
+    def enter_one(self, deadline_s: float) -> None:
         deadline_s += len(self.all) / 1024 if deadline_s else 0.0  # no two pass together: the order would be open
-        one = Entered(len(self.all), weight, self.loop.now + deadline_s)
+        one = Entered(len(self.all), self.loop.now + deadline_s)
         expected = ""
         if self.closed:
             expected = "closed"
-        elif not self.waiting and self.fits(one):
+        elif not self.waiting and len(self.running) < self.line.places:
             self.running.append(one)
             expected = "place"
         elif len(self.waiting) >= self.line.most_waiting:
@@ -166,18 +161,12 @@ class LineMachine(RuleBasedStateMachine):
         self.line.set_limits(places + 1000, self.line.most_waiting)
         one.task.cancel()
         self.line.set_limits(places, self.line.most_waiting)
-        given = self.waiting
+        self.running += self.waiting
         self.waiting = []
-        while given and self.sum_running() + given[0].weight <= places + 1000:
-            self.running.append(given.pop(0))
-        self.waiting = given
         self.running.remove(one)
         self.admit()
         self.loop.settle()
         assert one.got == "cancelled"
-
-    def sum_running(self) -> int:
-        return sum(other.weight for other in self.running)
 
     @precondition(lambda self: self.waiting)
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
@@ -212,7 +201,7 @@ class LineMachine(RuleBasedStateMachine):
         if not hasattr(self, "line"):
             return
         self.line.check_integrity()
-        assert self.line.in_use == self.sum_running()
+        assert self.line.in_use == len(self.running)
         assert self.line.waiting == len(self.waiting)
         assert all(one.got == "place" for one in self.running), "no wake-up is lost"
         assert all(one.got == "" for one in self.waiting)
@@ -256,34 +245,6 @@ def run(work: Callable[[HandLoop], Awaitable[None]]) -> None:
         loop.run_until_complete(work(loop))
     finally:
         loop.close()
-
-
-@pytest.mark.parametrize("how", ["cancelled", "late", "served"])
-def test_a_large_request_is_not_passed_and_does_not_block_once_gone(how: str) -> None:
-    async def work(loop: HandLoop) -> None:
-        line = WaitingLine(3, 5)
-        await line.take(1.0, 2)
-        large = asyncio.ensure_future(line.take(3.0, 3))
-        await asyncio.sleep(0)
-        small = [asyncio.ensure_future(line.take(9.0)) for _ in range(2)]
-        await asyncio.sleep(0)
-        assert (line.in_use, line.waiting) == (2, 3), "a place is free, but the large one is first"
-        if how == "cancelled":
-            large.cancel()
-        elif how == "late":
-            loop.now += 3.0
-        else:
-            line.give_back(2)
-        await asyncio.wait([large])
-        await asyncio.sleep(0)
-        assert [one.done() for one in small] == ([False, False] if how == "served" else [True, False])
-        assert line.in_use == 3
-        line.check_integrity()
-        line.give_back(3 if how == "served" else 2)
-        await asyncio.wait([*small])
-        assert isinstance(large.exception() if how == "late" else None, Refused | None)
-
-    run(work)
 
 
 def test_refusals_say_when_to_come_back() -> None:
@@ -391,9 +352,9 @@ def test_wrong_settings() -> None:
             with pytest.raises(ConfigError):
                 WaitingLine(places, waiting)
         line = WaitingLine(1, 1)
-        for deadline_s, weight in ((-1.0, 1), (float("inf"), 1), (float("nan"), 1), (1.0, 0)):
+        for deadline_s in (-1.0, float("inf"), float("nan")):
             with pytest.raises(ConfigError):
-                await line.take(deadline_s, weight)
+                await line.take(deadline_s)
         assert line.in_use == 0
 
     run(work)

@@ -6,10 +6,9 @@
     finally:
         line.give_back()
 
-First come, first served: a request that needs several places is not overtaken by later, smaller ones, which would
-starve it. A full line refuses at once (429), a passed deadline refuses then (503), and both say when to retry, by the
-recent rate at which places became free. A task that is cancelled while it waits, or just as it gets a place, gives its
-position or place back.
+First come, first served. A full line refuses at once (429), a passed deadline refuses then (503), and both say when to
+retry, by the recent rate at which places became free. A task that is cancelled while it waits, or just as it gets a
+place, gives its position or place back.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from coterie.errors import ConfigError, CoterieError, check_at_least
+from coterie.errors import CoterieError, check_at_least, check_not_negative
 
 OBSERVED = 64
 """Number of recently freed places over which the service rate is measured."""
@@ -43,7 +42,6 @@ class Refused(CoterieError):
 class _Waiter:
     future: asyncio.Future[str | None]
     """Future whose result is None if the request got a place, else the reason of its refusal."""
-    weight: int
     queued: bool = True
 
 
@@ -87,36 +85,29 @@ class WaitingLine:
         self.counters["admitted"] += 1
         return True
 
-    async def take(self, deadline_s: float, weight: int = 1) -> float:
-        """Wait at most `deadline_s` for a place and return the seconds waited. Give the place back once.
-
-        `weight` is the number of places that the request needs; if that is more than exist, the request runs alone.
-        """
-        if weight < 1 or not 0 <= deadline_s < math.inf:
-            raise ConfigError(f"weight={weight} must be at least 1, deadline_s={deadline_s} finite and not negative")
+    async def take(self, deadline_s: float) -> float:
+        """Wait at most `deadline_s` for a place and return the seconds waited. Give the place back once."""
+        check_not_negative(deadline_s=deadline_s)
         if self.closed:
             raise self._refused("closed")
-        if not self.waiting and self._fits(weight):
-            self.in_use += weight
-            self.counters["admitted"] += 1
+        if self.take_at_once():
             return 0.0
         if self.waiting >= self.most_waiting:
             raise self._refused("full")
         loop = asyncio.get_running_loop()
-        started, waiter = loop.time(), _Waiter(loop.create_future(), weight)
+        started, waiter = loop.time(), _Waiter(loop.create_future())
         self._line.append(waiter)
         self.waiting += 1
-        timer = loop.call_later(deadline_s, self._expire, waiter)
+        timer = loop.call_later(deadline_s, self._drop, waiter, "late")
         try:
             problem = await waiter.future
         except BaseException:  # cancelled, or the event loop was closed
             self.counters["cancelled"] += 1
             if waiter.queued:
                 self._drop(waiter, "cancelled")
-                self._wake()  # the next waiter may need fewer places
             elif waiter.future.done() and not waiter.future.cancelled() and waiter.future.result() is None:
                 self.counters["admitted"] -= 1
-                self._free(weight)  # it got a place in this same loop iteration
+                self._free()  # it got a place in this same loop iteration
             raise
         finally:
             timer.cancel()
@@ -124,10 +115,10 @@ class WaitingLine:
             raise self._refused(problem)
         return loop.time() - started
 
-    def give_back(self, weight: int = 1) -> None:
-        """Free the places taken by :meth:`take` or :meth:`take_at_once`."""
+    def give_back(self) -> None:
+        """Free the place taken by :meth:`take` or :meth:`take_at_once`."""
         self._freed.append(asyncio.get_running_loop().time())
-        self._free(weight)
+        self._free()
 
     def retry_after_s(self) -> int:
         """Return the whole seconds until all present waiters get places at the recent rate: 1 … `LONGEST_RETRY_S`."""
@@ -141,14 +132,11 @@ class WaitingLine:
         queued = [waiter for waiter in self._line if waiter.queued]
         if len(queued) != self.waiting or self.in_use < 0:
             raise AssertionError(f"{len(queued)} requests wait, {self.waiting} counted; {self.in_use} places in use")
-        if queued and self._fits(queued[0].weight) and not queued[0].future.done():
+        if queued and self.in_use < self.places and not queued[0].future.done():
             raise AssertionError("the first request waits though its place is free")
 
-    def _fits(self, weight: int) -> bool:
-        return self.in_use + weight <= self.places or self.in_use == 0
-
-    def _free(self, weight: int) -> None:
-        self.in_use -= weight
+    def _free(self) -> None:
+        self.in_use -= 1
         if self._line:
             self._wake()
         if self.in_use == 0:
@@ -159,16 +147,12 @@ class WaitingLine:
         while self._line:
             first = self._line[0]
             if not first.future.done():
-                if not self._fits(first.weight):
+                if self.in_use >= self.places:
                     return
-                self.in_use += first.weight
+                self.in_use += 1
                 self.counters["admitted"] += 1
             self._line.popleft()
             self._drop(first, None)  # no effect on a waiter that was refused or cancelled
-
-    def _expire(self, waiter: _Waiter) -> None:
-        self._drop(waiter, "late")
-        self._wake()
 
     def _drop(self, waiter: _Waiter, result: str | None) -> None:
         """Resolve a waiter and stop counting it; its entry stays in the queue until it reaches the front."""
