@@ -125,8 +125,6 @@ class FleetSummary(NamedTuple):
     most_in_flight: int
     busy: NDArray[np.float64]
     """[worker] share of the window in which the worker ran steps."""
-    worker_tokens: NDArray[np.int64]
-    """[worker] decoded tokens plus computed prompt tokens."""
     worker_in_flight: NDArray[np.float64]
     """[decoder] number of requests between handover and end, mean over the window."""
 
@@ -151,7 +149,6 @@ def summarise_fleet(
     alone = (decoding > 0) & (run.step_prefill[steps] == 0)
     workers = run.prefill_workers + run.decode_workers
     who, seconds, distinct = run.step_worker[steps], run.step_s[steps], run.step_distinct[steps]
-    tokens = decoding + run.step_prefill[steps]
     ends = np.where(np.isfinite(run.finish_s), run.finish_s, run.end_s)
     handed = np.where(np.isfinite(run.prefill_end_s) & (run.prefill_workers > 0), run.prefill_end_s, run.arrival_s)
     routed = run.decoder >= 0
@@ -174,7 +171,6 @@ def summarise_fleet(
         most_in_flight=run.most_in_flight,
         busy=np.bincount(who, np.minimum(run.step_start_s[steps] + seconds, until_s) - run.step_start_s[steps], workers)
         / span,
-        worker_tokens=np.bincount(who, tokens, workers).astype(np.int64),
         worker_in_flight=np.bincount(run.decoder[routed], here, run.decode_workers) / span,
     )
 
