@@ -56,7 +56,6 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "placement": ("place", "inspect", "@"),
     "placement of a format": ("place", "inspect", "@", "--from", "tensorrt-llm"),
     "model config": ("models", "--config", "@"),
-    "batches": ("replay", "@"),
     "evaluate": ("evaluate", "all-to-all", "--trace", "@", "--out", "out"),
 }
 

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coterie.engines.replay.batches import read_batches, write_batches
 from coterie.errors import InputError, TraceError
 from coterie.models import model_from_config
 from coterie.placement.maps.formats import read_map
@@ -126,40 +125,3 @@ def test_numbers_of_meta(tmp_path: Path, key: str, number: str) -> None:
         return
     with pytest.raises(TraceError, match=r"meta\.json|phase"):
         ActivationTrace.open(tmp_path / "t")
-
-
-def batches(path: Path, **changed: Any) -> Path:
-    ids = np.array([[[0, 1]], [[2, 3]], [[0, 3]]], np.uint8)
-    write_batches(path / "good.npz", "any", {"low": {"a": [ids[:1], ids[1:]]}})
-    with np.load(path / "good.npz") as file:
-        arrays = {name: file[name] for name in file.files}
-    np.savez(path / "b.npz", **(arrays | changed))
-    return path / "b.npz"
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"header": np.array("[" * 100_000)},
-        {"header": np.array('{"version": 1, "model": "any", "groups": [["low"]], "routers": ["a"]}')},
-        {"header": np.array('{"version": 1, "model": "any", "groups": ["low"], "routers": [{"a": 1}]}')},
-        {"header": np.array(f'{{"version": {DIGITS}}}')},
-        {"tokens_0_0": np.array([2**63 - 1, 2**63 - 1, 5])},
-        {"tokens_0_0": np.array([2**63, 2**63, 3], np.uint64)},
-        {"tokens_0_0": np.array([1.0, 2.0])},
-        {"ids_0_0": np.zeros((3, 1), np.uint8)},
-        {"ids_0_0": np.zeros((3, 1, 2), np.int8)},
-    ],
-)
-def test_replay_batches(tmp_path: Path, changed: dict[str, Any]) -> None:
-    assert read_batches(batches(tmp_path)).routers == ("a",)
-    (tmp_path / "good.npz").unlink()
-    with pytest.raises(TraceError, match=r"b\.npz"):
-        read_batches(batches(tmp_path, **changed))
-
-
-def test_replay_batches_that_are_no_archive(tmp_path: Path) -> None:
-    for data in (b"", b"PK", b"\x93NUMPY"):
-        (tmp_path / "b.npz").write_bytes(data)
-        with pytest.raises(TraceError, match=r"b\.npz"):
-            read_batches(tmp_path / "b.npz")

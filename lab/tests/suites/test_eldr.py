@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.answers.fleet.bench import Bench, MeasuredSpan, bench_of, split, steady
+from coterie.answers.fleet.bench import Bench, bench_of, split, steady
 from coterie.answers.fleet.simulation import FleetSettings, simulate_fleet
 from coterie.answers.suites import SuiteOptions
 from coterie.costs.presets import step_model
-from coterie.engines.replay.batches import read_batches
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.locality_band import LocalityBand
@@ -22,7 +21,6 @@ from coterie_lab.suites.eldr import fleets, synthetic
 from coterie_lab.suites.eldr import published as eldr_published
 from coterie_lab.suites.eldr import suite as eldr
 from coterie_lab.suites.eldr.analysis import analyse, domain_unions, phase_correlation
-from coterie_lab.suites.eldr.batches import formed_batches, replay_batches
 from coterie_lab.suites.eldr.cells import LIMIT_ROUTER, Assigned, Cell, CellResult, find_limit, serve_cell
 from coterie_lab.suites.eldr.fleets import (
     ROUTERS,
@@ -103,29 +101,6 @@ def test_experts_of_a_run_by_steps_tokens_and_time(served: Any) -> None:
         served._replace(step_distinct=served.step_distinct / 2), window, fleets.experts_by_rows(served, window)
     )
     assert halved.experts_at_rows == pytest.approx(found.experts_at_rows / 2)
-
-
-def test_formed_batches_are_those_of_the_run(bench: Bench, served: Any) -> None:
-    """Experts counted from the batches are what the run counted in those very steps; large steps come more often."""
-    window, many = MeasuredSpan(0.0, served.end_s), 400
-    batches = formed_batches(served, bench.requests, window, many, np.random.default_rng(0))
-    rows = served.step_decoding
-    steps = np.sort(np.random.default_rng(0).choice(np.flatnonzero(rows > 0), many, p=rows[rows > 0] / rows.sum()))
-    assert [len(ids) for ids in batches] == rows[steps].tolist()
-    for ids, distinct in zip(batches, served.step_distinct[steps], strict=True):
-        counted = np.mean([len(np.unique(ids[:, layer])) for layer in range(24)])
-        assert counted == pytest.approx(distinct)
-    by_token = np.average(rows, weights=rows)
-    assert np.mean([len(ids) for ids in batches]) == pytest.approx(by_token, rel=0.1)
-
-
-def test_batches_are_written_for_replay(data_dir: Path, tmp_path: Path) -> None:
-    steps = replay_batches(data_dir, tmp_path / "batches.npz", steps=5, requests=120, loads=((8, 2), (4, 3)))
-    found = read_batches(tmp_path / "batches.npz")
-    assert steps == 5
-    assert list(found.groups) == ["2 in flight", "3 in flight"]
-    assert found.routers == ("round_robin", "locality_band", "latency_aware")
-    assert all(len(one) == 5 for group in found.groups.values() for one in group.values())
 
 
 def test_assigned_requests_go_where_they_were_assigned(bench: Bench) -> None:
@@ -255,7 +230,6 @@ def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, 
     assert all(set(row) >= set(FIELDS.split()) for row in found.rows)
     assert "COTERIE_DATA" in found.notes[0]
     assert (tmp_path / "eldr_trends.png").stat().st_size > 0
-    assert not (tmp_path / "batches.npz").exists()
 
 
 def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path) -> None:

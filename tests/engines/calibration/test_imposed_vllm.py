@@ -1,4 +1,4 @@
-"""Calibration and replay in real vLLM, in a process of their own: its experts are those imposed."""
+"""Calibration in real vLLM, in a process of its own: its experts are those imposed."""
 
 from __future__ import annotations
 
@@ -64,22 +64,6 @@ assert model.rest is not None and not model.caveat
 assert preset.measurement.software["vllm"]
 """
 
-REPLAY = """
-import numpy as np
-from pathlib import Path
-from coterie.engines.calibration import step_grid
-from coterie.engines.replay import batches, run
-from coterie.engines.tiny import tiny_model_path
-from coterie.models import get_model
-
-rng, ids = np.random.default_rng(0), step_grid.RoutedTokens.draw(get_model("coterie-tiny"), 4, 16).ids
-steps = {router: [ids[rng.integers(len(ids), size=rows)] for rows in (1, 3, 3)] for router in ("a", "b")}
-batches.write_batches(Path("batches.npz"), "coterie-tiny", {"one": steps})
-measured = run.measure_batches(batches.read_batches(Path("batches.npz")), tiny_model_path(), context=16, repeats=2)
-assert {router: len(times) for router, times in measured.step_us["one"].items()} == {"a": 3, "b": 3}
-assert min(us for times in measured.step_us["one"].values() for us in times) > 0
-"""
-
 
 def run(script: str, folder: Path) -> str:
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
@@ -105,7 +89,3 @@ def test_the_experts_are_those_imposed(tmp_path: Path) -> None:
 def test_a_calibration_is_written_and_prices_steps(tmp_path: Path) -> None:
     run(COMMANDS, tmp_path)
     assert (tmp_path / "cells.npz").is_file()
-
-
-def test_every_replayed_step_is_timed(tmp_path: Path) -> None:
-    run(REPLAY, tmp_path)

@@ -31,8 +31,6 @@ from coterie.answers.rank_tables import fit_rank_tables
 from coterie.batching.scheduler import CapsConfig
 from coterie.costs.presets import load_preset, step_model
 from coterie.dispatch.tables import RankTables
-from coterie.engines.replay.batches import read_batches, write_batches
-from coterie.engines.replay.report import read_measured
 from coterie.errors import CoterieError
 from coterie.models import get_model, model_from_config
 from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
@@ -114,9 +112,6 @@ def samples(folder: Path) -> list[Sample]:
     fitted = RouterFit(2, batch=4).fit(trace, np.random.default_rng(0))
     fitted.save(folder / "router.safetensors")
     made.append(Sample(folder / "router.safetensors", RouterFit.load))
-    steps = [ids[:4].astype(np.uint8), ids[4:9].astype(np.uint8)]
-    write_batches(folder / "batches.npz", "any", {"low": {"a": steps, "b": steps}})
-    made.append(Sample(folder / "batches.npz", read_batches))
     with_ids = ActivationTrace.from_arrays(trace.meta, ids, offsets, token_ids=rng.integers(0, 50, 60).astype(np.int32))
     TokenTable().fit(with_ids).save(folder / "table.safetensors")
     made.append(Sample(folder / "table.safetensors", TokenTable.load))
@@ -191,22 +186,10 @@ def settings(folder: Path) -> list[Sample]:
         measurement=msgspec.structs.replace(shipped.measurement, shapes=tuple(kept)),
     )
     (folder / "preset.json").write_bytes(msgspec.json.encode(small))
-    measured = {
-        "model": "any",
-        "dtype": "bf16",
-        "hardware": {"device": "x"},
-        "software": "engine 0",
-        "context": 1024,
-        "step_us": {"low": {"a": [1.0, 2.0]}},
-        "repeats": 3,
-        "spread_pct": 0.1,
-    }
-    (folder / "times.json").write_text(json.dumps({"measured": measured}))
     readers: dict[str, Callable[[Path], object]] = {
         "caps.json": CapsConfig.read,
         "config.json": model_from_config,
         "preset.json": preset,
-        "times.json": read_measured,
     }
     readers |= dict.fromkeys(("p.txt", "p.jsonl", "p.csv"), read_prompts)
     return [Sample(folder / name, read) for name, read in readers.items()]

@@ -83,7 +83,6 @@ VERBS = {
     "place": Verb("Look at placements, and apply them to checkpoints."),
     "plan": Verb("Plan where experts live, and when moving them pays off.", 30, "PlannersInHelp"),
     "record": Verb("Record the experts of real requests, from a model run here or a running server."),
-    "replay": Verb("Run decode batches through real MoE layers on a device and compare routers."),
     "serve": Verb("Route requests in front of a live fleet; OpenAI-compatible.", 10, folder="serving"),
     "simulate": Verb("Simulate batch selection on your own requests.", 10),
     "tokens": Verb("Make the token table that vLLM's scheduler takes as `loads`.", 3),

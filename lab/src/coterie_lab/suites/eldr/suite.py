@@ -102,8 +102,9 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     if options.out is not None:
         report("Drawing", 0, 1)
         options.out.mkdir(parents=True, exist_ok=True)
-        seeds = (options.seeds or SEEDS)[:FEW_SEEDS]
-        notes += _write(options.out, rows, data, seeds, requests)
+        from coterie_lab.suites.eldr.figures import draw_figures
+
+        draw_figures(options.out, rows)
     notes.append(f"{len(jobs)} cells in {time.perf_counter() - begun:.0f} s.")
     return SuiteResult(NAME, rows, notes)
 
@@ -145,17 +146,3 @@ def _kind(job: Job) -> tuple[Any, ...]:
     if isinstance(job, AnalysisJob):
         return 1, 0, job.trace
     return (2, job.decoders, job.part) if isinstance(job, SyntheticCell) else (3, 0, "")
-
-
-def _write(out: Path, rows: list[Row], data: Path | None, seeds: tuple[int, ...], requests: int) -> list[str]:
-    from coterie_lab.suites.eldr.figures import draw_figures
-
-    draw_figures(out, rows)
-    if data is None:
-        return []
-    from coterie_lab.suites.eldr.batches import replay_batches
-
-    path = out / "batches.npz"
-    path.unlink(missing_ok=True)
-    steps = replay_batches(data, path, seeds=seeds, requests=requests)
-    return [f"{path.name}: {steps} decode steps of each router and load, for coterie replay."]

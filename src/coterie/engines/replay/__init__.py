@@ -1,1 +1,0 @@
-"""Replay of routers' decode batches through real MoE layers."""
