@@ -247,6 +247,34 @@ def run(work: Callable[[HandLoop], Awaitable[None]]) -> None:
         loop.close()
 
 
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_the_first_in_line_blocks_nobody_once_gone(how: str) -> None:
+    async def work(loop: HandLoop) -> None:
+        line = WaitingLine(1, 5)
+        await line.take(1.0)
+        first = asyncio.ensure_future(line.take(3.0))
+        await asyncio.sleep(0)
+        others = [asyncio.ensure_future(line.take(9.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert (line.in_use, line.waiting) == (1, 3)
+        if how == "cancelled":
+            first.cancel()
+        else:
+            loop.now += 3.0
+        await asyncio.wait([first])
+        line.check_integrity()
+        line.give_back()
+        await asyncio.wait([others[0]])
+        assert [one.done() for one in others] == [True, False]
+        assert (line.in_use, line.waiting) == (1, 1)
+        line.give_back()
+        await asyncio.wait([others[1]])
+        line.check_integrity()
+        assert isinstance(first.exception() if how == "late" else None, Refused | None)
+
+    run(work)
+
+
 def test_refusals_say_when_to_come_back() -> None:
     async def work(loop: HandLoop) -> None:
         line = WaitingLine(1, 2)
