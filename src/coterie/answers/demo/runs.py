@@ -150,7 +150,8 @@ class LoopResult(NamedTuple):
 def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:
     """Predict the milliseconds of a decode step of `rows` requests with `context` cached tokens each.
 
-    Every layer runs `distinct` experts. Fractional experts and rows are interpolated linearly.
+    Layers run `distinct` experts on average, 3 below to 3 above it: recorded layers deviate by 1.6 to 2.4, and a kernel
+    that runs in waves would put equal layers on one stair, 7% off. Fractional experts and rows are interpolated.
     """
     spec = model.spec
 
@@ -166,6 +167,7 @@ def predicted_step_ms(distinct: float, rows: float, context: float, model: StepM
         return low + (high - low) * (at - math.floor(at))
 
     def of(requests: int) -> float:
-        return between(at(math.floor(distinct), requests), at(math.floor(distinct) + 1, requests), distinct)
+        near = (distinct + shift for shift in range(-3, 4))
+        return float(np.mean([between(at(math.floor(n), requests), at(math.floor(n) + 1, requests), n) for n in near]))
 
     return between(of(max(1, math.floor(rows))), of(max(1, math.floor(rows)) + 1), max(rows, 1.0))

@@ -37,8 +37,8 @@ def _fill(rows: Rows, curves: NDArray[np.float64] | None, figure: Figure, theme:
 def _sweep(rows: Rows, axes: Any, theme: Theme) -> None:
     groups = (
         ("eplb", "published", "EPLB"),
-        ("latency_optimal", "published", "heuristic, published planning time"),
-        ("latency_optimal", "ours", "heuristic, ours"),
+        ("latency_optimal", "published", "our search, published planning time"),
+        ("latency_optimal", "ours", "our search, its planning time"),
     )
     for color, (planner, planning, label) in zip(theme.series, groups, strict=False):
         mine = [row for row in rows if (row["planner"], row["planning"]) == (planner, planning)]

@@ -28,6 +28,7 @@ from coterie.placement.holdings import Held, held_by, remote_share
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
+from coterie_lab.suites.all_to_all.suite import measured
 from coterie_lab.suites.held import placement_from_held
 from coterie_lab.suites.migration.memory import memory_notes, memory_rows
 from coterie_lab.suites.migration.traffic import TRACES, Domains, Windows, make_windows, read_domains
@@ -182,7 +183,7 @@ def _exchange_us(bench: Bench, remote: float) -> float | None:
         return None
     away = bench.spec.top_k * remote
     locality = Locality(bench.spec.top_k - away, away, away, 0.0)
-    return all_to_all_us(ExchangeTraffic.of(locality, bench.spec, -(-bench.batch // RANKS)), Topology(RANKS))
+    return all_to_all_us(ExchangeTraffic.of(locality, bench.spec, -(-bench.batch // RANKS)), measured(Topology(RANKS)))
 
 
 def _replica_rows(model: str, bench: Bench, popular: Held) -> list[dict[str, Any]]:
