@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 def test_every_regime_has_every_rate_and_less_crosses_as_it_rises(rows: list[dict[str, Any]]) -> None:
     regimes = (
-        len(layer_time.MODELS) * sum(map(len, layer_time.TOKENS.values())) * len(layer_time.links()) * len(DISPATCHES)
+        len(layer_time.MODELS) * sum(map(len, layer_time.TOKENS.values())) * len(layer_time.LINKS) * len(DISPATCHES)
     )
     rates = [row for row in rows if row["part"] == PART]
     assert len(rates) == regimes * (1 + len(RATES))
