@@ -70,8 +70,8 @@ def test_a_layer_and_the_rest_are_a_step() -> None:
     assert 1e-6 * found.all_to_all_us == pytest.approx(whole.all_to_all_s[0])
 
 
-def test_decode_on_nvlink_has_a_few_percent_to_save(rows: list[dict[str, Any]]) -> None:
-    """What the page on joint routing counts on recorded steps: 2 to 3% of DeepSeek-V2-Lite's decode."""
+def test_the_exchange_is_an_eighth_of_decode_on_nvlink(rows: list[dict[str, Any]]) -> None:
+    """What the page on joint routing counts on recorded steps: 12.9% of DeepSeek-V2-Lite's decode."""
     mine = [
         row["communication_of_step_pct"]
         for row in rows
@@ -79,8 +79,8 @@ def test_decode_on_nvlink_has_a_few_percent_to_save(rows: list[dict[str, Any]]) 
         and (row["model"], row["phase"], row["link"]) == ("deepseek-v2-lite", "decode", NVLINK4.name)
         and row["local_activation_rate"] == 1 / RANKS
     ]
-    assert min(mine) > 2.0
-    assert max(mine) < 3.0
+    assert min(mine) > 12.0
+    assert max(mine) < 15.0
 
 
 def test_both_readings_of_the_published_rise(rows: list[dict[str, Any]]) -> None:
