@@ -339,7 +339,6 @@ TABLES = (
             Column("us", plain("time_us")),
             Column("us meas.", plain("time_measured_us")),
             Column("us pub.", lambda row: _theirs(row, "time_us")),
-            Column("us rule", plain("time_article_rule_us")),
         ),
         lambda row: row["beside"] == "article",
     ),
