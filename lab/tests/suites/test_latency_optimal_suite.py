@@ -53,9 +53,7 @@ def test_the_published_heuristic_swaps_busiest_and_idlest_and_rolls_back() -> No
     load = Load(np.array([[9.0, 4.0, 5.0, 0.0], [9.0, 1.0, 2.0, 2.0]]), 1)
     plan = PublishedSwaps(objective).plan(load, topology, current)
     np.testing.assert_array_equal(plan.placement.rank_load(load.tokens), [[9, 9], [10, 4]])
-    assert len(plan.moves) == 2, (
-        "the first layer swaps 9 for 5; no swap of the second lowers its busiest rank"
-    )
+    assert len(plan.moves) == 2, "the first layer swaps 9 for 5; no swap of the second lowers its busiest rank"
     dear = PublishedSwaps(replace(objective, expert_bytes=1e15)).plan(load, topology, current)
     assert not len(dear.moves), "a swap whose movement costs more than it saves is rolled back"
 
