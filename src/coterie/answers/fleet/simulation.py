@@ -5,8 +5,9 @@ closed loop keeps a mean of `in_flight` requests per decoder; otherwise requests
 the requests is one run of all routers on the same work, so savings are computed run by run. Step times come from the
 step model: results are predictions, not measurements, and hold for the recorded traffic only.
 
-Splits are halves of the same requests, so their savings are not independent. Intervals come from a bootstrap: recorded
-requests are drawn with replacement, each with all its uses in all splits, and splits are drawn too.
+Splits serve halves of the same requests, so their savings are not independent, and intervals are corrected for it: they
+are as wide as if other requests of the same traffic had been recorded. Requests are not resampled within a run, as the
+time of each depends on the others in its steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
-from coterie.answers.runs import WORTH_PCT, error_bars
+from coterie.answers.runs import WORTH_PCT, error_bars, interval
 from coterie.answers.suites import Report
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, check, check_at_least, check_positive, refuse
@@ -54,8 +55,6 @@ WAITED_SHARE = 0.02
 """Share of arrivals postponed because their recording was in flight, above which a note says so."""
 P99_SLACK_PCT = 1.0
 """Slack in percent: p99 is called no worse if the interval's low end is a loss of at most this."""
-REPLICATES = 500
-"""Bootstrap samples of an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class FleetSettings:
     """Requests served per split."""
     seed: int = 0
     fitted: RouterFit | None = None
-    """Saved fit to use in all splits, on the requests it was not fitted on; None fits one per split."""
+    """Saved fit to use in all splits, on halves of the requests it was not fitted on; None fits one per split."""
 
     def __post_init__(self) -> None:
         check_at_least(1, decoders=self.decoders, in_flight=self.in_flight, splits=self.splits, requests=self.requests)
@@ -129,11 +128,11 @@ class FleetRow(NamedTuple):
     ttft_p50_ms: float
     ttft_p99_ms: float
     saved_pct: Interval
-    """Saving of the mean TPOT relative to the base router, percent; the 95% interval is over requests and splits."""
+    """Saving of the mean TPOT relative to the base router, percent; the 95% interval is corrected for overlap."""
     saved_p99_pct: Interval
     """Saving of the 99th percentile of TPOT, percent."""
     saved_experts_pct: Interval
-    """Saving of distinct experts per step, percent; without an interval, as requests share steps."""
+    """Saving of distinct experts per step, percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,24 +179,20 @@ class FleetReport:
             return f"{gain} ({self.dtype}), on one split: nothing tells how sure that is."
         sure = f"95% {saved.low:.1f} to {saved.high:.1f}"
         if saved.low <= 0:
-            return (
-                f"No router can be told from {base.router} on these requests ({self.dtype}): the best, {best.router}, "
-                f"has {saved.mean:.1f}% less TPOT, {sure}."
-            )
+            said = f"the best, {best.router}, has {saved.mean:.1f}% less TPOT, {sure}"
+            return f"No router can be told from {base.router} on these requests ({self.dtype}): {said}."
         worse = f"p99 cannot be told ({tail.low:+.1f} to {tail.high:+.1f}% saved)"
         if tail.low >= -P99_SLACK_PCT or tail.high < -P99_SLACK_PCT:
             worse = "p99 no worse" if tail.low >= -P99_SLACK_PCT else f"p99 {-tail.mean:.1f}% longer"
-        return f"{'' if self.pays else 'Routing is hardly worth it here: '}{gain} ({self.dtype}), {sure}; {worse}."
+        start = "" if self.pays else "Routing is hardly worth it here: "
+        return f"{start}{gain} ({self.dtype}), {sure}; {worse}."
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "rows": [
-                {key: value._asdict() if isinstance(value, Interval) else value for key, value in row._asdict().items()}
-                for row in self.rows
-            ],
-            "verdict": self.verdict,
-            "pays": self.pays,
-        }
+        rows = [
+            {key: value._asdict() if isinstance(value, Interval) else value for key, value in row._asdict().items()}
+            for row in self.rows
+        ]
+        return asdict(self) | {"rows": rows, "verdict": self.verdict, "pays": self.pays}
 
 
 class _Served(NamedTuple):
@@ -209,15 +204,13 @@ class _Served(NamedTuple):
     """Share of arrivals postponed because their recording was in flight."""
     growth: float
     """Mean requests in flight in the second half of the measured part, relative to the first half."""
-    recorded: NDArray[np.int64]
-    """[measured request with a TPOT] index of its recorded request in the trace."""
-    tpot_s: NDArray[np.float64]
-    """[measured request with a TPOT]"""
 
 
 class _Split(NamedTuple):
     served: dict[str, _Served]
     recorded: int
+    overlap: float
+    """Requests to serve ÷ those left out."""
     places: int
     skipped: dict[str, str]
 
@@ -240,14 +233,13 @@ def simulate_fleet(
         report("Serving", len(runs), settings.splits)
     served = [run.served for run in runs]
     everyone = [one for run in served for one in run.values()]
-    rows = [_row(name, settings, served) for name in settings.names if name in served[0]]
+    rows = [_row(name, settings.base, served, runs[0].overlap) for name in settings.names if name in served[0]]
+    loads = [run[settings.base].summary.worker_in_flight.mean() for run in served]
     return FleetReport(
         model=model.spec.name,
         dtype=model.dtype,
         decoders=settings.decoders,
-        in_flight=settings.in_flight
-        if settings.closed
-        else float(np.mean([run[settings.base].summary.worker_in_flight.mean() for run in served])),
+        in_flight=settings.in_flight if settings.closed else float(np.mean(loads)),
         prefill=settings.prefill,
         places=runs[0].places,
         splits=settings.splits,
@@ -255,21 +247,23 @@ def simulate_fleet(
         measured=min(one.summary.requests for one in everyone),
         rows=rows[:1] + sorted(rows[1:], key=lambda row: -row.saved_pct.mean),
         skipped=runs[0].skipped,
-        notes=_notes(source, model, settings, everyone),
+        notes=_notes(source, model, settings, everyone, runs[0].overlap),
     )
 
 
 def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -> _Split:
-    halves = split(source, seed) if settings.fitted is None else _unseen(source, settings.fitted)
+    halves = split(source, seed) if settings.fitted is None else _unseen(source, settings.fitted, settings, seed)
     cut = split_recordings if source.counts.halved else phase_recordings
     recordings = cut(source.trace, halves.test)
-    if settings.closed and settings.decoders * settings.in_flight > len(recordings):
+    most = settings.decoders * settings.in_flight
+    if settings.closed and most > len(recordings):
         rest = "half of the trace has" if settings.fitted is None else "those that the router was not fitted on are"
         raise ConfigError(
             f"decoders={settings.decoders} x in_flight={settings.in_flight} need as many recorded requests to serve; "
             f"{rest} {len(recordings)}: record more, or ask for fewer in flight"
         )
-    requests = None if settings.closed else _timed(recordings, settings, np.random.default_rng([seed, 2]))
+    rng = np.random.default_rng([seed, 2])
+    requests = None if settings.closed else _timed(recordings, settings, rng)
     per_decoder = settings.in_flight if requests is None else _mean_load(requests, model, settings)
     bench = bench_of(
         source,
@@ -287,12 +281,10 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
     if requests is not None:
         bench = replace(bench, requests=requests, in_flight=None)
     chosen, skipped = _routers(bench, settings)
-    served = {
-        one.router: _metrics(one, recordings.numbers[bench.requests.recorded])
-        for one in bench.runs(chosen)
-        if one.router in chosen
-    }
-    return _Split(served, len(recordings), bench.config.places, skipped)
+    served = {one.router: _metrics(one) for one in bench.runs(chosen) if one.router in chosen}
+    left_out = len(source.counts.requests) - len(halves.test) - (len(halves.fit) if settings.fitted else 0)
+    overlap = len(halves.test) / left_out if left_out > 0 else np.inf
+    return _Split(served, len(recordings), overlap, bench.config.places, skipped)
 
 
 def requests_of(trace: Trace) -> RequestTrace:
@@ -308,8 +300,11 @@ def decoder_placement(model: StepModel) -> Placement | None:
     return None if ranks == 1 else Placement.linear(spec.num_moe_layers, spec.num_experts, ranks)
 
 
-def _unseen(source: Source, fitted: RouterFit) -> Halves:
-    """Split the requests into those that the router was fitted on and those to serve."""
+def _unseen(source: Source, fitted: RouterFit, settings: FleetSettings, seed: int) -> Halves:
+    """Return the requests that the router was fitted on, and those to serve.
+
+    Half of the others are served, or as many as must be in flight and a quarter more; all if there is one split.
+    """
     counts, learned = source.counts, fitted.learned
     if (learned.num_layers, learned.num_experts) != counts.prefill.shape[1:]:
         raise ConfigError(
@@ -319,7 +314,10 @@ def _unseen(source: Source, fitted: RouterFit) -> Halves:
     known = np.isin(counts.digests, [] if learned.seen is None else learned.seen)
     if known.all():
         raise ConfigError("the router was fitted on every request of this trace: none is left to serve")
-    return Halves(counts.requests[known], counts.requests[~known])
+    order = np.random.default_rng([seed, 0]).permutation(counts.requests[~known])
+    least = settings.decoders * settings.in_flight * 5 // 4 if settings.closed else 1
+    served = len(order) if settings.splits == 1 else max(len(order) // 2, least)
+    return Halves(counts.requests[known], np.sort(order[:served]))
 
 
 def _timed(recordings: Recordings, settings: FleetSettings, rng: np.random.Generator) -> FleetRequests:
@@ -332,12 +330,8 @@ def _timed(recordings: Recordings, settings: FleetSettings, rng: np.random.Gener
 
 
 def _config(settings: FleetSettings, places: int) -> FleetConfig:
-    return FleetConfig(
-        decode_workers=settings.decoders,
-        prefill_workers=settings.prefill,
-        places=places,
-        link=INFINIBAND_400G if settings.prefill else None,
-    )
+    link = INFINIBAND_400G if settings.prefill else None
+    return FleetConfig(decode_workers=settings.decoders, prefill_workers=settings.prefill, places=places, link=link)
 
 
 def _mean_load(requests: FleetRequests, model: StepModel, settings: FleetSettings) -> int:
@@ -367,35 +361,26 @@ def _routers(bench: Bench, settings: FleetSettings) -> tuple[dict[str, Router], 
     return chosen, skipped
 
 
-def _metrics(served: ServedRun, numbers: NDArray[np.int64]) -> _Served:
-    """Measure a run; `numbers` [request] are the recorded requests that it replays."""
+def _metrics(served: ServedRun) -> _Served:
     run, (since_s, until_s) = served.run, served.window
     middle_s = (since_s + until_s) / 2
     whole, before, after = (
         summarise_fleet(run, since_s=since, until_s=until)
         for since, until in ((since_s, until_s), (since_s, middle_s), (middle_s, until_s))
     )
-    timed = (run.arrival_s >= since_s) & (run.arrival_s <= until_s) & np.isfinite(run.tpot_s)
-    return _Served(
-        whole,
-        run.postponed / len(run.arrival_s),
-        after.mean_in_flight / max(before.mean_in_flight, 1e-9),
-        numbers[timed],
-        run.tpot_s[timed],
-    )
+    growth = after.mean_in_flight / max(before.mean_in_flight, 1e-9)
+    return _Served(whole, run.postponed / len(run.arrival_s), growth)
 
 
-def _row(name: str, settings: FleetSettings, runs: Sequence[dict[str, _Served]]) -> FleetRow:
+def _row(name: str, base: str, runs: Sequence[dict[str, _Served]], overlap: float) -> FleetRow:
     def values(router: str, field: str) -> NDArray[np.float64]:
         return np.array([attrgetter(field)(run[router].summary) for run in runs], np.float64)
 
     def mean(field: str) -> float:
         return float(values(name, field).mean())
 
-    def saved(field: str) -> float:
-        return float(np.mean(100.0 * (1.0 - values(name, field) / values(settings.base, field))))
-
-    pairs = [(run[settings.base], run[name]) for run in runs]
+    def saved(field: str) -> Interval:
+        return interval(100.0 * (1.0 - values(name, field) / values(base, field)), overlap)
 
     return FleetRow(
         router=name,
@@ -405,57 +390,28 @@ def _row(name: str, settings: FleetSettings, runs: Sequence[dict[str, _Served]])
         tpot_mean_ms=mean("tpot.mean"),
         ttft_p50_ms=mean("ttft.p50"),
         ttft_p99_ms=mean("ttft.p99"),
-        saved_pct=_sure(saved("tpot.mean"), pairs, None, settings.seed),
-        saved_p99_pct=_sure(saved("tpot.p99"), pairs, 0.99, settings.seed),
-        saved_experts_pct=Interval(saved("distinct_by_token"), None, None),
+        saved_pct=saved("tpot.mean"),
+        saved_p99_pct=saved("tpot.p99"),
+        saved_experts_pct=saved("distinct_by_token"),
     )
 
 
-def _sure(saved: float, pairs: Sequence[tuple[_Served, _Served]], quantile: float | None, seed: int) -> Interval:
-    """Return the saving with its 95% interval by bootstrap, of the mean TPOT or of a quantile; one split has none.
-
-    `pairs` are the base router's run and the other's, by split. A recorded request is drawn with all its uses, in all
-    splits. One split less than there are is drawn, which gives their mean the variance that Student's t assumes.
-    """
-    if len(pairs) < 2:
-        return Interval(saved, None, None)
-    rng = np.random.default_rng([seed, 3])
-    known = np.unique(np.concatenate([run.recorded for pair in pairs for run in pair]))
-    counts = rng.multinomial(len(known), np.full(len(known), 1 / len(known)), REPLICATES).astype(np.float64)
-    counts[0] = 1.0  # what was measured
-    base, other = (
-        np.stack([_weighted(run, known, counts, quantile) for run in side]) for side in zip(*pairs, strict=True)
-    )
-    savings = 100.0 * (1.0 - other / base).T  # [replicate, split]
-    drawn = np.take_along_axis(savings, rng.integers(len(pairs), size=(REPLICATES, len(pairs) - 1)), 1)
-    low, high = np.quantile(drawn.mean(axis=1) - savings[0].mean(), (0.025, 0.975))
-    return Interval(saved, saved + float(low), saved + float(high))
-
-
-def _weighted(
-    run: _Served, known: NDArray[np.int64], counts: NDArray[np.float64], quantile: float | None
-) -> NDArray[np.float64]:
-    """Return the mean or quantile of TPOT [replicate] if recorded requests occur `counts` [replicate, known] times."""
-    at, order = np.searchsorted(known, run.recorded), np.argsort(run.tpot_s)
-    if quantile is None:
-        return np.asarray(
-            np.divide(*(counts @ np.bincount(at, by, len(known)) for by in (run.tpot_s, np.ones(len(at)))))
-        )
-    passed = np.cumsum(counts[:, at[order]], axis=1)
-    return np.asarray(run.tpot_s[order][(passed >= quantile * passed[:, -1:]).argmax(axis=1)])
-
-
-def _notes(source: Source, model: StepModel, settings: FleetSettings, runs: Sequence[_Served]) -> list[str]:
+def _notes(
+    source: Source, model: StepModel, settings: FleetSettings, runs: Sequence[_Served], overlap: float
+) -> list[str]:
     fitted, waited = settings.fitted, max(run.waited for run in runs)
     notes = {
-        "95% intervals are for other requests of this traffic, other fits and other orders: recorded requests and "
-        "splits are resampled. They do not cover other traffic or the error of predicted times.": settings.splits > 1,
+        "95% intervals are for other requests of this traffic, other fits and other orders; they are corrected for the "
+        "overlap of splits. They do not cover other traffic or the error of predicted times.": settings.splits > 1,
+        "No intervals: every split serves all requests, as so many must be in flight.": (
+            settings.splits > 1 and np.isinf(overlap)
+        ),
         model.caveat: bool(model.caveat),
         "The trace has one phase: the first half of a request stands for its prompt.": source.counts.halved,
         "The router's file does not say which requests it was fitted on: savings may look too good.": (
             fitted is not None and fitted.learned.seen is None
         ),
-        "All splits serve the same requests in another order: the router was fitted once.": fitted is not None,
+        "The router was fitted once: the intervals do not cover other fits.": fitted is not None,
         f"The router was fitted for {fitted and fitted.batch} requests on a decoder.": (
             fitted is not None and settings.closed and fitted.batch != settings.in_flight
         ),
@@ -497,5 +453,6 @@ def draw_fleets(reports: Sequence[FleetReport], figure: Figure, theme: Theme) ->
             f"{report.model} in {report.dtype}: {report.decoders} decoders, {report.in_flight:.3g} requests on each",
             loc="left",
         )
-    panels[-1].set_xlabel(f"% less than {reports[0].rows[0].router}" + " (95%)" * (reports[0].splits > 1))
+    sure = " (95%)" if reports[0].splits > 1 else ""
+    panels[-1].set_xlabel(f"% less than {reports[0].rows[0].router}{sure}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)

@@ -9,7 +9,7 @@ similar requests look better than it is. So the uses are drawn far apart, and th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -45,8 +45,6 @@ class Recordings:
     domains: Sequence[str] | None = None
     prompt_tokens: NDArray[np.int64] | None = None
     """Length of the recorded request's prompt; None if unknown."""
-    numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Index of the request in its trace; empty if unknown."""
 
     def __len__(self) -> int:
         return len(self.prompt_row)
@@ -112,7 +110,6 @@ def _recordings(
         shown,
         None if domains is None else [domains[int(number)] for number in numbers],
         np.asarray(trace.requests.prompt_tokens)[numbers],
-        numbers,
     )
 
 
