@@ -125,8 +125,11 @@ def test_a_fitted_router_serves_what_it_has_not_seen(run: Run, folder: Path, tmp
     assert run("fit", folder, "--workers", 2, "--batch", 4, "-o", file).code == 0
     found = answer(run, folder, *SMALL, "--splits", 2, "--fitted", file, "--router", "latency_aware")
     (fleet,) = found["fleets"]
-    assert fleet["recorded"] == 18, "30% of 60 requests were held out"
-    assert any("in another order" in note for note in fleet["notes"])
+    assert fleet["recorded"] == 10, "30% of 60 requests were held out; 8 are in flight, and a quarter more"
+    assert any("do not cover other fits" in note for note in fleet["notes"])
+    assert all(row["saved_pct"]["low"] is not None for row in fleet["rows"])
+    found = answer(run, folder, *SMALL, "--splits", 1, "--fitted", file, "--router", "latency_aware")
+    assert found["fleets"][0]["recorded"] == 18, "one split serves them all"
     ran = run("fleet", folder, "--decoders", 4, "--in-flight", 2, "--fitted", file)
     assert (ran.code, "was fitted for 2 workers; the fleet has 4" in ran.err) == (2, True)
     ran = run("fleet", folder, "--decoders", 2, "--in-flight", 12, "--fitted", file)

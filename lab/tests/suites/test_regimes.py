@@ -18,7 +18,18 @@ from coterie.traces.readers import read_trace
 from coterie_lab.suites.eldr.fleets import TRACES
 from coterie_lab.suites.eldr.synthetic import load_arrivals
 from coterie_lab.suites.regimes import suite as regimes
-from coterie_lab.suites.regimes.suite import ARRIVALS, BURST, REGIMES, Bench, Cell, draw, draw_order, run, verdict
+from coterie_lab.suites.regimes.suite import (
+    ARRIVALS,
+    AS_PUBLISHED,
+    BURST,
+    REGIMES,
+    Bench,
+    Cell,
+    draw,
+    draw_order,
+    run,
+    verdict,
+)
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -53,7 +64,7 @@ def test_bursts_are_of_one_kind(recording: Any, rng: np.random.Generator) -> Non
     assert len(set(recording.kind[draw_order(recording.kind, "mixed", BURST, rng)])) > 1
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", [*REGIMES, *AS_PUBLISHED])
 def test_every_regime_keeps_the_invariants(
     regime: str, data_dir: Path, recording: Any, rng: np.random.Generator
 ) -> None:
@@ -62,7 +73,9 @@ def test_every_regime_keeps_the_invariants(
     assert drawn.arrival_s[0] == 0.0
     assert drawn.arrival_s[-1] == pytest.approx(59.0), "one request a second on average"
     assert drawn.prompt_tokens.max() <= regimes.LONGEST_PROMPT
-    bench = Bench(REGIMES[regime], "deepseek-v2-lite", recording, drawn, "bursts", drawn.prompt_tokens)
+    bench = Bench((REGIMES | AS_PUBLISHED)[regime], "deepseek-v2-lite", recording, drawn, "bursts", drawn.prompt_tokens)
+    own = bench.predicted.sum(axis=(1, 2))
+    assert np.allclose(own, own[0]) == (regime in AS_PUBLISHED or bench.regime.phase == "decode")
     ours = bench.strategy("latency_aware")
     assert isinstance(ours, LatencyAware)
     for strategy in (strategies.make("fcfs"), strategies.make("greedy_variance"), ours):

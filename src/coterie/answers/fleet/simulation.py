@@ -4,6 +4,10 @@ Half of the recorded requests fit the routers, the other half is served; no reco
 closed loop keeps a mean of `in_flight` requests per decoder; otherwise requests arrive at given times. Every split of
 the requests is one run of all routers on the same work, so savings are computed run by run. Step times come from the
 step model: results are predictions, not measurements, and hold for the recorded traffic only.
+
+Splits serve halves of the same requests, so their savings are not independent, and intervals are corrected for it: they
+are as wide as if other requests of the same traffic had been recorded. Requests are not resampled within a run, as the
+time of each depends on the others in its steps.
 """
 
 from __future__ import annotations
@@ -73,12 +77,12 @@ class FleetSettings:
     places: int | None = None
     """Most requests that a decoder runs at once; None takes four times the mean (at least 16) for a choice."""
     splits: int = SPLITS
-    """Number of random halvings of the recorded requests, one run each; intervals are over these."""
+    """Number of random halvings of the recorded requests, one run each; one gives no intervals."""
     requests: int = REQUESTS
     """Requests served per split."""
     seed: int = 0
     fitted: RouterFit | None = None
-    """Saved fit to use in all splits, on the requests it was not fitted on; None fits one per split."""
+    """Saved fit to use in all splits, on halves of the requests it was not fitted on; None fits one per split."""
 
     def __post_init__(self) -> None:
         check_at_least(1, decoders=self.decoders, in_flight=self.in_flight, splits=self.splits, requests=self.requests)
@@ -124,7 +128,7 @@ class FleetRow(NamedTuple):
     ttft_p50_ms: float
     ttft_p99_ms: float
     saved_pct: Interval
-    """Saving of the mean TPOT relative to the base router, percent; 95% interval over splits."""
+    """Saving of the mean TPOT relative to the base router, percent; the 95% interval is corrected for overlap."""
     saved_p99_pct: Interval
     """Saving of the 99th percentile of TPOT, percent."""
     saved_experts_pct: Interval
@@ -205,6 +209,8 @@ class _Served(NamedTuple):
 class _Split(NamedTuple):
     served: dict[str, _Served]
     recorded: int
+    overlap: float
+    """Requests to serve ÷ those left out."""
     places: int
     skipped: dict[str, str]
 
@@ -227,7 +233,7 @@ def simulate_fleet(
         report("Serving", len(runs), settings.splits)
     served = [run.served for run in runs]
     everyone = [one for run in served for one in run.values()]
-    rows = [_row(name, settings.base, served) for name in settings.names if name in served[0]]
+    rows = [_row(name, settings.base, served, runs[0].overlap) for name in settings.names if name in served[0]]
     loads = [run[settings.base].summary.worker_in_flight.mean() for run in served]
     return FleetReport(
         model=model.spec.name,
@@ -241,12 +247,12 @@ def simulate_fleet(
         measured=min(one.summary.requests for one in everyone),
         rows=rows[:1] + sorted(rows[1:], key=lambda row: -row.saved_pct.mean),
         skipped=runs[0].skipped,
-        notes=_notes(source, model, settings, everyone),
+        notes=_notes(source, model, settings, everyone, runs[0].overlap),
     )
 
 
 def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -> _Split:
-    halves = split(source, seed) if settings.fitted is None else _unseen(source, settings.fitted)
+    halves = split(source, seed) if settings.fitted is None else _unseen(source, settings.fitted, settings, seed)
     cut = split_recordings if source.counts.halved else phase_recordings
     recordings = cut(source.trace, halves.test)
     most = settings.decoders * settings.in_flight
@@ -276,7 +282,9 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
         bench = replace(bench, requests=requests, in_flight=None)
     chosen, skipped = _routers(bench, settings)
     served = {one.router: _metrics(one) for one in bench.runs(chosen) if one.router in chosen}
-    return _Split(served, len(recordings), bench.config.places, skipped)
+    left_out = len(source.counts.requests) - len(halves.test) - (len(halves.fit) if settings.fitted else 0)
+    overlap = len(halves.test) / left_out if left_out > 0 else np.inf
+    return _Split(served, len(recordings), overlap, bench.config.places, skipped)
 
 
 def requests_of(trace: Trace) -> RequestTrace:
@@ -292,8 +300,11 @@ def decoder_placement(model: StepModel) -> Placement | None:
     return None if ranks == 1 else Placement.linear(spec.num_moe_layers, spec.num_experts, ranks)
 
 
-def _unseen(source: Source, fitted: RouterFit) -> Halves:
-    """Split the requests into those that the router was fitted on and those to serve."""
+def _unseen(source: Source, fitted: RouterFit, settings: FleetSettings, seed: int) -> Halves:
+    """Return the requests that the router was fitted on, and those to serve.
+
+    Half of the others are served, or as many as must be in flight and a quarter more; all if there is one split.
+    """
     counts, learned = source.counts, fitted.learned
     if (learned.num_layers, learned.num_experts) != counts.prefill.shape[1:]:
         raise ConfigError(
@@ -303,7 +314,10 @@ def _unseen(source: Source, fitted: RouterFit) -> Halves:
     known = np.isin(counts.digests, [] if learned.seen is None else learned.seen)
     if known.all():
         raise ConfigError("the router was fitted on every request of this trace: none is left to serve")
-    return Halves(counts.requests[known], counts.requests[~known])
+    order = np.random.default_rng([seed, 0]).permutation(counts.requests[~known])
+    least = settings.decoders * settings.in_flight * 5 // 4 if settings.closed else 1
+    served = len(order) if settings.splits == 1 else max(len(order) // 2, least)
+    return Halves(counts.requests[known], np.sort(order[:served]))
 
 
 def _timed(recordings: Recordings, settings: FleetSettings, rng: np.random.Generator) -> FleetRequests:
@@ -358,7 +372,7 @@ def _metrics(served: ServedRun) -> _Served:
     return _Served(whole, run.postponed / len(run.arrival_s), growth)
 
 
-def _row(name: str, base: str, runs: Sequence[dict[str, _Served]]) -> FleetRow:
+def _row(name: str, base: str, runs: Sequence[dict[str, _Served]], overlap: float) -> FleetRow:
     def values(router: str, field: str) -> NDArray[np.float64]:
         return np.array([attrgetter(field)(run[router].summary) for run in runs], np.float64)
 
@@ -366,7 +380,7 @@ def _row(name: str, base: str, runs: Sequence[dict[str, _Served]]) -> FleetRow:
         return float(values(name, field).mean())
 
     def saved(field: str) -> Interval:
-        return interval(100.0 * (1.0 - values(name, field) / values(base, field)))
+        return interval(100.0 * (1.0 - values(name, field) / values(base, field)), overlap)
 
     return FleetRow(
         router=name,
@@ -382,15 +396,22 @@ def _row(name: str, base: str, runs: Sequence[dict[str, _Served]]) -> FleetRow:
     )
 
 
-def _notes(source: Source, model: StepModel, settings: FleetSettings, runs: Sequence[_Served]) -> list[str]:
+def _notes(
+    source: Source, model: StepModel, settings: FleetSettings, runs: Sequence[_Served], overlap: float
+) -> list[str]:
     fitted, waited = settings.fitted, max(run.waited for run in runs)
     notes = {
+        "95% intervals are for other requests of this traffic, other fits and other orders; they are corrected for the "
+        "overlap of splits. They do not cover other traffic or the error of predicted times.": settings.splits > 1,
+        "No intervals: every split serves all requests, as so many must be in flight.": (
+            settings.splits > 1 and np.isinf(overlap)
+        ),
         model.caveat: bool(model.caveat),
         "The trace has one phase: the first half of a request stands for its prompt.": source.counts.halved,
         "The router's file does not say which requests it was fitted on: savings may look too good.": (
             fitted is not None and fitted.learned.seen is None
         ),
-        "All splits serve the same requests in another order: the router was fitted once.": fitted is not None,
+        "The router was fitted once: the intervals do not cover other fits.": fitted is not None,
         f"The router was fitted for {fitted and fitted.batch} requests on a decoder.": (
             fitted is not None and settings.closed and fitted.batch != settings.in_flight
         ),
@@ -432,6 +453,6 @@ def draw_fleets(reports: Sequence[FleetReport], figure: Figure, theme: Theme) ->
             f"{report.model} in {report.dtype}: {report.decoders} decoders, {report.in_flight:.3g} requests on each",
             loc="left",
         )
-    sure = f" (95% over {reports[0].splits} splits)" if reports[0].splits > 1 else ""
+    sure = " (95%)" if reports[0].splits > 1 else ""
     panels[-1].set_xlabel(f"% less than {reports[0].rows[0].router}{sure}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)

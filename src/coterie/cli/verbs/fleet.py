@@ -82,7 +82,7 @@ def fleet_command(
     ] = "h200",
     ranks: Annotated[int, typer.Option("--ranks", min=1, max=1024, help="GPUs of one decoder (expert parallel).")] = 1,
     splits: Annotated[
-        int, typer.Option("--splits", min=1, max=1000, help="Ways to halve the trace; intervals are over them.")
+        int, typer.Option("--splits", min=1, max=1000, help="Ways to halve the trace; 1 gives no intervals.")
     ] = 6,
     requests: Annotated[
         int, typer.Option("--requests", min=1, max=1_000_000, help="Requests served per router and split.")
@@ -190,7 +190,7 @@ def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:
             ["router", "experts/step", "TPOT ms", "p99 ms", "TTFT ms", "mean TPOT saved %", "p99 saved %"],
             [_cells(row, number == 0) for number, row in enumerate(one.rows)],
             note=f"Times are medians but for p99. Saved: against {result['base']}, "
-            + (f"with 95% intervals over {one.splits} splits." if one.splits > 1 else "on one split: no interval."),
+            + (f"mean of {one.splits} splits and 95% interval." if one.splits > 1 else "on one split: no interval."),
         )
         out.print(
             f"{one.recorded:,} recorded requests were served, {one.measured:,} or more measured per split; "

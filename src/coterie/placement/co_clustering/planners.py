@@ -67,12 +67,14 @@ class _CoClustering(PlansAnew):
 class SemMoe(_CoClustering):
     """Sem-MoE's alternating algorithm: assign experts to ranks by their items, then items by their experts, repeatedly.
 
-    It balances the tokens of items, not the load of experts: the load of ranks may be far from balanced.
+    The load of experts divides a rank's score and sets the order of placement, no more: ranks may be far from even.
+    The published text gives no weights. The default ignores affinity between experts: of six settings on calibration
+    splits of four traces it was the most even (1.67 against 2.04 with 0.2) at the same rate of local activations.
     """
 
     objective: Objective = needs(PRICES_HINT)
     items: Items = needs(ITEMS_HINT)
-    settings: AlternatingSettings = field(default_factory=AlternatingSettings)
+    settings: AlternatingSettings = field(default_factory=lambda: AlternatingSettings(expert_expert=0.0))
     seed: int = 0
     """Seed of the starting clusters and of the random swaps."""
 

@@ -86,6 +86,9 @@ class Regime:
     ranks: int
     places: int
     """Largest number of requests in a batch."""
+    published: bool = False
+    """Whether strategies run as CAPS does: a batch starts at 16 waiting requests or after 100 ms, predictions are
+    normalised (a prompt's length is not in them), skips are not limited."""
 
 
 REGIMES = {
@@ -94,6 +97,10 @@ REGIMES = {
     "ep8-prefill": Regime("prefill", 8, 8),
     "ep8-decode": Regime("decode", 8, 128),
 }
+AS_PUBLISHED = {"caps-prefill": Regime("prefill", 1, 8, True), "caps-ep8-prefill": Regime("prefill", 8, 8, True)}
+"""Not part of the suite's tables: :func:`published_rows` runs these at the loads of the publication."""
+PUBLISHED_LOADS = (1.3, 1.7, 2.1, 2.6)
+"""Published rates of 150 to 300 requests per second over what fcfs serves of bursty arrivals, 117."""
 
 
 class Cell(NamedTuple):
@@ -216,7 +223,8 @@ class Bench:
         self.predicted = self.recording.predicted[self.drawn.recorded]
         if self.regime.phase == "prefill":
             self.loads = self._prompt_loads(spec)
-            self.predicted = self.predicted * self.drawn.prompt_tokens[:, None, None]
+            if not self.regime.published:
+                self.predicted = self.predicted * self.drawn.prompt_tokens[:, None, None]
 
     def _prompt_loads(self, spec: ModelSpec) -> NDArray[np.int64]:
         """Return loads [request, layer, expert]: the recorded tokens repeated, the last time in part."""
@@ -233,7 +241,8 @@ class Bench:
         return StepCost.for_phase(self.model, self.regime.phase, self.regime.places, mean, self.placement)
 
     def strategy(self, name: str) -> Strategy:
-        return strategies.make(name, Offers(cost=self.cost, trust=self.trust))
+        limits = {"max_skips": None} if self.regime.published else {}
+        return strategies.make(name, Offers(cost=self.cost, trust=self.trust), **limits)
 
     def trust(self) -> float:
         """Measure the trust in predictions on calibration requests in the same kind of order and with such prompts."""
@@ -251,7 +260,8 @@ class Bench:
         arrival_s = drawn.arrival_s / rate
         if regime.phase == "prefill":
             execution = PrefillExecution(self.timer, self.loads, drawn.prompt_tokens, regime.ranks)
-            config = SchedulerConfig(max_batch_size=regime.places, min_batch_trigger=1)
+            trigger = SchedulerConfig().min_batch_trigger if regime.published else 1
+            config = SchedulerConfig(max_batch_size=regime.places, min_batch_trigger=trigger)
             return run_batches(arrival_s, self.predicted, execution, config, strategy, rng, check)
         first, tokens = self.recording.first[drawn.recorded], self.recording.tokens[drawn.recorded]
         requests = DecodeRequests(arrival_s, drawn.prompt_tokens, first, tokens, self.recording.expert_ids)
@@ -268,7 +278,7 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> d
     seed = [cell.seed, sorted(TRACES).index(cell.model), sorted(ARRIVALS).index(cell.arrivals)]
     drawn = draw(recording, arrivals, cell.order, requests, np.random.default_rng(seed))
     prior_tokens = draw(recording, arrivals, cell.order, requests, np.random.default_rng([*seed, 1])).prompt_tokens
-    bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn, cell.order, prior_tokens)
+    bench = Bench((REGIMES | AS_PUBLISHED)[cell.regime], cell.model, recording, drawn, cell.order, prior_tokens)
     at_once = summarise_run(bench.run(strategies.make("fcfs"), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
     return {name: summarise_run(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
@@ -302,6 +312,18 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
         draw_figures(options.out, rows)
     result.notes.append(f"{len(cells) * len(names)} runs in {time.perf_counter() - begun:.0f} s.")
     return result
+
+
+def published_rows(data: Path, names: tuple[str, ...], seeds: tuple[int, ...], report: Report) -> list[dict[str, Any]]:
+    """Return the mean gains of `names` over fcfs, one of them, with CAPS's settings at its loads."""
+    cells = [Cell(*kind) for kind in product(AS_PUBLISHED, TRACES, ARRIVALS, ORDERS, PUBLISHED_LOADS, seeds)]
+    runs = run_cells(partial(run_cell, names=names, requests=REQUESTS, data=data), cells, report, "Simulating")
+    rows = []
+    for regime, order, load, name in product(AS_PUBLISHED, ORDERS, PUBLISHED_LOADS, names):
+        chosen = [cell for cell in cells if (cell.regime, cell.order, cell.load) == (regime, order, load)]
+        by_seed = [[runs[cell] for cell in chosen if cell.seed == seed] for seed in seeds]
+        rows.append(_overall(regime, order, name, by_seed) | {"load": load})
+    return rows
 
 
 def _row(kind: tuple[Any, ...], name: str, runs: list[dict[str, RunSummary]]) -> dict[str, Any]:
