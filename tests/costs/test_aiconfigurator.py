@@ -175,7 +175,14 @@ def test_the_laws_behind_the_tables_are_recovered(package: Path) -> None:
     preset = fit_preset("made-up", measurement)
     fit = preset.fits[SPEC.name]
     assert fit.moe["bf16"].held_out.mape_pct < 2.0
-    assert fit.moe["bf16"].params.stream_bytes_per_us == pytest.approx(4e6, rel=0.05)
+    # Several laws fit balanced cells: their prices are equal, their parameters are not.
+    fitted, law = (
+        params.array(SPEC.expert_bytes("bf16"), 2.0 * SPEC.expert_params) for params in (fit.moe["bf16"].params, LAW)
+    )
+    for tokens in (3, 6, 12, 40, 80, 300, 3000):
+        counts = np.zeros(SPEC.num_experts)
+        counts[: 8 * tokens] = tokens * SPEC.top_k / min(8 * tokens, SPEC.num_experts)
+        assert layer_us(fitted, counts, float(tokens)) == pytest.approx(layer_us(law, counts, float(tokens)), rel=0.02)
     assert fit.gemm.bytes_per_us == pytest.approx(4e6, rel=0.02)
     assert fit.decode_attention.query_us == pytest.approx(0.2, rel=0.1)
     assert fit.decode_attention.held_out.worst_pct < 1.0
