@@ -26,6 +26,8 @@ from coterie.costs.step import Batch, StepModel
 from coterie.models import get_model
 
 DRAWS = 1000
+ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
+"""In the order of the table; savings are against the first."""
 SIZES = (1, 2, 4, *range(8, 65, 8))
 """Sizes of vLLM's CUDA graphs, to which decode batches are padded."""
 GPU, WALL, PREDICTED = 1, 2, 3
@@ -66,7 +68,9 @@ def add_times(decoder: Decoder, model: StepModel, sums: dict[int, Any], off: lis
     for step in decoder.steps:
         here = decoder.who[step["step"]] >= 0
         who = decoder.who[step["step"]][here].tolist()
-        load = step_load(decoder.ids[decoder.at[step["step"]][here]], model.spec.num_experts)
+        rows = decoder.ids[decoder.at[step["step"]][here]]
+        padded = next(size for size in SIZES if size >= len(who))
+        load = step_load(np.concatenate([rows, np.repeat(rows[:1], padded - len(who), axis=0)]), model.spec.num_experts)
         cached = sum(decoder.job["contexts"][str(one)] + decoded[one] for one in who)
         decoded.update(who)
         padded = next(size for size in SIZES if size >= len(who))
@@ -90,7 +94,7 @@ def main() -> None:
     found = list(read_decoders(files))
     header = found[0][0]
     model = step_model(get_model(header["model"]), "h200", header["dtype"], engine="vllm")
-    routers = list(dict.fromkeys(decoder.job["router"] for _, decoder in found))
+    routers = [name for name in ROUTERS if any(decoder.job["router"] == name for _, decoder in found)]
     replayed = Counter((decoder.job["load"], decoder.job["decoder"]) for _, decoder in found)
     sums: dict[tuple[int, str], dict[int, Any]] = defaultdict(lambda: defaultdict(lambda: np.zeros(5)))
     off: list[float] = []

@@ -1,6 +1,6 @@
 """Jobs for vllm_steps.py: the decode steps that routers formed in a simulated fleet on recorded requests.
 
-COTERIE_DATA=… python lab/benchmarks/gpu/step_jobs.py MODEL OUT.npz
+COTERIE_DATA=… python lab/benchmarks/gpu/step_jobs.py MODEL DTYPE OUT.npz
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.fleet.bench import REQUESTS, MeasuredSpan, steady
+from coterie.answers.fleet.bench import REQUESTS, MeasuredSpan, bench_of, split, steady
+from coterie.costs.presets import step_model
+from coterie.models import get_model
 from coterie.sim import FleetRequests, FleetRun
-from coterie_lab.suites.eldr.fleets import closed_bench, recorded_source
+from coterie.sim.fleet.requests import split_recordings
+from coterie.types import WeightDtype
+from coterie_lab.suites.eldr.fleets import recorded_source
 
 Ids = NDArray[np.integer]
 
@@ -81,10 +85,12 @@ def decoder_steps(
     return who, at, contexts
 
 
-def add_replay(jobs: Jobs, data: Path, model: str) -> None:
-    source = recorded_source(data, model)
+def add_replay(jobs: Jobs, data: Path, name: str, dtype: WeightDtype) -> None:
+    source, model = recorded_source(data, name), step_model(get_model(name), "h200", dtype)
+    halves = split(source, 0)
+    recordings = split_recordings(source.trace, halves.test)
     for decoders, per_decoder in LOADS:
-        bench = closed_bench(source, decoders, per_decoder, 0, REQUESTS)
+        bench = bench_of(source, halves, recordings, decoders, per_decoder, 0, REQUESTS, model)
         runs = {name: bench.serve(bench.router(name)) for name in ROUTERS}
         rows = jobs.keep(bench.requests.recordings.expert_ids)
         for decoder in range(decoders):
@@ -96,9 +102,9 @@ def add_replay(jobs: Jobs, data: Path, model: str) -> None:
 
 
 def main() -> None:
-    model, out = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
+    model, dtype, out = sys.argv[1:] if len(sys.argv) == 4 else sys.exit(__doc__)
     jobs = Jobs()
-    add_replay(jobs, Path(os.environ["COTERIE_DATA"]), model)
+    add_replay(jobs, Path(os.environ["COTERIE_DATA"]), model, dtype)
     jobs.save(Path(out))
 
 

@@ -197,9 +197,19 @@ class ImposedEngine:
     """vLLM with imposed routing; one per process."""
 
     def __init__(
-        self, config: dict[str, Any], spec: ModelSpec, ids: Ids, prompts: Sequence[int], longest: int, rows: int
+        self,
+        config: dict[str, Any],
+        spec: ModelSpec,
+        ids: Ids,
+        prompts: Sequence[int],
+        longest: int,
+        rows: int,
+        **settings: Any,
     ) -> None:
-        """Start vLLM for prompts of the sizes `prompts`, up to `longest` tokens a request, and `rows` requests."""
+        """Start vLLM for prompts of the sizes `prompts`, up to `longest` tokens a request, and `rows` requests.
+
+        `settings` are further arguments of vLLM.
+        """
         check(ids.shape[1:] == (spec.num_moe_layers, spec.top_k), f"ids are {ids.shape}; they do not fit {spec.name}")
         os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
         try:
@@ -229,6 +239,7 @@ class ImposedEngine:
             dtype="bfloat16" if self.routing.cuda else "float32",
             enforce_eager=not self.routing.cuda,
             **({"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}} if self.routing.cuda else {}),
+            **settings,
         ).llm_engine
         folder.cleanup()
         self._rng = np.random.default_rng(0)

@@ -30,7 +30,8 @@ DECODED_MOST = 256
 class StepGrid:
     """Sizes of the steps to time."""
 
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    """Requests of decode steps: all sizes of vLLM's graphs, since the time between two of them is no straight line."""
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
     """Cached tokens per request of decode steps; levels of distinct experts are timed at the second."""
     prompts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
