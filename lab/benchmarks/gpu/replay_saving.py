@@ -70,10 +70,10 @@ def add_times(decoder: Decoder, model: StepModel, sums: dict[int, Any], off: lis
         who = decoder.who[step["step"]][here].tolist()
         rows = decoder.ids[decoder.at[step["step"]][here]]
         padded = next(size for size in SIZES if size >= len(who))
+        # Padding rows took the experts of the first row.
         load = step_load(np.concatenate([rows, np.repeat(rows[:1], padded - len(who), axis=0)]), model.spec.num_experts)
         cached = sum(decoder.job["contexts"][str(one)] + decoded[one] for one in who)
         decoded.update(who)
-        padded = next(size for size in SIZES if size >= len(who))
         fixed = 1e-3 * (model.rest.us(padded) + model.head.us(len(who)))
         batch = Batch(decode_requests=len(who), decode_context=cached)
         predicted = fixed + 1e3 * (model.attention_s(batch) + float(model.moe_s(load, len(who)).sum()))
