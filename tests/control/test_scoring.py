@@ -14,7 +14,7 @@ from coterie.routing import RouterFit
 from coterie.routing.fleet import MOST_CERTAIN
 
 PRICES = DecodeStepPrices(
-    fixed_us=50.0, expert_us=2.0, request_us=0.5, context_us=0.01, prefill_us=1.0, output_tokens=40.0
+    fixed_us=50.0, expert_us=2.0, request_us=0.5, context_us=0.01, transfer_us=0.1, prefill_us=1.0, output_tokens=40.0
 )
 
 

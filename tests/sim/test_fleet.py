@@ -121,7 +121,8 @@ def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int,
     for name, field in TIMES.items():
         expected = [one.times.get(name, np.nan) for one in plain.asked]
         np.testing.assert_array_equal(getattr(run, field), expected, err_msg=name)
-    assert run.cached_tokens.tolist() == [one.cached for one in plain.asked]
+    assert run.cached_tokens.tolist() == [one.computes.cached for one in plain.asked]
+    assert run.kept_tokens.tolist() == [one.gets.cached for one in plain.asked]
     assert run.decoder.tolist() == [one.decoder for one in plain.asked]
     assert run.dropped.tolist() == [one.dropped for one in plain.asked]
 

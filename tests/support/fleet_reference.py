@@ -26,6 +26,15 @@ StepTime = Callable[[list[int], np.ndarray, Batch], float]
 
 
 @dataclass
+class Holding:
+    """What a request holds in a worker's memory: blocks found in its cache, and blocks of its own."""
+
+    hits: int = 0
+    cached: int = 0
+    private: int = 0
+
+
+@dataclass
 class Asked:
     number: int
     arrival: float
@@ -34,9 +43,8 @@ class Asked:
     blocks: list[int]
     prefiller: int = -1
     decoder: int = -1
-    cached: int = 0
-    hits: int = 0
-    private: int = 0
+    computes: Holding = field(default_factory=Holding)
+    gets: Holding = field(default_factory=Holding)
     computed: int = 0
     chunk: int = 0
     steps: int = 0
@@ -142,8 +150,10 @@ class Reference:
         for engine in self.engines:
             while engine.sending and engine.sending[0].times["ready"] <= self.now:
                 one = engine.sending.pop(0)
-                self.release(engine, one)
-                self.engines[self.config.prefill_workers + one.decoder].waiting.append(one)
+                self.release(engine, one, one.computes)
+                decoder = self.engines[self.config.prefill_workers + one.decoder]
+                self.commit(decoder, one, one.gets)
+                decoder.waiting.append(one)
         if self.in_flight:
             while len(self.active) < self.in_flight:
                 free = next((one for one in self.coming if not self.busy(one)), None)
@@ -212,20 +222,20 @@ class Reference:
             self.drain(engine)
 
     def drain(self, engine: Engine) -> None:
-        while engine.wanting and engine.used + self.blocks(engine, engine.wanting[0]) <= engine.capacity:
+        while engine.wanting and self.reserve(engine, engine.wanting[0], engine.wanting[0].gets):
             one = engine.wanting.pop(0)
-            engine.private += self.blocks(engine, one)
             if one.prefiller < 0:
+                self.commit(engine, one, one.gets)
                 one.times["ready"] = self.now
                 engine.waiting.append(one)
                 continue
             sender, link = self.engines[one.prefiller], self.config.link
             token_s = 0.0 if link is None else self.spec.kv_bytes_per_token / link.bytes_per_s
-            sender.link_free = max(self.now, sender.link_free) + token_s * one.prompt
+            sender.link_free = max(self.now, sender.link_free) + token_s * (one.prompt - one.gets.cached)
             one.times["ready"] = sender.link_free + (0.0 if link is None else link.latency_s)
             sender.sending.append(one)
 
-    def reserve(self, engine: Engine, one: Asked) -> bool:
+    def reserve(self, engine: Engine, one: Asked, held: Holding) -> bool:
         hits = self.hits(engine, one)
         need = self.blocks(engine, one) - hits
         kept = sum(block in engine.free for block in one.blocks[:hits])
@@ -237,18 +247,18 @@ class Reference:
         while engine.used + need > engine.capacity:
             engine.free.popitem(last=False)
         engine.private += need
-        one.private, one.hits, one.cached = need, hits, min(hits * self.requests.block_tokens, one.prompt - 1)
+        held.private, held.hits, held.cached = need, hits, min(hits * self.requests.block_tokens, one.prompt - 1)
         return True
 
-    def commit(self, engine: Engine, one: Asked) -> None:
-        for block in one.blocks[one.hits :]:
+    def commit(self, engine: Engine, one: Asked, held: Holding) -> None:
+        for block in one.blocks[held.hits :]:
             engine.private -= 1
-            one.private -= 1
+            held.private -= 1
             engine.free.pop(block, None)
             engine.pins[block] = engine.pins.get(block, 0) + 1
 
-    def release(self, engine: Engine, one: Asked) -> None:
-        engine.private -= one.private
+    def release(self, engine: Engine, one: Asked, held: Holding) -> None:
+        engine.private -= held.private
         for block in reversed(one.blocks):
             engine.pins[block] -= 1
             if not engine.pins[block]:
@@ -268,11 +278,11 @@ class Reference:
             return None
         one = engine.waiting[0]
         if engine.role != "decode":
-            if not self.reserve(engine, one):
+            if not self.reserve(engine, one, one.computes):
                 return None
             one.times["prefill_start"] = self.now
-            one.computed = one.cached
-            engine.queued_tokens -= one.cached
+            one.computed = one.computes.cached
+            engine.queued_tokens -= one.computes.cached
         return engine.waiting.pop(0)
 
     def start(self, number: int, engine: Engine) -> None:
@@ -333,7 +343,7 @@ class Reference:
             if one.computed < one.prompt:
                 continue
             one.times["prefill_end"] = self.now
-            self.commit(engine, one)
+            self.commit(engine, one, one.computes)
             if engine.role == "prefill":
                 engine.running.remove(one)
                 to_decide.append(one)
@@ -348,10 +358,8 @@ class Reference:
         one.times["finish"] = self.now
         self.active.remove(one)
         self.fleet.finish(str(one.number))
-        if engine.role == "both":
-            self.release(engine, one)
-        else:
-            engine.private -= self.blocks(engine, one)
+        self.release(engine, one, one.computes if engine.role == "both" else one.gets)
+        if engine.role != "both":
             self.drain(engine)
         for held in [held for held in self.held if self.recorded(held) == self.recorded(one)]:
             if not self.busy(held):

@@ -36,7 +36,7 @@ ROUNDS = 4
 ROOM = 4
 """Places of a worker (requests that it can run at once), as a multiple of `batch`."""
 BY_EXPERTS = DecodeStepPrices(
-    fixed_us=0.0, expert_us=1.0, request_us=0.0, context_us=0.0, prefill_us=0.0, output_tokens=256.0
+    fixed_us=0.0, expert_us=1.0, request_us=0.0, context_us=0.0, prefill_us=0.0, transfer_us=0.0, output_tokens=256.0
 )
 """Default prices: the time of a step is the number of experts it touches."""
 

@@ -23,9 +23,9 @@ from coterie._numba import helper
 from coterie.costs.exchange import arrival_links, exchange_us
 from coterie.costs.experts import NBYTES, STREAM, TILE, arrival_us, fixed_us, tile_size, tile_us
 from coterie.costs.replicas import Slots
-from coterie.costs.step import Batch, StepModel
+from coterie.costs.step import Batch, PlacedStepModel, StepModel
 from coterie.errors import check_at_least, check_not_negative, check_positive
-from coterie.types import Placement
+from coterie.types import INFINIBAND_400G, Link, Placement
 
 Array = NDArray[np.float64]
 
@@ -170,46 +170,63 @@ class DecodeStepPrices:
     context_us: float
     """Time per cached token of a request."""
     prefill_us: float
-    """Time per prompt token that must be computed or transferred first."""
+    """Time per prompt token that the worker must compute, while all who run there wait."""
+    transfer_us: float
+    """Time per prompt token that was computed elsewhere and whose KV must come, while the request alone waits."""
     output_tokens: float
     """Typical tokens that a request decodes: one-time costs are spread over them."""
     line: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    """All prices as one array for compiled loops, prefill spread over the output."""
+    """All prices as one array for compiled loops, one-time costs spread over the output."""
 
     def __post_init__(self) -> None:
-        names = ("fixed_us", "expert_us", "request_us", "context_us", "prefill_us")
-        check_not_negative(**{name: getattr(self, name) for name in names})
+        names = ("fixed_us", "expert_us", "request_us", "context_us", "prefill_us", "transfer_us")
+        line = np.array([getattr(self, name) for name in names], np.float64)
+        check_not_negative(**dict(zip(names, line.tolist(), strict=True)))
         check_positive(output_tokens=self.output_tokens)
-        line = np.array(
-            [self.fixed_us, self.expert_us, self.request_us, self.context_us, self.prefill_us / self.output_tokens]
-        )
+        line[PREFILL:] /= self.output_tokens
         object.__setattr__(self, "line", line)
 
     @classmethod
     def of(
-        cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0
+        cls,
+        model: StepModel,
+        requests: int = 16,
+        context: int = 1024,
+        output_tokens: float = 256.0,
+        placement: Placement | None = None,
+        link: Link = INFINIBAND_400G,
     ) -> DecodeStepPrices:
-        """Derive prices from a calibrated model for steps of about `requests` requests of `context` cached tokens."""
-        spec, chunk = model.spec, 2048
+        """Derive prices from a calibrated model for steps of about `requests` requests of `context` cached tokens.
+
+        A worker with a `placement` is an expert-parallel group: its requests are spread over its ranks, and a step
+        waits for the slowest. KV of prompts that were computed elsewhere comes over the `link`.
+        """
+        spec, chunk, placed = model.spec, 2048, PlacedStepModel(model, placement)
+        ranks, rng = placed.num_ranks, np.random.default_rng(0)
 
         def rest_us(n: int, cached: int) -> float:
-            return 1e6 * (model.attention_s(Batch(decode_requests=n, decode_context=cached)) + model.dense_s(n))
+            each = Batch(decode_requests=-(-n // ranks), decode_context=cached // ranks)
+            return 1e6 * (model.attention_s(each) + model.dense_s(each.decode_requests))
 
         def experts_us(active: int) -> float:
-            rows = np.zeros(spec.num_experts)
-            rows[:active] = requests * spec.top_k / active
-            return model.experts_us(rows, requests)
+            """Mean of a layer whose experts' rows are equal; on several ranks of layers that touch random experts."""
+            if ranks == 1:
+                rows = np.zeros(spec.num_experts)
+                rows[:active] = requests * spec.top_k / active
+                return model.experts_us(rows, requests)
+            load = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
+            load[:, :active] = max(1, round(requests * spec.top_k / active))
+            drawn = placed.slot_rows(rng.permuted(load, axis=1))
+            times = placed.layers_us(drawn, np.full(ranks, -(-requests // ranks)))
+            return float(times.sum(axis=0).mean())
 
         few, many = max(1, spec.num_experts // 4), max(2, spec.num_experts * 3 // 4)
         expert = max(0.0, (experts_us(many) - experts_us(few)) / (many - few))
         cached = requests * context
         request = (rest_us(2 * requests, cached) - rest_us(requests, cached)) / requests
         per_token = (rest_us(requests, 2 * cached) - rest_us(requests, cached)) / cached
-        whole = Batch(prefill_tokens=chunk, prefill_requests=1)
-        rows = np.full(spec.num_experts, chunk * spec.top_k / spec.num_experts)
-        prefill = 1e6 * (model.attention_s(whole) + model.dense_s(chunk, 1)) + spec.num_moe_layers * model.experts_us(
-            rows, chunk
-        )
+        rows = np.full((spec.num_moe_layers, spec.num_experts), -(-ranks * chunk * spec.top_k // spec.num_experts))
+        prefill = placed.step(rows, Batch(prefill_tokens=chunk, prefill_requests=1))  # on every rank
         fixed = rest_us(requests, cached) - request * requests - per_token * cached
         fixed += spec.num_moe_layers * (experts_us(few) - expert * few)
         return cls(
@@ -217,12 +234,13 @@ class DecodeStepPrices:
             expert_us=expert,
             request_us=max(0.0, request),
             context_us=max(0.0, per_token),
-            prefill_us=prefill / chunk,
+            prefill_us=1e6 * prefill.total_s / (ranks * chunk),
+            transfer_us=1e6 * spec.kv_bytes_per_token / link.bytes_per_s,
             output_tokens=output_tokens,
         )
 
 
-FIXED, EXPERT, REQUEST, CONTEXT, PREFILL = range(5)
+FIXED, EXPERT, REQUEST, CONTEXT, PREFILL, TRANSFER = range(6)
 """Indices in :attr:`DecodeStepPrices.line`."""
 
 

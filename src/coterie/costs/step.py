@@ -311,6 +311,12 @@ class PlacedStepModel:
         return self.rest(batch)._replace(moe_s=moe, all_to_all_s=exchange)
 
 
+def in_order(model: StepModel) -> Placement | None:
+    """Return the placement of the experts in order on the ranks of the model's topology; None for one rank."""
+    ranks, spec = model.topology.num_ranks, model.spec
+    return None if ranks == 1 else Placement.linear(spec.num_moe_layers, spec.num_experts, ranks)
+
+
 def check_placement(model: StepModel, placement: Placement) -> None:
     """Raise unless a placement has the model's layers and experts, and either one rank or the topology's ranks."""
     spec, ranks = model.spec, model.topology.num_ranks

@@ -25,6 +25,8 @@ class Request(NamedTuple):
     domain: str | None = None
     cached_tokens: NDArray[np.int64] | None = None
     """[worker] number of leading prompt tokens whose KV is in the worker's cache."""
+    prefilled: bool = False
+    """Whether another worker has computed the prompt: KV that a worker lacks is transferred, not computed."""
 
 
 class Decision(NamedTuple):

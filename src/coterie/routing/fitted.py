@@ -20,7 +20,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.costs.lines import DecodeStepPrices
-from coterie.costs.step import StepModel
+from coterie.costs.step import StepModel, in_order
 from coterie.errors import ConfigError, InputError, TraceError, check, check_at_least, check_within, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing.base import Router, routers
@@ -150,7 +150,7 @@ class RouterFit:
 
         `settings` are the router's own, such as ``band=0.05``; a `cost` among them replaces the prices.
         """
-        cost = DecodeStepPrices.of(model, self.batch)
+        cost = DecodeStepPrices.of(model, self.batch, placement=in_order(model))
         return routers.make(name, {"fitted": self, "cost": cost, "seed": 0}, **settings)
 
     def fleet(self, places: int, speeds: NDArray[np.floating] | list[float] | None = None) -> Fleet:

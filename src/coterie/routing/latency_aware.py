@@ -9,7 +9,8 @@ where d is the number of experts the request is expected to add to those that th
 their probabilities of missing an expert (:mod:`coterie.routing.fleet`). Similarity and load are both expressed as time,
 so no weight needs tuning: where experts do not matter, this is the shortest queue; where they do, requests that share
 experts gather. It needs no clusters, which would become stale; those of calibration requests only give empty workers a
-prior. Prompt tokens missing from the worker's cache are paid once, spread over the tokens a request decodes.
+prior. Prompt tokens missing from the worker's cache are paid once, spread over the tokens a request decodes: all who
+run wait while they are computed, the request alone while their KV is transferred.
 
 It is wrong where the workers' step times differ from the prices, or the forecast of a request's experts is poor.
 """
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.costs.lines import PREFILL, DecodeStepPrices, added_us, decode_us
+from coterie.costs.lines import PREFILL, TRANSFER, DecodeStepPrices, added_us, decode_us
 from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fitted import FIT_HINT, RouterFit
@@ -69,6 +70,7 @@ class LatencyAware:
             fleet.missed,
             fleet.speeds,
             NOTHING if request.cached_tokens is None else request.cached_tokens,
+            request.prefilled,
             added,
             scores,
         )
@@ -101,6 +103,7 @@ def _cheapest(
     missed: NDArray[np.uint8],
     speeds: NDArray[np.float64],
     cached: NDArray[np.int64],
+    prefilled: bool,
     added: NDArray[np.float32],
     scores: NDArray[np.float64],
 ) -> np.int64:
@@ -127,7 +130,9 @@ def _cheapest(
         touched = distinct[worker] if known else 0.0
         step = decode_us(prices, touched, others, held)
         more = added_us(prices, 0.0, added[worker], 1.0, prompt)
+        cost = step + (others + 1.0) * more
         if len(cached):
-            more += prices[PREFILL] * (prompt - cached[worker])
-        costs[worker] = (step + (others + 1.0) * more) / speeds[worker]
+            once = prices[TRANSFER] if prefilled else prices[PREFILL] * (others + 1.0)
+            cost += once * (prompt - cached[worker])
+        costs[worker] = cost / speeds[worker]
     return lowest_scored(costs, alive, running, places, routed, scores)

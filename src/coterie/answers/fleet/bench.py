@@ -25,7 +25,7 @@ from coterie.routing.baselines import share_out
 from coterie.sim import FleetConfig, FleetRun, run_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests
 from coterie.traces.activations import ActivationTrace
-from coterie.types import Placement
+from coterie.types import INFINIBAND_400G, Placement
 
 BASE = "round_robin"
 ROOM = 4
@@ -103,7 +103,8 @@ class Bench:
 
     @property
     def prices(self) -> DecodeStepPrices:
-        return DecodeStepPrices.of(self.model, self.per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
+        tokens, link = float(np.mean(self.requests.output_tokens)), self.config.link or INFINIBAND_400G
+        return DecodeStepPrices.of(self.model, self.per_decoder, CONTEXT, tokens, self.placement, link)
 
     def router(self, name: str, **settings: Any) -> Router:
         labels = {"labels": self.labels} if self.labels else {}

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
 from coterie.answers.runs import WORTH_PCT, error_bars, interval
 from coterie.answers.suites import Report
-from coterie.costs.step import StepModel
+from coterie.costs.step import StepModel, in_order
 from coterie.errors import ConfigError, check, check_at_least, check_positive, refuse
 from coterie.routing import Fleet, Router, RouterFit
 from coterie.routing.base import routers as known_routers
@@ -34,7 +34,7 @@ from coterie.traces import LoadTable
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import Trace
 from coterie.traces.requests import RequestTrace
-from coterie.types import INFINIBAND_400G, Interval, Placement
+from coterie.types import INFINIBAND_400G, Interval
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only to draw
     from matplotlib.figure import Figure
@@ -274,7 +274,7 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
         seed,
         settings.requests,
         model,
-        decoder_placement(model),
+        in_order(model),
         settings.fitted,
     )
     bench = replace(bench, config=_config(settings, settings.places or max(LEAST_PLACES, ROOM * per_decoder)))
@@ -292,12 +292,6 @@ def requests_of(trace: Trace) -> RequestTrace:
     if isinstance(trace, LoadTable):
         raise ConfigError("a load table has no requests; arrivals need a trace of requests")
     return trace.requests if isinstance(trace, ActivationTrace) else trace
-
-
-def decoder_placement(model: StepModel) -> Placement | None:
-    """Return the linear placement of the experts on a decoder's ranks; None for one rank."""
-    ranks, spec = model.topology.num_ranks, model.spec
-    return None if ranks == 1 else Placement.linear(spec.num_moe_layers, spec.num_experts, ranks)
 
 
 def _unseen(source: Source, fitted: RouterFit, settings: FleetSettings, seed: int) -> Halves:
@@ -342,7 +336,7 @@ def _mean_load(requests: FleetRequests, model: StepModel, settings: FleetSetting
         known_routers.make(BASE),
         _config(settings, PROBE_PLACES),
         fleet=Fleet([PROBE_PLACES] * settings.decoders),
-        placement=decoder_placement(model),
+        placement=in_order(model),
         duplicates="postpone",
     )
     return max(1, round(float(summarise_fleet(run).worker_in_flight.mean())))

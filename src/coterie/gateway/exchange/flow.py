@@ -136,11 +136,17 @@ class Flow(ABC):
         return
 
     def choose(
-        self, pool: Pool, call: Call, known: KnownPrompt, tried: Collection[str], footprint: WireFootprint | None = None
+        self,
+        pool: Pool,
+        call: Call,
+        known: KnownPrompt,
+        tried: Collection[str],
+        footprint: WireFootprint | None = None,
+        prefilled: bool = False,
     ) -> Sent:
         """Choose a worker by the pool's router; raise HttpError 503 if the pool has no worker."""
         started = time.perf_counter()
-        wanted, source = self.knowledge.wanted(pool, call, known, footprint)
+        wanted, source = self.knowledge.wanted(pool, call, known, footprint, prefilled)
         try:
             sent = pool.route(call.key, wanted, tried)
         except UnavailableError as error:
@@ -160,7 +166,8 @@ class Flow(ABC):
     ) -> Delivered:
         """Send the request to a worker of the pool and pass its answer on; retry others until the first byte arrives.
 
-        `body`, if given, makes the body to send; its argument says whether an earlier worker may have received one.
+        `body`, if given, makes the body to send after a prefill; its argument says whether an earlier worker may have
+        received one: the prefill's KV is then gone.
         `written` is called when a worker may have received the request.
         """
         tries: Tries | None = None
@@ -173,7 +180,8 @@ class Flow(ABC):
                 written()
 
         while True:
-            sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint)
+            prefilled = body is not None and not seen
+            sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint, prefilled)
             ok: bool | None = None
             try:
                 data = call.raw if body is None else body(seen)

@@ -125,7 +125,7 @@ class Knowledge:
         return KnownPrompt(ids, len(ids), salt, keys_of_ids(ids, salt) if any(self._guessed.values()) else None)
 
     def wanted(
-        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
+        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None, prefilled: bool
     ) -> tuple[Request, str]:
         """Return the request as the router sees it, and the source of its footprint."""
         counts: NDArray[Any] | None = None
@@ -134,7 +134,7 @@ class Knowledge:
             counts, source = footprint.counts, "answer"
         elif known is not NOTHING and self.footprints.shape is not None:
             counts, source = self.footprints.footprint(known.ids, known.tokens, call.domain)
-        return Request("", known.tokens, counts, call.domain, self._cached(pool, known)), source
+        return Request("", known.tokens, counts, call.domain, self._cached(pool, known), prefilled), source
 
     def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
         """Note that a worker computed this prompt and found `cached_tokens` of it in its cache; None if not reported.

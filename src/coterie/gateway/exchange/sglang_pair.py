@@ -51,7 +51,7 @@ class SglangPairFlow(Flow):
             decode: Sent | None = None
             cause: UpstreamError | _RefusedError
             try:
-                decode = self.choose(self.decode, call, known, decodes.tried)
+                decode = self.choose(self.decode, call, known, decodes.tried, prefilled=True)
                 status, relayed = await self._both(call, sink, prefill, decode)
                 prefilled, decoded = True, self.did_its_part(decode, relayed.problem or status)
                 self.knowledge.routed(self.prefill, prefill.choice.row, known)

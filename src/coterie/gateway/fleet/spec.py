@@ -27,13 +27,14 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, CoterieError
+from coterie.costs.step import in_order
+from coterie.errors import ConfigError, CoterieError, check_at_least, check_positive
 from coterie.models import get_model
 from coterie.placement.maps.formats import read_map
 from coterie.registry import PolicyText
 from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, Router, RouterFit, routers
 from coterie.routing.fleet import MOST_CONTEXT, shown
-from coterie.types import Placement, WeightDtype
+from coterie.types import INFINIBAND_400G, Placement, Topology, WeightDtype
 
 COUNTS, SHARES = np.dtype(np.int64), np.dtype(np.float32)
 """Dtypes of the footprints that routers get: loops are compiled for these two."""
@@ -84,8 +85,8 @@ class Checks:
         Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more. The
         same array is not checked twice in a row: callers must make a new array rather than change it.
         """
-        _, tokens, footprint, domain, held = wanted
-        whole = True
+        _, tokens, footprint, domain, held, prefilled = wanted
+        whole = type(prefilled) is bool
         if type(tokens) is not int or not 0 <= tokens <= MOST_CONTEXT:
             tokens, whole = _checked_tokens(tokens), False
         if footprint is not None:
@@ -100,7 +101,7 @@ class Checks:
                 self._held, self._within = clipped, tokens
             else:
                 held, whole = clipped, False
-        return wanted if whole else Request(wanted.id, tokens, footprint, domain, held)
+        return wanted if whole else Request(wanted.id, tokens, footprint, domain, held, bool(prefilled))
 
 
 def checked_row(decision: Decision, fleet: Fleet) -> int:
@@ -164,6 +165,12 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Preset of the device on which decode steps are priced."""
     dtype: WeightDtype | None = None
     """Weight dtype as deployed; None for the model's own."""
+    engine: str | None = None
+    """Engine whose steps are priced; None for the first known of the model."""
+    ranks: int = 1
+    """Devices of a worker; several are an expert-parallel group with its experts in order."""
+    kv_gb_s: float = 1e-9 * INFINIBAND_400G.bytes_per_s
+    """Rate at which a worker gets the KV of a prompt that another one computed."""
     placement: str | None = None
     """File of an expert placement whose ranks are the workers of the pool."""
     labels: dict[str, list[str]] = {}
@@ -175,6 +182,8 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         if self.settings:
             text = PolicyText(self.router, {key: str(value) for key, value in self.settings.items()})
             raise ConfigError(f"settings={self.settings} are written behind the router's name: router: {text}")
+        check_at_least(1, ranks=self.ranks)
+        check_positive(kv_gb_s=self.kv_gb_s)
 
 
 class PoolShape(NamedTuple):
@@ -302,8 +311,10 @@ def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict
 def prices_of(spec: RouterSpec, fitted: RouterFit | None) -> DecodeStepPrices:
     """Return decode-step prices of the spec's model, else of the fit's model. Raises CoterieError if unknown."""
     name = spec.model if spec.model is not None else fitted.model if fitted is not None else ""
-    model = step_model(get_model(name), spec.device, spec.dtype)
-    return DecodeStepPrices.of(model) if fitted is None else DecodeStepPrices.of(model, fitted.batch)
+    model = step_model(get_model(name), spec.device, spec.dtype, Topology(spec.ranks), engine=spec.engine)
+    link = INFINIBAND_400G._replace(bytes_per_s=1e9 * spec.kv_gb_s)
+    batch = {} if fitted is None else {"requests": fitted.batch}
+    return DecodeStepPrices.of(model, **batch, placement=in_order(model), link=link)
 
 
 def _refused(spec: RouterSpec, error: Exception) -> ConfigError:

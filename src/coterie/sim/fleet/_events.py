@@ -14,11 +14,13 @@ from coterie.sim.fleet._state import (
     ASKED,
     BOTH,
     BUSY,
+    CACHED,
     CAPACITY,
     CHUNK,
     CLOCK,
     CLOSED,
     COMPUTED,
+    COMPUTES,
     CONTEXT,
     DECISION,
     DECODE,
@@ -32,13 +34,12 @@ from coterie.sim.fleet._state import (
     FINISH,
     FINISHED,
     FIRST_TOKEN,
+    GETS,
     HANDED,
     HOLD_HEAD,
     IN_FLIGHT,
     JOIN,
     KV_HEAD,
-    KV_MOST,
-    KV_USED,
     LATENCY,
     LINK_FREE,
     MOST,
@@ -76,6 +77,7 @@ from coterie.sim.fleet._state import (
     pop,
     push,
     release,
+    reserve,
 )
 
 
@@ -199,28 +201,46 @@ def make_ready(w: Ints, r: Ints, rt: Floats, worker: int, request: int, now: flo
 
 
 @helper()
-def drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker: int, now: float) -> None:
-    """Reserve the decoder's memory for the requests handed to it, in order, and start their KV transfers."""
-    while w[KV_HEAD, worker] >= 0:
-        request = w[KV_HEAD, worker]
-        need = blocks_of(c, w, r, worker, request)
-        if w[KV_USED, worker] + need > w[CAPACITY, worker]:
-            return
-        pop(w, KV_HEAD, worker, r)
-        w[KV_USED, worker] += need
-        w[KV_MOST, worker] = max(w[KV_MOST, worker], w[KV_USED, worker])
+def drain(
+    c: Ints,
+    f: Floats,
+    w: Ints,
+    wt: Floats,
+    r: Ints,
+    rt: Floats,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    worker: int,
+    now: float,
+) -> None:
+    """Reserve the decoder's memory for the requests handed to it, in order, and start the transfers of KV it lacks."""
+    while w[KV_HEAD, worker] >= 0 and reserve(c, w, r, cache, blocks, worker, w[KV_HEAD, worker], GETS):
+        request = pop(w, KV_HEAD, worker, r)
         sender = r[request, PREFILLER]
         if sender < 0:
+            commit(w, r, cache, blocks, worker, request, GETS)
             make_ready(w, r, rt, worker, request, now)
             continue
-        sent = max(now, wt[LINK_FREE, sender]) + f[TOKEN_S] * r[request, PROMPT_TOKENS]
+        lacking = r[request, PROMPT_TOKENS] - r[request, CACHED + GETS]
+        sent = max(now, wt[LINK_FREE, sender]) + f[TOKEN_S] * lacking
         wt[LINK_FREE, sender] = sent
         rt[request, READY] = sent + f[LATENCY]
         push(w, SEND_HEAD, sender, r, request)
 
 
 @helper()
-def place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request: int, decoder: int) -> None:
+def place(
+    c: Ints,
+    f: Floats,
+    w: Ints,
+    wt: Floats,
+    r: Ints,
+    rt: Floats,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    request: int,
+    decoder: int,
+) -> None:
     """Hand a request to the decoder that the router chose."""
     now, worker = f[CLOCK], c[PREFILL_WORKERS] + decoder
     r[request, DECODER] = decoder
@@ -230,7 +250,7 @@ def place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request:
         push(w, WAIT_HEAD, worker, r, request)
         return
     push(w, KV_HEAD, worker, r, request)
-    drain(c, f, w, wt, r, rt, worker, now)
+    drain(c, f, w, wt, r, rt, cache, blocks, worker, now)
 
 
 @helper()
@@ -254,11 +274,10 @@ def _finish(
     c[FINISHED] += 1
     c[IN_FLIGHT] -= 1
     c[STUCK] = 0
-    if w[ROLE, worker] == BOTH:
-        release(w, r, cache, blocks, worker, request)
-    else:
-        w[KV_USED, worker] -= blocks_of(c, w, r, worker, request)
-        drain(c, f, w, wt, r, rt, worker, now)
+    side = COMPUTES if w[ROLE, worker] == BOTH else GETS
+    release(w, r, cache, blocks, worker, request, side)
+    if side == GETS:
+        drain(c, f, w, wt, r, rt, cache, blocks, worker, now)
     number = r[request, RECORDED]
     recordings[BUSY, number] = False
     while recordings[HOLD_HEAD, number] >= 0 and not recordings[BUSY, number]:  # a dropped request makes room at once
@@ -333,7 +352,7 @@ def end_mixed(
             w[QUEUED_TOKENS, worker] -= r[request, CHUNK]
             if r[request, COMPUTED] == r[request, PROMPT_TOKENS]:
                 rt[request, PREFILL_END] = now
-                commit(w, r, cache, blocks, worker, request)
+                commit(w, r, cache, blocks, worker, request, COMPUTES)
                 if w[ROLE, worker] == PREFILL:
                     r[request, PHASE] = HANDED
                     r[c[ASKED], DECISION] = request

@@ -17,6 +17,7 @@ from coterie.sim.fleet._state import (
     CACHED,
     CHUNK,
     COMPUTED,
+    COMPUTES,
     CONTEXT,
     DECODE,
     DECODE_ROW,
@@ -94,7 +95,7 @@ def _admit(
 ) -> bool:
     """Admit the prompt that has waited longest; return False if no place is free or memory is short."""
     at, request = w[RUNNING, worker], w[WAIT_HEAD, worker]
-    if at == w[PLACES, worker] or request < 0 or not reserve(c, w, r, cache, blocks, worker, request):
+    if at == w[PLACES, worker] or request < 0 or not reserve(c, w, r, cache, blocks, worker, request, COMPUTES):
         return False
     pop(w, WAIT_HEAD, worker, r)
     run[worker, at] = request

@@ -16,6 +16,7 @@ from coterie.sim.fleet._gathering import count_token, gather
 from coterie.sim.fleet._state import (
     ASKED,
     CLOCK,
+    COMPUTES,
     CONTEXT,
     DECIDE,
     DECIDED,
@@ -24,6 +25,7 @@ from coterie.sim.fleet._state import (
     DECODER,
     DUPLICATE,
     ENDED,
+    GETS,
     GROW,
     OVERHEAD,
     PREFILL_WORKERS,
@@ -38,6 +40,7 @@ from coterie.sim.fleet._state import (
     WAIT_HEAD,
     Floats,
     Ints,
+    commit,
     pop,
     release,
 )
@@ -80,8 +83,10 @@ def _happen(
     for worker in range(c[PREFILL_WORKERS]):
         while w[SEND_HEAD, worker] >= 0 and rt[w[SEND_HEAD, worker], READY] <= now:
             request = pop(w, SEND_HEAD, worker, r)
-            release(w, r, cache, blocks, worker, request)
-            make_ready(w, r, rt, c[PREFILL_WORKERS] + r[request, DECODER], request, now)
+            release(w, r, cache, blocks, worker, request, COMPUTES)
+            decoder = c[PREFILL_WORKERS] + r[request, DECODER]
+            commit(w, r, cache, blocks, decoder, request, GETS)
+            make_ready(w, r, rt, decoder, request, now)
     return arrivals(c, w, r, rt, cache, blocks, recordings, now)
 
 
@@ -132,7 +137,7 @@ def advance(
     if answer >= 0:
         request = r[c[DECIDED], DECISION]
         c[DECIDED] += 1
-        place(c, f, w, wt, r, rt, request, answer)
+        place(c, f, w, wt, r, rt, cache, blocks, request, answer)
     while True:
         if c[DECIDED] < c[ASKED]:
             return DECIDE

@@ -45,6 +45,9 @@ PROMPT_TOKENS, OUTPUT_TOKENS, PROMPT_ROW, PROMPT_ROWS, DECODE_ROW, DECODE_ROWS, 
 BLOCK_FIRST, BLOCK_END, PHASE, NEXT, PREFILLER, DECODER, COMPUTED, CHUNK, HITS = 7, 8, 9, 10, 11, 12, 13, 14, 15
 CACHED, PRIVATE, DECODED, DECISION, ENDING = 16, 17, 18, 19, 20
 """Columns of `r`. Columns DECISION and ENDING list requests in the order in which they need a decision, or end."""
+COMPUTES, GETS = 0, 6
+"""What is added to HITS, CACHED and PRIVATE: for the worker that computes a prompt, and for the decoder that gets its
+KV, since both hold it during the transfer."""
 ARRIVAL, PREFILL_START, PREFILL_END, READY, JOIN, FIRST_TOKEN, FINISH = 0, 1, 2, 3, 4, 5, 6
 """Columns of `rt`."""
 PINS, OLDER, NEWER = 0, 1, 2
@@ -68,7 +71,7 @@ class World(NamedTuple):
     run: Ints
     """[worker, place] running request."""
     cache: NDArray[np.int32]
-    """[3, worker that computes prompts, block + 1] prefix cache. Unpinned blocks form a ring in order of last use; the
+    """[3, worker, block + 1] prefix cache. Unpinned blocks form a ring in order of last use; the
     last index is its head."""
     blocks: Ints
     """Block numbers of all prompts, concatenated."""
@@ -140,7 +143,9 @@ def _unlink(w: Ints, cache: NDArray[np.int32], worker: int, block: int) -> None:
 
 
 @helper()
-def reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> bool:
+def reserve(
+    c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int, side: int
+) -> bool:
     """Pin the cached prefix and reserve the rest, evicting least recently used blocks; False if too few are free."""
     hits = hit_blocks(r, cache, blocks, worker, request)
     first, unpinned = r[request, BLOCK_FIRST], 0
@@ -163,19 +168,19 @@ def reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, w
         w[KV_USED, worker] -= 1
     w[KV_USED, worker] += need
     w[KV_MOST, worker] = max(w[KV_MOST, worker], w[KV_USED, worker])
-    r[request, PRIVATE], r[request, HITS] = need, hits
-    r[request, CACHED] = min(hits * c[BLOCK_TOKENS], r[request, PROMPT_TOKENS] - 1)
+    r[request, PRIVATE + side], r[request, HITS + side] = need, hits
+    r[request, CACHED + side] = min(hits * c[BLOCK_TOKENS], r[request, PROMPT_TOKENS] - 1)
     return True
 
 
 @helper()
-def commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
-    """Make the blocks of a computed prompt hittable; a block that another request cached meanwhile is stored once."""
+def commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int, side: int) -> None:
+    """Make the blocks of a prompt that is now complete hittable; a block that another request cached meanwhile is stored once."""
     first = r[request, BLOCK_FIRST]
-    for at in range(first + r[request, HITS], r[request, BLOCK_END]):
+    for at in range(first + r[request, HITS + side], r[request, BLOCK_END]):
         block = blocks[at]
         pins = cache[PINS, worker, block]
-        r[request, PRIVATE] -= 1
+        r[request, PRIVATE + side] -= 1
         if pins < 0:
             cache[PINS, worker, block] = 1
             continue
@@ -186,10 +191,10 @@ def commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int
 
 
 @helper()
-def release(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
+def release(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int, side: int) -> None:
     """Free private blocks and unpin shared ones, which stay cached until evicted, the end of a prompt first."""
-    w[KV_USED, worker] -= r[request, PRIVATE]
-    r[request, PRIVATE] = 0
+    w[KV_USED, worker] -= r[request, PRIVATE + side]
+    r[request, PRIVATE + side] = 0
     end = cache.shape[2] - 1
     first = r[request, BLOCK_FIRST]
     for back in range(r[request, BLOCK_END] - first):

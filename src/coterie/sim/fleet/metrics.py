@@ -30,6 +30,8 @@ class FleetRun(NamedTuple):
     output_tokens: NDArray[np.int64]
     cached_tokens: NDArray[np.int64]
     """[request] prompt tokens found in a prefix cache, which were not computed."""
+    kept_tokens: NDArray[np.int64]
+    """[request] prompt tokens found in the prefix cache of a worker that only decodes, which were not transferred."""
     decoded: NDArray[np.int64]
     """[request] number of decode steps that the request took part in."""
     prefiller: NDArray[np.int64]

@@ -4,10 +4,10 @@
 
 Prefill workers compute prompts in chunks of a step's token budget and skip tokens in their prefix cache. When a prompt
 is computed, the router chooses its decoder. The KV transfer starts once the decoder has memory for the whole request
-(prompt and output, so nothing is ever preempted), and uses memory at both ends until it has finished. A decoder
-produces all of a request's tokens, as in vLLM. A worker of both roles schedules like vLLM: running requests first, then
-waiting ones in order, within the step's token budget; a prompt's last chunk gives the first token. With such workers
-the router decides at arrival.
+(prompt and output, so nothing is ever preempted), leaves out what the decoder's prefix cache holds, and uses memory at
+both ends until it has finished. A decoder produces all of a request's tokens, as in vLLM. A worker of both roles
+schedules like vLLM: running requests first, then waiting ones in order, within the step's token budget; a prompt's last
+chunk gives the first token. With such workers the router decides at arrival.
 
 Every step is timed by the calibrated model from the exact rows of every expert. Wrong if an engine preempts, runs
 prompts and decode of one worker in separate batches, or if several senders compete for a receiver's link.
@@ -243,7 +243,8 @@ class _Driver:
             prompt_tokens,
             None if self.footprints is None else self.footprints[recorded],
             None if self.domains is None else self.domains[recorded],
-            self.cached(request) if config.both else None,
+            self.cached(request),
+            not config.both,
         )
         decision: Decision = self.router.route(known, fleet)
         worker = int(decision.worker)
@@ -262,13 +263,12 @@ class _Driver:
             self.fleet.kv_used[:] = w[state.KV_USED, first:] / w[state.CAPACITY, first:]
 
     def cached(self, request: int) -> NDArray[np.int64] | None:
+        """Return [decode worker] the prompt tokens in its cache; None if prompts share nothing."""
         c, r, cache, blocks = self.world.c, self.world.r, self.world.cache, self.world.blocks
+        workers = range(self.config.prefill_workers, cache.shape[1])
         if not len(blocks):
             return None
-        return np.array(
-            [state.hit_tokens(c, r, cache, blocks, worker, request) for worker in range(self.config.decode_workers)],
-            np.int64,
-        )
+        return np.array([state.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
 
     def refine(self) -> None:
         """Update the profiles of requests that decoded at least `refine_tokens` since their last update."""
@@ -303,6 +303,7 @@ class _Driver:
             prompt_tokens=self.requests.prompt_tokens,
             output_tokens=self.requests.output_tokens,
             cached_tokens=r[state.CACHED],
+            kept_tokens=r[state.CACHED + state.GETS],
             decoded=r[state.DECODED],
             prefiller=r[state.PREFILLER],
             decoder=r[state.DECODER],
@@ -363,7 +364,7 @@ def _world(
     if config.speeds is not None:
         wt[state.SPEED, prefill:] = config.speeds
 
-    r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)  # transposed below
+    r, rt = np.zeros((24, count), np.int64), np.full((7, count), np.nan)  # transposed below
     for field, column in (
         ([state.NEXT, state.PREFILLER, state.DECODER], -1),
         (state.PROMPT_TOKENS, requests.prompt_tokens),
@@ -383,7 +384,7 @@ def _world(
         rt[state.ARRIVAL] = requests.arrival_s
 
     numbers = int(blocks.max(initial=-1)) + 1
-    cache = np.full((3, workers if config.both else prefill, numbers + 1), numbers, np.int32)
+    cache = np.full((3, workers, numbers + 1), numbers, np.int32)
     cache[state.PINS] = -1
     held = np.full((3, len(recordings)), -1, np.int64)
     held[state.BUSY] = 0
