@@ -42,7 +42,8 @@ from coterie_lab.suites.sem_moe.serving import LINKS, METRICS, TRACES, Contender
 from coterie_lab.suites.shared import distinct_values, mean_of, recorded_data, run_cells, spread
 
 PART = "latency"
-SEEDS = (0, 1)
+SEEDS = (2, 3, 4)
+"""Seeds of the splits. 0 and 1 are not among them: the weights of `sem_moe` were chosen on those."""
 PROMPTS = (256, 512, 1024)
 OUTPUT_TOKENS = 128
 RATE = 1.0
