@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
+from coterie.costs.step import Batch, PlacedStepModel, in_order
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.models import get_model
 from coterie.routing import Fleet, Request, Router, routers
@@ -18,7 +19,7 @@ from coterie.routing.joint import Joint
 from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand
 from coterie.testing import check_router
-from coterie.types import Placement
+from coterie.types import Placement, Topology
 from routing_cases import COST, EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted
 
 INDICES = LAYERS * EXPERTS
@@ -179,9 +180,11 @@ def test_latency_aware_scores_are_its_formula() -> None:
         others, held = fleet.expected, (fleet.context_tokens + fleet.context_tokens.mean()) / 2
         step = prices.fixed_us + prices.expert_us * fleet.distinct + prices.request_us * others
         more = prices.expert_us * added + prices.request_us + prices.context_us * 1000
-        more += prices.prefill_us / prices.output_tokens * (1000 - cached)
-        right = (step + prices.context_us * held + (others + 1) * more) / fleet.speeds
-        decision = LatencyAware(known, COST).route(Request("r", 1000, counts, None, cached), fleet)
+        prefilled = number % 2 == 1  # then nobody else waits for what is missing
+        once = prices.transfer_us if prefilled else prices.prefill_us * (others + 1)
+        right = step + prices.context_us * held + (others + 1) * more
+        right = (right + once / prices.output_tokens * (1000 - cached)) / fleet.speeds
+        decision = LatencyAware(known, COST).route(Request("r", 1000, counts, None, cached, prefilled), fleet)
         np.testing.assert_allclose(decision.scores, right, rtol=1e-6)
         assert decision.profile is not None
         np.testing.assert_allclose(decision.profile, profile, atol=1e-6)
@@ -214,6 +217,37 @@ def test_a_cached_prefix_is_worth_its_prefill() -> None:
     assert latency_aware().route(Request("r", 4096, None, None, cached), fleet).worker == 1
     loaded = busy([3, 40, 3])  # forty others would wait for the request's own steps
     assert latency_aware().route(Request("r", 64, None, None, np.array([0, 32, 0])), loaded).worker != 1
+
+
+def test_a_prefix_outweighs_experts_only_where_it_must_be_computed() -> None:
+    """2,000 cached tokens and 12 requests more: worth the queue if they save a prefill, not if they save a transfer."""
+    fleet, cached = busy([3, 15, 3]), np.array([0, 2000, 0])
+    router = latency_aware(DecodeStepPrices.of(step_model(get_model("gpt-oss-20b"), "h200", "bf16")))
+    assert router.route(Request("r", 2048, None, None, cached), fleet).worker == 1
+    assert router.route(Request("r", 2048, None, None, cached, prefilled=True), fleet).worker != 1
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "deepseek-v2-lite"])
+def test_a_group_is_priced_as_its_ranks_run(name: str) -> None:
+    """Steps of a group whose requests touch more or fewer experts: the line's difference is the model's own."""
+    spec, rng, requests = get_model(name), np.random.default_rng(1), 64
+    model = step_model(spec, "h200", "bf16", Topology(8))
+    placement = in_order(model)
+    assert placement is not None
+    group, alone = (DecodeStepPrices.of(model, requests, 512, placement=one) for one in (placement, None))
+    assert group.expert_us < alone.expert_us / 3
+    assert group.prefill_us < alone.prefill_us / 4
+    assert group.transfer_us == alone.transfer_us
+    placed, times = PlacedStepModel(model, placement), []
+    for distinct in (spec.num_experts // 4, spec.num_experts * 3 // 4):
+        load = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
+        load[:, :distinct] = round(requests * spec.top_k / distinct)
+        steps = [placed.step(rng.permuted(load, axis=1), Batch(8, 8 * 512)).total_s for _ in range(20)]
+        times.append(1e6 * float(np.mean(steps)))
+        line = group.fixed_us + group.expert_us * spec.num_moe_layers * distinct + group.request_us * requests
+        assert line + group.context_us * requests * 512 == pytest.approx(times[-1], rel=0.05)
+    more = group.expert_us * spec.num_moe_layers * (spec.num_experts // 2)
+    assert times[1] - times[0] == pytest.approx(more, rel=0.15)
 
 
 def test_prices_of_a_calibrated_model() -> None:

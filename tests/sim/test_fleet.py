@@ -192,6 +192,31 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert run.step_prefill.sum() == 32 + 8
 
 
+def test_a_decoder_gets_only_the_kv_that_it_lacks() -> None:
+    """Three prompts that share 32 tokens, one after the other: the second decoder lacks them, the first does not."""
+    made = recordings(np.random.default_rng(0), 3)
+    blocks = np.array([0, 1, 0, 1, 2, 0, 1, 3])
+    lengths, arrivals = np.array([32, 40, 48]), np.array([0.0, 9.0, 18.0])
+    requests = FleetRequests(
+        made, np.arange(3), lengths, np.array([2, 2, 2]), arrivals, np.array([0, 2, 5, 8]), blocks, 16
+    )
+    seen: list[list[int]] = []
+
+    class ByTurn:
+        def route(self, request: Request, fleet: Fleet) -> Decision:
+            assert request.cached_tokens is not None
+            assert request.prefilled
+            seen.append(request.cached_tokens.tolist())
+            return Decision((0, 1, 0)[len(seen) - 1], np.zeros(len(fleet)), "by turn")
+
+    config = FleetConfig(prefill_workers=1, decode_workers=2, link=LINK, kv_tokens=256)
+    run = run_fleet(requests, MODEL, ByTurn(), config, check=True)
+    assert seen == [[0, 0], [32, 0], [32, 32]]
+    assert run.kept_tokens.tolist() == [0, 0, 32]
+    sent = run.ready_s - run.prefill_end_s - LINK.latency_s
+    np.testing.assert_allclose(sent, np.array([32, 40, 16]) * SPEC.kv_bytes_per_token / LINK.bytes_per_s, rtol=1e-9)
+
+
 def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker() -> None:
     """One block of 16 tokens in common, 48 of their own: a cache is worth its tokens, and no more."""
     count = 40
