@@ -10,7 +10,8 @@ their probabilities of missing an expert (:mod:`coterie.routing.fleet`). Similar
 so no weight needs tuning: where experts do not matter, this is the shortest queue; where they do, requests that share
 experts gather. It needs no clusters, which would become stale; those of calibration requests only give empty workers a
 prior. Prompt tokens missing from the worker's cache are paid once, spread over the tokens a request decodes: all who
-run wait while they are computed, the request alone while their KV is transferred.
+run wait while they are computed, the request alone while their KV is transferred, or while prompts before it are
+computed.
 
 It is wrong where the workers' step times differ from the prices, or the forecast of a request's experts is poor.
 """
@@ -71,6 +72,7 @@ class LatencyAware:
             fleet.speeds,
             NOTHING if request.cached_tokens is None else request.cached_tokens,
             request.prefilled,
+            fleet.prefill_tokens,
             added,
             scores,
         )
@@ -104,6 +106,7 @@ def _cheapest(
     speeds: NDArray[np.float64],
     cached: NDArray[np.int64],
     prefilled: bool,
+    waiting: NDArray[np.int64],
     added: NDArray[np.float32],
     scores: NDArray[np.float64],
 ) -> np.int64:
@@ -134,5 +137,7 @@ def _cheapest(
         if len(cached):
             once = prices[TRANSFER] if prefilled else prices[PREFILL] * (others + 1.0)
             cost += once * (prompt - cached[worker])
+        if not prefilled:
+            cost += prices[PREFILL] * waiting[worker]
         costs[worker] = cost / speeds[worker]
     return lowest_scored(costs, alive, running, places, routed, scores)
