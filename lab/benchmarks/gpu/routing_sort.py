@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))  # the 
 
 from coterie.engines.calibration.timing import captured, describe_hardware, describe_software, event_us
 from coterie.engines.kernels.routing import Launch, launch_for, permute_by_expert, sort_by_expert
-from kernel_cases import cases, check_case, check_gather, distinct
+from kernel_cases import cases, check_case, distinct
 
 EXPERTS, TOP_K, WIDTH = 256, 8, 7168
 TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -116,10 +116,6 @@ def check_all(device: str) -> dict[str, Any]:
                 check_case(case, device, dtype, **how)
             except Exception as error:  # a kernel that fails to compile must not hide the others
                 failed.append(f"{case.name}, {launch}: {type(error).__name__} {str(error)[:300]}")
-    try:
-        check_gather(device, "auto")
-    except Exception as error:
-        failed.append(f"gather: {error}")
     return {"checked": done, "failed": failed}
 
 

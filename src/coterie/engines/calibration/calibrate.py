@@ -105,8 +105,7 @@ def calibrate(
     device, tokens = find_device("auto", "calibration"), routed_tokens(spec, trace)
     slower: tuple[ContentionCell, ...] = ()
     if contention:  # before vLLM takes the memory
-        timings = [timing._asdict() for timing in measure_contention(spec, device, report=report)]
-        slower = msgspec.convert(timings, tuple[ContentionCell, ...])
+        slower = tuple(measure_contention(spec, device, report=report))
         torch.cuda.empty_cache()
     sizes = (grid or StepGrid()).within(int(config.get("max_position_embeddings", LONGEST)))
     software, cells = measure_steps(config, spec, tokens, sizes, report)
