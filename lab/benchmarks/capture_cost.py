@@ -97,20 +97,9 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
 def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, float]:
     import torch
 
-    def timed(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(50):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end))
-        return float(round(statistics.median(times), 2))
+    from coterie.engines.calibration.timing import captured, event_us
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hook()
+    graph, _ = captured(hook)
     pinned = torch.empty((tokens, *capture.ids.shape[1:]), dtype=capture.ids.dtype, pin_memory=True)
     places = torch.empty(tokens, dtype=torch.int64, pin_memory=True)
 
@@ -118,7 +107,8 @@ def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, fl
         pinned.copy_(capture.ids[:tokens], non_blocking=True)
         places.copy_(capture.positions[:tokens], non_blocking=True)
 
-    return {"hook_us": timed(graph.replay), "copy_us": timed(copy)}
+    calls = {"hook_us": graph.replay, "copy_us": copy}
+    return {name: round(statistics.median(event_us(call) for _ in range(50)), 2) for name, call in calls.items()}
 
 
 def server(options: argparse.Namespace) -> dict[str, Any]:
