@@ -12,18 +12,20 @@ balanced order. Each prints one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support" / "engines"))  # real vLLM servers
 
 
 def median_us(call: Callable[[], object], repeats: int = 30) -> float:
@@ -95,20 +97,9 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
 def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, float]:
     import torch
 
-    def timed(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(50):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end))
-        return float(round(statistics.median(times), 2))
+    from coterie.engines.calibration.timing import captured, event_us
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hook()
+    graph, _ = captured(hook)
     pinned = torch.empty((tokens, *capture.ids.shape[1:]), dtype=capture.ids.dtype, pin_memory=True)
     places = torch.empty(tokens, dtype=torch.int64, pin_memory=True)
 
@@ -116,74 +107,41 @@ def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, fl
         pinned.copy_(capture.ids[:tokens], non_blocking=True)
         places.copy_(capture.positions[:tokens], non_blocking=True)
 
-    return {"hook_us": timed(graph.replay), "copy_us": timed(copy)}
+    calls = {"hook_us": graph.replay, "copy_us": copy}
+    return {name: round(statistics.median(event_us(call) for _ in range(50)), 2) for name, call in calls.items()}
 
 
 def server(options: argparse.Namespace) -> dict[str, Any]:
-    import urllib.request
-
     from coterie.engines.calibration.timing import describe_software
-    from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.footprints import PositionStore
-    from coterie.net.processes import ServerProcess, free_port
+    from coterie.net.processes import free_port
     from coterie.prompts import load_prompts, take_in_turn
+    from vllm_servers import Fleet
 
-    port, name = free_port(), f"cost-{free_port()}"
-    config = {"kv_connector": "CoterieConnector", "kv_role": "kv_both"}
-    extra = {"store": name, "footprint": "always", "events": f"tcp://127.0.0.1:{free_port()}"}
-    argv = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(options.model or tiny_model_path()),
-    ]
-    argv += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    argv += ["--block-size", "32", "--port", str(port), "--no-enable-prefix-caching"]
-    argv += ["--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra})]
-    prompts = take_in_turn(load_prompts(), options.requests)
-    url = f"http://127.0.0.1:{port}"
+    name = f"cost-{free_port()}"
+    how = {"settings": {"footprint": "always"}, "model": options.model, "extra": ("--no-enable-prefix-caching",)}
+    prompts = [prompt.prompt for prompt in take_in_turn(load_prompts(), options.requests)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(Path(folder))) as fleet:
+        (vllm,) = fleet.start({name: how})
 
-    def post(prompt: str) -> int:
-        asked = {"max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
-        body = {"model": "tiny", "prompt": prompt, **asked}
-        request = urllib.request.Request(
-            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as response:
-            return int(json.load(response)["usage"]["total_tokens"])
+        def tokens_per_s() -> float:
+            started = time.perf_counter()
+            answers = vllm.complete_all(
+                prompts, options.concurrency, max_tokens=options.max_tokens, ignore_eos=True, return_token_ids=False
+            )
+            return float(sum(one["usage"]["total_tokens"] for one in answers) / (time.perf_counter() - started))
 
-    def tokens_per_s() -> float:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(options.concurrency) as pool:
-            tokens = sum(pool.map(post, (prompt.prompt for prompt in prompts)))
-        return tokens / (time.perf_counter() - started)
-
-    # One core for the model, so that the API server and this client do not take turns with it.
-    env = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        process = ServerProcess(argv, url, Path(folder) / "server.log", env)
-        process.start(600)
-        try:
-            store = PositionStore.attach(ConnectorSettings(store=name).store_path("", 0))
-            for _ in range(2):
-                tokens_per_s()
-            speeds: dict[bool, list[float]] = {True: [], False: []}
-            for number in range(options.rounds):
-                for on in (True, False) if number % 2 else (False, True):
-                    store.enabled = on
-                    speeds[on].append(tokens_per_s())
-                last = f"off {speeds[False][-1]:.0f}, on {speeds[True][-1]:.0f} tokens/s"
-                print(f"{number + 1} of {options.rounds}: {last}", file=sys.stderr)
-        finally:
-            process.stop()
+        store = PositionStore.attach(ConnectorSettings(store=name).store_path("", 0))
+        for _ in range(2):
+            tokens_per_s()
+        speeds: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(options.rounds):
+            for on in (True, False) if number % 2 else (False, True):
+                store.enabled = on
+                speeds[on].append(tokens_per_s())
+            last = f"off {speeds[False][-1]:.0f}, on {speeds[True][-1]:.0f} tokens/s"
+            print(f"{number + 1} of {options.rounds}: {last}", file=sys.stderr)
     ratios = np.array(speeds[True]) / np.array(speeds[False])
     rng = np.random.default_rng(0)
     medians = [np.median(rng.choice(ratios, len(ratios))) for _ in range(4000)]

@@ -119,7 +119,7 @@ def choose_exponent(timeline: Timeline, rows: NDArray[np.int64]) -> float:
 
     def error(exponent: float) -> float:
         if exponent not in errors:
-            errors[exponent] = max(map(abs, _errors(timeline, simulate_timeline(timeline, exponent), rows).values()))
+            errors[exponent] = _worst(_errors(timeline, simulate_timeline(timeline, exponent), rows))
         return errors[exponent]
 
     best = min(EXPONENTS, key=error)
@@ -155,29 +155,22 @@ def _percentiles(first: NDArray[np.float64], tpot: NDArray[np.float64]) -> dict[
     }
 
 
-def _compared(timeline: Timeline, run: FleetRun, rows: NDArray[np.int64]) -> tuple[dict[str, float], dict[str, float]]:
-    """vLLM's and ours."""
-    after = np.maximum(1, timeline.output_tokens - 1)
-    tpot = (timeline.finish_s - timeline.first_token_s) / after
+def _errors(timeline: Timeline, run: FleetRun, rows: NDArray[np.int64]) -> dict[str, tuple[float, float, float]]:
+    """Percentile → vLLM's, ours, and how far ours is off, in percent."""
+    tpot = (timeline.finish_s - timeline.first_token_s) / np.maximum(1, timeline.output_tokens - 1)
     real = _percentiles((timeline.first_token_s - timeline.arrival_s)[rows], tpot[rows])
-    return real, _percentiles((run.first_token_s - run.arrival_s)[rows], run.tpot_s[rows])
+    ours = _percentiles((run.first_token_s - run.arrival_s)[rows], run.tpot_s[rows])
+    return {name: (real[name], ours[name], 100.0 * (ours[name] / real[name] - 1.0)) for name in real}
 
 
-def _errors(timeline: Timeline, run: FleetRun, rows: NDArray[np.int64]) -> dict[str, float]:
-    """Percent."""
-    real, ours = _compared(timeline, run, rows)
-    return {name: 100.0 * (ours[name] / real[name] - 1.0) for name in real}
+def _worst(errors: dict[str, tuple[float, float, float]]) -> float:
+    return max(abs(off) for _, _, off in errors.values())
 
 
 def _row(name: str, timeline: Timeline, run: FleetRun, exponent: float, rows: NDArray[np.int64]) -> Row:
-    real, ours = _compared(timeline, run, rows)
     errors = _errors(timeline, run, rows)
     row: Row = {"name": name, "requests": len(rows), "zipf_exponent": exponent}
-    for key in real:
-        row |= {
-            f"{key}_vllm_ms": round(real[key], 1),
-            f"{key}_ms": round(ours[key], 1),
-            f"{key}_error_pct": round(errors[key], 1),
-        }
-    worst = max(map(abs, errors.values()))
-    return row | {"worst_error_pct": round(worst, 1), "distinct": round(summarise_fleet(run).distinct, 1)}
+    for key, values in errors.items():
+        named = zip(("vllm_ms", "ms", "error_pct"), values, strict=True)
+        row |= {f"{key}_{what}": round(value, 1) for what, value in named}
+    return row | {"worst_error_pct": round(_worst(errors), 1), "distinct": round(summarise_fleet(run).distinct, 1)}

@@ -28,44 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support" / "engine
 
 ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
 START_S = 900.0
-BLOCK_SIZE = 32
-"""vLLM's attention on a CPU takes multiples of 32."""
-SERVER_ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # With this the worker runs in its engine's process. Apart, the two wait for each other by spinning, and ten of
-    # those leave nobody a core: a step in fifty took seconds.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
-
-
-def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[str]:
-    from coterie.engines.tiny import tiny_model_path
-
-    connectors = [
-        {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(shared)},
-        },
-        {
-            "kv_connector": "CoterieConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"events": f"tcp://127.0.0.1:{events_port}", "store": store},
-        },
-    ]
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": connectors},
-    }
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model_path())]
-    argv += ["--served-model-name", "coterie-tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    argv += ["--block-size", str(BLOCK_SIZE), "--host", "127.0.0.1", "--port", str(port)]
-    return [*argv, "--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(both)]
+# With this the worker runs in its engine's process. Apart, the two wait for each other by spinning, and ten of those
+# leave nobody a core: a step in fifty took seconds.
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,10 +41,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.footprints.positions import ROWS
     from coterie.models import get_model, model_from_config
-    from coterie.net.processes import ServerProcess, free_port
     from coterie.prompts import load_prompts, read_prompts, take_in_turn
     from routed_loop import DecodeWorker, LoopSettings, run_loop
     from routed_prediction import predict
+    from vllm_servers import BLOCK_SIZE, Fleet, hand_over
 
     prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)
     settings = LoopSettings(
@@ -91,19 +56,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         seed=options.seed,
     )
     run, started = uuid.uuid4().hex[:8], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        servers, workers = [], []
-        for number in range(options.decoders + 1):
-            port, events_port, store = free_port(), free_port(), f"routing-{run}-{number}"
-            argv = server_argv(port, events_port, store, Path(folder) / "kv")
-            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", SERVER_ENV)
-            stack.callback(server.launch().stop)
-            servers.append(server)
-            path = ConnectorSettings(store=store).store_path("", 0)
-            workers.append(DecodeWorker(server.url, f"tcp://127.0.0.1:{events_port}", path))
-        for server in servers:
-            server.wait_ready(START_S)
-        print(f"{len(servers)} servers ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(Path(folder), start_s=START_S)) as fleet:
+        how: dict[str, Any] = {"settings": {}, "beside": hand_over(Path(folder) / "kv"), "env": IN_PROCESS}
+        how["extra"] = ("--distributed-executor-backend", "uni")
+        prefill, *decoders = fleet.start({f"routing-{run}-{n}": how for n in range(options.decoders + 1)})
+        workers = [
+            DecodeWorker(one.url, one.events, ConnectorSettings(store=one.store).store_path("", 0)) for one in decoders
+        ]
+        print(f"{1 + len(decoders)} servers ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
         last = ""
 
         def report(what: str, done: int, total: int) -> None:
@@ -112,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 print(f"{time.monotonic() - started:.0f} s: {what}, {done} of {total}", file=sys.stderr)
                 last = what
 
-        result = asyncio.run(run_loop([servers[0].url], workers[1:], prompts, settings, report))
+        result = asyncio.run(run_loop([prefill.url], workers, prompts, settings, report))
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
     line, predictions = predict(result, model_from_config(tiny_model_path()), settings)
     rows = []

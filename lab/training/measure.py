@@ -1,6 +1,6 @@
-"""Measure coterie-tiny on requests it was not trained on, and write its model card.
+"""Measure coterie-tiny on requests it was not trained on: the numbers of its model card.
 
-    python lab/training/measure.py --model DIR --corpus carry/tiny --out DIR --card DIR/README.md
+    python lab/training/measure.py --model DIR --corpus carry/tiny --out DIR
 
 Needs torch, transformers and numpy; five minutes on two CPU cores. Every request is asked through the chat template
 and answered greedily; expert ids are taken from the routers of the transformers model, prefill and decode apart.
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from card import BATCH, LONGEST_ANSWER, card
 from tiny_model import DOMAINS
 
-LONGEST_PROMPT = 384
+BATCH = 16
+LONGEST_PROMPT, LONGEST_ANSWER = 384, 256
 
 
 class Request(NamedTuple):
@@ -318,15 +318,11 @@ def samples(requests: list[Request], rng: np.random.Generator) -> list[dict[str,
     return out
 
 
-# Card
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, required=True, help="folder written by corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for measurements.json and samples.json")
-    parser.add_argument("--card", type=Path, help="write the model card here; needs summary.json beside the model")
     parser.add_argument("--per-domain", type=int, default=1000, help="requests asked in each domain, at most")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -363,10 +359,6 @@ def main() -> None:
     shown = json.dumps(samples(requests, rng), indent=1, ensure_ascii=False)
     (options.out / "samples.json").write_text(shown + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in measured.items() if k != "languages"}, indent=None))
-    run_file = options.model / "summary.json"
-    if options.card and run_file.exists():
-        corpus = json.loads((options.corpus / "corpus.json").read_text(encoding="utf-8"))
-        options.card.write_text(card(measured, json.loads(run_file.read_text()), corpus), encoding="utf-8")
 
 
 if __name__ == "__main__":

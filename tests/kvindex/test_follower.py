@@ -403,7 +403,7 @@ def test_a_follower_that_joins_late_learns_what_a_worker_stored() -> None:
                 stream.publish(payload(*table.take_events()))
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             secure_subscriber(dealer, secret)
-            dealer.connect(stream.replay_endpoint or "")
+            dealer.connect(stream._replay.endpoint if stream._replay else "")
 
             def replay(_: int, first: int) -> Iterator[Frame]:
                 dealer.send_multipart([b"", first.to_bytes(8, "big")])

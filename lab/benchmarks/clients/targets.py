@@ -185,37 +185,18 @@ def _serving(port: int, folder: Path, *options: str) -> Iterator[Asked]:
 @contextlib.contextmanager
 def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked]:
     """One prefill and some decode servers of real vLLM, with KV events, behind a gateway."""
-    from vllm_routing import BLOCK_SIZE, SERVER_ENV, server_argv
+    sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support" / "engines"))
+    from vllm_servers import BLOCK_SIZE, MODEL, Fleet, hand_over
 
     run = uuid.uuid4().hex[:8]
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        servers, workers = [], []
-        for number in range(decoders + 1):
-            port, experts = free_port(), free_port()
-            events, replay = (f"ipc://{folder}/{number}.{kind}" for kind in ("kv", "replay"))
-            published = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": events,
-                "replay_endpoint": replay,
-            }
-            argv = server_argv(port, experts, f"clients-{run}-{number}", Path(folder) / "kv")
-            argv += ["--kv-events-config", json.dumps(published), *TOOLS]
-            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", SERVER_ENV)
-            stack.callback(server.launch().stop)
-            servers.append(server)
-            role = "decode" if number else "prefill"
-            workers.append(
-                {
-                    "id": f"{role}-{max(number - 1, 0)}",
-                    "url": server.url,
-                    "role": role,
-                    "kv_events": events,
-                    "kv_replay": replay,
-                }
-            )
-        for server in servers:
-            server.wait_ready(START_S)
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(Path(folder), start_s=START_S)) as fleet:
+        how: dict[str, Any] = {"settings": {}, "beside": hand_over(Path(folder) / "kv"), "kv_events": True}
+        names = [f"clients-{run}-{number}" for number in range(decoders + 1)]
+        servers = fleet.start(dict.fromkeys(names, how | {"extra": TOOLS}))
+        workers = [
+            {"id": one.name, "url": one.url, "role": role, "kv_events": one.kv_events, "kv_replay": one.kv_replay}
+            for one, role in zip(servers, ("prefill", *["decode"] * decoders), strict=True)
+        ]
         report(f"{len(servers)} vLLM servers are ready")
         config = {
             "workers": workers,
@@ -225,4 +206,5 @@ def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked
             "tokenizer": str(tiny_model_path()),
             "block_size": BLOCK_SIZE,
         }
-        yield stack.enter_context(run_gateway(config))
+        with run_gateway(config) as asked:
+            yield asked._replace(model=MODEL)

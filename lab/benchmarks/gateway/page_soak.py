@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))
 
 from browser import Chromium, Page, chromium, find_chromium, tab
 from coterie.answers.demo.serving import keep_busy
-from coterie.errors import UnavailableError
-from coterie.gateway.embedded import EmbeddedFleet, run_embedded
+from coterie.gateway.embedded import run_embedded
 from coterie.net.http_client import Client
-from coterie.net.processes import free_port
+from coterie.net.processes import ServerProcess, free_port
 
 MB = 1e6
 
@@ -75,49 +73,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         port = free_port()
         file = Path(folder) / "gateway.yaml"
         file.write_bytes(msgspec.json.encode(fleet.config(f"127.0.0.1:{port}")))
-        with (Path(folder) / "gateway.log").open("wb") as log:
-            process = start_gateway(file, fleet, log.fileno())
-        try:
-            url = f"http://127.0.0.1:{port}"
-            found = asyncio.run(soak(browser, url, process, asked.minutes, asked.samples, asked.in_flight))
-        finally:
-            process.terminate()
-            process.wait()
+        url = f"http://127.0.0.1:{port}"
+        argv = [sys.executable, "-m", "coterie", "serve", "--config", str(file)]
+        with ServerProcess(argv, url, Path(folder) / "gateway.log", fleet.access.environment).start() as gateway:
+            found = asyncio.run(soak(browser, url, gateway.pid, asked.minutes, asked.samples, asked.in_flight))
     print(table(found))
     problems = grown(found)
     print("\n".join(problems) or f"flat over {asked.minutes:g} minutes: {found[-1].decisions} decisions were shown")
     return 1 if problems else 0
 
 
-def start_gateway(config: Path, fleet: EmbeddedFleet, log: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from coterie.cli.main import main; main()", "serve", "--config", str(config)]
-    return subprocess.Popen(command, env={**os.environ, **fleet.access.environment}, stdout=log, stderr=log)
-
-
-async def soak(
-    browser: Chromium, url: str, process: subprocess.Popen[bytes], minutes: float, samples: int, in_flight: int
-) -> list[Sample]:
+async def soak(browser: Chromium, url: str, pid: int, minutes: float, samples: int, in_flight: int) -> list[Sample]:
     async with Client(url) as client:
-        while not await _answers(client):
-            if process.poll() is not None:
-                raise SystemExit(f"the gateway ended with {process.returncode}")
-            await asyncio.sleep(0.2)
         traffic = asyncio.create_task(keep_busy(url, in_flight=in_flight))
         try:
             async with tab(browser) as page:
                 await page.open(url + "/")
                 await page.until("document.getElementById('state').dataset.state === 'live'")
-                return await _sample(page, client, process.pid, minutes, samples)
+                return await _sample(page, client, pid, minutes, samples)
         finally:
             traffic.cancel()
             await asyncio.gather(traffic, return_exceptions=True)
-
-
-async def _answers(client: Client) -> bool:
-    try:
-        return (await client.call("GET", "/health"))[0] == 200
-    except UnavailableError:
-        return False
 
 
 async def _sample(page: Page, client: Client, pid: int, minutes: float, samples: int) -> list[Sample]:

@@ -31,18 +31,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coterie.engines.calibration.imposed import ENVIRONMENT as IMPOSED
+from coterie.engines.calibration.imposed import HIGH, LOW
+
 HERE = Path(__file__).resolve().parent
 TINY = HERE.parents[2] / "src" / "coterie" / "data" / "coterie-tiny"
 SHAPES = json.loads((HERE / "shapes.json").read_text())
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_MOE_SKIP_PADDING": "1",
-}
+ENVIRONMENT = {**IMPOSED, "HF_HUB_OFFLINE": "1", "VLLM_MOE_SKIP_PADDING": "1"}
 DEVICE = "cuda"
 MOST = 64
 """Largest batch, and the number of rows whose experts can be given."""
@@ -55,8 +51,6 @@ VARIANTS = ("stale", "first", "mask", "single")
 TIMED_ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 11, 13, 16, 17, 20, 25, 28, 33, 41, 49, 57, 64)
 EQUAL_ROWS = (3, 5, 9, 13, 20, 27, 41)
 EQUAL_STEPS = 24
-LOW, HIGH = -30.0, 10.0
-"""Logits of experts that a token does not take, and does."""
 
 
 def default_size(rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Prompts of whole blocks for fleets of vLLM, and the line through a fleet's measured steps."""
+"""The line through a fleet's measured steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from coterie.answers.demo.runs import REFERENCE_SHAPE
 from coterie.costs.step import Batch
 from coterie.models import get_model
 from routed_fleet import FleetCounts, Served
-from routed_loop import whole_blocks
 from routed_prediction import StepLine, line_model, step_line
 from routed_runs import RouterRun
 
@@ -19,28 +18,6 @@ from routed_runs import RouterRun
 def run_of(*logs: list[tuple[float, int, float]], served: list[Served] = []) -> RouterRun:  # noqa: B006  (not kept)
     log = [np.array([(*step, 0.0) for step in steps]) for steps in logs]
     return RouterRun("any", log, 1.0, served, FleetCounts())
-
-
-@given(st.lists(st.lists(st.integers(0, 5), max_size=40), max_size=12), st.integers(1, 8), st.integers(1, 2))
-def test_prompts_are_cut_to_whole_blocks(prompts: list[list[int]], block_size: int, over: int) -> None:
-    tail = [7, 8]
-    prompts = [[*prompt, *tail] for prompt in prompts]
-    cut = whole_blocks(prompts, block_size, over)
-    assert len({tuple(prompt) for prompt in cut}) == len(cut), "no request twice"
-    for prompt in cut:
-        assert len(prompt) >= block_size + over
-        assert len(prompt) % block_size == over % block_size
-        if len(prompts) > 1:
-            assert prompt[-2:] == tail, "the template's last words stay"
-            assert any(prompt[:-2] == whole[: len(prompt) - 2] for whole in prompts)
-
-
-def test_whole_blocks_by_hand() -> None:
-    one, two = [1, 2, 3, 4, 5, 6, 9], [3, 2, 1, 0, 9]
-    assert whole_blocks([one, two], 4) == [[1, 2, 3, 4, 9], [3, 2, 1, 0, 9]]
-    assert whole_blocks([one, two], 4, 2) == [[1, 2, 3, 4, 5, 9]]
-    assert whole_blocks([one, one], 3) == [one]
-    assert whole_blocks([], 4) == []
 
 
 def served_by(worker: int, start: float, end: float) -> Served:

@@ -60,22 +60,6 @@ def outcomes(experts: float, p50: float, p99: float) -> Outcome:
 pytestmark = pytest.mark.long
 
 
-def test_requests_are_fitted_on_or_served_and_never_both(source: Any) -> None:
-    halves = split(source, 3)
-    assert not set(halves.fit) & set(halves.test)
-    assert len(halves.fit) + len(halves.test) == source.trace.num_requests
-    assert set(halves.fit) != set(split(source, 4).fit)
-
-
-def test_what_is_shown_is_the_first_half_and_what_is_decoded_the_second(source: Any) -> None:
-    halves = split(source, 0)
-    recordings = split_recordings(source.trace, halves.test)
-    rows = np.flatnonzero(np.isin(source.counts.requests, halves.test))
-    assert len(recordings) == len(rows)
-    np.testing.assert_array_equal(recordings.footprint, source.counts.prefill[rows])
-    np.testing.assert_array_equal(recordings.decode_row, recordings.prompt_row + recordings.prompt_rows)
-
-
 def test_the_steady_part_is_full_and_begins_after_one_replacement(served: Any) -> None:
     window = steady(served, 16)
     for time in np.linspace(window.since_s, window.until_s, 50, endpoint=False):

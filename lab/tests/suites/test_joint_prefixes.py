@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.placement.holdings import bit_words
 from coterie.traces import RequestTrace
 from coterie_lab.suites.eldr.synthetic import SyntheticSize
 from coterie_lab.suites.joint import prefixes as cells
@@ -79,16 +78,6 @@ def test_recordings_are_of_the_requests_kind_in_turn() -> None:
     for kind in range(cells.KINDS):
         uses = recorded[kinds == kind].tolist()
         assert all(len(set(uses[at : at + 5])) == len(uses[at : at + 5]) for at in range(len(uses)))
-
-
-def test_bit_words_are_the_experts_held() -> None:
-    held = np.random.default_rng(0).random((3, 2, 130)) < 0.5
-    words = bit_words(held)
-    assert words.shape == (3, 2, 3)
-    for rank, layer, expert in np.ndindex(held.shape):
-        assert (
-            bool(words[rank, layer, expert // 64] >> np.uint64(expert % 64) & np.uint64(1)) == held[rank, layer, expert]
-        )
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coterie.answers.suites import SuiteOptions
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.errors import ConfigError, TraceError, UnavailableError
-from coterie.predictors.scoring import TEST_SHARE, split_groups
+from coterie.predictors.scoring import TEST_SHARE
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers import _rows
 from coterie.types import DECODE, PREFILL
@@ -244,19 +242,7 @@ def test_longest_match() -> None:
     assert longest_match("zz", {}).tolist() == [-1, -1]
 
 
-@given(st.lists(st.integers(0, 8), min_size=2, max_size=60).filter(lambda g: len(set(g)) > 1), st.integers(0, 99))
-def test_a_split_keeps_groups_whole(groups: list[int], seed: int) -> None:
-    calibration, test = split_groups(groups, np.random.default_rng(seed))
-    assert sorted([*calibration, *test]) == list(range(len(groups)))
-    sides = [{groups[i] for i in side} for side in (calibration, test)]
-    assert all(sides)
-    assert not sides[0] & sides[1]
-    assert len(sides[1]) == min(len(set(groups)) - 1, max(1, round(TEST_SHARE * len(set(groups)))))
-
-
 def test_requests_with_one_prompt_cannot_be_split(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 requests share 1 prompt"):
-        split_groups(["a", "a"], np.random.default_rng(0))
     make(tmp_path / "t", requests=1)
     with pytest.raises(ConfigError, match="1 requests share 1 prompt"):
         run(SuiteOptions(trace=tmp_path / "t"), quiet)

@@ -1,4 +1,4 @@
-"""The wire part of the suite: its rows and notes, or a note where torch is missing."""
+"""The wire part of the suite: its rows and notes, or a note where torch is missing; bytes beside the prediction."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coterie.answers.suites import SuiteOptions
+from coterie.costs.exchange import counted_locality
+from coterie.types import Placement, Topology
 from coterie_lab.suites.sem_moe import wire
 from coterie_lab.suites.sem_moe.wire import wire_notes, wire_rows
 
@@ -41,3 +44,21 @@ def test_rows_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(notes) == 3
     assert "NCCL was not run" in notes[0]
     assert ("at most 0.0%" in notes[2]) == bool(data)
+
+
+@pytest.mark.torch
+def test_bytes_are_within_two_percent_of_the_prediction() -> None:
+    """All of them, with slots, weights and counts; of hidden states alone every byte."""
+    pytest.importorskip("torch")
+    from coterie_lab.suites.sem_moe.measuring import measure_wire
+
+    experts = np.argsort(np.random.default_rng(0).random((60, 2, 16)), axis=2)[:, :, :4]
+    placement = Placement.linear(2, 16, 4)
+    found = measure_wire(experts, placement, hidden_size=512)
+    expected = counted_locality(experts, placement, Topology(4))
+    for measured, crossing in ((found.deduplicated, expected.remote_ranks), (found.per_activation, expected.remote)):
+        predicted = 2 * 60 * 2 * crossing * 512 * 4
+        assert measured.hidden == pytest.approx(predicted, rel=1e-12)
+        assert 0 < measured.other <= 0.02 * predicted
+        if measured.tcp is not None:  # gloo frames every message, and there are few bytes in one
+            assert 1 <= measured.tcp / (measured.hidden + measured.other) <= 1.1

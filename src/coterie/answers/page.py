@@ -62,8 +62,7 @@ class Report(NamedTuple):
 
 def check_report_folder(folder: Path) -> None:
     """Raise unless the folder is new, empty, or holds an earlier report."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; a report is a folder")
+    check(not folder.exists() or folder.is_dir(), f"{folder} is a file; a report is a folder")
     if folder.is_dir() and any(folder.iterdir()):
         _written_before(folder)
 

@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive
+from coterie.errors import UnknownNameError, check, check_at_least, check_positive
 from coterie.registry import Registry
 
 Row = Mapping[str, Any]
@@ -133,8 +133,7 @@ def lab_missing() -> bool:
 
 def look_up(registry: Registry[T], name: str) -> T:
     """Return the suite or group of that name; the error for an unknown name says if coterie-lab is not installed."""
-    if name not in registry and lab_missing():
-        raise ConfigError(f"unknown {registry.kind} {name!r}: {LAB_MISSING}")
+    check(name in registry or not lab_missing(), f"unknown {registry.kind} {name!r}: {LAB_MISSING}")
     return registry[name]
 
 

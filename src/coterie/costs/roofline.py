@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie._numba import helper
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 FOLDS = 5
 
@@ -117,8 +117,7 @@ def _interpolate(x: float, at: Sequence[float], us: Sequence[float]) -> float:
 def fit_curve(at: Sequence[float], us: Sequence[float]) -> CurveLaw:
     """Return a curve through the points; its error is that of predicting each inner point from its neighbours."""
     points = sorted(zip(at, us, strict=True))
-    if len(points) < 3:
-        raise ConfigError(f"{len(points)} cells are too few to fit; at least 3 are needed")
+    check(len(points) >= 3, f"{len(points)} cells are too few to fit; at least 3 are needed")
     xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
     if not all(np.isfinite(y) and y > 0 for y in ys):
         raise ConfigError(f"time us={next(y for y in ys if not (np.isfinite(y) and y > 0))} must be positive")
@@ -143,8 +142,7 @@ def _fit(
 ) -> tuple[list[float], Quality]:
     from scipy.optimize import least_squares  # slow to import
 
-    if len(us) < 3:
-        raise ConfigError(f"{len(us)} cells are too few to fit; at least 3 are needed")
+    check(len(us) >= 3, f"{len(us)} cells are too few to fit; at least 3 are needed")
     if not (np.isfinite(us).all() and (us > 0).all()):
         raise ConfigError(f"time us={us[~(us > 0) | ~np.isfinite(us)][0]} must be positive")
     low = [-7.0] * (len(start) - 1) + [0.0]

@@ -23,7 +23,7 @@ from coterie.costs.cells import StepCell
 from coterie.costs.experts import MoeParams, Waves, layer_us
 from coterie.costs.fit import FOLDS, FitError, MoeFit
 from coterie.costs.roofline import CurveLaw, Quality, RooflineLaw
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.types import ModelSpec, WeightDtype
 
 Floats = NDArray[np.float64]
@@ -72,8 +72,10 @@ class _Decode(NamedTuple):
 def fit_steps(spec: ModelSpec, dtype: WeightDtype, cells: Sequence[StepCell], software: str, places: int) -> EngineFit:
     """Fit the cells of one model and weight dtype; `places` are the multiprocessors of the device, 0 for a CPU."""
     decode = [cell for cell in cells if not cell.prompts]
-    if len({cell.tokens for cell in decode}) < 2 or not all(_prompts(cells, experts) for experts in (True, False)):
-        raise ConfigError("too few steps to fit: decode of two sizes, prompts, and prompts without experts are needed")
+    check(
+        len({cell.tokens for cell in decode}) >= 2 and all(_prompts(cells, experts) for experts in (True, False)),
+        "too few steps to fit: decode of two sizes, prompts, and prompts without experts are needed",
+    )
     in_waves: list[tuple[int, ...]] = [()] if places else []
     fits = {split: _fit_decode(decode, spec, split, places) for split in (*in_waves, *SPLITS)}
     split = min(fits, key=lambda one: fits[one].quality.mape_pct)

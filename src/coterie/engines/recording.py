@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from coterie.errors import ConfigError, UnavailableError, check_at_least, check_positive
+from coterie.errors import UnavailableError, check, check_at_least, check_positive
 from coterie.net.http_client import Client, HttpResult
 from coterie.prompts import Prompt
 from coterie.types import Report
@@ -34,8 +34,7 @@ def check_listening(address: str, start: str) -> None:
         port = None
     if parts.scheme not in ("http", "https", "tcp"):
         return
-    if not parts.hostname or port is None:
-        raise ConfigError(f"{address!r} must be {parts.scheme}://HOST:PORT")
+    check(parts.hostname and port is not None, f"{address!r} must be {parts.scheme}://HOST:PORT")
     try:
         socket.create_connection((parts.hostname, port), CONNECT_S).close()
     except OSError as error:

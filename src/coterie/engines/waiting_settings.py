@@ -74,8 +74,10 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "max_skips" not in self.options,
             f"options={self.options}: max_skips is a setting of its own, beside options",
         )
-        if cost is not None and "cost" not in strategies.parameters(self.strategy):
-            raise ConfigError(f"device={self.device!r}: strategy {self.strategy!r} does not price steps; leave it out")
+        check(
+            cost is None or "cost" in strategies.parameters(self.strategy),
+            f"device={self.device!r}: strategy {self.strategy!r} does not price steps; leave it out",
+        )
         context = {"cost": SpreadCost() if cost is None else cost}
         try:
             return strategies.make(self.strategy, context, max_skips=self.max_skips, **self.options)

@@ -24,7 +24,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import ConfigError, check_one_of, require_fitted
+from coterie.errors import ConfigError, check, check_one_of, require_fitted
 
 Weighting = Literal["count_idf", "count", "gate", "binary"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
@@ -85,20 +85,21 @@ class Signature:
 
         For `gate`, `prefill` holds gate-probability mass.
         """
-        if prefill.ndim != 3 or prefill.shape != decode.shape:
-            raise ConfigError(f"prefill {prefill.shape}, decode {decode.shape}: both must be [request, layer, expert]")
+        check(
+            prefill.ndim == 3 and prefill.shape == decode.shape,
+            f"prefill {prefill.shape}, decode {decode.shape}: both must be [request, layer, expert]",
+        )
         requests, layers, experts = prefill.shape
-        if requests < 3:
-            raise ConfigError(f"{requests} calibration requests: rho needs at least 3")
+        check(requests >= 3, f"{requests} calibration requests: rho needs at least 3")
         weights = np.ones((layers, experts), np.float32)
         if self.weighting == "count_idf":
             fired = np.count_nonzero(prefill, axis=0)  # [layer, expert]
             weights = np.log((requests + 1) / (fired + 1)).astype(np.float32)
-            if not weights.any():
-                raise ConfigError(
-                    f"all {requests} calibration requests activate every expert: count_idf weighs all by 0; "
-                    "weighting='count' compares them"
-                )
+            check(
+                weights.any(),
+                f"all {requests} calibration requests activate every expert: count_idf weighs all by 0; "
+                "weighting='count' compares them",
+            )
         kept = np.arange(layers)
         if self.mask:
             pairs = sample_pairs(requests, MAX_PAIRS, rng)

@@ -23,7 +23,15 @@ import yaml
 
 from coterie.control.base import ControlSettings
 from coterie.costs.movement import Movement
-from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
+from coterie.errors import (
+    ConfigError,
+    TraceError,
+    check,
+    check_at_least,
+    check_input_file,
+    check_not_negative,
+    check_positive,
+)
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.upstream import parse_origin
@@ -108,10 +116,12 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self.settings()
         except ConfigError as error:
             raise ConfigError(f"control: {error}") from None
-        if self.apply and self.map is None:
-            raise ConfigError("control: apply=true needs map, the file that plans are written to")
-        if self.apply and self.advise is None:
-            raise ConfigError("control: apply=true needs advise, the group that plans are for")
+        check(
+            not self.apply or self.map is not None, "control: apply=true needs map, the file that plans are written to"
+        )
+        check(
+            not self.apply or self.advise is not None, "control: apply=true needs advise, the group that plans are for"
+        )
 
     def settings(self) -> ControlSettings:
         """Return the settings of the loop. Raises ConfigError if they contradict each other."""
@@ -162,14 +172,18 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Port of an SGLang prefill worker's bootstrap server."""
 
     def __post_init__(self) -> None:
-        if not (self.id.isascii() and self.id.isprintable() and 0 < len(self.id) <= 128):
-            raise ConfigError(f"id={self.id!r} must be 1 to 128 printable ASCII characters")
+        check(
+            self.id.isascii() and self.id.isprintable() and 0 < len(self.id) <= 128,
+            f"id={self.id!r} must be 1 to 128 printable ASCII characters",
+        )
         try:
             parts = parse_origin(self.url)
         except ConfigError as error:
             raise ConfigError(f"worker {self.id!r}: {error}") from None
-        if parts.path.strip("/") or parts.fragment:
-            raise ConfigError(f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT")
+        check(
+            not parts.path.strip("/") and not parts.fragment,
+            f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT",
+        )
         for name, value, most in (("places", self.places, MOST_PLACES), ("bootstrap_port", self.bootstrap_port, 65535)):
             if value is not None and not 1 <= value <= most:
                 raise ConfigError(f"worker {self.id!r}: {name}={value} must be in 1 … {most}")
@@ -283,16 +297,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def check_distinct_ids(workers: Sequence[WorkerEntry]) -> None:
     """Raise ConfigError if two workers have the same id."""
     twice = next((id for id, count in Counter(worker.id for worker in workers).items() if count > 1), None)
-    if twice is not None:
-        raise ConfigError(f"worker id {twice!r} is there twice")
+    check(twice is None, f"worker id {twice!r} is there twice")
 
 
 def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
     """Raise ConfigError for a role that the handshake cannot use, or a missing bootstrap port."""
-    if handshake == "none" and worker.role == "prefill":
-        raise ConfigError(f"worker {worker.id!r} has role prefill: set handshake to vllm or sglang")
-    if handshake == "sglang" and worker.role == "prefill" and worker.bootstrap_port is None:
-        raise ConfigError(f"worker {worker.id!r} needs bootstrap_port: SGLang's decode workers connect to it")
+    check(
+        handshake != "none" or worker.role != "prefill",
+        f"worker {worker.id!r} has role prefill: set handshake to vllm or sglang",
+    )
+    check(
+        handshake != "sglang" or worker.role != "prefill" or worker.bootstrap_port is not None,
+        f"worker {worker.id!r} needs bootstrap_port: SGLang's decode workers connect to it",
+    )
 
 
 def read_config(path: Path) -> GatewayConfig:

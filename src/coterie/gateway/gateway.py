@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.gateway.access import Entry, Keys, Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
@@ -299,9 +299,9 @@ def _is_foreign(request: HttpRequest) -> bool:
 def check_access(config: GatewayConfig) -> Keys | None:
     """Load the keys of a config. Raises ConfigError if other machines could reach the gateway without a key."""
     keys = None if config.keys is None else Keys.load(config.keys)
-    if keys is None and not is_loopback(config.address[0]):
-        raise ConfigError(
-            f"listen={config.listen} can be reached from other machines: set keys to a file of API keys "
-            "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1"
-        )
+    check(
+        keys is not None or is_loopback(config.address[0]),
+        f"listen={config.listen} can be reached from other machines: set keys to a file of API keys "
+        "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1",
+    )
     return keys

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coterie.errors import ConfigError, check_input_file
+from coterie.errors import ConfigError, check, check_input_file
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_distinct_ids
 from coterie.gateway.fleet.spec import RouterSpec
 
@@ -150,11 +150,12 @@ def load_state(path: str | Path) -> Loaded:
     except OSError as error:
         raise ConfigError(f"{file}: the gateway's state cannot be read: {error.strerror}") from error
     try:
-        if len(data) > MOST_BYTES:
-            raise ConfigError(f"it has more than {MOST_BYTES} bytes")
+        check(len(data) <= MOST_BYTES, f"it has more than {MOST_BYTES} bytes")
         head = msgspec.json.decode(data, type=_Head)
-        if head.format != FORMAT or head.version != VERSION:
-            raise ConfigError(f"it is {head.format!r} version {head.version}; expected {FORMAT!r} version {VERSION}")
+        check(
+            head.format == FORMAT and head.version == VERSION,
+            f"it is {head.format!r} version {head.version}; expected {FORMAT!r} version {VERSION}",
+        )
         return Loaded(msgspec.json.decode(data, type=SavedState))
     except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
         return Loaded(None, f"{file}: the saved state cannot be used: {error}; it was kept as {set_aside(file)}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError, InputError, check
 from coterie.gateway.access import Keys
 from coterie.gateway.config import GatewayConfig, read_config
 from coterie.gateway.exchange.pool import DECODE, PREFILL
@@ -232,8 +232,7 @@ class RunningGateway:
         """Read a config and its keys. Raises InputError if it is invalid or changes a setting that a reload cannot."""
         config = read_config(path)
         fixed = next((name for name in FIXED if getattr(config, name) != getattr(before, name)), None)
-        if fixed is not None:
-            raise ConfigError(f"{path}: {fixed} cannot change while the gateway runs; restart it")
+        check(fixed is None, f"{path}: {fixed} cannot change while the gateway runs; restart it")
         check_config(saved.after_reload(before, config).over(config))
         return config, check_access(config)
 

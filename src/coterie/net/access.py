@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 SECRET_VARIABLE = "COTERIE_FLEET_SECRET"
 KEY_VARIABLE = "COTERIE_WORKER_KEY"
@@ -68,10 +68,10 @@ def read_secret(variable: str, file: Path | None = None) -> str | None:
 
 def check_secret(secret: str, where: str) -> str:
     """Return the secret; raise ConfigError, without quoting it, if it is too short or does not fit an HTTP header."""
-    if len(secret) < MIN_SECRET or not (secret.isascii() and secret.isprintable()):
-        raise ConfigError(
-            f"{where} must hold at least {MIN_SECRET} printable ASCII characters, such as `openssl rand -hex 32` gives"
-        )
+    check(
+        len(secret) >= MIN_SECRET and (secret.isascii() and secret.isprintable()),
+        f"{where} must hold at least {MIN_SECRET} printable ASCII characters, such as `openssl rand -hex 32` gives",
+    )
     return secret
 
 

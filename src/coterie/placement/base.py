@@ -68,8 +68,10 @@ class Load:
                     f"{name} has shape {parts.shape}; expected [{axis}, *{tokens.shape}]",
                 )
                 _check_tokens(name, parts)
-        if self.sources is not None and not np.allclose(self.sources.sum(axis=0), tokens, rtol=1e-6, atol=1e-6):
-            raise ConfigError("sources must add up to the load over their ranks")
+        check(
+            self.sources is None or np.allclose(self.sources.sum(axis=0), tokens, rtol=1e-6, atol=1e-6),
+            "sources must add up to the load over their ranks",
+        )
         if self.scenarios is not None:
             self._set_weights(len(self.scenarios))
         elif self.weights is not None:
@@ -136,10 +138,10 @@ class Load:
         if self.sources is not None and len(self.sources) != topology.num_ranks:
             raise ConfigError(f"sources has {len(self.sources)} ranks; topology.num_ranks={topology.num_ranks}")
         alive = int((topology.rank_speeds > 0).sum())
-        if alive * current.slots_per_rank < self.num_experts:
-            raise ConfigError(
-                f"{alive} living ranks of {current.slots_per_rank} slots must hold num_experts={self.num_experts}"
-            )
+        check(
+            alive * current.slots_per_rank >= self.num_experts,
+            f"{alive} living ranks of {current.slots_per_rank} slots must hold num_experts={self.num_experts}",
+        )
 
 
 def _check_tokens(name: str, tokens: NDArray[np.float64]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_positive_share
+from coterie.errors import ConfigError, check, check_at_least, check_positive_share
 from coterie.types import Placement
 
 Held = NDArray[np.bool_]
@@ -46,10 +46,10 @@ class DemandTracker:
     def record(self, worker: int, counts: NDArray[np.integer] | NDArray[np.floating]) -> None:
         """Add the activations [layer, expert] of a step on this worker."""
         demand = self._of(worker)
-        if counts.shape != demand.shape:
-            raise ConfigError(f"counts has shape {counts.shape}; expected [layer, expert] = {demand.shape}")
-        if not (np.isfinite(counts).all() and (counts >= 0).all()):
-            raise ConfigError("counts must be finite and not negative")
+        check(
+            counts.shape == demand.shape, f"counts has shape {counts.shape}; expected [layer, expert] = {demand.shape}"
+        )
+        check(np.isfinite(counts).all() and (counts >= 0).all(), "counts must be finite and not negative")
         demand *= self.decay
         demand += counts
 

@@ -144,8 +144,10 @@ def concentration_of(mixes: NDArray[np.floating]) -> float:
     The more the traffic shifts between windows, the lower the concentration. Infinite if all mixes are equal; at least
     LEAST_CONCENTRATION.
     """
-    if mixes.ndim != 2 or len(mixes) < 2:
-        raise ConfigError(f"mixes has shape {mixes.shape}; two or more windows [window, domain] are needed")
+    check(
+        mixes.ndim == 2 and len(mixes) >= 2,
+        f"mixes has shape {mixes.shape}; two or more windows [window, domain] are needed",
+    )
     mean, variance = mixes.mean(axis=0), float(mixes.var(axis=0, ddof=1).sum())
     spread = float((mean * (1.0 - mean)).sum())
     return max(spread / variance - 1.0, LEAST_CONCENTRATION) if variance > 0 else np.inf
@@ -189,8 +191,7 @@ def _draw(
     check_at_least(1, requests=requests, count=count)
     check_share(bursts=bursts)
     check(available, "there are no requests to draw steps from")
-    if domains is None and bursts:
-        raise ConfigError(f"bursts={bursts} needs the domains of the requests")
+    check(domains is not None or not bursts, f"bursts={bursts} needs the domains of the requests")
     labels = np.zeros(available, np.int64) if domains is None else np.asarray(domains)
     check(len(labels) == available, f"domains has {len(labels)} entries; there are {available} requests")
     part = np.zeros(available, np.bool_)

@@ -207,8 +207,10 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
 def check_unfinished(folder: Path) -> list[dict[str, Any]]:
     """Return the segments of a trace that can be resumed; raises ConfigError if the trace was closed."""
     entries = [dict(entry) for entry in read_meta(folder).get("segments") or []]
-    if any(entry.get("activations") == FINAL[0] for entry in entries):
-        raise ConfigError(f"{folder} is closed: its recording was finished and cannot be resumed")
+    check(
+        not any(entry.get("activations") == FINAL[0] for entry in entries),
+        f"{folder} is closed: its recording was finished and cannot be resumed",
+    )
     return entries
 
 
@@ -226,8 +228,7 @@ def _check_same_meta(folder: Path, recorded: TraceMeta, wanted: TraceMeta) -> No
             ]
         elif old != new:
             differing.append(f"{field.name}={old!r}, not {new!r}")
-    if differing:
-        raise ConfigError(f"{folder} cannot be resumed: it was recorded with {'; '.join(differing)}")
+    check(not differing, f"{folder} cannot be resumed: it was recorded with {'; '.join(differing)}")
 
 
 def _lock(owner: object, folder: Path) -> weakref.finalize[..., Any]:

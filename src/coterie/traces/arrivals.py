@@ -189,8 +189,10 @@ class RecordedLengths:
 
     def __post_init__(self) -> None:
         count = len(self.prompt_tokens)
-        if not count or len(self.output_tokens) != count or (self.domain is not None and len(self.domain) != count):
-            raise ConfigError(f"recorded lengths: {count} prompts must be at least 1, with as many outputs and domains")
+        check(
+            count and len(self.output_tokens) == count and (self.domain is None or len(self.domain) == count),
+            f"recorded lengths: {count} prompts must be at least 1, with as many outputs and domains",
+        )
 
     @classmethod
     def replay(cls, trace: RequestTrace) -> RecordedLengths:
@@ -218,8 +220,7 @@ def draw_arrivals(
     tokens: int | None = None,
 ) -> tuple[Arrivals, Lengths]:
     """Draw `requests` requests, or as many as have exactly `tokens` tokens; then the last request is cut short."""
-    if (requests is None) == (tokens is None):
-        raise ConfigError("give either a number of requests or a number of tokens")
+    check((requests is None) != (tokens is None), "give either a number of requests or a number of tokens")
     check_at_least(1, requests=requests, tokens=tokens)
     if requests is not None and requests > MOST_REQUESTS:
         raise ConfigError(f"requests={requests} must be at most {MOST_REQUESTS:,}")

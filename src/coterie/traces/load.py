@@ -179,8 +179,9 @@ def _up_to(most: int, digits: str) -> int:
 def _all_windows(path: Path, labels: list[str], count: int) -> ChosenWindows:
     merged = {i for i, label in enumerate(labels) if label.startswith(MERGED)}
     chosen = [i for i in range(count) if i not in merged]
-    if not chosen and count > 1:
-        raise ConfigError(f"all {count} windows of {path} are merged ones, which overlap: choose one with --window")
+    check(
+        chosen or count <= 1, f"all {count} windows of {path} are merged ones, which overlap: choose one with --window"
+    )
     if not merged or not chosen:
         return ChosenWindows(list(range(count)), f"{count} windows of {path.name}" if count > 1 else path.name)
     are = f"{len(merged)} named {MERGED}… are" if len(merged) > 1 else f"1 named {MERGED}… is"

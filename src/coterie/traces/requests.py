@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check
 from coterie.traces.store import file_errors, read_json, replaced, value_errors, write_json
 
 FORMAT = "coterie-trace"
@@ -68,10 +68,14 @@ class RequestTrace:
         times = np.empty(0) if self.arrival_s is None else self.arrival_s
         for row in np.flatnonzero(~np.isfinite(times)):
             raise ConfigError(f"arrival_s[{row}]={times[row]} must be a finite time")
-        if self.block_tokens is not None and not (isinstance(self.block_tokens, int) and self.block_tokens >= 1):
-            raise ConfigError(f"block_tokens={self.block_tokens!r} must be a whole number of at least 1")
-        if (self.prefix_blocks is None) != (self.block_tokens is None):
-            raise ConfigError("prefix_blocks and block_tokens must be given together")
+        check(
+            self.block_tokens is None or (isinstance(self.block_tokens, int) and self.block_tokens >= 1),
+            f"block_tokens={self.block_tokens!r} must be a whole number of at least 1",
+        )
+        check(
+            (self.prefix_blocks is None) == (self.block_tokens is None),
+            "prefix_blocks and block_tokens must be given together",
+        )
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -135,12 +139,11 @@ TABLES: dict[str, Callable[[Path], RequestTrace]] = {}
 def check_new_folder(path: str | Path) -> Path:
     """Return the folder for a new trace; raises unless it is new or empty, so that a wrong path never loses data."""
     folder = Path(path)
-    if not str(path) or folder.is_file():
-        raise ConfigError(f"{str(path)!r} is not a folder; a trace is one")
-    if (folder / "meta.json").exists():
-        raise ConfigError(f"{folder} holds a trace already; choose another folder or remove it first")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; choose another folder")
+    check(str(path) and not folder.is_file(), f"{str(path)!r} is not a folder; a trace is one")
+    check(
+        not (folder / "meta.json").exists(), f"{folder} holds a trace already; choose another folder or remove it first"
+    )
+    check(not folder.exists() or not any(folder.iterdir()), f"{folder} is not empty; choose another folder")
     return folder
 
 

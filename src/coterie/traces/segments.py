@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check
 from coterie.traces.requests import COLUMNS, FORMAT, TABLES, VERSION, RequestTrace, read_meta, read_requests
 from coterie.traces.store import ArrayFile, ArraySpec, value_errors
 from coterie.types import DECODE, PREFILL, narrowest_uint
@@ -60,17 +60,17 @@ class TraceMeta:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.top_k > self.num_experts or self.num_experts > MAX_EXPERTS:
-            raise ConfigError(
-                f"top_k={self.top_k} must be at most num_experts={self.num_experts}, and that at most {MAX_EXPERTS}"
-            )
-        if self.num_layers > MAX_LAYERS:
-            raise ConfigError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
-        if not isinstance(self.source, Mapping):
-            raise ConfigError(f"source={self.source!r} must be an object")
+        check(
+            self.top_k <= self.num_experts and self.num_experts <= MAX_EXPERTS,
+            f"top_k={self.top_k} must be at most num_experts={self.num_experts}, and that at most {MAX_EXPERTS}",
+        )
+        check(self.num_layers <= MAX_LAYERS, f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
+        check(isinstance(self.source, Mapping), f"source={self.source!r} must be an object")
         indices = range(self.num_layers) if self.layer_ids is None else self.layer_ids
-        if len(indices) != self.num_layers or not all(isinstance(n, int) and abs(n) < 1 << 31 for n in indices):
-            raise ConfigError(f"layer_ids={self.layer_ids} must be num_layers={self.num_layers} numbers of 32 bits")
+        check(
+            len(indices) == self.num_layers and all(isinstance(n, int) and abs(n) < 1 << 31 for n in indices),
+            f"layer_ids={self.layer_ids} must be num_layers={self.num_layers} numbers of 32 bits",
+        )
 
     def specs(self, num_tokens: int, num_requests: int, optional: Sequence[str] = ()) -> dict[str, ArraySpec]:
         """Return the dtypes and shapes of a segment's arrays."""
@@ -328,10 +328,11 @@ def check_shapes(
         array = offsets if field_name == "offsets" else getattr(tokens, field_name)
         if array is not None and (array.shape, array.dtype) != (spec.shape, spec.dtype):
             raise ConfigError(f"{field_name} is {array.dtype} {array.shape}; expected {spec.dtype} {spec.shape}")
-    if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens.phase):
-        raise ConfigError(f"offsets of {name} must run from 0 to the {len(tokens.phase)} tokens")
-    if deep and (np.diff(offsets) < 0).any():
-        raise ConfigError(f"offsets of {name} must not fall")
+    check(
+        len(offsets) >= 1 and offsets[0] == 0 and offsets[-1] == len(tokens.phase),
+        f"offsets of {name} must run from 0 to the {len(tokens.phase)} tokens",
+    )
+    check(not deep or not (np.diff(offsets) < 0).any(), f"offsets of {name} must not fall")
     if deep and len(tokens.phase) and int(tokens.phase.max()) > DECODE:
         raise ConfigError(f"phase={int(tokens.phase.max())} must be {PREFILL} (prefill) or {DECODE} (decode)")
 

@@ -238,8 +238,7 @@ def generate_to(
     specs = TraceMeta(settings.model, settings.num_experts, settings.num_layers, settings.top_k).specs(1, 0)
     token_bytes = specs["expert_ids"].nbytes + specs["phase"].nbytes
     if nbytes is not None:
-        if requests is not None or tokens is not None:
-            raise ConfigError("give one of requests, tokens and nbytes")
+        check(requests is None and tokens is None, "give one of requests, tokens and nbytes")
         tokens = max(1, nbytes // token_bytes)
     if tokens is not None:  # check before drawing requests: a far too large number would not fit in memory
         _require_space(Path(path), tokens * token_bytes)
@@ -347,8 +346,10 @@ def _draw_workload(
     if preferences is None:
         preferences = draw_preferences(settings, rng)
     expected = (len(settings.domains), settings.num_layers, settings.num_experts)
-    if preferences.epochs.shape[1:] != expected:
-        raise ConfigError(f"preferences has shape {preferences.epochs.shape[1:]} per epoch; expected {expected}")
+    check(
+        preferences.epochs.shape[1:] == expected,
+        f"preferences has shape {preferences.epochs.shape[1:]} per epoch; expected {expected}",
+    )
     seed = rng.integers(1 << 64, dtype=np.uint64)
     arrived, lengths = draw_arrivals(settings.arrivals, settings.lengths, settings.shares(), rng, requests, tokens)
     if arrived.domain.max() >= len(settings.domains):

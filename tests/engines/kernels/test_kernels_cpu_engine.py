@@ -1,4 +1,4 @@
-"""Sorting by expert, permuting and gathering rows: the torch form here, the Triton form in its interpreter.
+"""Sorting by expert, and permuting rows: the torch form here, the Triton form in its interpreter.
 
 On a GPU the kernels themselves run, compiled, on larger batches too.
 """
@@ -14,23 +14,18 @@ import numpy as np
 import pytest
 
 from coterie.errors import ConfigError
-from kernel_cases import cases, check_case, check_gather, main
+from kernel_cases import cases, check_case, main
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from coterie.engines.kernels.routing import permute_by_expert, sort_by_expert  # noqa: E402
-from coterie.engines.kernels.rows import gather_rows  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16], ids=str)
 def test_torch_form_sorts_every_case(dtype: object) -> None:
     for case in cases(np.random.default_rng(1), 300):
         check_case(case, "cpu", dtype)
-
-
-def test_torch_form_gathers() -> None:
-    check_gather("cpu", "auto")
 
 
 def test_triton_form_in_the_interpreter() -> None:
@@ -66,13 +61,6 @@ def test_rows_that_are_views_are_read_by_their_stride() -> None:
     ids = torch.tensor([[1, 0], [2, 1], [0, 2], [0, 1], [2, 0], [1, 2]])
     rows, routed = permute_by_expert(hidden, ids, 3)
     assert torch.equal(rows, hidden[routed.order.long() // 2])
-    assert torch.equal(gather_rows(hidden, torch.tensor([5, -1, 0]))[[0, 2]], hidden[[5, 0]])
-
-
-def test_out_is_filled() -> None:
-    out = torch.full((3, 4), 9.0)
-    assert gather_rows(torch.ones(2, 4), torch.tensor([1, -1, 0]), out=out) is out
-    assert out.sum(dim=1).tolist() == [4.0, 0.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +74,6 @@ def test_out_is_filled() -> None:
         (lambda: sort_by_expert(torch.tensor([[0]]), 3, backend="cuda"), "backend"),  # type: ignore[arg-type]
         (lambda: permute_by_expert(torch.ones(2, 4), torch.tensor([[0]]), 1), "2 rows; ids has 1"),
         (lambda: permute_by_expert(torch.ones(4, 2).t(), torch.zeros(2, 1, dtype=torch.int64), 1), "contiguous"),
-        (lambda: gather_rows(torch.ones(2, 4), torch.tensor([2])), "-1 … 1"),
-        (lambda: gather_rows(torch.ones(2, 4), torch.tensor([[0]])), "shape"),
-        (lambda: gather_rows(torch.ones(2, 4), torch.tensor([0]), out=torch.ones(2, 4)), "out has shape"),
     ],
 )
 def test_wrong_calls_say_what_is_right(call: object, message: str) -> None:

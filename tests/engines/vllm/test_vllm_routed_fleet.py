@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.prompts import load_prompts, take_in_turn
 from routed_loop import DecodeWorker, LoopSettings, run_loop
-from vllm_servers import Fleet, Server, needs_vllm
+from vllm_servers import Fleet, Server, hand_over, needs_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]
 
@@ -28,13 +28,8 @@ SETTINGS = LoopSettings(
 
 @pytest.fixture(scope="module")
 def trio(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Server]:
-    beside = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
-    }
     fleet.stop(*list(fleet.servers))
-    how: dict[str, Any] = {"settings": {"load_interval_s": 0.2}, "beside": beside}
+    how: dict[str, Any] = {"settings": {"load_interval_s": 0.2}, "beside": hand_over(tmp_path_factory.mktemp("kv"))}
     return fleet.start({"routed-prefill": how, "routed-0": how, "routed-1": how})
 
 

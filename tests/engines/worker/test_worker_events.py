@@ -134,8 +134,8 @@ def asker(context: Any, stream: EventStream, kind: int, secret: str | None) -> A
     socket.setsockopt(zmq.LINGER, 0)
     if secret is not None:
         secure_subscriber(socket, secret)
-    assert stream.replay_endpoint is not None
-    socket.connect(stream.replay_endpoint)
+    assert stream._replay is not None
+    socket.connect(stream._replay.endpoint)
     return socket
 
 

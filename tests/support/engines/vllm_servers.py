@@ -76,13 +76,14 @@ class Fleet:
 
     folder: Path
     servers: dict[str, Server] = field(default_factory=dict)
+    start_s: float = START_S
 
     def start(self, wanted: dict[str, dict[str, Any]]) -> list[Server]:
         """Those not yet running are started at the same time."""
         new = [self._make(name, **how) for name, how in wanted.items() if name not in self.servers]
         with ThreadPoolExecutor(max(1, len(new))) as pool:
             try:
-                list(pool.map(lambda server: server.process.start(START_S), new))
+                list(pool.map(lambda server: server.process.start(self.start_s), new))
             except BaseException:
                 for server in new:
                     server.process.kill()
@@ -161,17 +162,21 @@ class Fleet:
         return Server(name, process, f"tcp://127.0.0.1:{events_port}", log, name, kv, replay)
 
 
-def start_trio(fleet: Fleet) -> list[Server]:
-    """One prefill and two decode servers that hand KV over through a folder, and tell which experts and blocks."""
-    beside = {
+def hand_over(folder: Path) -> dict[str, Any]:
+    """vLLM's connector that hands KV over through a folder."""
+    return {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(fleet.folder / "kv")},
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
+
+
+def start_trio(fleet: Fleet) -> list[Server]:
+    """One prefill and two decode servers that hand KV over through a folder, and tell which experts and blocks."""
     fleet.stop("plugin", "tight")
     how: dict[str, Any] = {
         "settings": {"load_interval_s": 0.2},
-        "beside": beside,
+        "beside": hand_over(fleet.folder / "kv"),
         "kv_events": True,
         "extra": ("--enable-prompt-tokens-details",),
     }

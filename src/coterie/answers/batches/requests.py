@@ -127,8 +127,7 @@ def arrive(requests: Requests, arrivals: str | RequestTrace | None, count: int, 
         return Arrived(times, rng.integers(rows, size=count))
     if arrivals != "bursty":
         return Arrived(PoissonArrivals(1.0).draw(count, np.ones(1), rng).arrival_s, rng.integers(rows, size=count))
-    if requests.domains is None:
-        raise ConfigError(f"{requests.name} has no domains: bursty arrivals are bursts of one domain")
+    check(requests.domains is not None, f"{requests.name} has no domains: bursty arrivals are bursts of one domain")
     names, domain, sizes = np.unique(np.array(requests.domains), return_inverse=True, return_counts=True)
     drawn = DRAWN.arrivals("bursty", 1.0).draw(count, sizes / sizes.sum(), rng)
     row = np.empty(count, np.int64)

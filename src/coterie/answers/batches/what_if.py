@@ -223,8 +223,10 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
         name = str(options.trace)
         read = _read_trace(options, config, given)
         if isinstance(read, RequestTrace):
-            if options.arrivals is not None:
-                raise ConfigError(f"{name} holds requests without experts: it gives arrivals, as does --arrivals")
+            check(
+                options.arrivals is None,
+                f"{name} holds requests without experts: it gives arrivals, as does --arrivals",
+            )
             arrivals, arrivals_name, name = _timed(read, name), name, "synthetic"
             notes = ["The trace gives times; the experts of its requests are drawn."]
         elif not isinstance(read, ActivationTrace):
@@ -240,8 +242,10 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
             arrivals_name = "as recorded"
     execution, spec_found = _execution(options, config, trace, notes)
     options.only_for(execution)
-    if trace is None and options.predictor not in (None, RECORDED):
-        raise ConfigError(f"predictor={options.predictor!r} needs recorded requests: give a trace or --with-model")
+    check(
+        trace is not None or options.predictor in (None, RECORDED),
+        f"predictor={options.predictor!r} needs recorded requests: give a trace or --with-model",
+    )
     return _Work(
         execution=execution,
         trace=trace,
@@ -273,8 +277,7 @@ def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]
     asked = options.arrivals
     if asked is None or asked in PATTERNS:
         return asked, asked or "poisson"
-    if not Path(asked).exists():
-        raise ConfigError(f"arrivals={asked!r} must be {', '.join(PATTERNS)}, or a trace; no file has that name")
+    check(Path(asked).exists(), f"arrivals={asked!r} must be {', '.join(PATTERNS)}, or a trace; no file has that name")
     read = read_trace(asked)
     read = read.requests if isinstance(read, ActivationTrace) else read
     if not isinstance(read, RequestTrace):
@@ -302,8 +305,7 @@ def _precision(config: CapsConfig | None, spec: ModelSpec, device: str) -> str:
         precision = _PRECISIONS.get(spec.weight_dtype, "bfloat16")
         # On a CPU, float32 has the same weights as float16 and is twice as fast.
         return "float32" if precision == "float16" and device == "cpu" else precision
-    if asked not in _PRECISIONS:
-        raise ConfigError(f"quantization={asked!r} must be null or one of {', '.join(_PRECISIONS)}")
+    check(asked in _PRECISIONS, f"quantization={asked!r} must be null or one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[asked]
 
 
@@ -322,15 +324,13 @@ def _execution(
         return wanted, None
     spec = _spec(options, config, trace)
     if spec is None:
-        if wanted is not None:
-            raise ConfigError(f"execution={wanted} times a known model; {trace.meta.model!r} is none: give --model")
+        check(wanted is None, f"execution={wanted} times a known model; {trace.meta.model!r} is none: give --model")
         return "spread", None
     ours = (trace.meta.num_layers, trace.meta.num_experts, trace.meta.top_k)
     theirs = (spec.num_moe_layers, spec.num_experts, spec.top_k)
     if ours != theirs:
         said = f"the trace has (layers, experts, top_k) = {ours}, {spec.name} has {theirs}"
-        if wanted is not None or options.model is not None:
-            raise ConfigError(f"{said}: steps cannot be timed")
+        check(wanted is None and options.model is None, f"{said}: steps cannot be timed")
         notes.append(f"Timed by spread: {said}.")
         return "spread", None
     if wanted is None:

@@ -30,7 +30,7 @@ from coterie.answers.suites import Report
 from coterie.costs.presets import step_model
 from coterie.engines.tiny import TINY
 from coterie.engines.vllm.recording import EventSink
-from coterie.errors import ConfigError, InputError
+from coterie.errors import InputError, check
 from coterie.gateway.config import ControlSection
 from coterie.gateway.embedded import DECODERS, OURS, EmbeddedFleet, run_embedded
 from coterie.gateway.serve import RunningGateway
@@ -184,8 +184,7 @@ def check_trace(folder: Path) -> None:
     with contextlib.suppress(InputError, OSError):
         if not folder.is_symlink() and ActivationTrace.open(folder).meta.source.get("engine") == SOURCE:
             return
-    if folder.exists():
-        raise ConfigError(f"{folder} exists and is not the trace of a demo; choose another --out")
+    check(not folder.exists(), f"{folder} exists and is not the trace of a demo; choose another --out")
 
 
 def _save_trace(result: LoopResult, folder: Path) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 from coterie.models import get_model
 from coterie.routing import Calibration, Router, RouterFit, routers
 from coterie.routing.baselines import share_out
@@ -66,8 +66,7 @@ class MeasuredSpan(NamedTuple):
 def steady(run: FleetRun, in_flight: int) -> MeasuredSpan:
     """Return the span from when the first requests have been replaced once until fewer than `in_flight` are running."""
     arrived, finished = (np.sort(times[np.isfinite(times)]) for times in (run.arrival_s, run.finish_s))
-    if len(arrived) < 2 * in_flight:
-        raise ConfigError(f"requests={len(arrived)} must be more than twice the {in_flight} in flight")
+    check(len(arrived) >= 2 * in_flight, f"requests={len(arrived)} must be more than twice the {in_flight} in flight")
     left = np.searchsorted(arrived, finished, side="right") - np.arange(1, len(finished) + 1)
     low = np.flatnonzero(left < in_flight)
     until = float(finished[low[0]]) if len(low) else run.end_s

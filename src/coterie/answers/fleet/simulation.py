@@ -300,14 +300,13 @@ def _unseen(source: Source, fitted: RouterFit, settings: FleetSettings, seed: in
     Half of the others are served, or as many as must be in flight and a quarter more; all if there is one split.
     """
     counts, learned = source.counts, fitted.learned
-    if (learned.num_layers, learned.num_experts) != counts.prefill.shape[1:]:
-        raise ConfigError(
-            f"the router was fitted for {learned.model}, {learned.num_layers} layers of {learned.num_experts} experts; "
-            f"the trace has {counts.prefill.shape[1]} of {counts.prefill.shape[2]}"
-        )
+    check(
+        (learned.num_layers, learned.num_experts) == counts.prefill.shape[1:],
+        f"the router was fitted for {learned.model}, {learned.num_layers} layers of {learned.num_experts} experts; "
+        f"the trace has {counts.prefill.shape[1]} of {counts.prefill.shape[2]}",
+    )
     known = np.isin(counts.digests, [] if learned.seen is None else learned.seen)
-    if known.all():
-        raise ConfigError("the router was fitted on every request of this trace: none is left to serve")
+    check(not known.all(), "the router was fitted on every request of this trace: none is left to serve")
     order = np.random.default_rng([seed, 0]).permutation(counts.requests[~known])
     least = settings.decoders * settings.in_flight * 5 // 4 if settings.closed else 1
     served = len(order) if settings.splits == 1 else max(len(order) // 2, least)

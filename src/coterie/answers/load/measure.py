@@ -36,6 +36,7 @@ from coterie.errors import (
     ConfigError,
     CoterieError,
     UnavailableError,
+    check,
     check_at_least,
     check_one_of,
     check_positive,
@@ -192,10 +193,10 @@ async def measure(
         count = settings.warmup + settings.requests
         measured.workload = await _workload(settings, prompts, count, rng, clients[0], first, asking)
         requests = measured.workload.requests
-        if len(requests) <= settings.warmup:
-            raise ConfigError(
-                f"the trace has {len(requests)} requests: warmup={settings.warmup} leaves none to measure"
-            )
+        check(
+            len(requests) > settings.warmup,
+            f"the trace has {len(requests)} requests: warmup={settings.warmup} leaves none to measure",
+        )
         times = (
             arrival_times(len(requests), rng, settings.rate, settings.trace, settings.speed_up)
             if settings.concurrency is None
@@ -303,8 +304,7 @@ async def put_back(gateway: Client, pool: str | None = None) -> AsyncIterator[st
     in_use = await routers_in_use(gateway)
     if pool is None:
         pool = DECODE if DECODE in in_use else next(iter(in_use)) if len(in_use) == 1 else ""
-    if pool not in in_use:
-        raise ConfigError(f"pool={pool!r} must be one of {', '.join(in_use)}")
+    check(pool in in_use, f"pool={pool!r} must be one of {', '.join(in_use)}")
     try:
         yield pool
     except BaseException:

@@ -30,7 +30,7 @@ from coterie.answers.load.client import METRICS, RequestOutcome
 from coterie.answers.load.steps import StepTotals, experts_ratio, read_steps
 from coterie.answers.load.workload import LoadRequest
 from coterie.answers.suites import Report
-from coterie.errors import ConfigError, check_at_least, check_positive
+from coterie.errors import check, check_at_least, check_positive
 from coterie.net.http_client import Client
 from coterie.types import Interval
 
@@ -54,8 +54,10 @@ class Pace:
     """Seconds from the start after which no request is sent; None for no limit."""
 
     def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.arrival_s is None):
-            raise ConfigError("give either a concurrency (closed loop) or arrival times (open loop)")
+        check(
+            (self.concurrency is None) != (self.arrival_s is None),
+            "give either a concurrency (closed loop) or arrival times (open loop)",
+        )
         check_at_least(1, concurrency=self.concurrency)
         check_positive(duration_s=self.duration_s)
 
@@ -152,8 +154,7 @@ class Change(NamedTuple):
 def blocks_of(count: int, blocks: int) -> list[tuple[int, int]]:
     """Split `count` requests into blocks of nearly equal size; return (first, end) per block."""
     check_at_least(1, blocks=blocks)
-    if blocks > count:
-        raise ConfigError(f"blocks={blocks} must be at most the number of requests, {count}")
+    check(blocks <= count, f"blocks={blocks} must be at most the number of requests, {count}")
     edges = np.linspace(0, count, blocks + 1).round().astype(int)
     return [(int(a), int(b)) for a, b in pairwise(edges)]
 

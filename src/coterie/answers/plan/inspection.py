@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.plan.samples import Sample
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.placement.maps.formats import PlacementMap
 from coterie.placement.objective.steps import worst_mean
 from coterie.types import Placement, balancedness, layer_balance
@@ -81,8 +81,7 @@ def inspect_map(
 ) -> MapInspection:
     """Inspect a placement; `load` [layer, expert] tokens of the same layers, `steps` single steps of that load."""
     placement = map.placement
-    if placement.num_ranks % nodes:
-        raise ConfigError(f"num_ranks={placement.num_ranks} must be a multiple of nodes={nodes}")
+    check(placement.num_ranks % nodes == 0, f"num_ranks={placement.num_ranks} must be a multiple of nodes={nodes}")
     if load is not None and load.shape != (placement.num_layers, placement.num_experts):
         raise ConfigError(
             f"the load is for {load.shape[0]} layers of {load.shape[1]} experts; "

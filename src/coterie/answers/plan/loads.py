@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.plan.samples import Sample, Sampling, of_domains, of_requests, of_windows
-from coterie.errors import ConfigError, InputError, TraceError, check_input_file
+from coterie.errors import ConfigError, InputError, TraceError, check, check_input_file
 from coterie.footprints.counting import accumulate_load
 from coterie.models import model_of
 from coterie.traces import ActivationTrace, LoadTable
@@ -93,8 +93,10 @@ def read_load(
     spec = model_of(said, model)
     make = partial(WindowLoad, spec, ())
     if isinstance(trace, LoadTable):
-        if sampling.requests is not None:
-            raise ConfigError(f"--requests={sampling.requests} needs an activation trace; {path} is a load table")
+        check(
+            sampling.requests is None,
+            f"--requests={sampling.requests} needs an activation trace; {path} is a load table",
+        )
         load = _of_table(make, path, trace, window, sampling)
         ids = None if trace.layer_ids is None else tuple(int(n) for n in trace.layer_ids)
     elif isinstance(trace, ActivationTrace):

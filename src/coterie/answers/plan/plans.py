@@ -21,7 +21,7 @@ from coterie.answers.plan.samples import Sampling
 from coterie.answers.suites import Report
 from coterie.costs.movement import Movement
 from coterie.costs.presets import load_preset, step_model
-from coterie.errors import ConfigError, check_one_of, check_positive, refuse
+from coterie.errors import ConfigError, check, check_one_of, check_positive, refuse
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, SearchProgress
 from coterie.types import Placement, Topology, WeightDtype
@@ -312,8 +312,10 @@ def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
             raise ConfigError(f"{path} lacks layers that the load has: it has {len(rows)}")
         kept = [map.layer_ids.index(layer) for layer in load.layer_ids]
         rows, shares = rows[kept], None if shares is None else shares[kept]
-    if options.slots not in (None, rows.shape[1]):
-        raise ConfigError(f"--slots={options.slots} must be the {rows.shape[1]} of {path}, or left out")
+    check(
+        options.slots in (None, rows.shape[1]),
+        f"--slots={options.slots} must be the {rows.shape[1]} of {path}, or left out",
+    )
     return Placed(Placement(rows, options.ranks, spec.num_experts), shares)
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_one_of, check_share
+from coterie.errors import ConfigError, check, check_at_least, check_one_of, check_share
 from coterie.footprints.counting import accumulate_load
 from coterie.placement import Load
 from coterie.placement.scenarios import Phase, concentration_of, mixes_of, mixtures, steps_of_requests, steps_of_trace
@@ -49,12 +49,14 @@ class Sampling:
             check_one_of(get_args(Brought), phase=self.phase)
         if self.over is not None:
             check_one_of(get_args(Over), over=self.over)
-        if self.requests is not None and self.over is not None:
-            raise ConfigError(
-                f"--requests={self.requests} draws steps of a trace; --over={self.over} is of load tables"
-            )
-        if self.requests is None and (self.phase is not None or self.bursts):
-            raise ConfigError("--phase and --bursts say what is in a step of so many --requests")
+        check(
+            self.requests is None or self.over is None,
+            f"--requests={self.requests} draws steps of a trace; --over={self.over} is of load tables",
+        )
+        check(
+            self.requests is not None or (self.phase is None and not self.bursts),
+            "--phase and --bursts say what is in a step of so many --requests",
+        )
 
     @property
     def asked(self) -> bool:
@@ -181,8 +183,7 @@ def _in_parts(counts: Array, names: tuple[str, ...], labels: NDArray[np.str_]) -
 
 
 def _check(count: int, what: str) -> None:
-    if count < 2:
-        raise ConfigError(f"--over {what} needs two or more of them with tokens; there is {count}")
+    check(count >= 2, f"--over {what} needs two or more of them with tokens; there is {count}")
 
 
 def _weighted(counts: Array) -> Load:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table, reporting
-from coterie.errors import ConfigError
+from coterie.errors import check
 
 
 def bench_command(
@@ -19,8 +19,7 @@ def bench_command(
     """Run a group of benchmarks, or `all` of them."""
     from coterie.answers.suites import LAB_MISSING, benches, lab_missing, look_up
 
-    if group in (None, "all") and not benches.names() and lab_missing():
-        raise ConfigError(LAB_MISSING)
+    check(group not in (None, "all") or benches.names() or not lab_missing(), LAB_MISSING)
     if group is None:
         groups = [
             {"group": name, "measures": (benches[name].__doc__ or "").partition("\n")[0]} for name in benches.names()

@@ -25,7 +25,7 @@ from coterie.answers.suites import (
     suites,
 )
 from coterie.cli.output import JsonOption, out, print_json, print_lines, print_table, reporting, set_width
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
 """Options that take several values, up to the next option."""
@@ -130,11 +130,14 @@ def evaluate_command(
     """Run a suite: our numbers beside the published ones, with notes on what agrees and what does not."""
     chosen = look_up(suites, suite)
     _check_given(ctx, suite)
-    if trace_format is not None and trace is None:
-        raise ConfigError(f"--from={trace_format} is the format of --trace, which is not given")
+    check(
+        trace_format is None or trace is not None, f"--from={trace_format} is the format of --trace, which is not given"
+    )
     data = os.environ.get("COTERIE_DATA")
-    if out_folder is not None and out_folder.exists() and not out_folder.is_dir():
-        raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+    check(
+        out_folder is None or not out_folder.exists() or out_folder.is_dir(),
+        f"{out_folder} is a file; --out takes a folder",
+    )
     if out_folder is None and chosen.writes_files:
         out_folder = Path("out") / suite
     options = SuiteOptions(

@@ -22,7 +22,7 @@ from coterie.cli.output import (
     set_width,
     shell,
 )
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 
 if TYPE_CHECKING:  # numba takes a second to import
     from coterie.answers.fleet.simulation import FleetReport, FleetRow
@@ -158,8 +158,9 @@ def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
     if asked == "closed":
         return None
     if asked == "trace":
-        if own.arrival_s is None:
-            raise ConfigError("--arrivals trace: the trace has no arrival times; leave it out, or give --rate")
+        check(
+            own.arrival_s is not None, "--arrivals trace: the trace has no arrival times; leave it out, or give --rate"
+        )
         return own
     check(Path(asked).exists(), f"--arrivals={asked} must be closed, trace, or a file of requests that exists")
     return requests_of(read_trace(asked))

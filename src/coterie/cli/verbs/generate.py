@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from coterie.cli.files import read_activations, trace_summary
 from coterie.cli.output import JsonOption, err, print_json, print_table, reporting
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 if TYPE_CHECKING:  # numba takes half a second to import: only when a trace is made
     import numpy as np
@@ -68,8 +68,10 @@ def generate_command(
     from coterie.traces.requests import check_new_folder
     from coterie.traces.synthetic import generate, generate_to
 
-    if sum(value is not None for value in (requests, tokens, size)) > 1:
-        raise ConfigError("--requests, --tokens and --size exclude each other")
+    check(
+        sum(value is not None for value in (requests, tokens, size)) <= 1,
+        "--requests, --tokens and --size exclude each other",
+    )
     nbytes = None if size is None else parse_size(size)
     if requests is None and tokens is None and nbytes is None:
         requests = 1000
@@ -114,8 +116,7 @@ def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.
     if like is None:
         chosen = presets["balanced" if preset is None else preset]
         return chosen if model is None else chosen.shaped_like(get_model(model))
-    if model is not None:
-        raise ConfigError(f"--model={model} and --like={like} exclude each other: the trace has a shape of its own")
+    check(model is None, f"--model={model} and --like={like} exclude each other: the trace has a shape of its own")
     base = None if preset is None else presets[preset]
     recorded = read_activations(like, named="--like=")
     with err.status("Fitting the recorded trace"):

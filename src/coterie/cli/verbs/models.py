@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table
-from coterie.errors import ConfigError
+from coterie.errors import check
 
 if TYPE_CHECKING:
     from coterie.footprints.sizing import StoreSize
@@ -31,8 +31,7 @@ def models_command(
     """List model shapes: expert bytes, MoE layers, KV cache per token."""
     from coterie.models import get_model, model_from_config, models
 
-    if name is not None and config is not None:
-        raise ConfigError(f"NAME={name} and --config={config} exclude each other")
+    check(name is None or config is None, f"NAME={name} and --config={config} exclude each other")
     if config is not None:
         specs = [model_from_config(config)]
     else:

@@ -30,7 +30,7 @@ from coterie.cli.output import (
     set_width,
     shell,
 )
-from coterie.errors import ConfigError
+from coterie.errors import check
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: done only to draw a figure
     from coterie.answers.plan.inspection import MapInspection
@@ -92,18 +92,18 @@ def inspect_command(
     from coterie.models import model_of
     from coterie.placement.maps.formats import read_map
 
-    if out_file is not None and out_file.suffix != ".png":
-        raise ConfigError(f"--out={out_file} must end in .png")
+    check(out_file is None or out_file.suffix == ".png", f"--out={out_file} must end in .png")
     sampling = Sampling(requests, cast("Brought | None", phase), bursts, cast("Over | None", over), steps)
-    if sampling.asked and load is None:
-        raise ConfigError("--requests and --over are of a --load")
+    check(not sampling.asked or load is not None, "--requests and --over are of a --load")
     spec = None if model is None else model_of("", model)
     map = read_map(placement, from_, model=spec, num_ranks=ranks)
     tokens = what = single = None
     if load is not None:
         seen = read_load(load, None, model or (None if map.model == "unknown" else map.model), window, sampling)
-        if map.layer_ids not in (None, seen.layer_ids):
-            raise ConfigError(f"{load} and {placement} are for different layers of {seen.spec.name}")
+        check(
+            map.layer_ids in (None, seen.layer_ids),
+            f"{load} and {placement} are for different layers of {seen.spec.name}",
+        )
         tokens, what, single = seen.tokens, seen.what, seen.steps
     shown = inspect_map(map, nodes, tokens, single)
     figure = {} if out_file is None else {"figure": str(out_file)}

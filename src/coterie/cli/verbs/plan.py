@@ -28,7 +28,7 @@ from coterie.cli.output import (
     reporting,
     set_width,
 )
-from coterie.errors import ConfigError, check_new_file
+from coterie.errors import check, check_new_file
 from coterie.units import counted, shown_s
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: done only to make a plan
@@ -169,8 +169,10 @@ def plan_command(
     else:
         check_map_target(out_file, to)
     check_new_file(save_scenarios)
-    if save_scenarios is not None and requests is None and over is None:
-        raise ConfigError(f"--save-scenarios={save_scenarios} needs steps: --requests or --over")
+    check(
+        save_scenarios is None or requests is not None or over is not None,
+        f"--save-scenarios={save_scenarios} needs steps: --requests or --over",
+    )
     options = PlanOptions(
         load=load,
         load_format=from_,

@@ -19,7 +19,7 @@ from coterie.cli.output import (
     reporting,
     set_width,
 )
-from coterie.errors import ConfigError
+from coterie.errors import check
 
 if TYPE_CHECKING:  # numba takes a second to import: done only for a run
     from coterie.answers.batches.what_if import Simulated
@@ -126,8 +126,7 @@ def simulate_command(
     """Simulate batch selection on your own requests, and compare strategies with first come, first served."""
     from coterie.answers.batches.options import SimulateOptions
 
-    if from_ is not None and trace is None:
-        raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
+    check(from_ is None or trace is not None, f"--from={from_} is the format of TRACE, which is not given")
     options = SimulateOptions(
         trace=trace,
         trace_format=from_,
@@ -152,8 +151,10 @@ def simulate_command(
     # Import compiled code only now that names and ranges are checked: importing takes seconds.
     from coterie.answers.batches.what_if import RESULTS, simulate, write
 
-    if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()) and not out_folder.is_dir():
-        raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+    check(
+        out_folder is None or (not out_folder.exists() and not out_folder.is_symlink()) or out_folder.is_dir(),
+        f"{out_folder} is a file; --out takes a folder",
+    )
     check_results(out_folder, "simulate", RESULTS, (trace, config, prompts, with_model))
     with reporting("Reading") as report:
         simulated = simulate(options, report)

@@ -20,7 +20,7 @@ from coterie.cli.output import (
     print_verdict,
     reporting,
 )
-from coterie.errors import ConfigError
+from coterie.errors import check
 
 if TYPE_CHECKING:
     from coterie.traces import ActivationTrace
@@ -52,8 +52,10 @@ def tokens_command(
 
     check_output(output, "--output", "a token table", TokenTable.load, [trace])
     opened = read_activations(trace, from_, model, num_experts)
-    if opened.arrays()[0].token_ids is None:
-        raise ConfigError(f"{trace} has no token ids, which a token table needs; coterie record keeps them")
+    check(
+        opened.arrays()[0].token_ids is not None,
+        f"{trace} has no token ids, which a token table needs; coterie record keeps them",
+    )
     with reporting("Scoring on held-out requests") as report:
         scored = _scores(opened, seed)
         report("Counting tokens", 1, 2)

@@ -18,7 +18,7 @@ from coterie.engines.calibration.contention import measure_contention
 from coterie.engines.calibration.step_grid import RoutedTokens, StepGrid, measure_steps
 from coterie.engines.calibration.timing import describe_hardware, describe_software, event_us, find_device
 from coterie.engines.optional import torch
-from coterie.errors import ConfigError, check_new_file
+from coterie.errors import check, check_new_file
 from coterie.models import model_from_config, models
 from coterie.traces.activations import ActivationTrace
 from coterie.types import ModelSpec, Report
@@ -76,11 +76,11 @@ def routed_tokens(spec: ModelSpec, trace: ActivationTrace | None) -> RoutedToken
     if trace is None:
         return RoutedTokens.draw(spec)
     meta = trace.meta
-    if (meta.num_layers, meta.num_experts, meta.top_k) != (spec.num_moe_layers, spec.num_experts, spec.top_k):
-        raise ConfigError(
-            f"the trace is of {meta.model} with {meta.num_layers} MoE layers, top {meta.top_k} of {meta.num_experts}; "
-            f"{spec.name} has {spec.num_moe_layers}, top {spec.top_k} of {spec.num_experts}"
-        )
+    check(
+        (meta.num_layers, meta.num_experts, meta.top_k) == (spec.num_moe_layers, spec.num_experts, spec.top_k),
+        f"the trace is of {meta.model} with {meta.num_layers} MoE layers, top {meta.top_k} of {meta.num_experts}; "
+        f"{spec.name} has {spec.num_moe_layers}, top {spec.top_k} of {spec.num_experts}",
+    )
     return RoutedTokens.of(trace)
 
 
@@ -105,8 +105,7 @@ def calibrate(
     device, tokens = find_device("auto", "calibration"), routed_tokens(spec, trace)
     slower: tuple[ContentionCell, ...] = ()
     if contention:  # before vLLM takes the memory
-        timings = [timing._asdict() for timing in measure_contention(spec, device, report=report)]
-        slower = msgspec.convert(timings, tuple[ContentionCell, ...])
+        slower = tuple(measure_contention(spec, device, report=report))
         torch.cuda.empty_cache()
     sizes = (grid or StepGrid()).within(int(config.get("max_position_embeddings", LONGEST)))
     software, cells = measure_steps(config, spec, tokens, sizes, report)

@@ -79,8 +79,7 @@ def measure_collectives(
 
 
 def _check(processes: int, backend: str, sizes: Sequence[int], repeats: int) -> None:
-    if processes < 2:
-        raise ConfigError(f"processes={processes} must be at least 2: a rank alone sends nothing")
+    check(processes >= 2, f"processes={processes} must be at least 2: a rank alone sends nothing")
     check_one_of(get_args(Backend), backend=backend)
     check(sizes, "sizes must not be empty")
     if min(sizes) < processes - 1:

@@ -17,15 +17,16 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
+from coterie.costs.cells import ContentionCell
 from coterie.costs.shapes import dense_shapes
 from coterie.engines.calibration.timing import captured, marks
 from coterie.engines.optional import torch
 from coterie.errors import ConfigError, UnavailableError, check, check_at_least
 from coterie.types import ModelSpec, Report
 
-PATHS = ("host-to-device", "device")
+PATHS: tuple[Literal["host-to-device", "device"], ...] = ("host-to-device", "device")
 POOL = 8
 """Number of buffers that copies rotate over, so that no copy finds its source in the cache."""
 
@@ -51,22 +52,6 @@ class ContentionSettings:
             self.shares and all(0 < share <= 1 for share in self.shares),
             f"shares={self.shares} must be at least one number in 0 … 1, above 0",
         )
-
-
-class ContentionTiming(NamedTuple):
-    """Time of steps beside a given rate of copies; a plain form of :class:`coterie.costs.cells.ContentionCell`."""
-
-    path: str
-    nbytes: int
-    """Bytes moved per step."""
-    copy_us: float
-    """Time of these copies with no step running."""
-    alone_us: float
-    """Time of a step with no copies running."""
-    beside_us: float
-    """Time of a step with these copies running."""
-    spread_us: float
-    """Half of the interquartile range of the measured slowdowns."""
 
 
 class DecodeStep:
@@ -176,7 +161,7 @@ class _Copies:
 
 def measure_contention(
     spec: ModelSpec, device: Any, settings: ContentionSettings | None = None, report: Report | None = None
-) -> list[ContentionTiming]:
+) -> list[ContentionCell]:
     """Time decode steps of a model shape alone and beside copies, over both paths; needs CUDA."""
     settings, report = settings or ContentionSettings(), report or (lambda *_: None)
     if device.type != "cuda":
@@ -206,8 +191,13 @@ def measure_contention(
 
 
 def _cell(
-    graph: Any, copies: _Copies, path: str, nbytes: int, count: int, settings: ContentionSettings
-) -> ContentionTiming:
+    graph: Any,
+    copies: _Copies,
+    path: Literal["host-to-device", "device"],
+    nbytes: int,
+    count: int,
+    settings: ContentionSettings,
+) -> ContentionCell:
     copy_us = statistics.median(copies.alone_us(count) for _ in range(settings.rounds))
     pairs = [
         (_steps(graph, settings.steps), _steps(graph, settings.steps, copies, count)) for _ in range(settings.rounds)
@@ -216,7 +206,7 @@ def _cell(
     moved = statistics.median(moved for _, (_, moved) in pairs)
     slower = sorted(beside_us - us for (us, _), (beside_us, _) in pairs)
     quarter = len(slower) // 4
-    return ContentionTiming(
+    return ContentionCell(
         path=path,
         nbytes=round(moved * count * nbytes),
         copy_us=round(moved * copy_us, 3),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from coterie.costs.cells import StepCell, step_load
 from coterie.engines.calibration.imposed import LARGEST_GRAPH, LEFT_OUT, ImposedEngine, TimedStep
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.traces.activations import ActivationTrace
 from coterie.types import ModelSpec, Report
 
@@ -43,8 +43,9 @@ class StepGrid:
         """Return the sizes that a model with so many positions can run."""
         contexts = tuple(context for context in self.contexts if context + DECODED_MOST <= longest)
         prompts = tuple(tokens for tokens in self.prompts if tokens + DECODED_MOST <= longest)
-        if len(contexts) < 2 or not prompts:
-            raise ConfigError(f"a model of {longest} positions is too short for contexts {self.contexts}")
+        check(
+            len(contexts) >= 2 and prompts, f"a model of {longest} positions is too short for contexts {self.contexts}"
+        )
         return StepGrid(self.rows, contexts, prompts, self.draws, self.repeats)
 
 

@@ -154,15 +154,3 @@ def copy_kernel(hidden, places, rows, width, stride, parts, K: tl.constexpr, BLO
     for slot in tl.static_range(K):
         place = tl.load(places + token * K + slot).to(tl.int64)
         tl.store(rows + place * width + columns, row, mask=keep)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def gather_kernel(source, index, rows, count, width, stride, parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy the row of `source` at each index; write zeros if the index is out of range. Grid: rows x parts."""
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    columns = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
-    keep = columns < width
-    chosen = tl.load(index + row).to(tl.int64)
-    limit = tl.where((chosen >= 0) & (chosen < count), width, 0)
-    value = tl.load(source + chosen * stride + columns, mask=columns < limit, other=0)
-    tl.store(rows + row * width + columns, value, mask=keep)

@@ -9,13 +9,14 @@ every row k times. A counting sort needs one or two launches, and the copy reads
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from coterie.engines.kernels.rows import Backend, check_rows, column_blocks, runs_triton
-from coterie.errors import ConfigError, check
+from coterie.errors import ConfigError, check, check_one_of
 
+Backend = Literal["auto", "triton", "torch"]
+"""Kernel implementation; `auto` is Triton for tensors on CUDA, torch for all others."""
 MAX_PAIRS = 16384
 """Maximum number of entries for the one-launch sort: a program holds all of them in registers."""
 MAX_EXPERTS = 1024
@@ -188,3 +189,22 @@ def _launch_tables(ids: Any, hidden: Any, rows: Any, routed: SortedBatch, launch
         copy_kernel[(len(ids) * parts,)](
             hidden, routed.places, rows, width, hidden.stride(0), parts, K=k, BLOCK=block, num_warps=launch.warps
         )
+
+
+def runs_triton(tensor: Any, backend: Backend) -> bool:
+    """Return whether to launch Triton kernels for this tensor."""
+    check_one_of(("auto", "triton", "torch"), backend=backend)
+    return backend == "triton" or (backend == "auto" and bool(tensor.is_cuda))
+
+
+def column_blocks(width: int, block: int) -> tuple[int, int]:
+    """Return the columns per program, a power of two, and the programs per row."""
+    block = min(block, 1 << max(0, width - 1).bit_length())
+    return block, -(-width // block)
+
+
+def check_rows(x: Any, name: str) -> None:
+    if x.dim() != 2 or not x.shape[1]:
+        raise ConfigError(f"{name} has shape {list(x.shape)}; expected [row, width] with a width of at least 1")
+    if x.stride(1) != 1:
+        raise ConfigError(f"{name} has column stride {x.stride(1)}; its rows must be contiguous")

@@ -64,8 +64,10 @@ def record_sglang(
     model: str | None = None,
 ) -> SGLangRecording:
     """Write the trace `out` (a new folder). `model` names the shape if the server's model is not a shipped one."""
-    if not sending.prompts and sending.duration_s is None:
-        raise ConfigError("give prompts to send, or for how long to listen (--prompts, --duration)")
+    check(
+        sending.prompts or sending.duration_s is not None,
+        "give prompts to send, or for how long to listen (--prompts, --duration)",
+    )
     folder = check_new_folder(out)
     check_listening(server_url(url), "start it, such as python -m sglang.launch_server --enable-return-routed-experts")
     return asyncio.run(_record(url, folder, sending, model, mode, None if dump_dir is None else Path(dump_dir)))
@@ -139,8 +141,10 @@ async def _routed(
     client: Client, info: Mapping[str, Any], out: Path, sending: Sending, model: str | None
 ) -> SGLangRecording:
     check(sending.prompts, "mode 'routed' records the requests it sends: give prompts")
-    if info.get("enable_return_routed_experts") is False:
-        raise ConfigError(f"{client.url} returns no experts: start it with --enable-return-routed-experts")
+    check(
+        info.get("enable_return_routed_experts") is not False,
+        f"{client.url} returns no experts: start it with --enable-return-routed-experts",
+    )
     spec, tally = _spec(info, model), Tally()
     served = str(info.get("served_model_name") or info.get("model_path") or spec.name)
     # Versions that cannot list token ids ignore these fields; /generate always lists the output's.
@@ -251,8 +255,7 @@ async def _recorder(
         f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode per_token",
     )
     folder = dump_dir or Path(os.environ.get(DUMP_DIR) or tempfile.gettempdir())
-    if not folder.is_dir():
-        raise ConfigError(f"dump_dir={str(folder)!r} is no folder here; give the one the server has in {DUMP_DIR}")
+    check(folder.is_dir(), f"dump_dir={str(folder)!r} is no folder here; give the one the server has in {DUMP_DIR}")
     before, tally = dumps_in(folder), Tally()
     await _control(client, "start")
     try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, UnavailableError, check
+from coterie.errors import UnavailableError, check
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types that are tested. Other types work if their experts module receives the router's choice the same way."""
@@ -61,8 +61,7 @@ class ExpertCapture:
         self.clear()
 
     def __enter__(self) -> ExpertCapture:
-        if self._handles:
-            raise ConfigError("this capture is attached already")
+        check(not self._handles, "this capture is attached already")
         self.clear()
         self._handles = [
             layer.experts.register_forward_pre_hook(self._hook(index), with_kwargs=True)

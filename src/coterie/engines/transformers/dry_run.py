@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.transformers.capture import ExpertCapture, ExpertLayer, router_choice
-from coterie.errors import ConfigError, UnavailableError, check
+from coterie.errors import UnavailableError, check
 from coterie.footprints import footprint
 from coterie.predictors import TokenTable
 from coterie.traces import ActivationTrace, TraceMeta
@@ -82,8 +82,10 @@ def score_dry_run(predicted: DryRun, truth: NDArray[np.integer]) -> DryRunScore:
     cosine.
     """
     ids = predicted.expert_ids
-    if truth.ndim != 3 or truth.shape[1:] != ids.shape[1:] or not len(truth):
-        raise ConfigError(f"truth has shape {truth.shape}; expected [token, {ids.shape[1]}, {ids.shape[2]}]")
+    check(
+        truth.ndim == 3 and truth.shape[1:] == ids.shape[1:] and len(truth),
+        f"truth has shape {truth.shape}; expected [token, {ids.shape[1]}, {ids.shape[2]}]",
+    )
     ours, theirs = (a.astype(np.float64) for a in (predicted.footprint, footprint(truth, predicted.num_experts)))
     cosine = (ours * theirs).sum(axis=1) / (np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1))
     return DryRunScore(cosine, _hits(truth, ids).mean(axis=(0, 2)) if len(truth) == len(ids) else None)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.errors import ConfigError, TraceError, UnavailableError, check_one_of
+from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_one_of
 from coterie.traces.store import read_json
 
 DTYPES = ("float32", "float16", "bfloat16", "nf4")
@@ -37,8 +37,7 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
     options: dict[str, Any] = {"local_files_only": True, "dtype": torch.bfloat16 if dtype == "nf4" else dtype}
     quantised = (read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
     if dtype == "nf4":
-        if quantised:
-            raise ConfigError(f"{folder} is quantised already ({quantised}); nf4 needs a checkpoint that is not")
+        check(not quantised, f"{folder} is quantised already ({quantised}); nf4 needs a checkpoint that is not")
         options |= {"quantization_config": _nf4(library, torch), "device_map": {"": where}}
     elif quantised == "mxfp4":  # gpt-oss as published: its kernels bypass the experts module
         options["quantization_config"] = library.Mxfp4Config(dequantize=True)

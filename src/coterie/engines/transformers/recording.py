@@ -331,8 +331,7 @@ def _check_lengths(loaded: LoadedModel, batches: list[list[_Item]], settings: Re
 
 def _chat(loaded: LoadedModel, wanted: bool | None) -> bool:
     has = bool(getattr(loaded.tokenizer, "chat_template", None))
-    if wanted and not has:
-        raise ConfigError(f"{loaded.name} has no chat template; record with chat=False (--no-chat)")
+    check(not wanted or has, f"{loaded.name} has no chat template; record with chat=False (--no-chat)")
     return has if wanted is None else wanted
 
 

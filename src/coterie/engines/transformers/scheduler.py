@@ -23,7 +23,7 @@ from coterie.batching.base import Loads
 from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 from coterie.costs.lines import StepCost
 from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 NAME = "coterie"
 
@@ -112,8 +112,7 @@ def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any 
         raise ConfigError(f"name={name!r} is a scheduler of the library; known: {', '.join(sorted(SCHEDULER_MAPPING))}")
     cost = None
     if settings.device is not None:
-        if model is None:
-            raise ConfigError(f"device={settings.device!r} needs the model: its shape decides what a step takes")
+        check(model is not None, f"device={settings.device!r} needs the model: its shape decides what a step takes")
         cost = step_cost(settings.device, settings.phase, model.config.to_dict(), typical_batch)
     settings.make(cost)  # raise configuration errors here, not in the library's thread
     fields = {"settings": settings, "source": LoadSource.open(settings.loads), "cost": cost}

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from coterie.batching.waiting import Chooser
 from coterie.engines.vllm.plugin import KNOWN_VERSIONS, known
 from coterie.engines.waiting_settings import OrderingSettings
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 if TYPE_CHECKING:
     from coterie.engines.vllm.waiting import ChosenQueue
@@ -38,8 +38,7 @@ REPORT_S = 10.0
 def read_settings(additional_config: object) -> OrderingSettings:
     """Read the settings from vLLM's ``--additional-config``; invalid settings raise ConfigError."""
     ours = (additional_config if isinstance(additional_config, Mapping) else {}).get("coterie", {})
-    if not isinstance(ours, Mapping):
-        raise ConfigError(f"additional-config coterie: found {ours!r}, expected an object with 'scheduler'")
+    check(isinstance(ours, Mapping), f"additional-config coterie: found {ours!r}, expected an object with 'scheduler'")
     unknown = sorted(set(ours) - {"scheduler"})
     if unknown:
         raise ConfigError(f"additional-config coterie: unknown {', '.join(map(repr, unknown))}; known: 'scheduler'")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from coterie.engines.vllm import EPLB_VARIABLE
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_positive
 from coterie.footprints.positions import SUFFIX, store_folder
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         check_at_least(1, events_queue=self.events_queue)
-        if not self.load_interval_s > 0:
-            raise ConfigError(f"load_interval_s={self.load_interval_s} must be greater than 0")
-        if self.store is not None and (not self.store or "/" in self.store):
-            raise ConfigError(f"store={self.store!r} must be a file name without '/'")
+        check(self.load_interval_s > 0, f"load_interval_s={self.load_interval_s} must be greater than 0")
+        check(
+            self.store is None or (self.store and "/" not in self.store),
+            f"store={self.store!r} must be a file name without '/'",
+        )
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -118,18 +119,26 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_positive(window=self.window, intra_gb_s=self.intra_gb_s, inter_gb_s=self.inter_gb_s)
-        if self.device is not None and self.model is None:
-            raise ConfigError(f"device={self.device!r} needs a model: it says how long that one's experts take")
+        check(
+            self.device is None or self.model is not None,
+            f"device={self.device!r} needs a model: it says how long that one's experts take",
+        )
         if self.when == "pays":
             self._check_paying()
         elif self.rebalancing or self.planning_s is not None:
             raise ConfigError(f"rebalancing and planning_s need when='pays'; it is {self.when!r}")
-        if self.load_map is not None and self.load_map in (self.save_map, self.initial_map):
-            raise ConfigError(f"load_map={self.load_map!r} must be a file of its own, not save_map or initial_map")
-        if self.scenarios is not None and self.when == "never":
-            raise ConfigError(f"scenarios={self.scenarios!r} are planned for, and when='never' plans nothing")
-        if self.movement == "staged" and self.device is None:
-            raise ConfigError("movement='staged' needs a device: its preset says what moves take from the steps")
+        check(
+            self.load_map is None or self.load_map not in (self.save_map, self.initial_map),
+            f"load_map={self.load_map!r} must be a file of its own, not save_map or initial_map",
+        )
+        check(
+            self.scenarios is None or self.when != "never",
+            f"scenarios={self.scenarios!r} are planned for, and when='never' plans nothing",
+        )
+        check(
+            self.movement != "staged" or self.device is not None,
+            "movement='staged' needs a device: its preset says what moves take from the steps",
+        )
 
     def _check_paying(self) -> None:
         if self.window > self.horizon:

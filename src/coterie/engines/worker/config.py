@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of, check_positive
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_one_of, check_positive
 from coterie.net.access import KEY_VARIABLE, SECRET_VARIABLE, check_secret, is_loopback, parse_address
 
 Role = Literal["prefill", "decode", "both"]
@@ -75,8 +75,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_one_of(get_args(Role), role=self.role)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port={self.port} must be in 0 … 65535")
+        check(0 <= self.port <= 65535, f"port={self.port} must be in 0 … 65535")
         check_at_least(
             1,
             max_batch=self.max_batch,
@@ -114,8 +113,10 @@ class WorkerConfig:
                     f"{name}={endpoint!r} can be read from other machines, and holds users' prompts: set "
                     f"{SECRET_VARIABLE}, or use tcp://127.0.0.1:PORT"
                 )
-        if self.kv_replay is not None and self.kv_events is None:
-            raise ConfigError("kv_replay needs kv_events: there is nothing to send again")
+        check(
+            self.kv_replay is None or self.kv_events is not None,
+            "kv_replay needs kv_events: there is nothing to send again",
+        )
 
     def _check_access(self) -> None:
         """Raise ConfigError if other machines can reach this worker, or it uses other machines, without secrets."""
@@ -124,11 +125,11 @@ class WorkerConfig:
             if value is not None:
                 check_secret(value, variable)
         missing = [variable for variable, value in needed.items() if value is None]
-        if missing and not is_loopback(self.host):
-            raise ConfigError(
-                f"host={self.host!r} can be reached from other machines: set {' and '.join(missing)}, the same in "
-                "all workers of the fleet, or use host 127.0.0.1"
-            )
+        check(
+            not missing or is_loopback(self.host),
+            f"host={self.host!r} can be reached from other machines: set {' and '.join(missing)}, the same in "
+            "all workers of the fleet, or use host 127.0.0.1",
+        )
         far = [peer for peer in self.peers if not is_loopback(parse_address(peer, "peer").host)]
         if far and self.fleet_secret is None:
             raise ConfigError(f"peer {far[0]!r} is another machine: set {SECRET_VARIABLE}, the same there and here")

@@ -66,10 +66,6 @@ class EventStream:
             self.close()
             raise
 
-    @property
-    def replay_endpoint(self) -> str | None:
-        return None if self._replay is None else self._replay.endpoint
-
     def publish(self, payload: bytes) -> None:
         frames = to_frames(self.topic, self.published, payload)
         self.published += 1

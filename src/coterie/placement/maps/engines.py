@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import TraceError, check
 from coterie.placement.maps.files import (
     MapOptions,
     PlacementMap,
@@ -32,8 +32,10 @@ from coterie.traces.readers.npz import read_placements
 def write_sglang(map: PlacementMap) -> str:
     placement, (ids, spec) = map.placement, complete_layers("sglang", map)
     layers = placement.num_layers if spec is None else spec.num_layers
-    if spec is None and ids != tuple(range(layers)):
-        raise ConfigError(f"sglang needs a row for every layer of the model, but model {map.model!r} is not known")
+    check(
+        spec is not None or ids == tuple(range(layers)),
+        f"sglang needs a row for every layer of the model, but model {map.model!r} is not known",
+    )
     filled = np.tile(np.arange(placement.num_slots) % placement.num_experts, (layers, 1))
     filled[list(ids)] = placement.slot_experts
     return dump({"physical_to_logical_map": filled.tolist()})

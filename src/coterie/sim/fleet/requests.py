@@ -204,15 +204,17 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
         if row.min() < 0 or rows.min() < 1 or int((row + rows).max()) > len(ids):
             raise ConfigError(f"recordings need at least one token each for prompt and decode within {len(ids)}")
     check_at_least(1, in_flight=in_flight, block_tokens=requests.block_tokens)
-    if (requests.arrival_s is None) == (in_flight is None):
-        raise ConfigError("give either requests with arrival_s (open) or in_flight (closed)")
+    check(
+        (requests.arrival_s is None) != (in_flight is None),
+        "give either requests with arrival_s (open) or in_flight (closed)",
+    )
     times = np.zeros(count) if requests.arrival_s is None else requests.arrival_s
     if len(times) != count or not np.isfinite(times).all() or times[0] < 0:
         raise ConfigError(f"arrival_s must hold {count} finite times of at least 0")
-    if (np.diff(times) < 0).any():
-        raise ConfigError("arrival_s must not fall")
-    if (requests.blocks is None) != (requests.block_offsets is None):
-        raise ConfigError("blocks and block_offsets must be given together")
+    check(not (np.diff(times) < 0).any(), "arrival_s must not fall")
+    check(
+        (requests.blocks is None) == (requests.block_offsets is None), "blocks and block_offsets must be given together"
+    )
     if requests.blocks is not None and requests.block_offsets is not None:
         _check_blocks(requests, requests.block_offsets, requests.blocks)
 

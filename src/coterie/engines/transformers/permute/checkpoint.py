@@ -129,10 +129,11 @@ def permute_checkpoint(
 
 def check_new_checkpoint(target: Path, checkpoint: Path) -> None:
     """Raise ConfigError if the target is not empty, or is the checkpoint's folder or inside it."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ConfigError(f"{target} must be a new folder; it is a link or a file")
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} is not empty; choose another folder")
+    check(
+        not target.is_symlink() and (not target.exists() or target.is_dir()),
+        f"{target} must be a new folder; it is a link or a file",
+    )
+    check(not target.exists() or not any(target.iterdir()), f"{target} is not empty; choose another folder")
     real, given = Path(os.path.realpath(target)), Path(os.path.realpath(checkpoint))
     check(
         real != given and given not in real.parents,
@@ -148,12 +149,14 @@ def _read(folder: Path) -> _Source:
     config = read_json(folder / "config.json")
     if not isinstance(config.get("text_config") or {}, dict):
         raise TraceError(folder / "config.json", "text_config", "must be an object")
-    if (folder / RECORD).exists():
-        raise ConfigError(f"{folder} was permuted already ({RECORD}): apply the placement to the original checkpoint")
-    if re.search(r"experts\.\d", str(config.get("quantization_config"))):
-        raise ConfigError(
-            f"{folder}/config.json: quantization_config names single experts; they would have to move too"
-        )
+    check(
+        not (folder / RECORD).exists(),
+        f"{folder} was permuted already ({RECORD}): apply the placement to the original checkpoint",
+    )
+    check(
+        not re.search(r"experts\.\d", str(config.get("quantization_config"))),
+        f"{folder}/config.json: quantization_config names single experts; they would have to move too",
+    )
     paths = sorted(folder.glob("*.safetensors"))
     if (folder / _INDEX).exists():
         paths = sorted({folder / str(name) for name in _weight_map(folder).values()})

@@ -222,8 +222,7 @@ def rows_by_layer(
 
 
 def _check_groups(layer: int, row: Slots, groups: int) -> None:
-    if len(row) % groups:
-        raise ConfigError(f"num_experts={len(row)} must be a multiple of n_group={groups}")
+    check(len(row) % groups == 0, f"num_experts={len(row)} must be a multiple of n_group={groups}")
     size = len(row) // groups
     of = (row // size).reshape(groups, size)
     split = np.flatnonzero((of != of[:, :1]).any(axis=1))
@@ -244,8 +243,10 @@ def keep_groups(placement: Placement, groups: int) -> Placement:
     to the block's slots on that rank. Between equal blocks, the one where more experts keep their slots wins.
     """
     experts, ranks = placement.num_experts, placement.num_ranks
-    if placement.num_slots != experts or experts % groups:
-        raise ConfigError(f"{placement.num_slots} slots must be num_experts={experts}, a multiple of n_group={groups}")
+    check(
+        placement.num_slots == experts and experts % groups == 0,
+        f"{placement.num_slots} slots must be num_experts={experts}, a multiple of n_group={groups}",
+    )
     rank_of = np.arange(experts) // placement.slots_per_rank
     block_ranks = _counts(rank_of.reshape(groups, -1), ranks)
     rows = []

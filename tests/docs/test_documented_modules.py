@@ -8,8 +8,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-LAB = Path(__file__).parents[1]
-ROOT = LAB.parent
+ROOT = Path(__file__).parents[2]
+LAB = ROOT / "lab"
 
 
 def documented() -> set[str]:
