@@ -13,7 +13,13 @@ from coterie.routing.calibration import Calibration
 from coterie.routing.fitted import RouterFit
 
 COST = DecodeStepPrices(
-    fixed_us=900.0, expert_us=1.8, request_us=2.0, context_us=0.001, transfer_us=1.0, prefill_us=20.0, output_tokens=256.0
+    fixed_us=900.0,
+    expert_us=1.8,
+    request_us=2.0,
+    context_us=0.001,
+    transfer_us=1.0,
+    prefill_us=20.0,
+    output_tokens=256.0,
 )
 """About gpt-oss-20b's on an H200."""
 LAYERS, EXPERTS, TOP_K, WORKERS, GROUPS = 3, 8, 2, 6, 4

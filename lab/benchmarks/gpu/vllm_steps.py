@@ -5,7 +5,7 @@
 CONFIG is a model's folder or its config.json; weights are random, routing is imposed. JOBS is what step_jobs.py wrote:
 `ids` [token, layer, k], and a JSON `jobs`. In job N, step i has the requests `who_N`[i] [row] (-1 is none) with the
 tokens `at_N`[i]; a request joins with its `context` as if its prompt had been computed elsewhere: vLLM's connector for
-such benchmarks fills its KV cache. Routers run in random order on each decoder. After SECONDS no further decoder starts.
+such benchmarks fills its KV cache. Routers take turns in random order. After SECONDS no further decoder starts.
 """
 
 from __future__ import annotations

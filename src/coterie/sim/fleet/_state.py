@@ -175,7 +175,7 @@ def reserve(
 
 @helper()
 def commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int, side: int) -> None:
-    """Make the blocks of a prompt that is now complete hittable; a block that another request cached meanwhile is stored once."""
+    """Make the blocks of a complete prompt hittable; a block that another request cached meanwhile is stored once."""
     first = r[request, BLOCK_FIRST]
     for at in range(first + r[request, HITS + side], r[request, BLOCK_END]):
         block = blocks[at]
