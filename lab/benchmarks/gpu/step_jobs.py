@@ -19,7 +19,6 @@ from coterie.costs.presets import step_model
 from coterie.models import get_model
 from coterie.sim import FleetRequests, FleetRun
 from coterie.sim.fleet.requests import split_recordings
-from coterie.types import WeightDtype
 from coterie_lab.suites.eldr.fleets import recorded_source
 
 Ids = NDArray[np.integer]
@@ -85,8 +84,8 @@ def decoder_steps(
     return who, at, contexts
 
 
-def add_replay(jobs: Jobs, data: Path, name: str, dtype: WeightDtype) -> None:
-    source, model = recorded_source(data, name), step_model(get_model(name), "h200", dtype)
+def add_replay(jobs: Jobs, data: Path, name: str, dtype: str) -> None:
+    source, model = recorded_source(data, name), step_model(get_model(name), "h200", dtype)  # type: ignore[arg-type]
     halves = split(source, 0)
     recordings = split_recordings(source.trace, halves.test)
     for decoders, per_decoder in LOADS:

@@ -103,7 +103,7 @@ def test_the_kv_term_finds_what_is_shared(served: dict[float, PrefixOutcomes]) -
 
 
 def made(ttft: float, tpot: float) -> cells.PrefixOutcome:
-    return cells.PrefixOutcome(ttft, ttft, 3 * ttft, tpot, 2 * tpot, 40.0, 12.0, 1.1, 0.0)
+    return cells.PrefixOutcome(ttft, ttft, 3 * ttft, tpot, 2 * tpot, 40.0, 12.0, 1.1, 0.0, 0.5)
 
 
 def made_cell(jitter: float, joint: float, crowded: float) -> PrefixOutcomes:

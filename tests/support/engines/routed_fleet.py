@@ -295,7 +295,7 @@ class _Expected(Knowledge):
         self.footprints = Footprints()  # learns the shape that later footprints must have
 
     def wanted(
-        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None
+        self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None, prefilled: bool
     ) -> tuple[Request, str]:
         counts: NDArray[Any] | None = None
         source = "none"
@@ -304,7 +304,7 @@ class _Expected(Knowledge):
         elif self._predict is not None and pool.name == DECODE:
             counts = self._predict(call.body)
             source = "none" if counts is None else "predictor"
-        return Request(call.id, known.tokens, counts, call.domain), source
+        return Request(call.id, known.tokens, counts, call.domain, prefilled=prefilled), source
 
     def routed(self, pool: Pool, row: int, known: KnownPrompt, cached_tokens: int | None = None) -> None:
         del pool, row, known, cached_tokens  # prefixes are not tracked

@@ -27,8 +27,15 @@ from coterie_lab.suites.shared import distinct_values, mean_of, number, savings,
 PART = "shared prefixes"
 TRACE_SHARE = "Mooncake's"
 """Value of a row's share if prefixes are those of the trace."""
+TIMES = ("TTFT", "TTFT p99", "TPOT", "TPOT p99")
 WITH_INTERVAL = ("ttft_mean_ms", "tpot_mean_ms", "hit_pct", "experts_per_step")
-SAVED = {"ttft_saving": "ttft_mean_ms", "tpot_saving": "tpot_mean_ms", "experts_saving": "experts_per_step"}
+SAVED = {
+    "ttft_saving": "ttft_mean_ms",
+    "ttft_p99_saving": "ttft_p99_ms",
+    "tpot_saving": "tpot_mean_ms",
+    "tpot_p99_saving": "tpot_p99_ms",
+    "experts_saving": "experts_per_step",
+}
 """Key of a row → field of an outcome that it compares."""
 SETTING = (
     f"Shared prefixes: {WORKERS} whole workers, each with all experts, a prefix cache and an H200's memory; prompts "
@@ -46,14 +53,14 @@ PUBLISHED = (
 def prefix_rows(results: dict[PrefixCell, PrefixOutcomes]) -> list[dict[str, Any]]:
     """Make one row per variant; cells that differ only in their seed are its samples."""
     rows: list[dict[str, Any]] = []
-    for trace, share in dict.fromkeys((cell.trace, cell.share) for cell in results):
-        runs = [outcomes for cell, outcomes in results.items() if (cell.trace, cell.share) == (trace, share)]
-        rows += [_row(trace, share, name, runs) for name in VARIANTS]
+    for kind in dict.fromkeys(cell._replace(seed=0) for cell in results):
+        runs = [outcomes for cell, outcomes in results.items() if cell._replace(seed=0) == kind]
+        rows += [_row(kind, name, runs) for name in runs[0]]
     return rows
 
 
-def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixOutcomes]) -> dict[str, Any]:
-    variant = VARIANTS[name]
+def _row(kind: PrefixCell, name: str, runs: Sequence[PrefixOutcomes]) -> dict[str, Any]:
+    variant, trace, share = VARIANTS[name], kind.trace, kind.share
     row: dict[str, Any] = {
         "part": PART,
         "trace": trace,
@@ -62,16 +69,17 @@ def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixOutcom
         "configuration": name,
         "router": variant.router,
         "settings": variant.settings,
-        "workers": WORKERS,
+        "fleet": kind.fleet,
+        "workers": prefixes.FLEETS[kind.fleet].workers,
         "seeds": len(runs),
     }
     own = [run[name] for run in runs]
     for field in PrefixOutcome._fields:
         with_ends = field in WITH_INTERVAL
         row |= spread(field, [getattr(run, field) for run in own], "") if with_ends else {field: mean_of(own, field)}
-    row["against"] = variant.base
-    if variant.base is not None:
-        base = [run[variant.base] for run in runs]
+    row["against"] = None
+    if variant.base is not None and variant.base in runs[0]:
+        row["against"], base = variant.base, [run[variant.base] for run in runs]
         row["same_as_base"] = own == base
         for key, field in SAVED.items():
             row |= spread(key, savings(own, base, field))
@@ -80,6 +88,7 @@ def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixOutcom
 
 
 def prefix_notes(rows: Sequence[Row]) -> list[str]:
+    rows = [row for row in rows if row["fleet"] == prefixes.WHOLE]
     notes = [SETTING] if rows else []
     for trace in distinct_values(rows, "trace"):
         own = [row for row in rows if row["trace"] == trace]
@@ -188,16 +197,34 @@ _COLUMNS = (
 )
 
 
-def _shows(trace: str) -> Callable[[Row], bool]:
-    return lambda row: bool(row["part"] == PART and row["trace"] == trace)
+def _shows(trace: str, fleet: str) -> Callable[[Row], bool]:
+    return lambda row: bool(row["part"] == PART and (row["trace"], row["fleet"]) == (trace, fleet))
 
 
-PREFIX_TABLES = tuple(
-    SuiteTable(
-        f"{trace}, {'recorded' if trace in TRACES else 'synthetic'} routing: shared prefixes on {WORKERS} whole "
-        "workers, and what is saved of another router's mean",
-        _COLUMNS,
-        _shows(trace),
-    )
-    for trace in (prefixes.RECORDED, prefixes.SYNTHETIC)
+_PRICED = (
+    *_COLUMNS[:2],
+    *(Column(f"{time} saved %", _saved(f"{time.lower().replace(' ', '_')}_saving")) for time in TIMES),
+    Column("experts a step", _with_half("experts_per_step", 1)),
+    Column("correlation", number("correlation", 2)),
+)
+PREFIX_TABLES = (
+    *(
+        SuiteTable(
+            f"{trace}, {'recorded' if trace in TRACES else 'synthetic'} routing: shared prefixes on {WORKERS} whole "
+            "workers, and what is saved of another router's mean",
+            _COLUMNS,
+            _shows(trace, prefixes.WHOLE),
+        )
+        for trace in (prefixes.RECORDED, prefixes.SYNTHETIC)
+    ),
+    *(
+        SuiteTable(
+            f"{trace}, {fleet}: saved of the shortest queue's times; correlation of a decision's price with the time "
+            "that the request then took",
+            _PRICED,
+            _shows(trace, fleet),
+        )
+        for trace in prefixes.PRICED
+        for fleet in (prefixes.PAIRS, prefixes.GROUPS)
+    ),
 )

@@ -16,7 +16,9 @@ predictor could give. Both flatter the expert term.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +29,12 @@ from numpy.typing import NDArray
 from coterie.answers.fleet.bench import ROOM, STEADY_ARRIVALS, steady
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
-from coterie.costs.step import StepModel
+from coterie.costs.step import StepModel, in_order
 from coterie.errors import ConfigError
 from coterie.footprints.signatures import Signature
 from coterie.models import get_model
 from coterie.placement.holdings import bit_words
-from coterie.routing import RouterFit, routers
+from coterie.routing import Decision, Fleet, Request, Router, RouterFit, routers
 from coterie.routing.clustering import cluster
 from coterie.routing.joint import Joint
 from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
@@ -40,13 +42,11 @@ from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.traces import RequestTrace
 from coterie.traces.arrivals import LognormalLengths
-from coterie.types import BYTES_PER_WEIGHT
+from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, Topology
 from coterie_lab.suites.eldr.synthetic import MOONCAKE, SyntheticSize, load_arrivals
 from coterie_lab.suites.joint.cells import DEVICE_BYTES, SIZE, USABLE, split_trace
 
 WORKERS = 8
-PER_WORKER = 8
-"""Requests of a worker in the closed run that sets the rate."""
 LOAD = 0.7
 """Rate of arrivals, as a share of what round robin serves where nothing is shared."""
 REQUESTS = 1200
@@ -61,12 +61,16 @@ KINDS = 8
 FAMILIES = 8
 """Shared prefixes of each kind; their popularity follows Zipf's law."""
 RECORDED, SYNTHETIC = "gpt-oss-20b", "qwen3-30b-a3b"
+PRICED = ("gpt-oss-20b", "deepseek-v2-lite")
+"""Recorded models that are served on pairs and groups too."""
 LIGHT = 0.01
 """Weight of uncached tokens at which a full worker weighs as much as 3,000 of them; published is 1, and 30."""
 
 ROUND_ROBIN, SHORTEST, LATENCY = "round robin", "shortest queue", "latency-aware"
 KV_ONLY, EXPERT_ONLY, JOINT, NO_HOMES = "KV only", "expert only", "joint", "joint, no home experts"
 LIGHT_KV, LIGHT_JOINT = "KV only, KV / 100", "joint, KV / 100"
+ONE_DEVICE = "latency-aware, one device's prices"
+"""Prices of before: a worker is one device, and what it lacks of a prompt is computed there, wherever it was before."""
 
 
 class Variant(NamedTuple):
@@ -75,6 +79,21 @@ class Variant(NamedTuple):
     base: str | None
     """Variant that it is compared with, on the same requests."""
 
+
+class FleetKind(NamedTuple):
+    """Workers with all experts: single GPUs, or groups of several."""
+
+    workers: int = WORKERS
+    per_worker: int = 8
+    """Requests of a worker in the closed run that sets the rate."""
+    ranks: int = 1
+    prefill_workers: int = 0
+    """Workers that compute prompts; without any, those that decode compute them."""
+
+
+WHOLE, PAIRS, GROUPS = "whole workers", "pairs", "groups"
+FLEETS = {WHOLE: FleetKind(), PAIRS: FleetKind(prefill_workers=6), GROUPS: FleetKind(4, 24, 4)}
+"""Six prefill workers keep up with eight decoders at these lengths."""
 
 VARIANTS = {
     ROUND_ROBIN: Variant("round_robin", {}, None),
@@ -86,6 +105,7 @@ VARIANTS = {
     LIGHT_KV: Variant("joint", {"kv": LIGHT, "experts": 0.0}, SHORTEST),
     LIGHT_JOINT: Variant("joint", {"kv": LIGHT}, LIGHT_KV),
     LATENCY: Variant("latency_aware", {}, SHORTEST),
+    ONE_DEVICE: Variant("latency_aware", {}, SHORTEST),
 }
 """By configuration. The latency-aware router prices experts, load and the prompt tokens that are not cached."""
 
@@ -95,6 +115,7 @@ class PrefixCell(NamedTuple):
     share: float | None
     """Share of a prompt that is a shared prefix; None: Mooncake's own arrivals, lengths and prefixes."""
     seed: int
+    fleet: str = WHOLE
 
 
 class PrefixOutcome(NamedTuple):
@@ -113,6 +134,8 @@ class PrefixOutcome(NamedTuple):
     """Load of the most loaded worker ÷ the mean."""
     postponed_pct: float
     """Requests that had to wait for another use of their recording, percent."""
+    correlation: float
+    """Of the price of a request's decision with the time that it then took, each per output token; nan if unpriced."""
 
 
 PrefixOutcomes = dict[str, PrefixOutcome]
@@ -123,21 +146,46 @@ def serve_prefix_cell(
     cell: PrefixCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE
 ) -> PrefixOutcomes:
     """Serve the same requests under every variant."""
-    _, recordings, fitted = split_trace(cell.trace, cell.seed, WORKERS, PER_WORKER, data, size)
-    model = step_model(get_model(cell.trace), "h200", "bf16")
-    config = FleetConfig(decode_workers=WORKERS, both=True, places=ROOM * PER_WORKER, kv_tokens=kv_tokens(model))
-    count = requests or REQUESTS
-    rate = LOAD * served_a_second(draw_shared(cell, recordings, count, data), model, config)
+    kind = FLEETS[cell.fleet]
+    _, recordings, fitted = split_trace(cell.trace, cell.seed, kind.workers, kind.per_worker, data, size)
+    model = step_model(get_model(cell.trace), "h200", "bf16", Topology(kind.ranks))
+    placement, places, kept = in_order(model), ROOM * kind.per_worker, kind.ranks * kv_tokens(model)
+    config = FleetConfig(decode_workers=kind.workers, both=True, places=places, kv_tokens=kept)
+    if kind.prefill_workers:
+        config = replace(
+            config, both=False, prefill_workers=kind.prefill_workers, prefill_kv_tokens=kept, link=INFINIBAND_400G
+        )
+    serve = partial(run_fleet, model=model, config=config, placement=placement)
+    count, in_flight = requests or REQUESTS, kind.workers * kind.per_worker
+    rate = LOAD * served_a_second(draw_shared(cell, recordings, count, data), serve, in_flight)
     drawn = draw_shared(cell, recordings, count, data, rate)
     lengths = int(np.mean(drawn.prompt_tokens)), float(np.mean(drawn.output_tokens))
-    context = {"fitted": fitted, "cost": DecodeStepPrices.of(model, PER_WORKER, *lengths), "seed": 0}
+    prices = DecodeStepPrices.of(model, kind.per_worker, *lengths, placement=placement)
+    before = DecodeStepPrices.of(model, kind.per_worker, *lengths)
+    before = replace(before, transfer_us=before.prefill_us * (kind.per_worker + 1))
     outcomes: PrefixOutcomes = {}
     for name, variant in VARIANTS.items():
-        router = routers.make(variant.router, context, **variant.settings)
+        if cell.fleet == WHOLE if name == ONE_DEVICE else cell.fleet != WHOLE and name not in (SHORTEST, LATENCY):
+            continue
+        cost = before if name == ONE_DEVICE else prices
+        router = Noted(routers.make(variant.router, {"fitted": fitted, "cost": cost, "seed": 0}, **variant.settings))
         fleet = fitted.fleet(config.places)
-        fleet.local = None if name == NO_HOMES else home_experts(fitted)
-        outcomes[name] = _outcome(run_fleet(drawn, model, router, config, fleet=fleet, duplicates="postpone"))
+        fleet.local = None if name == NO_HOMES or cell.fleet != WHOLE else home_experts(fitted)
+        run = serve(drawn, router=router, fleet=fleet, duplicates="postpone")
+        outcomes[name] = _outcome(run, router.prices if variant.router == "latency_aware" else {})
     return outcomes
+
+
+class Noted:
+    """A router, and the price of each of its decisions."""
+
+    def __init__(self, router: Router) -> None:
+        self.router, self.prices = router, dict[int, float]()
+
+    def route(self, request: Request, fleet: Fleet) -> Decision:
+        decision = self.router.route(request, fleet)
+        self.prices[int(request.id)] = float(decision.scores[decision.worker])
+        return decision
 
 
 def kv_tokens(model: StepModel) -> int:
@@ -235,20 +283,22 @@ def recordings_of(kinds: NDArray[np.int64], clusters: NDArray[np.int64], rng: Ge
     return recorded
 
 
-def served_a_second(requests: FleetRequests, model: StepModel, config: FleetConfig) -> float:
+def served_a_second(requests: FleetRequests, serve: Callable[..., FleetRun], in_flight: int) -> float:
     """Return the requests per second that round robin serves in a closed loop without shared prefixes."""
     alone = replace(requests, arrival_s=None, blocks=None, block_offsets=None)
-    in_flight = WORKERS * PER_WORKER
-    run = run_fleet(alone, model, routers.make("round_robin"), config, in_flight=in_flight, duplicates="allow")
+    run = serve(alone, router=routers.make("round_robin"), in_flight=in_flight, duplicates="allow")
     window = steady(run, in_flight)
     ended = (run.finish_s >= window.since_s) & (run.finish_s < window.until_s)
     return float(ended.sum() / (window.until_s - window.since_s))
 
 
-def _outcome(run: FleetRun) -> PrefixOutcome:
+def _outcome(run: FleetRun, prices: dict[int, float]) -> PrefixOutcome:
     since, until = map(float, np.nanquantile(run.arrival_s, STEADY_ARRIVALS))
     summary = summarise_fleet(run, since_s=since, until_s=until)
     load = summary.worker_in_flight
+    steady = [row for row in prices if since <= run.arrival_s[row] < until and np.isfinite(run.finish_s[row])]
+    took = (run.finish_s - np.fmax(run.arrival_s, run.prefill_end_s if run.prefill_workers else 0))[steady]
+    priced = [prices[row] for row in steady]
     return PrefixOutcome(
         ttft_mean_ms=summary.ttft.mean,
         ttft_p50_ms=summary.ttft.p50,
@@ -259,4 +309,5 @@ def _outcome(run: FleetRun) -> PrefixOutcome:
         experts_per_step=summary.distinct_by_token,
         uneven=float(load.max() / load.mean()),
         postponed_pct=100.0 * run.postponed / len(run.arrival_s),
+        correlation=float(np.corrcoef(priced, took / run.decoded[steady])[0, 1]) if priced else np.nan,
     )

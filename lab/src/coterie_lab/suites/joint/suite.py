@@ -27,7 +27,16 @@ from coterie_lab.suites.joint.loop import GroupOutcome
 from coterie_lab.suites.joint.notes import TABLES as GROUP_TABLES
 from coterie_lab.suites.joint.notes import notes_of
 from coterie_lab.suites.joint.prefix_report import PREFIX_TABLES, prefix_notes, prefix_rows
-from coterie_lab.suites.joint.prefixes import RECORDED, SHARES, PrefixCell, PrefixOutcomes, serve_prefix_cell
+from coterie_lab.suites.joint.prefixes import (
+    GROUPS,
+    PAIRS,
+    PRICED,
+    RECORDED,
+    SHARES,
+    PrefixCell,
+    PrefixOutcomes,
+    serve_prefix_cell,
+)
 from coterie_lab.suites.joint.prefixes import SYNTHETIC as PREFIX_SYNTHETIC
 from coterie_lab.suites.joint.published import published_of
 from coterie_lab.suites.shared import mean_of, recorded_data, run_cells, savings, spread
@@ -60,7 +69,16 @@ def prefix_jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[PrefixCell
     if data is not None and (data / "requests" / MOONCAKE).is_file():
         shares.append(None)
     names = [*([RECORDED] if data is not None else []), PREFIX_SYNTHETIC]
-    return [PrefixCell(name, share, seed) for name in names for share in shares for seed in seeds]
+    cells = [PrefixCell(name, share, seed) for name in names for share in shares for seed in seeds]
+    priced = PRICED if data is not None else ()
+    cells += [
+        PrefixCell(name, share, seed, fleet)
+        for name in priced
+        for fleet in (PAIRS, GROUPS)
+        for share in SHARES
+        for seed in seeds
+    ]
+    return cells
 
 
 def serve_job(job: JointCell | PrefixCell, data: Path | None, requests: int | None) -> Outcomes | PrefixOutcomes:
