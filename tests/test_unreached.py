@@ -66,11 +66,16 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))
+
+
 def imports_of(name: str, path: Path) -> Iterator[str]:
     """Modules that a module imports anywhere in it, and those that it names in a string, as the table of verbs does."""
     known = modules()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -156,11 +161,11 @@ def uses() -> Counter[str]:
     files = [*SOURCE.rglob("*.py")]
     files += [path for folder in ("src", "benchmarks", "training") for path in (ROOT / "lab" / folder).rglob("*.py")]
     for path in files:
-        docstrings = set()
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                docstrings.add(id(node.value))
-        for node in ast.walk(tree(path)):
+        nodes = nodes_of(path)
+        docstrings = {
+            id(node.value) for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in nodes:
             if isinstance(node, ast.Name):
                 counted[node.id] += 1
             elif isinstance(node, ast.Attribute):
@@ -199,7 +204,7 @@ def extends_a_library(module: str, node: ast.ClassDef) -> bool:
 def imported_from_outside(module: str) -> set[str]:
     """Names that a module imports from other packages than Coterie, `typing` and `abc`."""
     outside: set[str] = set()
-    for statement in ast.walk(tree(modules()[module])):
+    for statement in nodes_of(modules()[module]):
         if isinstance(statement, ast.ImportFrom) and not (statement.module or "").startswith(
             ("coterie", "typing", "abc")
         ):

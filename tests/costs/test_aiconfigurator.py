@@ -151,12 +151,22 @@ def write(folder: Path, content: dict[str, Rows]) -> Path:
     return folder
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    return write(tmp_path, tables())
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("package"), tables())
 
 
-def test_the_laws_behind_the_tables_are_recovered(package: Path) -> None:
+@pytest.fixture(scope="module")
+def calibrated(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that ``coterie calibrate --from`` writes: one fit of several seconds."""
+    output = tmp_path_factory.mktemp("calibrated") / "mine.json"
+    arguments = [SPEC.name, "--from", str(package), "--device", "h200_sxm", "--engine", "vllm"]
+    result = CliRunner().invoke(app, ["calibrate", *arguments, "-o", str(output)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return output
+
+
+def test_the_laws_behind_the_tables_are_recovered(package: Path, calibrated: Path) -> None:
     measurement = read_tables([SPEC], "h200_sxm", "vllm", source=package)
     (shape,) = measurement.shapes
     (table,) = shape.moe
@@ -172,7 +182,7 @@ def test_the_laws_behind_the_tables_are_recovered(package: Path) -> None:
     assert "vllm 0.24.0 moe_perf" in measurement.note
     assert "sglang 0.5.6.post2 wideep_deepep_ll_perf" in measurement.note
 
-    preset = fit_preset("made-up", measurement)
+    preset = load_preset(str(calibrated))
     fit = preset.fits[SPEC.name]
     assert fit.moe["bf16"].held_out.mape_pct < 2.0
     # Several laws fit balanced cells: their prices are equal, their parameters are not.
@@ -194,13 +204,9 @@ def test_the_laws_behind_the_tables_are_recovered(package: Path) -> None:
     }
 
 
-def test_a_file_from_tables_prices_steps_and_the_exchange(package: Path, tmp_path: Path) -> None:
-    output = tmp_path / "mine.json"
-    arguments = [SPEC.name, "--from", str(package), "--device", "h200_sxm", "--engine", "vllm"]
-    result = CliRunner().invoke(app, ["calibrate", *arguments, "-o", str(output)], catch_exceptions=False)
-    assert result.exit_code == 0
-    model = step_model(SPEC, str(output), topology=Topology(8), engine="vllm")
-    assert step_model(SPEC, str(output), topology=Topology(8)) == model, "what the file is of"
+def test_a_file_from_tables_prices_steps_and_the_exchange(calibrated: Path) -> None:
+    model = step_model(SPEC, str(calibrated), topology=Topology(8), engine="vllm")
+    assert step_model(SPEC, str(calibrated), topology=Topology(8)) == model, "what the file is of"
     assert model.measured
     assert model.caveat.endswith("prices are of kernels of vllm in public tables.")
     # 8 ranks, of which 7 are remote; 64 rows arrive at each.
@@ -210,10 +216,10 @@ def test_a_file_from_tables_prices_steps_and_the_exchange(package: Path, tmp_pat
     many = exchange_us(arrival_links(SPEC, model.topology), 65536.0)
     sent = 65536 * 7 / 8 * 4096 * copies.remote_ranks / copies.remote
     assert many == pytest.approx(2 * (34 + sent / 3.5e5), rel=0.01), "the kernel for many rows sends a token once"
-    nodes = step_model(SPEC, str(output), topology=Topology(16), engine="vllm").topology
+    nodes = step_model(SPEC, str(calibrated), topology=Topology(16), engine="vllm").topology
     assert exchange_us(arrival_links(SPEC, nodes), 64.0) == pytest.approx(2 * (25 + 64 / 2 * 4096 / 6e4), rel=0.01)
     slow = Topology(8, intra=Link("pcie", 25e9, 1e-5))
-    assert step_model(SPEC, str(output), topology=slow).topology == slow, "links of another kind keep their rates"
+    assert step_model(SPEC, str(calibrated), topology=slow).topology == slow, "links of another kind keep their rates"
 
 
 def test_tables_measure_nothing(package: Path) -> None:
@@ -285,9 +291,8 @@ def test_mxfp4_that_was_unpacked_is_left_out(tmp_path: Path) -> None:
         read_tables([SPEC], "h200_sxm", "vllm", source=package)
 
 
-def test_what_cannot_be_read_is_refused_in_words(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = write(tmp_path, tables())  # its own: it is damaged below
     with pytest.raises(UnknownNameError, match=r"Unknown system 'h200'. Did you mean 'h200_sxm'"):
         read_tables([SPEC], "h200", "vllm", source=package)
     with pytest.raises(UnknownNameError, match=r"Unknown engine on h200_sxm 'sglang'.*Known: vllm"):

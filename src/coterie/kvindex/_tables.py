@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 
 Words = NDArray[np.uint64]
 
@@ -35,7 +35,7 @@ _CHUNK = np.int64(16)
 SMALLEST = 64
 
 
-@njit()
+@helper()
 def _mixed(x: np.uint64) -> Any:
     """SplitMix64's finaliser, a bijection."""
     x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
@@ -54,7 +54,7 @@ def fold(words: Words, tag: np.uint64, seeds: Words, keys: Words) -> None:
         keys[item, 0], keys[item, 1] = first | _ONE, second
 
 
-@njit()
+@helper()
 def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Words, keys: Words, count: int) -> None:
     """Compute the keys of `count` prefixes, which end with the blocks from `start` on.
 

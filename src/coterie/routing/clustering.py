@@ -22,7 +22,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.errors import check, check_at_least
 from coterie.routing.fleet import checked_speeds
 
@@ -262,7 +262,7 @@ def _cheapest(
         request = after[request]
 
 
-@njit()
+@helper()
 def _link(request: int, worker: int, first: Any, after: Any, before: Any) -> None:
     head = first[worker]
     after[request], before[request], first[worker] = head, _NONE, request
@@ -270,7 +270,7 @@ def _link(request: int, worker: int, first: Any, after: Any, before: Any) -> Non
         before[head] = request
 
 
-@njit()
+@helper()
 def _unlink(request: int, worker: int, first: Any, after: Any, before: Any) -> None:
     if before[request] >= 0:
         after[before[request]] = after[request]

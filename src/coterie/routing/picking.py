@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.errors import UnavailableError
 from coterie.routing.fleet import Fleet
 
@@ -69,7 +69,7 @@ def next_living(alive: NDArray[np.bool_], routed: int) -> int:
     return 0
 
 
-@njit()
+@helper()
 def any_free(alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
     """Return whether a living worker has a free place."""
     free = False

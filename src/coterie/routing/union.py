@@ -23,7 +23,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.errors import check, check_at_least
 from coterie.routing.clustering import Labels, assign, capacities, members_of
 
@@ -243,7 +243,7 @@ def _union(
     return total * size
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _missed(
     sums: NDArray[np.float32],
     plus: NDArray[np.float32],
@@ -280,7 +280,7 @@ def _square(values: NDArray[np.float32]) -> None:
         values[index] *= values[index]
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _multiply(values: NDArray[np.float32], by: NDArray[np.float32]) -> None:
     for index in range(len(values)):
         values[index] *= by[index]

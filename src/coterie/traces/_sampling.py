@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 
 Array = NDArray[Any]
 U64 = np.uint64
@@ -30,21 +30,21 @@ _FLOOR = 1e-9
 """Share of the domain's preference added to a request's preference for each expert: Dirichlet draws underflow to 0."""
 
 
-@njit()
+@helper()
 def _mix(z: U64) -> U64:
     z = (z ^ (z >> _S30)) * _MIX1
     z = (z ^ (z >> _S27)) * _MIX2
     return z ^ (z >> _S31)
 
 
-@njit()
+@helper()
 def _uniform(state: Array) -> float:
     """Draw a uniform number in (0, 1): never 0, so that its logarithm is finite."""
     state[0] += _GOLDEN
     return (np.float64(_mix(state[0]) >> _S11) + 0.5) * _UNIT
 
 
-@njit()
+@helper()
 def _normal(state: Array) -> float:
     """Draw a standard normal by Marsaglia's polar method; the second value is dropped to avoid extra state."""
     while True:
@@ -54,7 +54,7 @@ def _normal(state: Array) -> float:
             return x * math.sqrt(-2.0 * math.log(r) / r)
 
 
-@njit()
+@helper()
 def _gamma(state: Array, shape: float) -> float:
     """Draw a Gamma by Marsaglia and Tsang's method; for a shape below 1, draw with shape + 1 and scale the result."""
     if shape <= 0.0:
@@ -74,7 +74,7 @@ def _gamma(state: Array, shape: float) -> float:
                 return d * v * scale
 
 
-@njit()
+@helper()
 def _normalise(weights: Array, base: Array) -> None:
     total = weights.sum()
     for e in range(len(weights)):
@@ -82,7 +82,7 @@ def _normalise(weights: Array, base: Array) -> None:
     weights /= weights.sum()
 
 
-@njit()
+@helper()
 def _alias(p: Array, entries: Array, small: Array, large: Array) -> None:
     """Build Walker's alias table by Vose's method.
 
@@ -114,7 +114,7 @@ def _alias(p: Array, entries: Array, small: Array, large: Array) -> None:
         entries[small[i]] = np.uint64(small[i])
 
 
-@njit()
+@helper()
 def _remaining(p: Array, seen: Array, stamp: int, u: float) -> U64:
     """Draw one of the experts not yet drawn, by an exact scan; u is uniform in (0, 1)."""
     total = 0.0
@@ -130,7 +130,7 @@ def _remaining(p: Array, seen: Array, stamp: int, u: float) -> U64:
     return last
 
 
-@njit()
+@helper()
 def _draw_tokens(ids: Array, p: Array, state: Array) -> None:
     """Fill ids [token, layer, k] from preferences p [layer, expert]."""
     tokens, layers, k = ids.shape
@@ -168,7 +168,7 @@ def _draw_tokens(ids: Array, p: Array, state: Array) -> None:
     state[0] = s
 
 
-@njit()
+@helper()
 def _request_preferences(
     base: Array, concentration: Array, phase_correlation: float, prefill: Array, decode: Array, state: Array
 ) -> None:
@@ -192,7 +192,7 @@ def _request_preferences(
         _normalise(decode[layer], base[layer])
 
 
-@njit()
+@helper()
 def _stream(seed: U64, index: int) -> Array:
     state = np.empty(1, np.uint64)
     state[0] = _mix(seed + _mix(np.uint64(index) + _GOLDEN))
@@ -228,7 +228,7 @@ def draw_requests(
         _draw_tokens(tokens[prompts[r] :], decode, state)
 
 
-@njit()
+@helper()
 def _row_moments(q: Array, concentration: float, k: int, samples: int, mean: Array, state: Array) -> float:
     experts = len(q)
     p, clocks, once = np.empty(experts), np.empty(experts), np.empty((2, experts))
