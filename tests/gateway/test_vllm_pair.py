@@ -12,10 +12,13 @@ import pytest
 from canned_pairs import deleted, footprint_on, params_of, prefills, vllm_pair
 from canned_workers import Canned, answer, completion, events, held, opens, resets, says, stalls
 from coterie.gateway.config import LimitSettings
+from coterie.gateway.exchange.knowledge import Knowledge
+from coterie.gateway.exchange.pool import Pool
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
+from coterie.routing import Request
 from coterie.wire.footprints import KEY
 from gateway_runs import Run, idle, run, settled
 from http1_peers import until
@@ -64,6 +67,28 @@ def test_decode_is_chosen_by_the_footprint_of_the_answer(tmp_path: Path) -> None
             idle(found)
 
     run(test)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_decoder_lacks_a_transfer_or_if_the_prefill_failed_its_computing(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, bool]] = []
+    wanted = Knowledge.wanted
+
+    def noted(self: Knowledge, pool: Pool, *args: Any) -> tuple[Request, str]:
+        request, source = wanted(self, pool, *args)
+        asked.append((pool.name, request.prefilled))
+        return request, source
+
+    monkeypatch.setattr(Knowledge, "wanted", noted)
+
+    async def test() -> None:
+        async with vllm_pair("d", prefill=says(500) if fails else prefills()) as (found, _):
+            assert (await found.client.complete()).status == 200
+
+    run(test)
+    assert asked == [("prefill", False), ("decode", not fails)]
 
 
 def test_both_get_the_same_id_and_the_prefill_one_token() -> None:

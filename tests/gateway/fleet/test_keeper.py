@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from coterie.errors import ConfigError, UnavailableError
 from coterie.gateway.fleet.keeper import FleetKeeper
-from coterie.gateway.fleet.spec import Made, RouterSpec
+from coterie.gateway.fleet.spec import Made, RouterSpec, prices_of
 from coterie.routing import Decision, Fleet, Request, Router, RouterFit, routers
 from coterie.types import Placement
 from routing_cases import COST, EXPERTS, LAYERS, WORKERS, draw, fitted
@@ -224,6 +225,21 @@ def test_ranks_have_the_rows_of_their_placement() -> None:
     assert keeper.join("spare", 4) == 2, "though its request still runs: there is no other rank"
     with pytest.raises(ConfigError, match="ranks"):
         pool(5).reload(RouterSpec(router="semantic"), context())
+
+
+def test_a_worker_is_priced_as_what_it_is() -> None:
+    spec = RouterSpec("latency_aware", model="deepseek-v2-lite", dtype="bf16")
+    alone, group, slow, kernels = (
+        prices_of(msgspec.structs.replace(spec, **changed), None)
+        for changed in ({}, {"ranks": 4}, {"kv_gb_s": 25.0}, {"engine": "kernels"})
+    )
+    assert group.expert_us < alone.expert_us / 2
+    assert group.prefill_us < alone.prefill_us / 2
+    assert slow.transfer_us == pytest.approx(2 * alone.transfer_us)
+    assert kernels.expert_us != alone.expert_us
+    for wrong in ({"ranks": 0}, {"kv_gb_s": 0.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            RouterSpec("latency_aware", **wrong)  # type: ignore[arg-type]
 
 
 def test_labels_name_workers() -> None:
