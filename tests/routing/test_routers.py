@@ -168,6 +168,7 @@ def test_latency_aware_scores_are_its_formula() -> None:
     for number in range(30):
         one = known.profile(drawn.prefill[number])
         fleet.admit(str(number), int(rng.integers(WORKERS)), int(rng.integers(2000)), one)
+    fleet.prefill_tokens[:] = rng.integers(0, 5000, WORKERS)
     before, after, inward, outward = (
         np.asarray(one, np.float64) for one in (forecast.before, forecast.after, forecast.inward, forecast.outward)
     )
@@ -183,7 +184,8 @@ def test_latency_aware_scores_are_its_formula() -> None:
         prefilled = number % 2 == 1  # then nobody else waits for what is missing
         once = prices.transfer_us if prefilled else prices.prefill_us * (others + 1)
         right = step + prices.context_us * held + (others + 1) * more
-        right = (right + once / prices.output_tokens * (1000 - cached)) / fleet.speeds
+        waits = 0 if prefilled else prices.prefill_us / prices.output_tokens * fleet.prefill_tokens
+        right = (right + waits + once / prices.output_tokens * (1000 - cached)) / fleet.speeds
         decision = LatencyAware(known, COST).route(Request("r", 1000, counts, None, cached, prefilled), fleet)
         np.testing.assert_allclose(decision.scores, right, rtol=1e-6)
         assert decision.profile is not None
