@@ -318,7 +318,9 @@ def state(policy: str) -> Any:
 def queues(scheduler: Any, **how: Any) -> tuple[Any, Any, Any]:
     from coterie.engines.vllm.waiting import chosen_queues
 
-    return chosen_queues(scheduler, OrderingSettings(**{"strategy": "greedy_variance", **how}), lambda _: None)
+    settings = OrderingSettings(**{"strategy": "greedy_variance", **how})
+    chooser, by_name = chosen_queues(scheduler, settings, lambda _: None)
+    return chooser, by_name["waiting"], by_name["kv_holding_waiting"]
 
 
 operations = st.lists(st.tuples(st.sampled_from(["add", "pop", "prepend", "skip", "remove"]), st.integers(0, 30)))
