@@ -318,7 +318,9 @@ def state(policy: str) -> Any:
 def queues(scheduler: Any, **how: Any) -> tuple[Any, Any, Any]:
     from coterie.engines.vllm.waiting import chosen_queues
 
-    return chosen_queues(scheduler, OrderingSettings(**{"strategy": "greedy_variance", **how}), lambda _: None)
+    settings = OrderingSettings(**{"strategy": "greedy_variance", **how})
+    chooser, by_name = chosen_queues(scheduler, settings, lambda _: None)
+    return chooser, by_name["waiting"], by_name["kv_holding_waiting"]
 
 
 operations = st.lists(st.tuples(st.sampled_from(["add", "pop", "prepend", "skip", "remove"]), st.integers(0, 30)))
@@ -425,9 +427,8 @@ def test_settings_of_the_scheduler() -> None:
 
 
 @pytest.mark.usefixtures("imported")
-def test_an_unknown_version_keeps_its_own_queues(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    import vllm
-
+def test_a_version_without_these_queues_keeps_its_own(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    from coterie.engines.vllm import interfaces
     from coterie.engines.vllm import scheduler as module
 
     class Base:
@@ -444,11 +445,15 @@ def test_an_unknown_version_keeps_its_own_queues(monkeypatch: pytest.MonkeyPatch
     class Mixed(module.ExpertAwareMixin, Base):
         pass
 
-    monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    monkeypatch.setattr(module.logger, "propagate", True)
+    need = "v1.core.sched.scheduler:Scheduler.renamed_waiting"
+    monkeypatch.setitem(interfaces.NEEDS, "scheduler", (*interfaces.NEEDS["scheduler"], need))
+    monkeypatch.setattr(interfaces.logger.parent, "propagate", True)
+    interfaces.fits.cache_clear()
     one = Mixed()
+    interfaces.fits.cache_clear()
     assert type(one.waiting) is type(one.kv_holding_waiting) is deque
     assert one.schedule(True) is True
     one.shutdown()
     assert one.ended
-    assert "vLLM 0.99.0 is not known" in caplog.text
+    assert f"lacks {need}, which scheduler needs: requests wait in vLLM's own order" in caplog.text
+    assert "still works: connector" in caplog.text

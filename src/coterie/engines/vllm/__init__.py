@@ -6,8 +6,8 @@
     API server           Prometheus metrics                                                 metrics
     engine core          the order in which waiting requests are admitted, if chosen        scheduler, waiting
 
-`plugin` is vLLM's entry point: it registers the connector or, for an unknown version of vLLM, a connector of the same
-name that does nothing. See docs/engines/vllm.md.
+`plugin` is vLLM's entry point. `interfaces` lists what each feature needs of vLLM: where it is missing, the feature is
+left out, and vLLM gets a connector of the same name that does nothing. See docs/engines/vllm.md.
 """
 
 EPLB_VARIABLE = "COTERIE_EPLB"

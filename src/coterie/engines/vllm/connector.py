@@ -38,6 +38,7 @@ from coterie.engines.vllm.engine import (
     captured_layers,
     check_supported,
     computed_tokens,
+    experts_per_token,
     finish_reason,
     moe_modules,
     positions_of,
@@ -156,14 +157,14 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_capture(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
-        check_supported(config)
         self._group, self._block_size = attention_group(self._kv_cache_config)
+        check_supported(config)
         modules = moe_modules(config)
         layer_ids = captured_layers(modules, config)
         shape = PositionShape(
             self._kv_cache_config.num_blocks * self._block_size,
             len(layer_ids),
-            config.model_config.get_num_experts_per_tok(),
+            experts_per_token(config.model_config),
             config.model_config.get_num_experts(),
         )
         layer_name = self._kv_cache_config.kv_cache_groups[self._group].layer_names[0]
@@ -223,7 +224,11 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         metadata = self._connector_metadata  # still bound, even if saving is deferred until after a draft model
-        return CoterieWorkerMetadata(metadata.edits.step) if isinstance(metadata, CoterieMetadata) else None
+        if not isinstance(metadata, CoterieMetadata):
+            return None
+        if not metadata.edits.num_tokens:
+            self.wait_for_save()  # vLLM 0.26 does not call it in a step without tokens; a second call does no harm
+        return CoterieWorkerMetadata(metadata.edits.step)
 
     # Scheduler side.
 

@@ -1,17 +1,18 @@
-"""Access to vLLM's internal objects; no other connector module depends on their structure."""
+"""Access to vLLM's internal objects; no other connector module depends on their structure.
+
+Imports of vLLM are in functions: the connector must load although a hook of the capture is missing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.fused_moe.layer import MoERunner
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from coterie.engines.vllm.capture import StepCapture
+from coterie.engines.vllm.interfaces import fits
 from coterie.errors import UnavailableError
 
 
@@ -23,7 +24,8 @@ def check_supported(config: Any) -> None:
             raise UnavailableError(f"{name}={size} must be 1: a position's experts would lie in parts")
     if getattr(parallel, "use_ubatching", False):
         raise UnavailableError("a step that is split in two (ubatching, DBO) runs the hook twice: turn that off")
-    if getattr(config.model_config, "enable_return_routed_experts", False):
+    owners = config.model_config, getattr(config, "aux_output_config", None)  # of vLLM 0.26; of 0.32 and 0.33
+    if any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
         raise UnavailableError("--enable-return-routed-experts takes the same hook: turn that off")
     if config.device_config.device_type == "cpu" and not config.model_config.enforce_eager:
         raise UnavailableError("on a CPU the compiled model leaves the hooks out: start vLLM with --enforce-eager")
@@ -33,11 +35,16 @@ def check_supported(config: Any) -> None:
 
 def attention_group(kv_cache_config: Any) -> tuple[int, int]:
     """Return index and block size of the KV cache group that keeps every token: no sliding window, no draft model."""
+    if not fits("capture", "experts are not captured"):
+        raise UnavailableError("this vLLM lacks an interface that the capture needs")
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
     groups = kv_cache_config.kv_cache_groups
     for index, group in enumerate(groups):
         spec = group.kv_cache_spec
         specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-        if not group.is_eagle_group and all(isinstance(s, FullAttentionSpec) for s in specs):
+        other = group.is_eagle_group or getattr(group, "host_resident", False)  # numbers its blocks otherwise
+        if not other and all(isinstance(s, FullAttentionSpec) for s in specs):
             return index, int(spec.block_size)
     names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
     raise UnavailableError(f"no KV cache group keeps every token (found: {names})")
@@ -51,8 +58,14 @@ def moe_modules(config: Any) -> torch.nn.ModuleList:
 
 def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
     """Return the target model's MoE layers, in order; a draft model's layers have higher ids."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
     last = config.model_config.get_total_num_hidden_layers()
-    layer_ids = {int(module.layer_id) for module in modules.modules() if isinstance(module, MoERunner)}
+    layer_ids = {
+        int(module.layer_id)
+        for module in modules.modules()
+        if isinstance(module, MoERunner) or (hasattr(module, "capture_fn") and hasattr(module, "layer_id"))
+    }
     layers = sorted(layer for layer in layer_ids if layer < last)
     if not layers:
         raise UnavailableError(f"{config.model_config.model} has no MoE layer that vLLM lets be watched")
@@ -63,11 +76,13 @@ class _Capturer:
     """Capturer interface of vLLM's binding. It is called inside the model, so it must not raise."""
 
     def __init__(self, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
-        self._capture, self._failed = capture, failed
+        from vllm.forward_context import get_forward_context
+
+        self._capture, self._failed, self._context = capture, failed, get_forward_context
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
         try:
-            self._capture.capture(layer_id, topk_ids, get_forward_context())
+            self._capture.capture(layer_id, topk_ids, self._context())
         except Exception as error:
             self._capture.positions.fill_(-1)  # discard this step's rows
             self._failed(error)
@@ -75,10 +90,31 @@ class _Capturer:
 
 def bind_capture(modules: torch.nn.ModuleList, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
     """Set the hook of every MoE layer with vLLM's own binding, including kernels that route internally."""
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
     try:
-        bind_routed_experts_capturer(modules, _Capturer(capture, failed))
+        getattr(routed_experts_capturer, "bind_routed_experts_capturer", _bind)(modules, _Capturer(capture, failed))
     except ValueError as error:
         raise UnavailableError(str(error)) from None
+
+
+def _bind(modules: torch.nn.ModuleList, capturer: _Capturer) -> None:
+    """Bind as the model runner of vLLM 0.26 does, which has no function for it; no kernel may route internally."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    for module in modules.modules():
+        if isinstance(module, MoERunner):
+            if module._quant_method.is_monolithic:
+                raise ValueError(f"the MoE kernel of {type(module._quant_method).__name__} routes internally")
+            module.router.set_capture_fn(partial(capturer.capture, module.layer_id))
+
+
+def experts_per_token(model: Any) -> int:
+    """Return the number of experts of a token, top k, from vLLM's ModelConfig."""
+    if hasattr(model, "get_num_experts_per_tok"):
+        return int(model.get_num_experts_per_tok())
+    text = model.hf_text_config  # vLLM 0.26
+    return int(getattr(text, "num_experts_per_tok", None) or text.top_k_experts)
 
 
 def positions_of(layer_name: str, context: Any) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""A CoterieConnector that does nothing, for vLLM versions with unknown interfaces."""
+"""A CoterieConnector that does nothing, for vLLM versions that lack an interface the real one needs."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     --scheduler-cls coterie.engines.vllm.scheduler.ExpertAwareScheduler
     --additional-config '{"coterie": {"scheduler": {"strategy": "greedy_variance", "loads": "table.safetensors"}}}'
 
-Only the order in which requests start changes; batching, preemption and every output stay vLLM's. An unknown version
-of vLLM keeps its own queues.
+Only the order in which requests start changes; batching, preemption and every output stay vLLM's. A vLLM whose
+queues have other interfaces keeps them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from coterie.batching.waiting import Chooser
-from coterie.engines.vllm.plugin import KNOWN_VERSIONS, known
+from coterie.engines.vllm.interfaces import fits
 from coterie.engines.waiting_settings import OrderingSettings
 from coterie.errors import ConfigError, check
 
@@ -55,19 +54,15 @@ class ExpertAwareMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not known(vllm.__version__):
-            logger.warning(
-                "coterie: vLLM %s is not known to this version of Coterie (known: %s); requests wait in its own order",
-                vllm.__version__,
-                ", ".join(KNOWN_VERSIONS),
-            )
+        if not fits("scheduler", "requests wait in vLLM's own order"):
             return
-        from coterie.engines.vllm.waiting import chosen_queues  # may fail to import with an unknown vLLM
+        from coterie.engines.vllm.waiting import chosen_queues  # fails to import with another vLLM
 
         mine: Any = self
         settings = read_settings(mine.vllm_config.additional_config)
-        self._chooser, *self._queues = chosen_queues(self, settings, partial(logger.warning, "coterie: %s"))
-        mine.waiting, mine.kv_holding_waiting = self._queues
+        self._chooser, queues = chosen_queues(self, settings, partial(logger.warning, "coterie: %s"))
+        self._queues = tuple(queues.values())
+        vars(mine).update(queues)
         logger.info(
             "coterie: %s orders the waiting requests: %d at a time of a window of %d, skipped at most %s times each",
             settings.strategy,

@@ -34,7 +34,7 @@ class SchedulerView(RequestView[Any]):
 
     def free_places(self) -> int:
         scheduler = self._scheduler
-        return int(scheduler.max_num_active_reqs - len(scheduler.running) - scheduler.num_waiting_for_streaming_input)
+        return places(scheduler) - len(scheduler.running) - int(scheduler.num_waiting_for_streaming_input)
 
     def urgent(self, request: Any) -> bool:
         """Return whether the request was preempted."""
@@ -112,31 +112,31 @@ def _priority_and_age(request: Any) -> tuple[int, tuple[float, str]]:
     return request.priority, (request.arrival_time, request.request_id)
 
 
+def places(scheduler: Any) -> int:
+    """Return the number of requests that may run at once; vLLM 0.26 has one limit where later versions have two."""
+    return int(getattr(scheduler, "max_num_active_reqs", None) or scheduler.max_num_running_reqs)
+
+
 def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
     """Return the cost of this server's steps, or None without a device. Without expert parallelism, assume one rank."""
     if settings.device is None:
         return None
     config, parallel = scheduler.vllm_config, scheduler.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
-    return step_cost(
-        settings.device, settings.phase, config.model_config.hf_config.to_dict(), scheduler.max_num_active_reqs, ranks
-    )
+    return step_cost(settings.device, settings.phase, config.model_config.hf_config.to_dict(), places(scheduler), ranks)
 
 
-def chosen_queues(
-    scheduler: Any, settings: OrderingSettings, tell: Any
-) -> tuple[Chooser[Any], ChosenQueue, ChosenQueue]:
-    """Create the queues for `waiting` and `kv_holding_waiting`, with the requests that vLLM's queues already hold."""
+def chosen_queues(scheduler: Any, settings: OrderingSettings, tell: Any) -> tuple[Chooser[Any], dict[str, ChosenQueue]]:
+    """Create a queue for each of vLLM's, by attribute of the scheduler, with the requests that it already holds."""
     model = scheduler.vllm_config.model_config
     source = LoadSource.open(settings.loads, model.get_total_num_hidden_layers(), model.get_num_experts())
     if source.table is not None:
         source.share([0], None)  # compile now, not at the first request
     view = SchedulerView(scheduler, source, settings.phase, WaitingReport(tell))
     chooser = settings.chooser(view, source.shape, cost_of(scheduler, settings))
-    queues = []
-    for name in ("waiting", "kv_holding_waiting"):
-        queue = ChosenQueue(chooser, view, name, scheduler.policy)
+    names = ("waiting", "kv_holding_waiting", "skipped_waiting")  # the last is vLLM 0.26's, of requests put aside
+    queues = {n: ChosenQueue(chooser, view, n, scheduler.policy) for n in names if hasattr(scheduler, n)}
+    for name, queue in queues.items():
         for request in getattr(scheduler, name):
             queue.add_request(request)
-        queues.append(queue)
-    return chooser, queues[0], queues[1]
+    return chooser, queues
