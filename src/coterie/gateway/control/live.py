@@ -266,7 +266,7 @@ class LiveControl:
             section=self.section,
             folder=str(self.folder),
             streams=[
-                StreamEntry(worker.id, worker.expert_events, worker.secure_events)
+                StreamEntry(worker.id, worker.expert_events, worker.secure_events, worker.placement_rank)
                 for worker in self._workers()
                 if worker.expert_events is not None
             ],

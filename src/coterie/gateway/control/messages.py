@@ -49,6 +49,8 @@ class StreamEntry(msgspec.Struct, frozen=True):
     endpoint: str
     secure: bool = False
     """Whether the stream is encrypted with the fleet secret."""
+    rank: int | None = None
+    """The worker's `placement_rank`; None if it has none."""
 
 
 class SetUp(msgspec.Struct, tag=True, kw_only=True):
