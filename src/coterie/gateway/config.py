@@ -158,6 +158,9 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """ZMQ endpoint of the worker's expert events, from which the control loop learns."""
     secure_events: bool = False
     """Whether the worker encrypts its event streams with the fleet secret. Reference workers do, vLLM cannot."""
+    footprints: bool = False
+    """Whether the worker gets the footprint of a request's prefill: set it for vLLM with a scheduler of Coterie, which
+    orders waiting requests by it. Nothing that a worker publishes tells which scheduler it runs."""
     bootstrap_port: int | None = None
     """Port of an SGLang prefill worker's bootstrap server."""
 
