@@ -216,17 +216,18 @@ class PlacementAdvisor:
         """
         if ranks == self._claims:
             return {}
-        self._claims, self._ranks = dict(ranks), {}
-        self._tokens[-1] += self._tokens[:-1].sum(axis=0)  # the open window was counted by other ranks
+        self._claims = dict(ranks)
+        self._tokens[-1] = self._tokens.sum(axis=0)  # the open window was counted by other ranks
         self._tokens[:-1] = 0
         self.tracker = DemandTracker(*self._tokens.shape[1:], self.topology.num_ranks, decay=self.tracker.decay)
         claimed, last = Counter(ranks.values()), self.topology.num_ranks - 1
-        wrong = {}
-        for worker, rank in ranks.items():
-            if not 0 <= rank <= last or claimed[rank] > 1:
-                why = f"the group has ranks 0 … {last}" if claimed[rank] == 1 else "another worker claims it too"
-                wrong[worker] = f"worker {worker!r} claims placement_rank={rank}: {why}"
-                self._ranks[worker] = -1
+        wrong = {
+            worker: f"worker {worker!r} claims placement_rank={rank}: "
+            + (f"the group has ranks 0 … {last}" if claimed[rank] == 1 else "another worker claims it too")
+            for worker, rank in ranks.items()
+            if claimed[rank] > 1 or not 0 <= rank <= last
+        }
+        self._ranks = dict.fromkeys(wrong, -1)
         return wrong
 
     def observe(self, seen: LoadSeen) -> bool:
@@ -236,11 +237,9 @@ class PlacementAdvisor:
             return False
         self._seconds[seen.worker] = used
         self._steps[seen.worker] += int(seen.steps)
-        rank = self._ranks.get(seen.worker)
-        if rank is None:
-            free = len(self._ranks) if len(self._ranks) < self.topology.num_ranks else -1
-            rank = self._claims.get(seen.worker, -1) if self._claims else free
-            self._ranks[seen.worker] = rank
+        reported = len(self._ranks)
+        free = reported if reported < self.topology.num_ranks else -1
+        rank = self._ranks.setdefault(seen.worker, self._claims.get(seen.worker, -1) if self._claims else free)
         self._tokens[rank] += seen.tokens  # the last row, -1, holds the load of no rank
         if rank >= 0:
             self.tracker.record(rank, seen.tokens / seen.steps)

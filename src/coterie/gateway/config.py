@@ -72,7 +72,8 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Settings of the control loop: when it runs, and how much data its decisions need. Times are in seconds."""
 
     enabled: bool | None = None
-    """Whether the loop runs; None: if a worker has `expert_events` and the decode router uses a fit."""
+    """Whether the loop runs; None: if a worker has `expert_events` and the decode router uses a fit, or the worker has
+    a `placement_rank`: its map is followed."""
     tick_s: float = 1.0
     """Time between two evaluations of the events received."""
     window: int = DEFAULTS.window
@@ -246,7 +247,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size: int = 16
     """Tokens per KV block of the workers."""
     placement: str | None = None
-    """Placement file that lists the experts held by each worker with a `placement_rank`."""
+    """Placement file that lists the experts held by each worker with a `placement_rank`, until it reports its map."""
     predictor: str | None = None
     """Token table (`coterie tokens`) that predicts footprints of requests without a footprint from a prefill."""
     keys: str | None = None

@@ -73,7 +73,8 @@ class Driver:
         self._epoch_s = time.time() - now_s
         self._no_advice: str | None = None
         self._log = _new_log(asked.section.log)
-        assert asked.spec.fit is not None
+        if asked.spec.fit is None:
+            raise ConfigError(f"router {asked.spec.router!r} uses no fit: nothing is learned, expert maps are followed")
         fit = RouterFit.load(asked.spec.fit)
         shape = LoopShape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
         self.loop = ControlLoop(

@@ -13,6 +13,7 @@ import msgspec
 from coterie.errors import InputError
 from coterie.gateway.config import ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.wire.expert_events import ExpertMap
 
 HEAD_BYTES = 4
 MOST_BYTES = 64 << 20
@@ -107,6 +108,14 @@ class UseFit(msgspec.Struct, tag=True):
     path: str
 
 
+class MapSeen(msgspec.Struct, tag=True):
+    """The expert map in force at a worker."""
+
+    generation: int
+    worker: str
+    map: ExpertMap
+
+
 class Unable(msgspec.Struct, tag=True):
     """Notice that the loop cannot run with its set-up; it waits for another."""
 
@@ -116,7 +125,7 @@ class Unable(msgspec.Struct, tag=True):
 
 T = TypeVar("T")
 ToLoop = SetUp | Swapped | SentNames
-FromLoop = Told | UseFit | Unable
+FromLoop = Told | UseFit | MapSeen | Unable
 
 _encoder = msgspec.msgpack.Encoder()
 to_loop: msgspec.msgpack.Decoder[ToLoop] = msgspec.msgpack.Decoder(ToLoop)
