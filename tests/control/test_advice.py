@@ -147,3 +147,64 @@ def test_memory_bounds_replicas(replicas: int, expected: bool) -> None:
     assert advisor.advice is not None
     kinds = {action.kind for action in advisor.advice.actions}
     assert ("replicate" in kinds) == expected
+
+
+def reported(order: list[int], ranks: dict[str, int]) -> PlacementAdvisor:
+    """An advisor after one window in which worker w asks for the experts of rank w + 1, reported in this order."""
+    advisor = advisor_of()
+    assert advisor.bind(ranks) == {}
+    advisor.tick(0.0)
+    for worker in order:
+        tokens = skewed(np.random.default_rng(worker), 4 * worker + 4)
+        assert advisor.observe(LoadSeen(1.0, f"w{worker}", tokens, STEPS, 9.0))
+    advisor.tick(10.0)
+    return advisor
+
+
+def test_a_worker_is_the_rank_that_it_states_in_whatever_order_workers_report() -> None:
+    ranks = {f"w{worker}": worker for worker in range(RANKS)}
+    inorder, permuted = reported([0, 1, 2, 3], ranks), reported([2, 0, 3, 1], ranks)
+    for rank in range(RANKS):
+        asked = skewed(np.random.default_rng(rank), 4 * rank + 4) / STEPS
+        np.testing.assert_allclose(permuted.tracker.worker(rank), asked)
+    assert inorder.advice is not None
+    assert permuted.advice is not None
+    assert inorder.advice.actions
+    assert list(inorder.advice.actions) == list(permuted.advice.actions)
+    assert permuted.advice.plan is not None
+    assert inorder.advice.rank_s_before == permuted.advice.rank_s_before, "sources by rank are the same"
+
+
+def test_without_any_stated_rank_workers_are_numbered_as_they_report() -> None:
+    advisor = reported([2, 0, 3, 1], {})
+    np.testing.assert_allclose(advisor.tracker.worker(0), skewed(np.random.default_rng(2), 12) / STEPS)
+
+
+def test_a_worker_without_a_rank_beside_some_with_one_is_no_rank() -> None:
+    """Its load counts for the group: for no rank of it, so that nothing is advised by the demand of ranks."""
+    advisor = reported([3, 0, 1, 2], {"w0": 0, "w1": 1, "w2": 2})
+    assert not advisor.tracker.worker(3).any()
+    assert advisor.advice is not None
+    assert not advisor.advice.actions
+
+
+def test_a_rank_outside_the_group_or_claimed_twice_is_said_and_nobodys() -> None:
+    advisor = advisor_of()
+    wrong = advisor.bind({"w0": 0, "w1": 1, "w2": 1, "w3": 4})
+    assert set(wrong) == {"w1", "w2", "w3"}
+    assert wrong["w1"] == "worker 'w1' claims placement_rank=1: another worker claims it too"
+    assert wrong["w3"] == "worker 'w3' claims placement_rank=4: the group has ranks 0 … 3"
+    assert advisor.bind({"w0": 0, "w1": 1, "w2": 1, "w3": 4}) == {}, "said once"
+    for worker in range(RANKS):
+        assert advisor.observe(LoadSeen(1.0, f"w{worker}", np.full((LAYERS, EXPERTS), 900.0), STEPS, 9.0))
+    assert [bool(advisor.tracker.worker(rank).any()) for rank in range(RANKS)] == [True, False, False, False]
+
+
+def test_ranks_that_change_leave_no_demand_behind() -> None:
+    advisor = advisor_of()
+    advisor.tick(0.0)
+    advisor.observe(LoadSeen(1.0, "w0", np.full((LAYERS, EXPERTS), 900.0), STEPS, 9.0))
+    advisor.bind({"w0": 3})
+    assert not any(advisor.tracker.worker(rank).any() for rank in range(RANKS))
+    advisor.observe(LoadSeen(2.0, "w0", np.full((LAYERS, EXPERTS), 900.0), STEPS, 9.0))
+    assert advisor.tracker.worker(3).any()

@@ -28,6 +28,7 @@ def logged(path: Path, fit: RouterFit) -> ControlLoop:
         loop.tick(float("nan"))
         drive(loop, made_requests(rng, NEW, 200, 40))
         loop.applied(3)
+        loop.bind({"w0": 1})
         loop.resize(3)
         loop.fit_failed("nothing was under way")
         loop.tick(300.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from canned_pairs import deleted, footprint_on, params_of, prefills, vllm_pair
-from canned_workers import Canned, answer, completion, events, held, opens, resets, says, stalls
+from canned_workers import Act, Canned, answer, completion, events, held, opens, resets, says, stalls
 from coterie.gateway.config import LimitSettings
 from coterie.gateway.exchange.knowledge import Knowledge
 from coterie.gateway.exchange.pool import Pool
@@ -19,13 +20,23 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.routing import Request
-from coterie.wire.footprints import KEY
+from coterie.wire.footprints import KEY, encode_footprint
 from gateway_runs import Run, idle, run, settled
 from http1_peers import until
 from routing_cases import GROUPS, fitted
 
 DAMAGED = 'coterie_gateway_footprints_total{source="damaged"}'
 HANDED, FAILED = (f'coterie_gateway_handoffs_total{{outcome="{one}"}}' for one in ("ok", "prefill_failed"))
+
+
+def fails_once(workers: Mapping[str, Canned]) -> Act:
+    """Whoever of the workers is asked first to decode fails."""
+
+    async def act(worker: Canned, request: HttpRequest, responder: Responder) -> None:
+        first = sum(len(one.completions) for one in workers.values() if one.name != "p") == 1
+        await (says(503) if first else answer)(worker, request, responder)
+
+    return act
 
 
 def group_of(body: Any) -> int:
@@ -89,6 +100,38 @@ def test_a_decoder_lacks_a_transfer_or_if_the_prefill_failed_its_computing(
 
     run(test)
     assert asked == [("prefill", False), ("decode", not fails)]
+
+
+def test_a_worker_that_wants_the_footprint_gets_it_as_it_came() -> None:
+    """Also after a failure, when KV is no longer offered."""
+
+    async def test() -> None:
+        footprint, wants = footprint_on((0, 1)), {"a": True, "b": True}
+        async with vllm_pair(*wants, prefill=prefills(footprint=lambda _: footprint), wants=wants) as (found, workers):
+            for one in workers.values():
+                if one.name in wants:
+                    one.act = fails_once(workers)
+            assert (await found.client.complete(prompt="bird")).status == 200
+            bodies = [workers[name].completions[0].body for name in wants]
+            assert {one["prompt"] for one in bodies} == {"bird"}
+            given = [one["kv_transfer_params"] for one in bodies]
+            assert {one.pop(KEY) for one in given} == {encode_footprint(footprint)}
+            assert sorted(map(len, given)) == [0, 4], "KV is offered to the first alone"
+            idle(found)
+
+    run(test)
+
+
+def test_a_footprint_that_cannot_be_is_handed_to_nobody() -> None:
+    async def test() -> None:
+        lie = footprint_on((0, 1))._replace(tokens=1)
+        async with vllm_pair("d", prefill=prefills(footprint=lambda _: lie), wants={"d": True}) as (found, workers):
+            assert (await found.client.complete()).status == 200
+            (asked,) = workers["d"].completions
+            assert KEY not in asked.body["kv_transfer_params"]
+            assert found.metrics[DAMAGED] == 1
+
+    run(test)
 
 
 def test_both_get_the_same_id_and_the_prefill_one_token() -> None:

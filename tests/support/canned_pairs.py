@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from canned_workers import Act, Canned, canned_workers, completion
 from coterie.gateway.config import GatewayConfig
@@ -55,13 +56,22 @@ def prefills(grant: bool = True, footprint: Callable[[Any], WireFootprint | None
 
 @asynccontextmanager
 async def vllm_pair(
-    *decoders: str, prefill: Act | None = None, prefillers: tuple[str, ...] = ("p",), **more: Any
+    *decoders: str,
+    prefill: Act | None = None,
+    prefillers: tuple[str, ...] = ("p",),
+    wants: Mapping[str, bool] | None = None,
+    **more: Any,
 ) -> AsyncIterator[tuple[Run, dict[str, Canned]]]:
-    """A gateway in front of prefill and decode workers; `more` goes into its config."""
+    """A gateway in front of prefill and decode workers; `more` goes into its config.
+
+    `wants` says which decode workers get footprints.
+    """
     acts = dict.fromkeys(prefillers, prefill or prefills())
     async with canned_workers(*prefillers, *decoders, **acts) as workers:
         roles = ["prefill"] * len(prefillers) + ["decode"] * len(decoders)
         config: GatewayConfig = config_of(workers, roles, handshake="vllm", **more)
+        asked = [replace(entry, footprints=(wants or {}).get(entry.id, False)) for entry in config.workers]
+        config = replace(config, workers=asked)
         async with gateway(config) as found:
             await until(lambda: found.open("decode") == set(decoders) and found.open("prefill") == set(prefillers))
             yield found, {worker.name: worker for worker in workers}

@@ -48,6 +48,7 @@ from coterie.net.http_client import Client
 from coterie.net.processes import ServerProcess, free_port
 from coterie.prompts import Prompt, load_prompts
 from coterie.routing import Calibration, RouterFit
+from coterie.wire.expert_events import ExpertMap
 
 BEFORE, AFTER = ("de", "fr", "es"), ("ru", "ar", "ja")
 """Languages of the traffic before and after the change."""
@@ -83,7 +84,7 @@ class Listener(threading.Thread):
         while not self._stopping.is_set():
             self._streams.wait_for(0.1)
             for worker, event in self._streams.read():
-                seen = self._matcher.take(worker, event, time.monotonic())
+                seen = None if isinstance(event, ExpertMap) else self._matcher.take(worker, event, time.monotonic())
                 if isinstance(seen, RequestSeen):
                     self.seen.append(seen)
         self._streams.close()

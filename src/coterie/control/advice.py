@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -170,7 +170,10 @@ class PlacementAdvisor:
         self._made: Advice | None = None
         self._actions: Sequence[ActionEvent] = ()
         self._actions_s = -math.inf
+        self._claims: dict[str, int] = {}
+        """Worker → rank that it claims to be, false claims included."""
         self._ranks: dict[str, int] = {}
+        """Worker that has reported → its rank; -1 for one that is no rank of the group."""
         self._since_s: float | None = None
         self._tokens = np.zeros((topology.num_ranks + 1, shape.num_layers, shape.num_experts))
         self._steps: Counter[str] = Counter()
@@ -205,6 +208,28 @@ class PlacementAdvisor:
         )
         manager.cycle(np.ones((self.topology.num_ranks, 1, self.shape.num_experts)), held_by(some), 0.0)
 
+    def bind(self, ranks: Mapping[str, int]) -> dict[str, str]:
+        """Set which rank of the group each worker is; return, by worker, why a claim is ignored.
+
+        A rank outside the group, or one that two workers claim, is nobody's: demand at the wrong rank is worse than
+        none. If no worker claims a rank, workers are numbered in the order of their first reports.
+        """
+        if ranks == self._claims:
+            return {}
+        self._claims = dict(ranks)
+        self._tokens[-1] = self._tokens.sum(axis=0)  # the open window was counted by other ranks
+        self._tokens[:-1] = 0
+        self.tracker = DemandTracker(*self._tokens.shape[1:], self.topology.num_ranks, decay=self.tracker.decay)
+        claimed, last = Counter(ranks.values()), self.topology.num_ranks - 1
+        wrong = {
+            worker: f"worker {worker!r} claims placement_rank={rank}: "
+            + (f"the group has ranks 0 … {last}" if claimed[rank] == 1 else "another worker claims it too")
+            for worker, rank in ranks.items()
+            if claimed[rank] > 1 or not 0 <= rank <= last
+        }
+        self._ranks = dict.fromkeys(wrong, -1)
+        return wrong
+
     def observe(self, seen: LoadSeen) -> bool:
         """Add a checked load; return False if the worker's loads cover more than `OVERLAP` windows of time."""
         used = self._seconds.get(seen.worker, 0.0) + seen.seconds
@@ -212,10 +237,11 @@ class PlacementAdvisor:
             return False
         self._seconds[seen.worker] = used
         self._steps[seen.worker] += int(seen.steps)
-        rank = self._ranks.setdefault(seen.worker, len(self._ranks))
-        known = rank < self.topology.num_ranks
-        self._tokens[rank if known else -1] += seen.tokens
-        if known:
+        reported = len(self._ranks)
+        free = reported if reported < self.topology.num_ranks else -1
+        rank = self._ranks.setdefault(seen.worker, self._claims.get(seen.worker, -1) if self._claims else free)
+        self._tokens[rank] += seen.tokens  # the last row, -1, holds the load of no rank
+        if rank >= 0:
             self.tracker.record(rank, seen.tokens / seen.steps)
         return True
 
@@ -333,7 +359,10 @@ class PlacementAdvisor:
     def _act(self, now_s: float) -> list[ControlEvent]:
         """Recommend replicas and swaps from the demand of each rank; only if the workers are the ranks."""
         ranks = self.topology.num_ranks
-        if len(self._ranks) != ranks or now_s < self._actions_s + self.settings.actions.interval_s:
+        if (
+            sorted(self._ranks.values()) != list(range(ranks))
+            or now_s < self._actions_s + self.settings.actions.interval_s
+        ):
             return []
         self._actions_s = now_s
         demand = np.stack([self.tracker.worker(rank) for rank in range(ranks)])

@@ -153,6 +153,12 @@ class ControlLoop:
         done = self.advisor is not None and self.advisor.applied(plan_id)
         self.counters["plans_applied" if done else "plans_unknown"] += 1
 
+    def bind(self, ranks: Mapping[str, int]) -> None:
+        """Set which rank of the advisor's group each worker is; a claim that cannot hold is ignored, with an event."""
+        self._log("bind", ranks=dict(ranks))
+        for worker, words in ({} if self.advisor is None else self.advisor.bind(ranks)).items():
+            self._tell("ignored", words, {"reason": "placement_rank", "worker": worker}, count="ignored_placement_rank")
+
     def observe(self, seen: RequestSeen | LoadSeen) -> None:
         """Take a finished request or a worker's load; invalid ones are counted and ignored."""
         refused = self.intake.refused(seen)

@@ -97,7 +97,7 @@ def _feed(loop: ControlLoop, do: str, values: Mapping[str, Any]) -> None:
         loop.intake.ignore(values["reason"], values["worker"])
     elif do in ("swapped", "swap_failed"):
         getattr(loop, do)(**(dict(values) | {"now_s": _time(values["now_s"])}))
-    elif do in ("fit_failed", "resize", "applied"):
+    elif do in ("fit_failed", "resize", "applied", "bind"):
         getattr(loop, do)(**values)
     else:
         raise ValueError(f"do={do!r} is no input of a loop")

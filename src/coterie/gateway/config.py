@@ -80,7 +80,8 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Settings of the control loop: when it runs, and how much data its decisions need. Times are in seconds."""
 
     enabled: bool | None = None
-    """Whether the loop runs; None: if a worker has `expert_events` and the decode router uses a fit."""
+    """Whether the loop runs; None: if a worker has `expert_events` and the decode router uses a fit, or the worker has
+    a `placement_rank`: its map is followed."""
     tick_s: float = 1.0
     """Time between two evaluations of the events received."""
     window: int = DEFAULTS.window
@@ -168,6 +169,9 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """ZMQ endpoint of the worker's expert events, from which the control loop learns."""
     secure_events: bool = False
     """Whether the worker encrypts its event streams with the fleet secret. Reference workers do, vLLM cannot."""
+    footprints: bool = False
+    """Whether the worker gets the footprint of a request's prefill: set it for vLLM with a scheduler of Coterie, which
+    orders waiting requests by it. Nothing that a worker publishes tells which scheduler it runs."""
     bootstrap_port: int | None = None
     """Port of an SGLang prefill worker's bootstrap server."""
 
@@ -257,7 +261,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size: int = 16
     """Tokens per KV block of the workers."""
     placement: str | None = None
-    """Placement file that lists the experts held by each worker with a `placement_rank`."""
+    """Placement file that lists the experts held by each worker with a `placement_rank`, until it reports its map."""
     predictor: str | None = None
     """Token table (`coterie tokens`) that predicts footprints of requests without a footprint from a prefill."""
     keys: str | None = None

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError, CoterieError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.control.live import LiveControl, is_wanted
 from coterie.gateway.exchange.flow import Flow, PlainFlow
@@ -29,6 +29,7 @@ from coterie.gateway.watching.metrics import BREAKER_STATES, Counter, Gauge, Met
 from coterie.gateway.watching.spans import Spans
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import UpstreamError
+from coterie.wire.expert_events import ExpertMap
 
 MODELS_S = 10.0
 """Seconds that a worker has to send its list of models."""
@@ -154,6 +155,21 @@ class GatewayParts:
         self.watcher.catch_up()  # buffered events would create the worker's series again
         self.metrics.forget_worker(worker_id)
 
+    def follow_map(self, worker_id: str, reported: ExpertMap) -> None:
+        """Route by the map that a worker reports; one that does not fit is logged and ignored."""
+        entry = next((one for one in self.entries() if one.id == worker_id), None)
+        if entry is None or entry.placement_rank is None:
+            return
+        try:
+            held = self.knowledge.follow(worker_id, entry.placement_rank, reported)
+            for pool in self.pools_of(entry):
+                pool.keeper.join(entry.id, entry.places, entry.speed, held)
+                if pool.spec.placement is not None:
+                    pool.keeper.reload(pool.spec, {"placement": reported.placement()})
+            self.log.worker(worker_id, entry.role, "routed by its map", f"version {reported.version}")
+        except CoterieError as error:
+            self.log.warning(f"map {reported.version} of worker {worker_id!r} is ignored: {error}")
+
     @property
     def context_tokens(self) -> int:
         """Longest context that a worker has reported, in tokens; 0 if none has."""
@@ -180,7 +196,9 @@ class GatewayParts:
         section, pool = self.config.control, self.pools[DECODE]
         if is_wanted(section, pool.spec, self.entries()) or (self.control is not None and section.enabled is None):
             if self.control is None:
-                self.control = LiveControl(section, pool, self.entries, self.access, self.metrics, self.log)
+                self.control = LiveControl(
+                    section, pool, self.entries, self.access, self.metrics, self.log, self.follow_map
+                )
                 self.control.start()
                 self.watcher.sent = self.control.sent
             else:

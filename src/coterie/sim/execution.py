@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.batching.base import Loads
 from coterie.costs.step import Batch, PlacedStepModel, StepModel
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_positive
 from coterie.types import Placement
 
 
@@ -51,8 +51,7 @@ class SpreadExecution:
     def __post_init__(self) -> None:
         check_positive(base_s=self.base_s)
         check_not_negative(sensitivity=self.sensitivity)
-        if self.loads.ndim != 3:
-            raise ConfigError(f"loads has shape {self.loads.shape}; expected [request, layer, expert]")
+        check(self.loads.ndim == 3, f"loads has shape {self.loads.shape}; expected [request, layer, expert]")
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         cv, distinct = _spread(self.loads, requests)
@@ -102,8 +101,10 @@ class PrefillExecution:
     """Ranks that share a batch's prompts evenly for attention and projections."""
 
     def __post_init__(self) -> None:
-        if len(self.loads) != len(self.prompt_tokens):
-            raise ConfigError(f"{len(self.loads)} loads must be as many as prompt_tokens ({len(self.prompt_tokens)})")
+        check(
+            len(self.loads) == len(self.prompt_tokens),
+            f"{len(self.loads)} loads must be as many as prompt_tokens ({len(self.prompt_tokens)})",
+        )
         check_at_least(1, ranks=self.ranks)
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:

@@ -43,8 +43,8 @@ class SemanticLoads:
         check_at_least(1, domains=self.domains)
         check_share(strength=self.strength)
         check_positive(tokens=self.tokens)
-        if not 1 <= self.likeness < math.inf:  # below 1, most shares underflow and requests become even
-            raise ConfigError(f"likeness={self.likeness} must be a finite number of at least 1")
+        # Below 1, most shares underflow and requests become even.
+        check(1 <= self.likeness < math.inf, f"likeness={self.likeness} must be a finite number of at least 1")
         check(0 <= self.tokens_sigma < 10, f"tokens_sigma={self.tokens_sigma} must be in 0 … 10")
 
     @property

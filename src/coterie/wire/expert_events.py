@@ -1,4 +1,4 @@
-"""The expert-event stream: the experts that each finished request activated, and the load of all requests over time.
+"""The expert-event stream: each finished request's experts, the load of all requests, and the map in force.
 
 It is published on ZMQ beside the KV events and framed the same way (:mod:`coterie.wire.framing`). A payload is msgpack
 ``[timestamp, [events], rank]``, and an event is a map with its ``type``. A subscriber may join at any time, because
@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError
-from coterie.types import narrowest_uint
+from coterie.errors import CoterieError, InputError
+from coterie.types import Placement, narrowest_uint
 
 TOPIC = b"experts"
 DEFAULT_PORT = 5602
@@ -134,12 +134,34 @@ class ExpertLoad(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
         return np.frombuffer(self.counts, "<u4").reshape(shape)
 
 
+class ExpertMap(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """The expert map in force in an expert-parallel group: published when it changes, and to every new subscriber."""
+
+    num_experts: int
+    num_ranks: int
+    version: int
+    """Number of maps that this publisher has seen, this one included; starts anew with the engine."""
+    slots: list[bytes]
+    """[layer] expert of each slot, uint16, little-endian; ranks own equal blocks of slots."""
+
+    def placement(self) -> Placement:
+        """Decode the map; raises InputError for one that no group can hold."""
+        try:
+            rows = np.stack([np.frombuffer(row, "<u2") for row in self.slots]).astype(np.int32)
+            return Placement(rows, self.num_ranks, min(self.num_experts, MAX_EXPERTS))
+        except (ValueError, CoterieError) as error:
+            raise InputError(f"is no map: {error}") from None
+
+
+Event = RequestExperts | ExpertLoad | ExpertMap
+
+
 class ExpertEvents(msgspec.Struct, array_like=True):
     """One message of the stream."""
 
     timestamp: float
     """Seconds since the epoch."""
-    events: Annotated[list[RequestExperts | ExpertLoad], msgspec.Meta(max_length=MAX_EVENTS)]
+    events: Annotated[list[Event], msgspec.Meta(max_length=MAX_EVENTS)]
     rank: int = 0
     """Data-parallel rank of the engine."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import logging
 import subprocess
 import sys
@@ -16,8 +18,14 @@ from hypothesis import strategies as st
 from coterie.engines.vllm.eplb import EplbRound, Rounds, carry_over, count_moves
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError, InputError
+from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.exchange.knowledge import mask_of
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.parts import GatewayParts
+from coterie.gateway.watching.logs import Log
 from coterie.placement.maps.formats import read_map
 from coterie.types import Placement, balancedness
+from coterie.wire.expert_events import ExpertMap, decode_expert_events
 from eplb_cases import LINEAR, LOADS, PLANNER, Alone, ask, asked, balance, duplicates, map_file, vllms_map
 from eplb_ranks import EXPERTS, LAYERS, RANKS, SLOTS, run_ranks
 from vllm_servers import needs_vllm
@@ -276,6 +284,37 @@ def test_inside_vllms_state(ranks: list[dict[str, Any]]) -> None:
         assert state["first"]["map"] == state["first"]["kept"] == INITIAL.tolist()
         assert state["second"]["map"] == state["second"]["kept"] != state["first"]["map"]
         assert balance(state["second"]["map"], LOADS[1]) > 0.98 > balance(state["first"]["map"], LOADS[1])
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_masks_follow_the_map_that_the_state_has_after_each_rearrangement(ranks: list[dict[str, Any]]) -> None:
+    """From the tensors of EplbState through the plugin and a subscriber to the masks of the gateway."""
+
+    async def test() -> None:
+        entries = [
+            WorkerEntry(id=f"rank-{rank}", url=f"http://127.0.0.1:{rank + 1}", placement_rank=rank)
+            for rank in range(RANKS)
+        ]
+        parts = GatewayParts(GatewayConfig(workers=entries, decode=RouterSpec("joint")), Log(io.StringIO()))
+        await parts.start()
+        try:
+            for version, name in enumerate(("first", "second"), 1):
+                record = ranks[0]["state"][name]
+                (event,) = decode_expert_events(bytes.fromhex(record["published"])).events
+                assert isinstance(event, ExpertMap)
+                assert event.version == version
+                in_force = Placement(np.array(record["map"], np.int32), RANKS, EXPERTS)
+                for entry in entries:
+                    parts.follow_map(entry.id, event)
+                local = parts.pools["decode"].keeper.fleet.local
+                assert local is not None
+                for rank in range(RANKS):
+                    np.testing.assert_array_equal(local[rank], mask_of(in_force, rank))
+        finally:
+            await parts.close()
+
+    asyncio.run(test())
 
 
 @pytest.mark.vllm

@@ -35,7 +35,7 @@ from gateway_runs import FAST, Client, Run, gateway
 from http1_peers import until
 from routed_fleet import FleetCounts, RoutedFleet, Served
 from vllm_checks import Listener, Truth, dense_model, event_of, sequence
-from vllm_servers import BLOCK_SIZE, MODEL, TRIO, Fleet, Server, needs_vllm, start_trio
+from vllm_servers import BLOCK_SIZE, MODEL, TRIO, Fleet, Server, decisions_of, needs_vllm, start_trio
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
@@ -56,7 +56,14 @@ def config_of(
     trio: list[Server], roles: tuple[Role, Role, Role] = ("prefill", "decode", "decode"), **more: Any
 ) -> GatewayConfig:
     workers = [
-        WorkerEntry(id=one.name, url=one.url, role=role, kv_events=one.kv_events, kv_replay=one.kv_replay)
+        WorkerEntry(
+            id=one.name,
+            url=one.url,
+            role=role,
+            kv_events=one.kv_events,
+            kv_replay=one.kv_replay,
+            footprints=one.name == TRIO[-1],
+        )
         for one, role in zip(trio, roles, strict=True)
     ]
     shared = {"tokenizer": str(tiny_model_path()), "block_size": BLOCK_SIZE, "health": FAST, "workers": workers}
@@ -137,6 +144,13 @@ def test_the_same_tokens_as_without_the_gateway(fleet: Fleet, trio: list[Server]
             assert said['coterie_gateway_handoffs_total{outcome="ok"}'] == len(asked)
             assert said['coterie_gateway_footprints_total{source="answer"}'] == len(asked)
             assert sum(value for name, value in said.items() if name.startswith("coterie_gateway_fallbacks_total")) == 0
+            made = (await found.client.ask("GET", f"/decisions?pool=decode&last={len(asked)}")).json["decisions"]
+            sent = {one["id"] for one in made if one["worker"] == TRIO[-1]}
+            assert 0 < len(sent) < len(asked)
+            # The scheduler there has no table: it selects only among requests whose footprint came with them.
+            lines = decisions_of(fleet).read_text().splitlines()
+            selected = {name for line in lines for name in msgspec.json.decode(line)["order"]}
+            assert {next((id for id in sent if id in name), name) for name in selected} == sent
 
     run(test)
 

@@ -33,7 +33,7 @@ import transformers_models as models  # noqa: E402
 from command_line import runner  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402
 from coterie.net.processes import free_port  # noqa: E402
-from coterie.wire.expert_events import ExpertLoad, RequestExperts, decode_expert_events  # noqa: E402
+from coterie.wire.expert_events import Event, ExpertLoad, RequestExperts, decode_expert_events  # noqa: E402
 from coterie.wire.footprints import footprint_of, without_footprint  # noqa: E402
 from coterie.wire.framing import Gaps, from_frames  # noqa: E402
 from coterie.wire.handoff import decode_body, prefill_body  # noqa: E402
@@ -340,7 +340,7 @@ def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker])
             if experts.poll(100):
                 break
         gaps = Gaps()
-        seen: list[RequestExperts | ExpertLoad] = []
+        seen: list[Event] = []
         while not any(isinstance(event, RequestExperts) for event in seen):
             frame = from_frames(experts.recv_multipart())
             assert gaps.see(frame.seq) == 0

@@ -12,11 +12,12 @@ import pytest
 from control_cases import EXPERTS, LAYERS, load_event, saved_fit
 from coterie.gateway.config import AdviseSection, ControlSection
 from coterie.gateway.control.driver import Driver
-from coterie.gateway.control.messages import ControlView, FromLoop, SetUp, Told
+from coterie.gateway.control.messages import ControlView, FromLoop, SetUp, StreamEntry, Told
 from coterie.gateway.control.streams import ExpertStreams
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.placement.maps.formats import read_map
 
+RANK_OF = {"a": 2, "b": 1, "c": 7}
 ADVISE = AdviseSection(ranks=4, window_s=1.0, min_steps=4, horizon=1e9)
 
 
@@ -34,6 +35,32 @@ def advised(folder: Path, section: ControlSection, seconds: int = 6) -> list[Con
     streams.close()
     told = [one.view for one in sent if isinstance(one, Told) and one.view]
     return [msgspec.msgpack.decode(view, type=ControlView) for view in told]
+
+
+def test_ranks_are_those_of_the_entries_and_wrong_ones_are_events(tmp_path: Path) -> None:
+    sent: list[FromLoop] = []
+    spec = RouterSpec("latency_aware", fit=saved_fit("low", tmp_path))
+    entries = [StreamEntry(name, f"ipc://{tmp_path}/{name}", rank=rank) for name, rank in RANK_OF.items()]
+    section = ControlSection(advise=ADVISE)
+    setup = SetUp(generation=1, spec=spec, rows=2, section=section, folder=str(tmp_path), streams=entries)
+    driver, streams, rng = Driver(setup, sent.append, 0.0), ExpertStreams(None), np.random.default_rng(0)
+    for worker in reversed(RANK_OF):
+        driver.take(worker, load_event("odd" if worker == "a" else "low", rng), 0.5)
+    driver.tick(1.0, streams)
+    advisor = driver.loop.advisor
+    assert advisor is not None
+    demand = [advisor.tracker.worker(rank) for rank in range(4)]
+    assert [bool(one.any()) for one in demand] == [False, True, True, False]
+    assert demand[2][:, 8:].any(), "a's experts"
+    assert not demand[1][:, 8:].any()
+    told = [event for one in sent if isinstance(one, Told) for event in one.events if event["kind"] == "ignored"]
+    assert [event["values"]["worker"] for event in told] == ["c"]
+    assert "placement_rank=7: the group has ranks 0 … 3" in told[0]["reason"]
+    driver.resize(msgspec.structs.replace(setup, streams=entries[:2]))
+    driver.tick(2.0, streams)
+    assert not any(advisor.tracker.worker(rank).any() for rank in range(4)), "another fleet, other ranks"
+    driver.close()
+    streams.close()
 
 
 def plans(views: list[ControlView]) -> list[dict[str, Any]]:

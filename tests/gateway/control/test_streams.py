@@ -22,7 +22,7 @@ from coterie.gateway.control.matching import SentRequests
 from coterie.gateway.control.messages import FromLoop, SetUp, StreamEntry, Told
 from coterie.gateway.control.streams import MOST_LOST, ExpertStreams, message_bytes
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
+from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, ExpertMap, RequestExperts, encode_expert_events
 from coterie.wire.framing import to_frames
 
 PATIENCE_S = 60.0
@@ -276,6 +276,7 @@ def test_no_hostile_message_crashes_the_loop_or_makes_it_act(
             assert time.monotonic() < until, streams.counters
             streams.wait_for(0.05)
             for received in streams.read():
+                assert not isinstance(received.event, ExpertMap)
                 driver.take(received.worker, received.event, now_s)
             now_s += 0.1
             driver.tick(now_s, streams)

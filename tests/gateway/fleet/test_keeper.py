@@ -239,7 +239,7 @@ def test_a_worker_is_priced_as_what_it_is() -> None:
     assert kernels.expert_us != alone.expert_us
     for wrong in ({"ranks": 0}, {"kv_gb_s": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            RouterSpec("latency_aware", **wrong)  # type: ignore[arg-type]
+            RouterSpec("latency_aware", **wrong)
 
 
 def test_labels_name_workers() -> None:

@@ -373,6 +373,7 @@ def engine_state(settings: dict[str, Any], own: Any, folder: Path) -> dict[str, 
         model.map = held.physical_to_logical_map.clone()
         return model.check()
 
+    published = Published(folder, model) if model.rank == 0 else None
     state.step(is_profile=True)
     found = {"profiled": snapshot()}
     for name, load in zip(("first", "second"), drifting_loads(), strict=False):
@@ -383,8 +384,42 @@ def engine_state(settings: dict[str, Any], own: Any, folder: Path) -> dict[str, 
             state.step()
         torch.distributed.barrier()
         found[name] = {**snapshot(), "kept": read_map(kept).placement.slot_experts.tolist()}
+        if published is not None:
+            found[name]["published"] = published.next()
         torch.distributed.barrier()
     return found
+
+
+class Published:
+    """What a subscriber gets of the maps that the plugin reads from EplbState's own tensors and publishes."""
+
+    def __init__(self, folder: Path, model: Model) -> None:
+        from coterie.engines.vllm.engine import MapReader
+        from coterie.engines.vllm.publisher import EventPublisher
+        from coterie.gateway.control.messages import StreamEntry
+        from coterie.gateway.control.streams import ExpertStreams
+
+        self.reader = MapReader([model.views[1][layer] for layer in range(LAYERS)])
+        self.publisher, self.version = EventPublisher(f"ipc://{folder}/experts", 0, 16), 0
+        self.streams = ExpertStreams(None)
+        self.streams.follow([StreamEntry("rank-0", self.publisher.endpoint)])
+        while not self.publisher.wanted:
+            time.sleep(0.01)
+
+    def next(self) -> str:
+        """The event of the next map, as it travels; a step passes after a rearrangement before a map is read."""
+        from coterie.wire.expert_events import ExpertEvents, ExpertMap, encode_expert_events
+
+        assert self.reader.changed() is None, "it may still change"
+        slots = self.reader.changed()
+        assert slots is not None
+        assert self.reader.changed() is None, "told once"
+        self.version += 1
+        self.publisher.publish(ExpertMap(num_experts=EXPERTS, num_ranks=RANKS, version=self.version, slots=slots))
+        while True:
+            self.streams.wait_for(60.0)
+            for received in self.streams.read():
+                return encode_expert_events(ExpertEvents(0.0, [received.event])).hex()
 
 
 def one_rank_fails(own: Any) -> dict[str, Any]:

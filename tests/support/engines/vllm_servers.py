@@ -172,7 +172,10 @@ def hand_over(folder: Path) -> dict[str, Any]:
 
 
 def start_trio(fleet: Fleet) -> list[Server]:
-    """One prefill and two decode servers that hand KV over through a folder, and tell which experts and blocks."""
+    """One prefill and two decode servers that hand KV over through a folder, and tell which experts and blocks.
+
+    The last runs Coterie's scheduler, with nothing to go by but the footprints that it is given.
+    """
     fleet.stop("plugin", "tight")
     how: dict[str, Any] = {
         "settings": {"load_interval_s": 0.2},
@@ -180,7 +183,15 @@ def start_trio(fleet: Fleet) -> list[Server]:
         "kv_events": True,
         "extra": ("--enable-prompt-tokens-details",),
     }
-    return fleet.start(dict.fromkeys(TRIO, how))
+    ordering = {"coterie": {"scheduler": {"strategy": "greedy_variance", "decisions": str(decisions_of(fleet))}}}
+    scheduler = "coterie.engines.vllm.scheduler.ExpertAwareScheduler"
+    ours = (*how["extra"], "--scheduler-cls", scheduler, "--additional-config", json.dumps(ordering))
+    return fleet.start({**dict.fromkeys(TRIO, how), TRIO[-1]: {**how, "extra": ours}})
+
+
+def decisions_of(fleet: Fleet) -> Path:
+    """File of the selections that the scheduler of the last of the three made."""
+    return fleet.folder / "decisions"
 
 
 TRIO = ("prefill", "decode-0", "decode-1")

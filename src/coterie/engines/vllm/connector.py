@@ -32,6 +32,7 @@ from vllm.logger import init_logger
 
 from coterie.engines.vllm.capture import StepCapture, StepEdits, StoreWriter
 from coterie.engines.vllm.engine import (
+    MapReader,
     attention_group,
     bind_capture,
     block_copies,
@@ -49,7 +50,7 @@ from coterie.engines.vllm.settings import PREFIX, ConnectorSettings
 from coterie.errors import CoterieError, InputError
 from coterie.footprints.positions import PositionShape, PositionStore, block_positions, store_folder, sweep
 from coterie.net.access import SECRET_VARIABLE, read_secret
-from coterie.wire.expert_events import ExpertLoad, RequestExperts
+from coterie.wire.expert_events import ExpertLoad, ExpertMap, RequestExperts
 from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
 
 logger = init_logger("vllm.coterie")  # a child of vLLM's logger, so that its handlers print the messages
@@ -69,12 +70,13 @@ class CoterieMetadata(KVConnectorMetadata):
 
 @dataclass
 class CoterieWorkerMetadata(KVConnectorWorkerMetadata):
-    """Metadata from the worker to the scheduler, every step: the number of the step."""
+    """Metadata from the worker to the scheduler, every step: its number, and the expert map if that is new."""
 
     step: int
+    slots: list[bytes] | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return self
+        return other if self.slots is None else self  # the first rank alone reads the map
 
 
 def _guarded(default: Any) -> Callable[[F], F]:
@@ -110,6 +112,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._group, self._block_size = -1, 0
         # Worker.
         self._writer: StoreWriter | None = None
+        self._maps: MapReader | None = None
         # Scheduler.
         self._step = 0
         self._processed = 0
@@ -120,6 +123,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_errors = 0
         self._layer_ids: tuple[int, ...] = ()
         self._publisher: EventPublisher | None = None
+        self._map_version = 0
         self._sent = time.monotonic()
         self._sent_totals = (0, 0, 0)
         self._sent_load: Any = np.uint64(0)  # [layer, expert] tokens at the last report
@@ -188,6 +192,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             return  # every rank sees the same experts; only the first writes them
         for path in sweep(store_folder(), PREFIX):
             logger.info("coterie: removed the position store of a dead engine: %s", path.name)
+        self._maps = MapReader.of(modules, layer_ids)
         self._store = PositionStore.create(shape, self._path, layer_ids, self._owner)
         self._store.compile()
         self._writer = StoreWriter(
@@ -228,7 +233,11 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         if not metadata.edits.num_tokens:
             self.wait_for_save()  # vLLM 0.26 does not call it in a step without tokens; a second call does no harm
-        return CoterieWorkerMetadata(metadata.edits.step)
+        return CoterieWorkerMetadata(metadata.edits.step, self._new_map())
+
+    @_guarded(None)
+    def _new_map(self) -> list[bytes] | None:
+        return None if self._maps is None else self._maps.changed()
 
     # Scheduler side.
 
@@ -296,6 +305,16 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, CoterieWorkerMetadata):
             self._processed = metadata.step
+            if metadata.slots is not None and self._publisher is not None:
+                parallel = self._vllm_config.parallel_config
+                self._map_version += 1
+                self._publisher.greeting = ExpertMap(
+                    num_experts=self._vllm_config.model_config.get_num_experts(),
+                    num_ranks=parallel.tensor_parallel_size * parallel.data_parallel_size,
+                    version=self._map_version,
+                    slots=metadata.slots,
+                )
+                self._publisher.publish(self._publisher.greeting)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,) * (self._group + 1))

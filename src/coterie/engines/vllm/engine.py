@@ -5,10 +5,11 @@ Imports of vLLM are in functions: the connector must load although a hook of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from coterie.engines.vllm.capture import StepCapture
@@ -70,6 +71,40 @@ def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
     if not layers:
         raise UnavailableError(f"{config.model_config.model} has no MoE layer that vLLM lets be watched")
     return layers
+
+
+class MapReader:
+    """Reads the expert map in force from the views of vLLM's EplbState that the MoE layers hold."""
+
+    def __init__(self, views: Sequence[Any]) -> None:
+        """`views` are [expert, replica] slots of each layer, -1 if unused: parts of one tensor of the state."""
+        self._views = views
+        self._version = self._reported = -1
+
+    @classmethod
+    def of(cls, modules: torch.nn.ModuleList, layer_ids: Sequence[int]) -> MapReader | None:
+        """Return a reader for these layers; None without EPLB."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        states = {int(one.layer_id): one.eplb_state for one in modules.modules() if isinstance(one, MoERunner)}
+        views = [getattr(states[layer], "logical_to_physical_map", None) for layer in layer_ids]
+        return None if any(view is None for view in views) else cls(views)
+
+    def changed(self) -> list[bytes] | None:
+        """Return the slots of each layer, as ExpertMap holds them, if the map has changed and is whole; else None.
+
+        vLLM moves layers one by one in its asynchronous mode, so a map is read only when a call found it unchanged.
+        The tensor's version tells without waiting for the device; reading does wait, once a rearrangement.
+        """
+        before, self._version = self._version, self._views[0]._version
+        if before != self._version or self._version == self._reported:
+            return None
+        self._reported = self._version
+        slots = torch.stack(list(self._views)).cpu().numpy()
+        layer, expert, replica = np.nonzero(slots >= 0)
+        rows = np.full((len(slots), slots.max() + 1), -1)
+        rows[layer, slots[layer, expert, replica]] = expert
+        return None if (rows < 0).any() else [row.astype("<u2").tobytes() for row in rows]
 
 
 class _Capturer:

@@ -16,10 +16,9 @@ import zmq
 
 from coterie.errors import UnavailableError
 from coterie.wire.event_security import secure_publisher
-from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
+from coterie.wire.expert_events import TOPIC, Event, ExpertEvents, encode_expert_events
 from coterie.wire.framing import limit_queues, send_to_all, to_frames
 
-Event = RequestExperts | ExpertLoad
 Build = Callable[[], Event]
 POLL_MS = 100
 
@@ -55,6 +54,8 @@ class EventPublisher:
         self._published = self._dropped = self._failed = 0
         self.last_error: str | None = None
         """Error of the last event that could not be built."""
+        self.greeting: Event | None = None
+        """Event that every new subscriber gets first; None for an empty message."""
         self._subscribers = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coterie-events", daemon=True)
@@ -109,7 +110,7 @@ class EventPublisher:
     def _note_subscription(self, message: bytes) -> None:
         if message[:1] == b"\x01":
             self._subscribers += 1
-            self.publish(None)  # an empty message as a greeting
+            self.publish(self.greeting)
         elif message[:1] == b"\x00":
             self._subscribers = max(0, self._subscribers - 1)
 

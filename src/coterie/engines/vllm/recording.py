@@ -35,7 +35,7 @@ from coterie.traces import Activations, ActivationTrace, ActivationWriter, Reque
 from coterie.traces.requests import check_new_folder
 from coterie.types import DECODE, PREFILL, Report
 from coterie.wire.event_security import secure_subscriber
-from coterie.wire.expert_events import DEFAULT_PORT, TOPIC, ExpertLoad, RequestExperts, decode_expert_events
+from coterie.wire.expert_events import DEFAULT_PORT, TOPIC, Event, RequestExperts, decode_expert_events
 from coterie.wire.framing import Gaps, from_frames
 
 
@@ -91,7 +91,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             recv_monitor_message(self._monitor)
         return bool(self._socket.poll(int(min(timeout_s, GREETING_S) * 1000)))
 
-    def events(self, seconds: float) -> Iterator[RequestExperts | ExpertLoad]:
+    def events(self, seconds: float) -> Iterator[Event]:
         """Yield the events that arrive within `seconds`."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:

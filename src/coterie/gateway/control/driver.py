@@ -73,7 +73,8 @@ class Driver:
         self._epoch_s = time.time() - now_s
         self._no_advice: str | None = None
         self._log = _new_log(asked.section.log)
-        assert asked.spec.fit is not None
+        if asked.spec.fit is None:
+            raise ConfigError(f"router {asked.spec.router!r} uses no fit: nothing is learned, expert maps are followed")
         fit = RouterFit.load(asked.spec.fit)
         shape = LoopShape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
         self.loop = ControlLoop(
@@ -88,6 +89,7 @@ class Driver:
             now_s=now_s,
         )
         self._applier = Applier(asked.section)
+        self._bind(asked)
         self.matcher = Matcher(shape, sent)
         self.most_bytes = message_bytes(shape)
         """Most bytes of a message in a worker's stream."""
@@ -124,6 +126,7 @@ class Driver:
     def resize(self, fleet: SetUp) -> None:
         """Adapt the loop to workers that joined or left."""
         self.loads.keep({entry.worker for entry in fleet.streams})
+        self._bind(fleet)
         if fleet.rows != self._rows:
             self._rows = fleet.rows
             self.loop.resize(fleet.rows)
@@ -145,6 +148,9 @@ class Driver:
         if tick.use is not None:
             self._use(tick.use, now_s)
         self._tell(now_s, streams)
+
+    def _bind(self, fleet: SetUp) -> None:
+        self.loop.bind({entry.worker: entry.rank for entry in fleet.streams if entry.rank is not None})
 
     def _advisor(self, shape: LoopShape) -> PlacementAdvisor | None:
         """Make the placement advisor; return None and store the reason if that fails: fits do not need it."""

@@ -31,6 +31,7 @@ from coterie.gateway.control.messages import (
     HEAD_BYTES,
     ControlView,
     FromLoop,
+    MapSeen,
     SentNames,
     SetUp,
     StreamEntry,
@@ -51,6 +52,7 @@ from coterie.gateway.watching.metrics import Metrics
 from coterie.net.access import FleetAccess
 from coterie.net.processes import leave_to_cleaner, take_from_cleaner, temporary_folder
 from coterie.routing import RouterFit, routers
+from coterie.wire.expert_events import ExpertMap
 
 MODULE = "coterie.gateway.control.process"
 END_S = 5.0
@@ -160,7 +162,8 @@ def is_wanted(section: ControlSection, spec: RouterSpec, workers: Sequence[Worke
     """Whether a gateway with this config, router and these workers runs the loop."""
     if section.enabled is not None:
         return section.enabled
-    return uses_fit(spec) and any(worker.expert_events is not None for worker in workers)
+    heard = [worker for worker in workers if worker.expert_events is not None]
+    return bool(heard) and (uses_fit(spec) or any(worker.placement_rank is not None for worker in heard))
 
 
 class LiveControl:
@@ -174,15 +177,19 @@ class LiveControl:
         access: FleetAccess,
         metrics: Metrics,
         log: Log,
+        follow: Callable[[str, ExpertMap], None],
     ) -> None:
-        """`pool` is the pool of decode workers; `workers` returns all workers of the fleet."""
+        """`pool` is the pool of decode workers; `workers` returns all workers of the fleet.
+
+        `follow` is called with a worker and the expert map that it reports.
+        """
         self.section = section
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         """Decisions of the loop, newest last."""
         self.problem: str | None = "the loop's process has not told anything yet"
         """Reason why the loop does not run; None while it runs."""
         self._pool, self._workers, self._access = pool, workers, access
-        self._metrics, self._log = metrics, log
+        self._metrics, self._log, self._follow = metrics, log, follow
         self._stack = contextlib.ExitStack()
         """Removes the folder at the end, if it is temporary."""
         self.folder = (
@@ -236,8 +243,8 @@ class LiveControl:
         """Apply changes of workers, router and settings; a changed router or setting restarts the loop."""
         self.section = section
         spec = self._pool.spec
-        if not uses_fit(spec):
-            return  # no fit to swap; the loop continues for the previous router
+        if not uses_fit(spec) and self._setup is not None:
+            spec = self._setup.spec  # no fit to swap; the loop continues for the previous router
         if self.as_configured(spec) is spec:
             self._configured = spec.fit
         before = self._setup
@@ -266,7 +273,7 @@ class LiveControl:
             section=self.section,
             folder=str(self.folder),
             streams=[
-                StreamEntry(worker.id, worker.expert_events, worker.secure_events)
+                StreamEntry(worker.id, worker.expert_events, worker.secure_events, worker.placement_rank)
                 for worker in self._workers()
                 if worker.expert_events is not None
             ],
@@ -323,6 +330,8 @@ class LiveControl:
             task = asyncio.create_task(self._swap(message), name=f"swap to fit {message.fit}")
             self._swaps.add(task)
             task.add_done_callback(self._swaps.discard)
+        elif isinstance(message, MapSeen):
+            self._follow(message.worker, message.map)
         elif isinstance(message, Unable):
             self.problem = message.problem
             self._log.warning(f"the control loop cannot run: {message.problem}")

@@ -13,6 +13,7 @@ import msgspec
 from coterie.errors import InputError
 from coterie.gateway.config import ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.wire.expert_events import ExpertMap
 
 HEAD_BYTES = 4
 MOST_BYTES = 64 << 20
@@ -49,6 +50,8 @@ class StreamEntry(msgspec.Struct, frozen=True):
     endpoint: str
     secure: bool = False
     """Whether the stream is encrypted with the fleet secret."""
+    rank: int | None = None
+    """The worker's `placement_rank`; None if it has none."""
 
 
 class SetUp(msgspec.Struct, tag=True, kw_only=True):
@@ -105,6 +108,14 @@ class UseFit(msgspec.Struct, tag=True):
     path: str
 
 
+class MapSeen(msgspec.Struct, tag=True):
+    """The expert map in force at a worker."""
+
+    generation: int
+    worker: str
+    map: ExpertMap
+
+
 class Unable(msgspec.Struct, tag=True):
     """Notice that the loop cannot run with its set-up; it waits for another."""
 
@@ -114,7 +125,7 @@ class Unable(msgspec.Struct, tag=True):
 
 T = TypeVar("T")
 ToLoop = SetUp | Swapped | SentNames
-FromLoop = Told | UseFit | Unable
+FromLoop = Told | UseFit | MapSeen | Unable
 
 _encoder = msgspec.msgpack.Encoder()
 to_loop: msgspec.msgpack.Decoder[ToLoop] = msgspec.msgpack.Decoder(ToLoop)

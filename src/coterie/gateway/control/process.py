@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, InputError
 from coterie.gateway.control.driver import Driver
 from coterie.gateway.control.matching import SentRequests
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
     FromLoop,
+    MapSeen,
     SentNames,
     Swapped,
     ToLoop,
@@ -29,8 +30,9 @@ from coterie.gateway.control.messages import (
     to_loop,
     unpack_message,
 )
-from coterie.gateway.control.streams import ExpertStreams
+from coterie.gateway.control.streams import MOST_MESSAGE, ExpertStreams, Received
 from coterie.net.access import SECRET_VARIABLE, read_secret
+from coterie.wire.expert_events import ExpertMap
 
 NICE = 10
 
@@ -44,7 +46,7 @@ class Process:
         self._streams.watch(gateway.fileno())
         self._driver: Driver | None = None
         self._sent = SentRequests()
-        self._tick_s = 1.0
+        self._tick_s, self._generation = 1.0, 0
 
     def run(self) -> None:
         """Run until the gateway closes the socket, which raises ConnectionResetError."""
@@ -55,12 +57,22 @@ class Process:
             now_s = time.monotonic()
             for received in self._streams.read():
                 self._listen()  # SentNames precede the request itself, so they are readable before its event
-                if self._driver is not None:
-                    self._driver.take(received.worker, received.event, now_s)
+                self._take(received, now_s)
             if now_s >= next_s:
                 next_s = now_s + self._tick_s
                 if self._driver is not None:
                     self._driver.tick(now_s, self._streams)
+
+    def _take(self, received: Received, now_s: float) -> None:
+        event = received.event
+        try:
+            if isinstance(event, ExpertMap):
+                event.placement()
+                self.send(MapSeen(self._generation, received.worker, event))
+            elif self._driver is not None:
+                self._driver.take(received.worker, event, now_s)
+        except InputError as error:
+            self._streams.refuse(received.worker, error)
 
     def send(self, message: FromLoop) -> None:
         self._gateway.sendall(pack_message(message))
@@ -82,16 +94,17 @@ class Process:
             self._streams.follow(message.streams, self._driver.most_bytes)
             self._driver.resize(message)
         else:
-            self._tick_s = message.section.tick_s
+            self._tick_s, self._generation = message.section.tick_s, message.generation
             if self._driver is not None:
                 self._driver.close()
             try:
                 self._driver = Driver(message, self.send, now_s, self._sent)
                 self._driver.tick(time.monotonic(), self._streams)  # with a new time: compiling may have taken a minute
-                self._streams.follow(message.streams, self._driver.most_bytes)  # last: events would pile up meanwhile
             except CoterieError as error:
                 self._driver = None
                 self.send(Unable(message.generation, str(error)))
+            # Last: events would pile up meanwhile. Without a loop too, for the maps that workers report.
+            self._streams.follow(message.streams, MOST_MESSAGE if self._driver is None else self._driver.most_bytes)
 
     def _receive(self) -> ToLoop:
         length = check_length(int.from_bytes(self._exactly(HEAD_BYTES), "big"))

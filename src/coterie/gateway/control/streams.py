@@ -22,7 +22,7 @@ from coterie.errors import ConfigError, InputError
 from coterie.gateway.control.messages import StreamEntry
 from coterie.types import narrowest_uint
 from coterie.wire.event_security import secure_subscriber
-from coterie.wire.expert_events import TOPIC, ExpertLoad, RequestExperts, decode_expert_events
+from coterie.wire.expert_events import TOPIC, Event, decode_expert_events
 from coterie.wire.framing import bound_reader, from_frames, queue_of
 
 MOST_CONTEXT = 1 << 17
@@ -49,7 +49,7 @@ def message_bytes(shape: LoopShape) -> int:
 
 class Received(NamedTuple):
     worker: str
-    event: RequestExperts | ExpertLoad
+    event: Event
 
 
 @dataclass(slots=True, eq=False)
@@ -116,14 +116,14 @@ class ExpertStreams:
                 for event in self.events(stream, frames):
                     yield Received(stream.entry.worker, event)
 
-    def events(self, stream: _Stream, frames: list[bytes]) -> list[RequestExperts | ExpertLoad]:
+    def events(self, stream: _Stream, frames: list[bytes]) -> list[Event]:
         """Return the events of a message; none if it is unreadable or a duplicate."""
         self.counters["messages"] += 1
         try:
             frame = from_frames(frames)
             batch = decode_expert_events(frame.payload)
         except InputError as error:
-            self._count("malformed", stream.entry, error)
+            self.refuse(stream.entry.worker, error)
             return []
         if frame.seq == stream.seq:
             self.counters["doubled"] += 1
@@ -139,9 +139,10 @@ class ExpertStreams:
         self.follow(())
         self._context.destroy(linger=0)
 
-    def _count(self, kind: str, entry: StreamEntry, error: Exception) -> None:
+    def refuse(self, worker: str, error: Exception, kind: str = "malformed") -> None:
+        """Count a message or endpoint that cannot be used, and keep the reason."""
         self.counters[kind] += 1
-        self.last_error = f"{entry.worker}: {error}"
+        self.last_error = f"{worker}: {error}"
 
     def _join(self, entry: StreamEntry, most_bytes: int, seq: int = -1) -> None:
         socket = self._context.socket(zmq.SUB)
@@ -155,7 +156,7 @@ class ExpertStreams:
             socket.connect(entry.endpoint)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except (zmq.ZMQError, ConfigError) as error:
-            self._count("unreachable", entry, error)
+            self.refuse(entry.worker, error, "unreachable")
             socket.close(linger=0)
             return
         self._streams[entry] = _Stream(entry, most_bytes, socket, monitor, seq)

@@ -17,7 +17,7 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome
 from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
-from coterie.gateway.exchange.pool import Pool, Sent
+from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pass_whole
 from coterie.gateway.fleet.health import HealthSettings, is_failure
 from coterie.gateway.watching.spans import NO_SPAN
@@ -160,14 +160,14 @@ class Flow(ABC):
         call: Call,
         known: KnownPrompt,
         sink: Responder,
-        body: Callable[[bool], bytes] | None = None,
+        body: Callable[[Member, bool], bytes] | None = None,
         footprint: WireFootprint | None = None,
         written: Callable[[], None] | None = None,
     ) -> Delivered:
         """Send the request to a worker of the pool and pass its answer on; retry others until the first byte arrives.
 
-        `body`, if given, makes the body to send after a prefill; its argument says whether an earlier worker may have
-        received one: the prefill's KV is then gone.
+        `body`, if given, makes the body for a worker after a prefill; its second argument says whether an earlier one
+        may have received the request: the prefill's KV is then gone.
         `written` is called when a worker may have received the request.
         """
         tries: Tries | None = None
@@ -184,7 +184,7 @@ class Flow(ABC):
             sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint, prefilled)
             ok: bool | None = None
             try:
-                data = call.raw if body is None else body(seen)
+                data = call.raw if body is None else body(sent.member, seen)
                 answer = await self.ask(sent, call, data, self.limits.first_token_s, wrote if body else written)
                 if may_retry(answer.status):
                     tries = tries or Tries(pool, self.health)

@@ -33,6 +33,7 @@ from coterie.routing.base import Request
 from coterie.routing.fitted import RouterFit
 from coterie.types import Placement
 from coterie.wire.event_security import secure_subscriber
+from coterie.wire.expert_events import ExpertMap
 from coterie.wire.footprints import WireFootprint
 
 
@@ -67,6 +68,8 @@ class Knowledge:
         self.tokens = TokenService(tokenizer, reason, deadline_s=config.limits.tokenise_s)
         self.footprints = _footprints(config)
         self._placement = None if config.placement is None else read_map(config.placement).placement
+        self.maps: dict[str, ExpertMap] = {}
+        """Worker id → the newest map that the worker has reported. All ranks of a group report the group's map."""
         self._secret = secret
         self.streams = {name: KvStreams(block_size=config.block_size) for name in pools}
         self.claims = {name: Claims() for name in pools}
@@ -83,8 +86,21 @@ class Knowledge:
         """
         if entry.secure_events and self._secret is None:
             raise ConfigError(f"worker {entry.id!r}: secure_events=true needs the fleet's secret in {SECRET_VARIABLE}")
-        rank = entry.placement_rank
-        return None if self._placement is None or rank is None else mask_of(self._placement, rank)
+        rank, seen = entry.placement_rank, self.maps.get(entry.id)
+        placement = self._placement if seen is None else seen.placement()
+        return None if placement is None or rank is None else mask_of(placement, rank)
+
+    def follow(self, worker_id: str, rank: int, reported: ExpertMap) -> Mask:
+        """Take the map that a worker reports; return what its rank holds. Raises CoterieError if it does not fit."""
+        others = [seen.placement() for worker, seen in self.maps.items() if worker != worker_id][:1]
+        placement = reported.placement()
+        known = [one.held.shape[1:] for one in (self._placement, *others) if one is not None]
+        for shape in filter(None, (*known, self.footprints.shape)):
+            if shape != placement.held.shape[1:]:
+                raise ConfigError(f"it has {placement.held.shape[1:]} layers and experts, expected {shape}")
+        mask = mask_of(placement, rank)
+        self.maps[worker_id] = reported
+        return mask
 
     def join(self, pool: str, row: int, entry: WorkerEntry) -> None:
         if entry.kv_events is None:
@@ -98,6 +114,7 @@ class Knowledge:
         self._routed[pool].drop(row)
         self._guessed[pool].discard(row)
         self.claims[pool].forget(row)
+        self.maps.pop(worker_id, None)
 
     def restarted(self, pool: str, row: int, worker_id: str) -> None:
         """Forget the cached prefixes of a worker that may have lost them."""

@@ -31,7 +31,7 @@ from coterie.net.http1.messages import HttpError
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import UpstreamError
 from coterie.routing.fleet import shown
-from coterie.wire.footprints import WireFootprint, check_possible, footprint_of, without_footprint
+from coterie.wire.footprints import KEY, WireFootprint, check_possible, footprint_of, without_footprint
 from coterie.wire.handoff import GRANT, decode_body, prefill_body
 
 DROP_S = 10.0
@@ -100,6 +100,8 @@ class Handoff(NamedTuple):
     member: Member
     params: dict[str, Any]
     footprint: WireFootprint | None
+    carried: dict[str, Any]
+    """The footprint as it came, for workers that want it; empty if there is none or it was refused."""
     tokens: int
     cached_tokens: int | None = None
     """Prompt tokens found in the prefill worker's cache; None if not reported."""
@@ -134,10 +136,13 @@ class VllmPairFlow(Flow):
             self.knowledge.footprints.learn(known.ids, handoff.footprint)
         offered = taken = False
 
-        def body(seen: bool) -> bytes:
+        def body(member: Member, seen: bool) -> bytes:
             nonlocal taken
             taken = bool(handoff.params) and not seen
-            return encode_object(decode_body(call.body, handoff.params)) if taken else call.raw
+            params = handoff.params if taken else {}
+            if member.entry.footprints:
+                params = params | handoff.carried
+            return encode_object(decode_body(call.body, params)) if params else call.raw
 
         def written() -> None:
             nonlocal offered
@@ -214,7 +219,8 @@ class VllmPairFlow(Flow):
             footprint, problem = None, str(error)
         usage = answer.usage or NO_USAGE
         self.observer.handed_over(footprint, problem, usage.cached_tokens)
-        return Handoff(member, without_footprint(params), footprint, usage.prompt_tokens, usage.cached_tokens)
+        carried = {} if footprint is None else {KEY: params[KEY]}
+        return Handoff(member, without_footprint(params), footprint, carried, usage.prompt_tokens, usage.cached_tokens)
 
     # ---------------------------------------------------------------------------------------------------- staged KV
 

@@ -98,6 +98,7 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
             "breaker": str(member.breaker.state(pool.clock())),
             "experts": _rounded(float(pool.keeper.fleet.distinct[pool.row_of(member)])),
             "kv_events": parts.knowledge.streams[pool.name].connected(id),
+            "map_version": getattr(parts.knowledge.maps.get(id), "version", None),
         }
         for pool in parts.pools.values()
         for id, member in pool.members.items()

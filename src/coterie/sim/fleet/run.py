@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of
+from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_one_of
 from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
@@ -91,10 +91,14 @@ class FleetConfig:
             prefill_kv_tokens=self.prefill_kv_tokens,
         )
         check_at_least(0, prefill_workers=self.prefill_workers, refine_tokens=self.refine_tokens)
-        if self.both and self.prefill_workers:
-            raise ConfigError(f"prefill_workers={self.prefill_workers} must be 0 where workers do both")
-        if self.both and self.chunk_tokens < self.places:
-            raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be at least places={self.places}: all decode")
+        check(
+            not (self.both and self.prefill_workers),
+            f"prefill_workers={self.prefill_workers} must be 0 where workers do both",
+        )
+        check(
+            not self.both or self.chunk_tokens >= self.places,
+            f"chunk_tokens={self.chunk_tokens} must be at least places={self.places}: all decode",
+        )
         check_one_of(get_args(PrefillPolicy), prefill_policy=self.prefill_policy)
         check_not_negative(step_overhead_s=self.step_overhead_s)
         if self.speeds is not None and len(self.speeds) != self.decode_workers:

@@ -112,8 +112,7 @@ class GroupPrices(NamedTuple):
     @classmethod
     def of(cls, model: StepModel, settings: ServeSettings) -> GroupPrices:
         spec, ranks = model.spec, model.topology.num_ranks
-        if ranks > MOST_RANKS:
-            raise ConfigError(f"num_ranks={ranks} must be at most {MOST_RANKS}")
+        check(ranks <= MOST_RANKS, f"num_ranks={ranks} must be at most {MOST_RANKS}")
         most = settings.chunk_tokens * ranks
         links = crossing_links(spec, model.topology, model.options.overlap)
         if settings.collectives is None:
@@ -201,8 +200,10 @@ class ServingGroup:
         self.prices, self.placement, self.requests = prices, placement, requests
         self.slots: SlotTables = slot_tables(placement)
         tensor, records = settings.collectives is not None, requests.recordings
-        if token_ranks is not None and not tensor:
-            raise ConfigError("token_ranks are for attention tensor parallel; give the requests' ranks to serve()")
+        check(
+            token_ranks is None or tensor,
+            "token_ranks are for attention tensor parallel; give the requests' ranks to serve()",
+        )
         counted = (records, placement, settings.prompt_tokens, settings.piece_tokens, settings.deduplicate)
         self.predicted = (
             _predicted(token_ranks, placement, len(records.expert_ids)) if tensor else np.empty((0, 0), np.int64)
@@ -296,8 +297,7 @@ def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, ro
 def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bool) -> NDArray[np.int64]:
     if ranks is None:
         return np.full(count, 0 if tensor else -1, np.int64)
-    if tensor:
-        raise ConfigError("with attention tensor parallel a request has no rank; give ranks=None")
+    check(not tensor, "with attention tensor parallel a request has no rank; give ranks=None")
     check(len(ranks) == count, f"ranks must have one rank for each of {count} requests; it has {len(ranks)}")
     if count and not 0 <= ranks.min() <= ranks.max() < lanes:
         raise ConfigError(f"ranks must be in 0 … {lanes - 1}")

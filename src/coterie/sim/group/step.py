@@ -125,8 +125,10 @@ def check_group(model: StepModel, placement: Placement) -> None:
         placement.num_ranks == topology.num_ranks,
         f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}",
     )
-    if topology.num_nodes > 1:
-        raise ConfigError(f"{topology.num_ranks} ranks in nodes of {topology.ranks_per_node}: it must be one node")
+    check(
+        topology.num_nodes == 1,
+        f"{topology.num_ranks} ranks in nodes of {topology.ranks_per_node}: it must be one node",
+    )
 
 
 class SlotTables(NamedTuple):

@@ -24,7 +24,7 @@ function row() {
 function show(node, worker) {
   const parts = node.parts;
   text(parts.name, worker.id);
-  text(parts.role, worker.role);
+  text(parts.role, worker.map_version == null ? worker.role : `${worker.role}, map ${worker.map_version}`);
   parts.bar.style.width = `${Math.min(100, (100 * worker.running) / worker.places)}%`;
   text(parts.said, `${worker.running} / ${worker.places}`);
   text(parts.experts, worker.experts ? number(worker.experts) : "–");
