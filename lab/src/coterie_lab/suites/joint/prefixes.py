@@ -309,5 +309,5 @@ def _outcome(run: FleetRun, prices: dict[int, float]) -> PrefixOutcome:
         experts_per_step=summary.distinct_by_token,
         uneven=float(load.max() / load.mean()),
         postponed_pct=100.0 * run.postponed / len(run.arrival_s),
-        correlation=float(np.corrcoef(priced, took / run.decoded[steady])[0, 1]) if priced else np.nan,
+        correlation=float(np.corrcoef(priced, took / np.maximum(run.decoded[steady], 1))[0, 1]) if priced else np.nan,
     )
