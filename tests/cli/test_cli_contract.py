@@ -22,7 +22,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from command_line import Ran
+from command_line import Ran, runner
+from coterie.cli import main
 from coterie.cli.main import app
 from coterie.traces import ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 
@@ -269,6 +270,17 @@ def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path) -> None:
     assert out == ""
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir()), "an interruption leaves nothing behind"
+
+
+def test_an_interrupt_while_an_error_is_reported_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_error: BaseException) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "_message", interrupted)
+    ran = runner(monkeypatch, capsys)("models", "gpt-oss-21b")
+    assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
 
 
 def test_a_request_trace_is_no_activation_trace(run: Callable[..., Ran], tmp_path: Path) -> None:

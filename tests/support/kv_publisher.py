@@ -80,5 +80,5 @@ class Publisher:
                 self._replay.send_multipart([name, b"", *to_frames(b"kv", seq, message)])
             if self.forged is not None:
                 self._replay.send_multipart([name, b"", *to_frames(b"kv", self.forged, payload())])
+            self.asked.append(first)  # before the end is sent: who has read the end may look
             self._replay.send_multipart([name, b"", b"", REPLAY_END.to_bytes(8, "big"), b""])
-            self.asked.append(first)

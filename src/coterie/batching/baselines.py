@@ -8,7 +8,16 @@ from numpy.random import Generator
 
 from coterie._numba import njit
 from coterie.batching.base import Loads, Selection, Window, strategies
-from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, first_picks, in_order, not_in, selection
+from coterie.batching.picking import (
+    NEVER,
+    Indices,
+    Skipping,
+    check_snapshot,
+    first_picks,
+    not_in,
+    oldest_first,
+    selection,
+)
 
 
 @strategies.register("fcfs")
@@ -26,7 +35,7 @@ class Fcfs(Skipping):
 
 @njit()
 def _oldest(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
-    return in_order(skipped, size, max_skips)
+    return oldest_first(skipped, size, max_skips)
 
 
 @strategies.register("random")

@@ -33,8 +33,8 @@ from coterie.batching.picking import (
     check_snapshot,
     drop,
     due,
-    in_order,
     not_in,
+    oldest_first,
     total_of,
 )
 from coterie.costs.lines import StepCost, line_us, rows_past
@@ -146,7 +146,7 @@ BY_DOT = np.int64(DOT)
 def _by_spread(
     loads: Loads, running: Loads, skipped: Indices, expected_gain: float, size: int, max_skips: int, sensitivity: float
 ) -> tuple[Indices, int, float]:
-    arrived, _ = in_order(skipped, size, max_skips)
+    arrived, _ = oldest_first(skipped, size, max_skips)
     if len(arrived) == len(loads):
         return arrived, 0, 0.0
     rows, load = loads.reshape(len(loads), loads.shape[1] * loads.shape[2]), running.ravel()
@@ -205,7 +205,7 @@ def _by_step(
     parameters: NDArray[np.float64],
     ranks: int,
 ) -> tuple[Indices, int, float]:
-    arrived, _ = in_order(skipped, size, max_skips)
+    arrived, _ = oldest_first(skipped, size, max_skips)
     if len(arrived) == len(loads):
         return arrived, 0, 0.0
     time = _step_us(loads, running, arrived, parameters, ranks)

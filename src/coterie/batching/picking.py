@@ -137,7 +137,7 @@ def totals_of(rows: Loads) -> Loads:
 
 
 @helper()
-def in_order(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
+def oldest_first(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
     """Return the oldest requests, overdue ones first, and the number of forced picks."""
     order, forced = first_picks(skipped, size, max_skips)
     fill_up(order, forced, not_in(order[:forced], len(skipped)))

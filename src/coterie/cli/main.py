@@ -96,6 +96,16 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 
 def main() -> None:
     """Run the ``coterie`` command. A failure prints one line and sets the exit code; only a bug prints a traceback."""
+    try:
+        code = _run()
+    except KeyboardInterrupt:  # it arrived while an error, or an earlier interrupt, was being reported
+        code = interrupted_by()
+        err.print(WORDS[code])
+    sys.exit(code)
+
+
+def _run() -> int | str | None:
+    """Run the verb of the command line and return the exit code; report errors."""
     verb = next((word for word in sys.argv[1:] if word in VERBS), None)
     try:
         with handle_interrupts(), _one_line_warnings():
@@ -116,7 +126,7 @@ def main() -> None:
                 raise
             _fail(message)
         err.print(WORDS[code])
-    sys.exit(code)
+    return code
 
 
 def _message(error: BaseException) -> str | None:

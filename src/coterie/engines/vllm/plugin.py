@@ -41,5 +41,5 @@ def __getattr__(name: str) -> Any:
     """Return the connector, which vLLM takes from this module when a configuration names it."""
     if name != NAME:
         raise AttributeError(name)
-    module = "connector" if fits("connector", INERT) else "inert"
-    return getattr(import_module(f"coterie.engines.vllm.{module}"), NAME)
+    module = "coterie.engines.vllm.connector" if fits("connector", INERT) else "coterie.engines.vllm.inert"
+    return getattr(import_module(module), NAME)
