@@ -55,6 +55,8 @@ def ending(status: int, body: bytes) -> str:
         return "broken"
 
 
+# A server of asyncio that closes while it accepts drops the new socket unclosed (python/cpython#109564).
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("count", "seed"), LOTS)
 def test_no_stream_breaks_in_silence(count: int, seed: int) -> None:
     async def test() -> None:
