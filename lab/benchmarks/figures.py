@@ -97,8 +97,8 @@ def errors(title: str) -> Any:
 
 LEVERS = (
     ("Batching", "P99, one GPU's decode", r"^\| batching .*\*\*about (\d)"),
-    ("Routing", "TPOT, 8 decoders x 16, bf16", r"\*\*(\d+\.\d)%\*\* of TPOT"),
-    ("", "the same, mxfp4", r"\*\*(\d+\.\d)%\*\* in mxfp4"),
+    ("Routing", "TPOT in vLLM, 16 on a decoder, mxfp4", r"\*\*(\d+\.\d)%\*\* of TPOT"),
+    ("", "the same, bf16", r"\*\*(\d+\.\d)%\*\* in bf16"),
     ("Placement", "MoE time, 8,192 tokens a step", r"\*\*(\d+\.\d)%\*\* of MoE time"),
     ("", "the same, 256 tokens a step", r"\*\*(\d+\.\d)%\*\* at 256"),
 )
