@@ -57,7 +57,7 @@ def test_chats_as_the_worker(name: str) -> None:
 class Slow:
     """A tokenizer that waits until it is told to go on."""
 
-    exact_chat, tells_time = "", False
+    inexact_chat, tells_time = "", False
 
     def __init__(self) -> None:
         self.go, self.began = threading.Event(), threading.Event()
@@ -147,7 +147,7 @@ def test_without_a_tokenizer_it_says_so() -> None:
             (CHAT, {"prompt": [1]}),
             (COMPLETIONS, {"prompt": deep}),
         ):
-            assert await service.ids(path, body) == Tokens(None, False, "none here")
+            assert await service.ids(path, body) == Tokens(None, "none here")
 
     run(test())
 
