@@ -235,7 +235,7 @@ class VllmPairFlow(Flow):
             usage.cached_tokens,
             [answer.prompt_token_ids, *(one.prompt_token_ids for one in answer.choices)],
         )
-        ids = next((bytes(raw) for raw in given if raw and raw != b"null"), b"")
+        ids = next((data for raw in given if (data := bytes(raw)) not in (b"", b"null")), b"")
         return Handoff(member, without_footprint(params), footprint, carried, usage.prompt_tokens, cached, ids)
 
     # ---------------------------------------------------------------------------------------------------- staged KV

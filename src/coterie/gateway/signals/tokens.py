@@ -254,7 +254,7 @@ class TokenService:
 
     def _question(self, path: str, body: Mapping[str, Any], ask: bool) -> Question | Tokens:
         if any(body.get(field) is not None for field in ("truncate_prompt_tokens", "prompt_embeds", "suffix")):
-            raise NoTokensError("the worker cuts or continues the prompt, or is given its embeddings")
+            raise NoTokensError("the worker cuts the prompt or adds to it, or is given its embeddings")
         if path.endswith("/chat/completions"):
             return self._of_chat(body, ask)
         if path.endswith("/completions"):
