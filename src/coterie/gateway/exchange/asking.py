@@ -59,8 +59,8 @@ class WorkerIds:
     def _next(self, path: str) -> Member:
         now = time.monotonic()
         for pool in self._pools:
-            members = [member for id, member in pool.members.items() if pool.keeper.members[id].open]
-            able = [member for member in members if member.endpoints[path].may_send(now)]
+            members = ((pool.keeper.members[id].open, member) for id, member in pool.members.items())
+            able = [member for is_open, member in members if is_open and member.endpoints[path].may_send(now)]
             if able:
                 self._turn += 1
                 return able[self._turn % len(able)]

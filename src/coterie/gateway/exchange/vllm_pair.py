@@ -181,8 +181,7 @@ class VllmPairFlow(Flow):
 
     async def _prefilled(self, call: Call, sink: Responder, known: KnownPrompt) -> Handoff | Outcome | None:
         """Prefill the prompt. Return the handoff, the outcome of a refusal passed on, or None if none answered."""
-        with_ids = {} if known.question is None else {"return_token_ids": True}
-        asked = encode_object({**prefill_body(call.body), **with_ids})
+        asked = encode_object(prefill_body(call.body, ids=known.question is not None))
         tried: set[str] = set()
         while not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
             if self.prefill.failing:

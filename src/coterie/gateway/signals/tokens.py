@@ -266,14 +266,10 @@ class TokenService:
         if inexact and not ask:
             return self._none if self.tokenizer is None else self._without("none", inexact)
         chat = {field: body[field] for field in (WORKER_FIELDS if inexact else CHAT_FIELDS) if field in body}
-        try:
-            packed = _PACK(chat)
-        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
-            raise NoTokensError("the messages hold what is not text or a number of 64 bits") from None
         if inexact:
-            return self._sized(packed, b"asked %d" % (time.time() // QUARTER_S), RENDER, chat)
+            return self._sized(b"asked %d" % (time.time() // QUARTER_S), RENDER, chat)
         dated = self.tokenizer is not None and self.tokenizer.tells_time
-        return self._sized(packed, time.strftime("%Y-%m-%d").encode() if dated else b"chat", "", chat)
+        return self._sized(time.strftime("%Y-%m-%d").encode() if dated else b"chat", "", chat)
 
     def _of_text(self, body: Mapping[str, Any]) -> Question | Tokens:
         prompt = body.get("prompt")
@@ -285,23 +281,21 @@ class TokenService:
             raise NoTokensError("prompt must be one text or a list of token ids")
         if len(prompt) > self._max_bytes:  # a character has at least one byte
             return self._long(len(prompt))
-        try:
-            raw = prompt.encode()
-        except UnicodeEncodeError:
-            raise NoTokensError("prompt holds half a surrogate pair") from None
         text = {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens") is not False}
-        kind = b"text" if text["add_special_tokens"] else b"bare"
         if self.tokenizer is not None:
-            return self._sized(raw, kind, "", text)
-        model = {"model": body["model"]} if isinstance(body.get("model"), str) else {}
-        return self._sized(raw, kind + _PACK(model), TOKENISE, {**text, **model})
+            return self._sized(b"text", "", text)
+        return self._sized(b"asked", TOKENISE, {**text, **({"model": body["model"]} if "model" in body else {})})
 
-    def _sized(self, data: bytes, kind: bytes, path: str, body: dict[str, Any]) -> Question | Tokens:
-        """Make the question; `data` and `kind` determine the ids."""
-        if len(data) > self._max_bytes:
-            return self._long(len(data))
-        digest = hashlib.blake2b(data, digest_size=16, key=hashlib.blake2b(kind, digest_size=16).digest())
-        return Question(digest.digest(), path, body, 2 * len(data) + MARGIN)
+    def _sized(self, kind: bytes, path: str, body: dict[str, Any]) -> Question | Tokens:
+        """Make the question; `kind`, of at most 16 bytes, and `body` determine the ids."""
+        try:
+            packed = _PACK(body)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+            raise NoTokensError("the prompt is not text (half a surrogate pair?), or a number beyond 64 bits") from None
+        if len(packed) > self._max_bytes:
+            return self._long(len(packed))
+        digest = hashlib.blake2b(packed, digest_size=16, salt=kind)
+        return Question(digest.digest(), path, body, 2 * len(packed) + MARGIN)
 
     def _long(self, size: int) -> Tokens:
         return self._without("too_long", f"the prompt has {size} bytes, more than {self._max_bytes}")
@@ -312,7 +306,7 @@ def read_ids(raw: bytes, most: int) -> Ids:
     if len(raw) > ID_BYTES * most:
         raise InputError(f"token ids of {len(raw)} bytes, more than {ID_BYTES * most} for this prompt")
     try:
-        ids = np.frombuffer(array("q", _LIST.decode(raw)), np.int64)
+        ids = np.frombuffer(array("q", msgspec.json.decode(raw, type=list[int])), np.int64)
     except (msgspec.DecodeError, OverflowError, RecursionError, ValueError) as error:
         raise InputError(f"token ids cannot be read: {error}") from None
     if not 0 < len(ids) <= most:
@@ -322,7 +316,6 @@ def read_ids(raw: bytes, most: int) -> Ids:
     return ids
 
 
-_LIST = msgspec.json.Decoder(list[int])
 _PACK = msgspec.msgpack.Encoder().encode
 
 
