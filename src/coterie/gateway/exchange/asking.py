@@ -20,6 +20,8 @@ from coterie.net.http1.upstream import UpstreamError
 
 REFUSALS = (400, 413, 422)
 """Statuses by which a worker refuses a prompt. An unknown model is 404 with an error, a missing endpoint without."""
+ABSENT = (403, 404)
+"""Statuses of an endpoint that a worker lacks; vLLM answers 403 for its render endpoint."""
 REST_BYTES = 1 << 16
 """Most bytes of an answer besides its ids."""
 
@@ -73,7 +75,7 @@ def _read(answer: WholeAnswer, question: Question) -> Ids:
     if status in REFUSALS or (status == 404 and b'"error"' in body):
         raise NoTokensError(f"a worker refuses the prompt with HTTP {status}")
     if status != 200:
-        raise InputError(f"HTTP {status}{' (vLLM needs --enable-scale-out)' if status == 404 else ''}")
+        raise InputError(f"HTTP {status}{' (vLLM needs --enable-scale-out)' if status in ABSENT else ''}")
     try:
         rendered = msgspec.json.decode(body, type=_Rendered)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
