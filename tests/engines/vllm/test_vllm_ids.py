@@ -35,7 +35,7 @@ KINDS = [
     "deepseek_v32",
     pytest.param("gpt_oss", marks=pytest.mark.skipif(HARMONY is None, reason="needs TIKTOKEN_ENCODINGS_BASE")),
 ]
-SERVED = ("--enable-scale-out", "--enable-prompt-tokens-details", "--max-model-len", "2048")
+SERVED = ("--enable-scale-out", "--enable-prompt-tokens-details", "--max-model-len", "1024")
 SYSTEM = {"role": "system", "content": "You count the birds of a pond, and say a number and a name. " * 3}
 TOOL = {
     "type": "function",
