@@ -257,7 +257,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode: RouterSpec = RouterSpec()
     """Router of the pool of decode workers, or of all workers if `handshake` is none."""
     tokenizer: str | None = None
-    """Folder with the model's tokenizer.json. Without it prefixes are compared as text."""
+    """Folder with the model's tokenizer.json. Without it workers that send KV events are asked for token ids; without
+    those, prefixes are compared as text."""
     block_size: int = 16
     """Tokens per KV block of the workers."""
     placement: str | None = None

@@ -12,6 +12,7 @@ import msgspec
 from coterie.errors import ConfigError, CoterieError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.control.live import LiveControl, is_wanted
+from coterie.gateway.exchange.asking import WorkerIds
 from coterie.gateway.exchange.flow import Flow, PlainFlow
 from coterie.gateway.exchange.knowledge import Knowledge
 from coterie.gateway.exchange.observing import Watcher
@@ -33,6 +34,8 @@ from coterie.wire.expert_events import ExpertMap
 
 MODELS_S = 10.0
 """Seconds that a worker has to send its list of models."""
+ASKED_SHARE = 0.9
+"""Share of `tokenise_s` in which a worker must make token ids: a silent one is named before the request goes on."""
 
 
 class GatewayParts:
@@ -64,6 +67,9 @@ class GatewayParts:
         if config.handshake != "none":
             self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
         self.knowledge = Knowledge(config, list(self.pools), self.access.secret)
+        # Prefill workers first: their event loops stream no answers.
+        asker = WorkerIds(list(reversed(self.pools.values())), ASKED_SHARE * config.limits.tokenise_s)
+        self.knowledge.tokens.ask = asker.ids
         self.watcher.beliefs = lambda pool: self.knowledge.claims[pool].beliefs
         self.plain = PlainFlow(self.pools[DECODE], config, self.knowledge, self.watcher)
         self.flow: Flow = self.plain

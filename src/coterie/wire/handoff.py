@@ -27,11 +27,12 @@ REMOTE_DECODE: dict[str, Any] = {
 """``kv_transfer_params`` that ask a worker to prefill a request that another worker decodes."""
 
 
-def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body for the prefill worker: one output token, not streamed."""
+def prefill_body(body: Mapping[str, Any], ids: bool = False) -> dict[str, Any]:
+    """Return the body for the prefill worker: one output token, not streamed. `ids`: also ask for the prompt's ids."""
     kept = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
     one_token = {"max_tokens": 1} | ({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})
-    return kept | one_token | {"stream": False, "kv_transfer_params": dict(REMOTE_DECODE)}
+    more = {"return_token_ids": True} if ids else {}
+    return kept | one_token | more | {"stream": False, "kv_transfer_params": dict(REMOTE_DECODE)}
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
-from coterie.gateway.config import GatewayConfig, Role, WorkerEntry
+from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
 from coterie.gateway.embedded import decode_router
 from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.spec import RouterSpec
@@ -250,6 +250,32 @@ def test_a_gateway_that_starts_late_knows_what_is_cached(trio: list[Server]) -> 
                 assert decisions[DECODE]["cached_tokens"] == reported
                 assert reported >= 3 * BLOCK_SIZE
                 await known(found, decisions, prompt_ids(answer))
+
+    run(test)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_without_a_tokenizer_workers_tell_the_ids(trio: list[Server], chat: bool) -> None:
+    """Texts by their tokenise endpoint; of chats, without the render endpoint, the prefill's answer tells them.
+
+    The decode choice then expects what the worker counts, and so does the prefill choice where the prompt is known.
+    """
+
+    async def test() -> None:
+        async with connected(config_of(trio, tokenizer=None, limits=LimitSettings(tokenise_s=60.0))) as found:
+            hits, tokens = Hits(trio), found.running.parts.knowledge.tokens
+            for number in range(4):
+                answer, decisions = await asked_for(found, f"{SHARED}{chat} Told {number // 2}: how many larks?", chat)
+                ids = prompt_ids(answer)
+                for pool, decision in decisions.items():
+                    counted = await asyncio.to_thread(hits.of, decision["worker"], len(ids))
+                    if pool == DECODE or not chat or number % 2:
+                        assert decision["prompt_tokens"] == len(ids)
+                        assert decision["cached_tokens"] == counted
+                await known(found, decisions, ids)
+            told = "learned" if chat else "asked"
+            assert (tokens.counters[told], tokens.counters["cached"]) == (2, 2)
+            assert ("--enable-scale-out" in tokens.last_error) == chat
 
     run(test)
 

@@ -5,17 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
-
 from coterie.gateway.exchange.call import make_call
-from coterie.gateway.signals.prefixes import (
-    BLOCK_BYTES,
-    MOST_BLOCKS,
-    PromptKeys,
-    RoutedPrefixes,
-    keys_of_ids,
-    keys_of_text,
-)
+from coterie.gateway.signals.prefixes import BLOCK_BYTES, MOST_BLOCKS, PromptKeys, RoutedPrefixes, keys_of_text
 
 TEXT = "".join(chr(97 + i * i % 26) for i in range(4 * BLOCK_BYTES))
 
@@ -49,13 +40,13 @@ def test_a_turn_more_keeps_the_beginning() -> None:
     assert not known.cached(keys_of_body(chat(TEXT, tools=[{"type": "function"}])), 1, now=0.0).any()
 
 
-def test_token_ids() -> None:
-    known = RoutedPrefixes()
-    ids = np.arange(200)
-    known.routed(keys_of_ids(ids), 0, now=0.0)
-    assert known.cached(keys_of_ids(np.arange(150)), 1, now=0.0).tolist() == [128]
-    assert known.cached(keys_of_ids(np.arange(128)), 1, now=0.0).tolist() == [127]
-    assert not known.cached(keys_of_ids(ids, lora="ada"), 1, now=0.0).any()
+def test_a_prompt_whose_tokens_are_known_shares_blocks_with_one_whose_are_not() -> None:
+    known, text = RoutedPrefixes(), TEXT.encode()
+    known.routed(keys_of_text(text, len(text)), 0, now=0.0)
+    half = keys_of_text(text[: 2 * BLOCK_BYTES], 2 * BLOCK_BYTES, tokens=100)
+    assert known.cached(half, 1, now=0.0).tolist() == [99], "all but one of its own tokens"
+    longer = text + b"x" * len(text)
+    assert known.cached(keys_of_text(longer, len(longer), tokens=80), 1, now=0.0).tolist() == [40]
 
 
 def test_what_is_old_or_gone_does_not_count() -> None:

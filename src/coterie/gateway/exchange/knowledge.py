@@ -1,9 +1,10 @@
 """Routing signals of a request before it runs: its token ids, the workers that cache its prefix, its footprint.
 
-Each signal comes from the best available source. Cached prefixes come from the workers' KV events; for a worker without
-KV events, or a prompt without token ids, they are guessed from the gateway's own routing. Footprints come from the
-prefill's answer, else they are predicted: from earlier requests with the same prefix, by a fitted predictor, or from
-the experts' popularity. Unknown signals are omitted, and routers work without them: serving never waits for routing.
+Each signal comes from the best available source. Token ids are made by the gateway's tokenizer or by a worker that is
+asked for them, or come with the prefill's answer; they are exact or left out. Cached prefixes come from the workers' KV
+events; for a worker without KV events, or a prompt without token ids, they are guessed from the gateway's own routing.
+Footprints come from the prefill's answer, else they are predicted: from earlier requests with the same prefix, by a
+fitted predictor, or from the experts' popularity. Unknown signals are omitted, and routers work without them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, CoterieError
@@ -25,8 +27,8 @@ from coterie.gateway.signals import kv_streams, predicted
 from coterie.gateway.signals.kv_streams import KvStreams
 from coterie.gateway.signals.model_tokenizers import load_tokenizer
 from coterie.gateway.signals.predicted import Footprints, open_predictor, popularity_of
-from coterie.gateway.signals.prefixes import Claims, PromptKeys, RoutedPrefixes, keys_of_ids, keys_of_text
-from coterie.gateway.signals.tokens import TokenService
+from coterie.gateway.signals.prefixes import Claims, PromptKeys, RoutedPrefixes, keys_of_text
+from coterie.gateway.signals.tokens import Question, TokenService
 from coterie.net.access import SECRET_VARIABLE
 from coterie.placement import read_map
 from coterie.routing.base import Request
@@ -41,11 +43,14 @@ class KnownPrompt(msgspec.Struct, frozen=True):
     """Routing signals of one request."""
 
     ids: NDArray[np.int64] | None = None
+    """Token ids, equal to the worker's; None if unknown."""
     tokens: int = 0
     """Prompt tokens; 0 if unknown."""
     salt: str | None = None
     text: PromptKeys | None = None
     """Block keys of the prompt, for guessing cached prefixes; None if not needed."""
+    question: Question | None = None
+    """Question for the ids that a prefill's answer can settle; None if it cannot, or ids are not needed."""
     claims: dict[str, NDArray[np.int64]] = {}
     """Pool → leading tokens that each worker claims to hold by its KV events, [row], as of the last decision."""
 
@@ -62,7 +67,7 @@ class Knowledge:
             tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
         except CoterieError as error:
             reason = str(error)
-        reason += ": prefixes are compared as text"
+        reason += ": prefixes are compared as text where no worker makes token ids"
         self.says = "" if tokenizer is not None else reason
         """Warning for the operator that no tokenizer is available; empty if there is one."""
         self.tokens = TokenService(tokenizer, reason, deadline_s=config.limits.tokenise_s)
@@ -123,7 +128,7 @@ class Knowledge:
 
     def last_errors(self) -> dict[str, str]:
         """Return the last error of each source that has one."""
-        errors = {"predictor": self.footprints.last_error}
+        errors = {"predictor": self.footprints.last_error, "token ids": self.tokens.last_error}
         for pool, streams in self.streams.items():
             errors[f"kv_events of {pool}"] = streams.last_error
             errors[f"kv_directory of {pool}"] = streams.directory.counters.last_error
@@ -132,14 +137,23 @@ class Knowledge:
     # ------------------------------------------------------------------------------------------------------- requests
 
     async def describe(self, call: Call) -> KnownPrompt:
-        """Return the signals in a request's body; token ids only if given, or if the tokenizer makes them in time."""
-        salt, ids = call.salt, None
-        if self.tokens.tokenizer is not None or call.listed:
-            ids = (await self.tokens.ids(call.path, call.body)).ids
-        if ids is None:
-            text = keys_of_text(call.prompt, call.prompt_bytes, salt)
-            return KnownPrompt(None, text.tokens, salt, text)
-        return KnownPrompt(ids, len(ids), salt, keys_of_ids(ids, salt) if any(self._guessed.values()) else None)
+        """Return the signals in a request's body; token ids only if given, or if they are made in time.
+
+        A worker is asked for them only where a directory of cached blocks or a fitted predictor needs them.
+        """
+        salt, ids, question = call.salt, None, None
+        ask = self.footprints.predictor is not None or any(streams.workers for streams in self.streams.values())
+        if ask or self.tokens.tokenizer is not None or call.listed:
+            ids, _, question = await self.tokens.ids(call.path, call.body, ask)
+        if ids is not None and not any(self._guessed.values()):
+            return KnownPrompt(ids, len(ids), salt)
+        text = keys_of_text(call.prompt, call.prompt_bytes, salt, None if ids is None else len(ids))
+        return KnownPrompt(ids, text.tokens, salt, text, question)
+
+    def told(self, known: KnownPrompt, ids: bytes, worker_id: str) -> KnownPrompt:
+        """Return the signals with the ids of a prefill's answer, unless they cannot be the prompt's."""
+        learned = None if known.question is None else self.tokens.learn(known.question, ids, worker_id)
+        return known if learned is None else replace(known, ids=learned, tokens=len(learned))
 
     def wanted(
         self, pool: Pool, call: Call, known: KnownPrompt, footprint: WireFootprint | None, prefilled: bool

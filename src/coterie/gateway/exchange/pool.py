@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import msgspec
 from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.fleet.health import Attempt, Breaker, Health
+from coterie.gateway.fleet.health import Attempt, Breaker, Health, HealthSettings
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Headers
@@ -25,7 +26,9 @@ from coterie.routing.base import Request
 from coterie.wire.handoff import DP_RANK_HEADER
 
 MOST_BYTES = 1 << 20
-"""Most bytes of a worker's answer to :meth:`Member.ask`, such as a list of models."""
+"""Most bytes of a worker's answer to :meth:`Member.ask`, such as a list of models, unless it says otherwise."""
+RESTS = HealthSettings(failures=1)
+"""An endpoint that fails once is not asked for 5 s, doubled up to a minute while it goes on failing."""
 PREFILL, DECODE = "prefill", "decode"
 """Names of the pools."""
 
@@ -54,6 +57,8 @@ class Member:
         self.upstream = Upstream(entry.url)
         self.breaker = Breaker(rng, config.health)
         self.health = Health(rng, now, config.health, healthy)
+        self.endpoints: defaultdict[str, Breaker] = defaultdict(lambda: Breaker(rng, RESTS))
+        """Circuit breakers of endpoints that only the gateway asks, by path."""
         self.configure(config)
         self.headers: Headers = []
         if worker_key is not None:
@@ -72,12 +77,15 @@ class Member:
         )
         self.breaker.settings = self.health.settings = config.health
 
-    async def ask(self, method: str, path: str, timeout_s: float) -> WholeAnswer:
-        """Send a request without a body, which is no client's. Raises UpstreamError, also if the answer is late."""
+    async def ask(
+        self, method: str, path: str, timeout_s: float, body: bytes = b"", most_bytes: int = MOST_BYTES
+    ) -> WholeAnswer:
+        """Send a request that is no client's, with JSON as body. Raises UpstreamError, also if the answer is late."""
+        headers = [*self.headers, (b"content-type", b"application/json")] if body else self.headers
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self.upstream.send(method, path, self.headers)
-                return WholeAnswer(answer.status, await answer.read(MOST_BYTES))
+                answer = await self.upstream.send(method, path, headers, body)
+                return WholeAnswer(answer.status, await answer.read(most_bytes))
         except TimeoutError:
             raise UpstreamError("timeout", f"{path}: no answer within {timeout_s:g} s") from None
 

@@ -87,11 +87,18 @@ def _shown(value: float) -> str:
     return shown(value) if isinstance(value, int) else str(value)
 
 
+class _Choice(msgspec.Struct):
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+
+
 class _Prefilled(msgspec.Struct):
     """Fields that are read from a prefill worker's answer."""
 
     usage: Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    """Token ids of a chat; those of a text are in its choice."""
+    choices: list[_Choice] = []
 
 
 class Handoff(NamedTuple):
@@ -105,6 +112,8 @@ class Handoff(NamedTuple):
     tokens: int
     cached_tokens: int | None = None
     """Prompt tokens found in the prefill worker's cache; None if not reported."""
+    ids: bytes = b""
+    """Token ids of the prompt as JSON; empty if the answer has none."""
 
 
 class VllmPairFlow(Flow):
@@ -117,8 +126,7 @@ class VllmPairFlow(Flow):
         self._drops: set[asyncio.Task[None]] = set()
 
     async def serve(self, call: Call, sink: Responder, known: KnownPrompt) -> Outcome:
-        exact = known.ids is not None and "truncate_prompt_tokens" not in call.body
-        check_generation(call.body, self.decode.context_tokens, known.tokens if exact else 1)
+        check_generation(call.body, self.decode.context_tokens, 1 if known.ids is None else known.tokens)
         started = time.monotonic()
         handoff = await self._prefilled(call, sink, known)
         prefill_s = time.monotonic() - started
@@ -132,6 +140,8 @@ class VllmPairFlow(Flow):
             return result
         if handoff.tokens:
             known = replace(known, tokens=handoff.tokens)
+        if handoff.ids:
+            known = self.knowledge.told(known, handoff.ids, handoff.member.entry.id)
         if handoff.footprint is not None:
             self.knowledge.footprints.learn(known.ids, handoff.footprint)
         offered = taken = False
@@ -171,7 +181,7 @@ class VllmPairFlow(Flow):
 
     async def _prefilled(self, call: Call, sink: Responder, known: KnownPrompt) -> Handoff | Outcome | None:
         """Prefill the prompt. Return the handoff, the outcome of a refusal passed on, or None if none answered."""
-        asked = encode_object(prefill_body(call.body))
+        asked = encode_object(prefill_body(call.body, ids=known.question is not None))
         tried: set[str] = set()
         while not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
             if self.prefill.failing:
@@ -220,7 +230,12 @@ class VllmPairFlow(Flow):
         usage = answer.usage or NO_USAGE
         self.observer.handed_over(footprint, problem, usage.cached_tokens)
         carried = {} if footprint is None else {KEY: params[KEY]}
-        return Handoff(member, without_footprint(params), footprint, carried, usage.prompt_tokens, usage.cached_tokens)
+        cached, given = (
+            usage.cached_tokens,
+            [answer.prompt_token_ids, *(one.prompt_token_ids for one in answer.choices)],
+        )
+        ids = next((data for raw in given if (data := bytes(raw)) not in (b"", b"null")), b"")
+        return Handoff(member, without_footprint(params), footprint, carried, usage.prompt_tokens, cached, ids)
 
     # ---------------------------------------------------------------------------------------------------- staged KV
 

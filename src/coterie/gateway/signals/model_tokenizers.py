@@ -21,15 +21,15 @@ Form = Literal["auto", "string"]
 Ids = NDArray[np.int64]
 """Token ids of a prompt, [token]; the array is shared and must not be modified."""
 
-OWN_RENDERERS = ("gpt_oss", "deepseek_v32", "deepseek_v4", "kimi_k3", "inkling")
-"""Model types whose chats vLLM renders in its own code: ids from the chat template are similar, not equal."""
+OWN_RENDERERS = ("gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling")
+"""Model types whose chats vLLM renders in its own code: ids from a chat template would be similar, not equal."""
 
 
 class Tokenizer(Protocol):
     """Tokenizer as the token service uses it; must be thread-safe."""
 
-    exact_chat: str
-    """Reason why token ids of chats may differ from the worker's; empty if they are equal."""
+    inexact_chat: str
+    """Reason why token ids of chats would differ from the worker's; empty if they are equal."""
     tells_time: bool
     """Whether the token ids of a chat depend on the date."""
 
@@ -67,17 +67,18 @@ class FolderTokenizer:
         self._tokenizer.no_padding()
         special = {**_special_tokens(_json(folder / "special_tokens_map.json")), **_special_tokens(config)}
         self._add_tokens(tokenizers, config, special)
-        self._template = _template(folder, config, special, form, separator)
-        self.tells_time = self._template is not None and self._template.tells_time
         kind = _json(folder / "config.json").get("model_type")
-        self.exact_chat = f"vLLM renders chats of {kind} without its template" if kind in OWN_RENDERERS else ""
+        self.inexact_chat = f"vLLM renders chats of {kind} without a template" if kind in OWN_RENDERERS else ""
+        self._template = None if self.inexact_chat else _template(folder, config, special, form, separator)
+        self.inexact_chat = self.inexact_chat or ("the model has no chat template" if self._template is None else "")
+        self.tells_time = self._template is not None and self._template.tells_time
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int64)
 
     def chat(self, body: Mapping[str, Any]) -> Ids:
         if self._template is None:
-            raise NoTokensError("the model has no chat template")
+            raise NoTokensError(self.inexact_chat)
         # The template writes the special tokens itself.
         return self.encode(self._template.render(body), body.get("add_special_tokens") is True)
 
@@ -101,7 +102,7 @@ class FolderTokenizer:
 class TinyTokenizer:
     """coterie-tiny's tokenizer without any library: slower, with the same ids as its NumPy worker."""
 
-    exact_chat, tells_time = "", False
+    inexact_chat, tells_time = "", False
 
     def __init__(self, folder: str | Path, separator: str = "\n") -> None:
         from coterie.engines.worker.numpy_model import BytePairs

@@ -1,7 +1,7 @@
 """How much of a prompt each worker has cached: guesses from the gateway's own routing, and belief in workers' claims.
 
 Guesses are for workers that publish no KV events, and for prompts without ids. A prompt that was sent to a worker
-leaves its prefix in that worker's cache for a while. Prompts are cut into blocks of bytes, of their token ids or of
+leaves its prefix in that worker's cache for a while. Prompts are cut into blocks of bytes of
 their text; a block's key covers all blocks before it. *Approximate*: a worker may have evicted the prefix or never
 stored it, and tokens of texts are estimated from their length.
 
@@ -25,7 +25,6 @@ from coterie.errors import check_at_least, check_positive
 
 BLOCK_BYTES = 256
 """Bytes of text in a block: about 64 tokens."""
-ID_BYTES = 8
 TEXT_BYTES = 4
 """Approximate bytes of text per token."""
 MOST_BLOCKS = 512
@@ -45,17 +44,13 @@ class PromptKeys(msgspec.Struct, frozen=True):
     """Number of tokens in the prompt; an estimate for text."""
 
 
-def keys_of_ids(ids: NDArray[np.int64], cache_salt: str | None = None, lora: str | None = None) -> PromptKeys:
-    """Return the block keys of token ids, for workers that send no KV events."""
-    block = BLOCK_BYTES // TEXT_BYTES
-    return PromptKeys(
-        _keys(np.ascontiguousarray(ids, np.int64).tobytes(), block * ID_BYTES, cache_salt, lora), block, len(ids)
-    )
+def keys_of_text(text: bytes, length: int, cache_salt: str | None = None, tokens: int | None = None) -> PromptKeys:
+    """Return the block keys of a prompt's text. `text` may be only its beginning; `length` is the whole, in bytes.
 
-
-def keys_of_text(text: bytes, length: int, cache_salt: str | None = None, lora: str | None = None) -> PromptKeys:
-    """Return the block keys of a prompt's text. `text` may be only its beginning; `length` is the whole, in bytes."""
-    return PromptKeys(_keys(text, BLOCK_BYTES, cache_salt, lora), BLOCK_BYTES / TEXT_BYTES, length // TEXT_BYTES)
+    `tokens` is the prompt's number of tokens; None to estimate it.
+    """
+    block_tokens = BLOCK_BYTES / TEXT_BYTES if tokens is None else BLOCK_BYTES * tokens / max(1, length)
+    return PromptKeys(_keys(text, cache_salt), block_tokens, length // TEXT_BYTES if tokens is None else tokens)
 
 
 class RoutedPrefixes:
@@ -110,9 +105,9 @@ class RoutedPrefixes:
             del self._blocks[key]
 
 
-def _keys(data: bytes, block: int, cache_salt: str | None, lora: str | None) -> list[int]:
+def _keys(data: bytes, cache_salt: str | None) -> list[int]:
     """Return the chained block keys, by Python's own hash: random per process, and five times as fast as a digest."""
-    key, keys = hash((_SEED, cache_salt, lora)), []
+    key, keys, block = hash((_SEED, cache_salt)), [], BLOCK_BYTES
     for end in range(block, min(len(data), MOST_BLOCKS * block) + 1, block):
         key = hash((key, data[end - block : end]))
         keys.append(key)

@@ -278,13 +278,16 @@ class Metrics(Collector):
         )
         self.tokenise_seconds = Histogram(
             "tokenise_seconds",
-            "Time to tokenise a prompt, cached ones left out",
+            "Time to tokenise a prompt, here or by a worker; cached ones left out",
             (1e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0),
         )
         self.tokenised = Counter(
             "tokenised_total",
             "Prompts by how their token ids were found",
-            outcome=("exact", "cached", "approximate", "none", "late", "busy", "too_long", "failed", OTHER),
+            outcome=(
+                *("exact", "asked", "learned", "cached", "none", "late", "busy", "too_long"),
+                *("unanswered", "failed", OTHER),
+            ),
         )
         self.kv_events = Counter(
             "kv_events_total",
