@@ -105,6 +105,8 @@ class Admin:
                 "healthy": member.health.healthy,
                 "breaker": member.breaker.state(pool.clock()),
                 "running": pool.keeper.running(id),
+                "others": pool.others(member),
+                "reported": pool.described_report(member),
                 "map_version": getattr(self.parts.knowledge.maps.get(id), "version", None),
                 "kv_events_connected": self.parts.knowledge.streams[pool.name].connected(id),
             }
