@@ -150,6 +150,6 @@ def test_a_strange_request_is_served_and_leaves_no_trace(name: str, what: str) -
     assert keeper.finish("strange")
     after = state(keeper)
     if choice.fallback is not None:  # otherwise it is learned from, as any request
-        for one in before.keys() - {"routed", "in_round", "_mean", "expected", "distinct", "missed"}:
+        for one in before.keys() - {"routed", "peak", "in_round", "_mean", "expected", "distinct", "missed"}:
             np.testing.assert_array_equal(before[one], after[one], err_msg=one)
     assert keeper.route("next", Request("", 100, FOOTPRINTS[1])).fallback is None

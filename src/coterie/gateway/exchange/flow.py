@@ -15,7 +15,7 @@ import msgspec
 
 from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import EMBEDDINGS, Call, Outcome
+from coterie.gateway.exchange.call import Call, Outcome
 from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Member, Pool, Sent
@@ -183,7 +183,7 @@ class Flow(ABC):
         while True:
             prefilled = body is not None and not seen
             sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint, prefilled)
-            if not call.stream and call.path != EMBEDDINGS:
+            if not call.stream:
                 pool.computed(sent)  # such an answer comes whole: nothing shows when its prompt was computed
             ok: bool | None = None
             try:

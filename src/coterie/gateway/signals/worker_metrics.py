@@ -10,7 +10,7 @@ its values, so the largest of them counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import fmean
 from typing import NamedTuple
 
@@ -28,8 +28,6 @@ KV_USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:toke
 KV_BLOCKS = "coterie_worker_kv_blocks"
 RANKS = ("engine", "dp_rank")
 """Labels with the data-parallel rank."""
-LABEL = re.compile(r'(?:^|,)(engine|dp_rank|state)="([^"]*)"')
-"""The labels that are read. Only these: a search for any label takes quadratic time on a long line without one."""
 SERIES = re.compile(r"(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)")
 
 Ranked = dict[str | None, float]
@@ -71,7 +69,7 @@ def _first(text: bytes, names: tuple[str, ...], most: float) -> Ranked | None:
     for name in names:
         values: Ranked = {}
         for labels, value in _series(text, name, most):
-            rank = next((labels[label] for label in RANKS if label in labels), None)
+            rank = next(filter(None, (_label(labels, label) for label in RANKS)), None)
             values[rank] = max(value, values.get(rank, 0.0))
         if values:
             return values
@@ -80,13 +78,13 @@ def _first(text: bytes, names: tuple[str, ...], most: float) -> Ranked | None:
 
 def _share_of_blocks(text: bytes) -> Ranked:
     """Return the share of a reference worker's KV blocks that are in use; empty for any other worker."""
-    blocks = {labels.get("state"): value for labels, value in _series(text, KV_BLOCKS, float(1 << 40))}
+    blocks = {_label(labels, "state"): value for labels, value in _series(text, KV_BLOCKS, float(1 << 40))}
     return {None: blocks.get("used", 0.0) / sum(blocks.values())} if sum(blocks.values()) else {}
 
 
-def _series(text: bytes, name: str, most: float) -> list[tuple[Mapping[str, str], float]]:
+def _series(text: bytes, name: str, most: float) -> list[tuple[str, float]]:
     """Return labels and value of every line of a metric. Raises ReportError for values outside of 0 … `most`."""
-    found: list[tuple[Mapping[str, str], float]] = []
+    found: list[tuple[str, float]] = []
     sought, at = b"\n" + name.encode(), 0
     for _ in range(MOST_SERIES):
         at = text.find(sought, at)
@@ -106,8 +104,13 @@ def _series(text: bytes, name: str, most: float) -> list[tuple[Mapping[str, str]
             raise ReportError("malformed", f"{name}{line[:80]!r} is no line of a metric")
         if not 0 <= value <= most:
             raise ReportError("impossible", f"{name}={value:g} must be in 0 … {most:g}")
-        found.append((dict(LABEL.findall(series["labels"] or "")), value))
+        found.append((series["labels"] or "", value))
     raise ReportError("malformed", f"{name} has {MOST_SERIES} lines or more")
+
+
+def _label(labels: str, name: str) -> str | None:
+    """Return the value of a label; None if it is missing or empty."""
+    return f",{labels}".partition(f',{name}="')[2].partition('"')[0] or None
 
 
 def _of_rank(values: Ranked, rank: int | None, whole: Callable[[list[float]], float]) -> float:
