@@ -44,7 +44,7 @@ def test_sglang() -> None:
     ranks = {"model_name": ["m"] * 8, "tp_rank": list("01230123"), "dp_rank": list("00001111")}
     values = {"sglang__num_running_reqs": [4.0] * 4 + [6.0] * 4, "sglang__num_queue_reqs": [1.0] * 8}
     text = rendered(ranks, **values, sglang__token_usage=[0.1] * 4 + [0.3] * 4)
-    assert read_report(text) == WorkerReport(10, 2, pytest.approx(0.2))
+    assert read_report(text) == WorkerReport(10, 2, (0.1 + 0.3) / 2)
     assert read_report(text, 0) == WorkerReport(4, 1, 0.1)
     alone = b'sglang:num_running_reqs{model_name="m"} 2.0\nsglang:token_usage{model_name="m"} 0.28\n'
     assert read_report(alone) == WorkerReport(2, 0, 0.28)
