@@ -104,6 +104,17 @@ def test_prefix_hits_are_those_that_the_directory_predicted(fleet: EmbeddedFleet
     run(test)
 
 
+def test_the_workers_own_metrics_are_read_with_their_key(fleet: EmbeddedFleet) -> None:
+    async def test() -> None:
+        async with fronted(fleet) as found:
+            members = [member for pool in found.running.parts.pools.values() for member in pool.members.values()]
+            await until(lambda: all(member.report is not None for member in members))
+            assert [member.report_error for member in members] == [""] * len(members)
+            assert not any(pool.keeper.fleet.in_flight.any() for pool in found.running.parts.pools.values())
+
+    run(test)
+
+
 def test_no_kv_stays_staged_when_clients_leave(fleet: EmbeddedFleet) -> None:
     async def staged(client: Client) -> dict[str, float]:
         got = await client.ask("GET", "/metrics", key=fleet.access.key)

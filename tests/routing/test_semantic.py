@@ -113,7 +113,7 @@ def test_more_activations_are_local_than_in_turn_and_every_rank_gets_its_share()
 
 def test_a_rank_far_above_the_mean_waits_although_it_is_its_turn() -> None:
     placement, fleet = Placement.linear(LAYERS, EXPERTS, RANKS), Fleet([64] * RANKS)
-    fleet.running[:] = [9, 4, 4, 4]
+    fleet.in_flight[:] = [9, 4, 4, 4]
     use = np.zeros((LAYERS, EXPERTS), int)
     use[:, :2] = 5  # all of it on rank 0
     decision = Semantic(placement).route(Request("r", 9, use), fleet)
@@ -126,7 +126,7 @@ def test_a_rank_far_above_the_mean_waits_although_it_is_its_turn() -> None:
 def test_without_a_footprint_the_least_busy_rank_of_the_round() -> None:
     placement, fleet = Placement.linear(LAYERS, EXPERTS, RANKS), Fleet([64] * RANKS)
     fleet.admit("a", 2)
-    fleet.running[:] = [3, 2, 1, 3]
+    fleet.in_flight[:] = [3, 2, 1, 3]
     decision = Semantic(placement).route(Request("r"), fleet)
     assert (decision.worker, decision.scores[2]) == (1, np.inf)
     assert "nothing is known of its experts" in decision.reason

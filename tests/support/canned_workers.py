@@ -40,6 +40,8 @@ class Canned:
     def __init__(self, name: str, act: Act | None = None) -> None:
         self.name = name
         self.act: Act = act or answer
+        self.report: Act = says(404)
+        """Answers ``/metrics``; may be replaced at any time."""
         self.asked: list[Asked] = []
         self.cancelled = 0
         """Requests whose client went away."""
@@ -73,6 +75,9 @@ class Canned:
     async def _handle(self, request: HttpRequest, responder: Responder) -> None:
         if request.path == "/health":
             responder.send(200 if self.well else 503)
+            return
+        if request.path == "/metrics":
+            await self.report(self, request, responder)
             return
         self.asked.append(Asked(request))
         if request.path == "/v1/models":

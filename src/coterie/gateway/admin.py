@@ -97,7 +97,7 @@ class Admin:
         _send(responder, {"advice": advice} if advice is not None else {"advice": None, "reason": _no_advice(loop)})
 
     def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        workers = [
+        workers: list[dict[str, Any]] = [
             {
                 **msgspec.to_builtins(member.entry),
                 "pool": pool.name,
@@ -105,13 +105,16 @@ class Admin:
                 "healthy": member.health.healthy,
                 "breaker": member.breaker.state(pool.clock()),
                 "running": pool.keeper.running(id),
+                "others": pool.others(member),
+                "reported": pool.described_report(member),
                 "map_version": getattr(self.parts.knowledge.maps.get(id), "version", None),
                 "kv_events_connected": self.parts.knowledge.streams[pool.name].connected(id),
             }
             for pool in self.parts.pools.values()
             for id, member in pool.members.items()
         ]
-        _send(responder, {"workers": workers, "last_errors": self.parts.knowledge.last_errors()})
+        unread = {f"metrics of {one['id']}": one["reported"]["error"] for one in workers if one["reported"]["error"]}
+        _send(responder, {"workers": workers, "last_errors": self.parts.knowledge.last_errors() | unread})
 
     def _add(self, request: HttpRequest, responder: Responder, _: str) -> None:
         entry = _read(request, WorkerEntry)

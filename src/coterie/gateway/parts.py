@@ -19,10 +19,12 @@ from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.sglang_pair import SglangPairFlow
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
+from coterie.gateway.fleet.health import JITTER
 from coterie.gateway.fleet.keeper import FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.saved import SavedState, save_state
+from coterie.gateway.signals.worker_metrics import ReportError
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
@@ -140,7 +142,7 @@ class GatewayParts:
             pool.add(member, held)
             self.knowledge.join(pool.name, pool.row_of(member), entry)
             self._checks[pool.name, entry.id] = asyncio.create_task(
-                self._watch_health(pool, member), name=f"health of {entry.id}"
+                self._watch(pool, member), name=f"health of {entry.id}"
             )
             self.log.worker(entry.id, pool.name, "joined")
         self._refresh_control()
@@ -260,6 +262,26 @@ class GatewayParts:
 
     # --------------------------------------------------------------------------------------------------------- health
 
+    async def _watch(self, pool: Pool, member: Member) -> None:
+        """Check a worker's health and read its metrics. These do not wait for each other: either may hang."""
+        await asyncio.gather(self._watch_health(pool, member), self._watch_metrics(pool, member))
+
+    async def _watch_metrics(self, pool: Pool, member: Member) -> None:
+        """Read a worker's metrics repeatedly, for as long as it is in the pool and the setting says so."""
+        while True:
+            health = self.config.health
+            if health.metrics_every_s:
+                outcome = "ok"
+                try:
+                    pool.reported(member, await member.ask_report(health.timeout_s))
+                except (ReportError, UpstreamError) as error:
+                    outcome = error.kind
+                    pool.reported(member, None, f"{outcome}: {error}")
+                self.metrics.worker_reports.inc(member.entry.id, outcome)
+            else:
+                pool.reported(member, None)
+            await asyncio.sleep((health.metrics_every_s or health.every_s) * (1.0 + JITTER * float(pool.rng.random())))
+
     async def _watch_health(self, pool: Pool, member: Member) -> None:
         """Check a worker's health repeatedly, for as long as it is in the pool."""
         context_known = False
@@ -303,12 +325,21 @@ class GatewayParts:
             metrics.tokenised: lambda: {(outcome,): count for outcome, count in knowledge.tokens.counters.items()},
             metrics.kv_events: self._kv_events,
         }
-        by_worker: dict[Gauge, Callable[[Pool, Member], float]] = {
+        by_worker: dict[Gauge, Callable[[Pool, Member], float | None]] = {
             metrics.worker_running: lambda pool, member: pool.keeper.running(member.entry.id),
             metrics.worker_places: lambda _, member: member.entry.places,
             metrics.worker_healthy: lambda _, member: member.health.healthy,
             metrics.breaker_state: lambda pool, member: BREAKER_STATES[member.breaker.state(pool.clock())],
             metrics.kv_claims_believed: lambda pool, member: knowledge.claims[pool.name].belief(pool.row_of(member)),
+            metrics.worker_prefill_tokens: lambda pool, member: pool.keeper.fleet.prefill_tokens[pool.row_of(member)],
+            metrics.worker_others: lambda pool, member: pool.others(member),
+            metrics.worker_reported_requests: lambda _, member: (
+                None if member.report is None else member.report.running + member.report.waiting
+            ),
+            metrics.worker_kv_used: lambda _, member: None if member.report is None else member.report.kv_used,
+            metrics.worker_report_age: lambda pool, member: (
+                None if member.report is None else pool.clock() - member.reported_s
+            ),
             metrics.distinct_experts: lambda pool, member: pool.keeper.fleet.distinct[pool.row_of(member)],
         }
         reads |= {gauge: functools.partial(self._each, value) for gauge, value in by_worker.items()}
@@ -328,9 +359,13 @@ class GatewayParts:
             ("refused",): sum(stream.directory.counters.refused for stream in streams),
         }
 
-    def _each(self, value: Callable[[Pool, Member], float]) -> dict[tuple[str, ...], float]:
+    def _each(self, value: Callable[[Pool, Member], float | None]) -> dict[tuple[str, ...], float]:
+        """Return a value of every worker that has one."""
         return {
-            (id,): float(value(pool, member)) for pool in self.pools.values() for id, member in pool.members.items()
+            (id,): float(known)
+            for pool in self.pools.values()
+            for id, member in pool.members.items()
+            if (known := value(pool, member)) is not None
         }
 
 

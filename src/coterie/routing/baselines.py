@@ -48,8 +48,8 @@ class JoinShortestQueue:
     """Join the shortest queue: fewest requests in flight relative to speed. The best policy that uses load alone."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
-        worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
-        return Decision(worker, scores, ("{} in flight, the fewest for its speed", fleet.running.item(worker)))
+        worker, scores = best((fleet.in_flight + 1) / fleet.speeds, fleet)
+        return Decision(worker, scores, ("{} in flight, the fewest for its speed", fleet.in_flight.item(worker)))
 
 
 @routers.register("power_of_two")
@@ -66,10 +66,10 @@ class PowerOfTwo:
     def route(self, request: Request, fleet: Fleet) -> Decision:
         word, scores = mixed(self.seed, fleet.routed), np.empty(len(fleet))
         less_loaded, other = _less_loaded(
-            word & 0xFFFFFFFF, word >> 32, fleet.alive, fleet.running, fleet.places, fleet.speeds, scores
+            word & 0xFFFFFFFF, word >> 32, fleet.alive, fleet.in_flight, fleet.places, fleet.speeds, scores
         )
         worker = chosen(less_loaded, fleet)
-        return Decision(worker, scores, f"{fleet.running.item(worker)} in flight, the fewer of {worker} and {other}")
+        return Decision(worker, scores, f"{fleet.in_flight.item(worker)} in flight, the fewer of {worker} and {other}")
 
 
 @njit()
@@ -113,7 +113,7 @@ class Domain:
     labels: Mapping[str, tuple[int, ...]] = needs("label → workers that take its requests; make it with share_out()")
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
-        load = (fleet.running + 1) / fleet.speeds
+        load = (fleet.in_flight + 1) / fleet.speeds
         own = self.labels.get(request.domain or "")
         if own is None:
             worker, scores = best(load, fleet)

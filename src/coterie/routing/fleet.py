@@ -9,9 +9,9 @@ the expert,
 where p is the probability that a token of a request activates the expert. Adding a request with probabilities q is
 then expected to touch ``sum(q x missed)`` more experts per step. The values describe the requests that will run beside
 a request that arrives now. Requests have similar durations, so on average half of these are running now and half arrive
-later. Therefore `expected`, their number, is half way between the worker's running requests and the fleet's mean. The
-mean over requests is taken half over the running requests, half over the worker's *prior*: the requests that the worker
-usually gets, from calibration at first, then a moving average of the requests that arrived.
+later. Therefore `expected`, their number, is half way between the worker's requests (`in_flight`) and the fleet's mean.
+The mean over requests is taken half over the running requests, half over the worker's *prior*: the requests that the
+worker usually gets, from calibration at first, then a moving average of the requests that arrived.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def checked_speeds(speeds: NDArray[np.floating] | list[float] | None, workers: i
 class _Resident(NamedTuple):
     worker: int
     context: int
+    uncomputed: int
+    """Prompt tokens that the worker has still to compute."""
     logs: NDArray[np.int32] | None
     """[expert index] log(1 - p) in multiples of `UNIT`; None if the request has no profile."""
 
@@ -98,12 +100,16 @@ class Fleet:
         size = self._prior.shape[1]
         self.running = np.zeros(workers, np.int64)
         """Number of requests admitted and not finished, waiting ones included."""
+        self.in_flight = np.zeros(workers, np.int64)
+        """Number of requests at the worker: `running`, and those of others by :meth:`observe`. Routers weigh this."""
+        self.peak = np.zeros(workers, np.int64)
+        """Largest `running` since the last :meth:`observe`."""
         self.context_tokens = np.zeros(workers, np.int64)
         """Sum of the context tokens of these requests at admission."""
         self.prefill_tokens = np.zeros(workers, np.int64)
-        """Number of prompt tokens still to compute."""
+        """Number of prompt tokens still to compute, by admissions; a simulator writes the tokens of its queues."""
         self.kv_used = np.zeros(workers)
-        """Share of KV blocks in use."""
+        """Share of KV blocks in use, as the worker reports it; 0 if unknown."""
         self.alive = np.ones(workers, np.bool_)
         """Whether the worker is alive; others get no requests."""
         self.missed = np.full((workers, size), 255, np.uint8)
@@ -141,28 +147,50 @@ class Fleet:
     @property
     def open(self) -> NDArray[np.bool_]:
         """[worker] whether it is alive with a free place; if no worker is, whether it is alive: requests then queue."""
-        free = self.alive & (self.running < self.places)
+        free = self.alive & (self.in_flight < self.places)
         return free if free.any() else self.alive
 
-    def admit(self, request_id: str, worker: int, context: int = 0, profile: NDArray[np.float32] | None = None) -> None:
-        """Add a request to its worker. If an error is raised, the fleet is unchanged."""
+    def admit(
+        self,
+        request_id: str,
+        worker: int,
+        context: int = 0,
+        profile: NDArray[np.float32] | None = None,
+        uncomputed: int = 0,
+    ) -> None:
+        """Add a request to its worker, which must compute `uncomputed` tokens of its prompt.
+
+        If an error is raised, the fleet is unchanged.
+        """
         if request_id in self._residents:
             worker = self._residents[request_id].worker
             raise ConfigError(f"request {request_id!r} is in the fleet already, on worker {worker}")
         if not 0 <= worker < len(self):
             raise ConfigError(f"worker={worker} must be in 0 … {len(self) - 1}")
-        worker, context, logs = index(worker), index(context), None
-        if not 0 <= context <= MOST_CONTEXT:
-            raise ConfigError(f"context={shown(context)} must be in 0 … {MOST_CONTEXT} tokens")
+        worker, context, uncomputed, logs = index(worker), index(context), index(uncomputed), None
+        if not 0 <= uncomputed <= context <= MOST_CONTEXT:
+            tokens = f"uncomputed={shown(uncomputed)} and context={shown(context)}"
+            raise ConfigError(f"{tokens} must be in 0 … {MOST_CONTEXT} tokens, the context the larger")
         if profile is not None:
             profile = self._checked(profile)
             logs = _logs(profile)
             _learn(self._prior[worker], profile)
             _fill_logs(self._prior[worker], self._prior_logs[worker])
             self._tracking = True
-        self._residents[request_id] = _Resident(worker, context, logs)
+        self._residents[request_id] = _Resident(worker, context, uncomputed, logs)
         self.routed += 1
-        _count_in(worker, context, self.running, self.context_tokens, self.in_round, self.alive)
+        _count_in(
+            worker,
+            context,
+            uncomputed,
+            self.running,
+            self.in_flight,
+            self.peak,
+            self.context_tokens,
+            self.prefill_tokens,
+            self.in_round,
+            self.alive,
+        )
         self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:
@@ -170,8 +198,30 @@ class Fleet:
         gone = self._known(request_id)
         del self._residents[request_id]
         self.running[gone.worker] -= 1
+        self.in_flight[gone.worker] -= 1
         self.context_tokens[gone.worker] -= gone.context
+        if gone.uncomputed:
+            self.prefill_tokens[gone.worker] -= gone.uncomputed
         self._shift(gone.worker, gone.logs, -1)
+
+    def computed(self, request_id: str) -> None:
+        """Note that the prompt of a request is computed: its first token has arrived."""
+        known = self._known(request_id)
+        self.prefill_tokens[known.worker] -= known.uncomputed
+        self._residents[request_id] = known._replace(uncomputed=0)
+
+    def observe(self, worker: int, at_worker: int = 0, kv_used: float = 0.0) -> None:
+        """Note what a worker reports: all requests that are there, and the share of its KV blocks in use.
+
+        Requests beyond the most that ran since the last report are those of other front ends: a report is older than
+        what is admitted and finished meanwhile, so no request of this fleet is taken for another's. Without arguments,
+        an earlier report is forgotten.
+        """
+        in_flight = int(self.running[worker]) + max(0, at_worker - int(self.peak[worker]))
+        self.kv_used[worker], self.peak[worker] = kv_used, self.running[worker]
+        if in_flight != self.in_flight[worker]:
+            self.in_flight[worker] = in_flight
+            self._shift(worker, None, 0)
 
     def refine(self, request_id: str, profile: NDArray[np.float32]) -> None:
         """Replace a running request's profile by a better one, measured in its own decode."""
@@ -192,7 +242,7 @@ class Fleet:
         last = int(np.flatnonzero(other.running).max(initial=-1))
         check(last < rows, f"the fleet has {rows} workers; requests run on worker {last}")
         same = self.tracks_experts and self.missed.shape[1] == other.missed.shape[1]
-        for name in ("running", "context_tokens", "prefill_tokens", "kv_used", "in_round"):
+        for name in ("running", "in_flight", "peak", "context_tokens", "prefill_tokens", "kv_used", "in_round"):
             getattr(self, name)[:rows] = getattr(other, name)[:rows]
         self.routed = other.routed
         if same:
@@ -208,15 +258,16 @@ class Fleet:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a worker's sums differ from those over the requests in the fleet."""
-        sums = {
-            name: np.zeros_like(getattr(self, name)) for name in ("running", "context_tokens", "_profiled", "_logs")
-        }
-        for worker, context, logs in self._residents.values():
-            for total, part in zip(sums.values(), (1, context, logs is not None, logs), strict=True):
+        names = ("running", "context_tokens", "prefill_tokens", "_profiled", "_logs")
+        sums = {name: np.zeros_like(getattr(self, name)) for name in names}
+        for worker, context, uncomputed, logs in self._residents.values():
+            for total, part in zip(sums.values(), (1, context, uncomputed, logs is not None, logs), strict=True):
                 total[worker] += 0 if part is None else part
         for name, total in sums.items():
             if not np.array_equal(getattr(self, name), total):
                 raise AssertionError(f"fleet.{name} differs from its requests' sum")
+        if (self.in_flight < self.running).any() or (self.peak < self.running).any():
+            raise AssertionError("fleet.in_flight and fleet.peak must be at least fleet.running")
         if not np.isfinite(self._prior).all():
             raise AssertionError("a prior of the fleet is not finite")
 
@@ -248,7 +299,7 @@ class Fleet:
                 worker,
                 self._mean,
                 self.alive,
-                self.running,
+                self.in_flight,
                 self._profiled,
                 self._logs,
                 self._prior_logs,
@@ -262,8 +313,12 @@ class Fleet:
 def _count_in(
     worker: int,
     context: int,
+    uncomputed: int,
     running: NDArray[np.int64],
+    in_flight: NDArray[np.int64],
+    peak: NDArray[np.int64],
     context_tokens: NDArray[np.int64],
+    prefill_tokens: NDArray[np.int64],
     in_round: NDArray[np.bool_],
     alive: NDArray[np.bool_],
 ) -> None:
@@ -272,7 +327,10 @@ def _count_in(
     A new round begins with a worker's second request, or once every living worker got one.
     """
     running[worker] += 1
+    in_flight[worker] += 1
+    peak[worker] = max(peak[worker], running[worker])
     context_tokens[worker] += context
+    prefill_tokens[worker] += uncomputed
     if in_round[worker]:
         in_round[:] = False
     in_round[worker] = True
@@ -333,7 +391,7 @@ def _refresh(
     worker: int,
     mean: float,
     alive: NDArray[np.bool_],
-    running: NDArray[np.int64],
+    in_flight: NDArray[np.int64],
     profiled: NDArray[np.int64],
     logs: NDArray[np.int32],
     prior: NDArray[np.int32],
@@ -346,13 +404,13 @@ def _refresh(
     for every in range(len(alive)):
         if alive[every]:
             living += 1
-            requests += running[every]
+            requests += in_flight[every]
     now = requests / max(1, living)
     stale = abs(now - mean) > max(STALE * mean, 1e-9 if mean < 1 else 0.0)
     mean = now if stale else mean
     for every in range(len(alive)):
         if stale or every == worker:
-            count, expected[every] = profiled[every], (running[every] + mean) / 2
+            count, expected[every] = profiled[every], (in_flight[every] + mean) / 2
             running_share, arriving = 0.0, expected[every]
             if count:
                 running_share, arriving = arriving / (2 * count), arriving / 2

@@ -80,7 +80,7 @@ class Joint:
         bits = [self._bits(request) for request in requests]
         weighed = [self._weigh(request, own, fleet) for request, own in zip(requests, bits, strict=True)]
         scores = [score.scores for score in weighed]
-        room = np.where(fleet.alive, np.maximum(fleet.places - fleet.running, 0), 0)
+        room = np.where(fleet.alive, np.maximum(fleet.places - fleet.in_flight, 0), 0)
         if not room.any():
             room = np.where(fleet.alive, len(requests), 0)
         workers = _trimmed(_together(scores, bits, room), scores, fleet.alive, room)
@@ -115,7 +115,7 @@ class Joint:
             local,
             asked,
             fleet.alive,
-            fleet.running,
+            fleet.in_flight,
             fleet.places,
             fleet.routed,
             fleet.speeds,

@@ -62,7 +62,7 @@ class LatencyAware:
             forecast.prior,
             float(request.prompt_tokens),
             fleet.alive,
-            fleet.running,
+            fleet.in_flight,
             fleet.places,
             fleet.routed,
             fleet.expected,
@@ -80,7 +80,7 @@ class LatencyAware:
         cost = scores.item(worker)
         if profile is UNKNOWN:
             return Decision(worker, scores, (COST, cost, workers))
-        more, others = added.item(worker), fleet.running.item(worker)
+        more, others = added.item(worker), fleet.in_flight.item(worker)
         return Decision(worker, scores, (COST_OF_EXPERTS, cost, workers, more, others), profile)
 
 

@@ -38,15 +38,15 @@ class LocalityBand:
     def route(self, request: Request, fleet: Fleet) -> Decision:
         workers = len(fleet.places)
         if request.footprint is None:
-            worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
+            worker, scores = best((fleet.in_flight + 1) / fleet.speeds, fleet)
             return Decision(worker, scores, "no footprint: the shortest queue")
         self.fitted.check_workers(workers)
         similarity, scores = self.fitted.similarities(request.footprint), np.empty(workers)
         least_loaded, inside = _least_loaded(
-            similarity, self.band, fleet.alive, fleet.running, fleet.places, fleet.speeds, fleet.routed, scores
+            similarity, self.band, fleet.alive, fleet.in_flight, fleet.places, fleet.speeds, fleet.routed, scores
         )
         worker = chosen(least_loaded, fleet)
-        return Decision(worker, scores, (REASON, fleet.running.item(worker), inside, self.band))
+        return Decision(worker, scores, (REASON, fleet.in_flight.item(worker), inside, self.band))
 
 
 @njit()

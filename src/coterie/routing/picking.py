@@ -18,7 +18,7 @@ def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.flo
     Ties go to the next living worker in round-robin order, so that they do not all go to the first.
     """
     allowed = np.empty(len(scores))
-    worker = lowest_scored(scores, fleet.alive, fleet.running, fleet.places, fleet.routed, allowed)
+    worker = lowest_scored(scores, fleet.alive, fleet.in_flight, fleet.places, fleet.routed, allowed)
     return chosen(worker, fleet), allowed
 
 

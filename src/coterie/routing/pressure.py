@@ -50,7 +50,7 @@ class Pressure:
             fleet.distinct,
             fleet.speeds,
             fleet.alive,
-            fleet.running,
+            fleet.in_flight,
             fleet.places,
             fleet.routed,
             scores,

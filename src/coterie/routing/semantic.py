@@ -47,7 +47,7 @@ class Semantic:
     def route(self, request: Request, fleet: Fleet) -> Decision:
         ranks, local = self.placement.num_ranks, self._local(request)
         check(len(fleet) == ranks, f"the placement has {ranks} ranks; the fleet has {len(fleet)} workers")
-        scores = fleet.running / fleet.speeds if local is None else 1.0 - local
+        scores = fleet.in_flight / fleet.speeds if local is None else 1.0 - local
         worker, scores = best(np.where(self._masked(fleet), np.inf, scores), fleet)
         among = f"of {int(np.isfinite(scores).sum())} ranks left in this round"
         unknown = f"nothing is known of its experts: the least busy {among}"
@@ -69,7 +69,7 @@ class Semantic:
     def _masked(self, fleet: Fleet) -> NDArray[np.bool_]:
         """Return [rank] whether it must not be chosen now. At least one open rank is left, if there is any."""
         may = fleet.open
-        load = fleet.running / fleet.speeds
+        load = fleet.in_flight / fleet.speeds
         mean = float(load[fleet.alive].mean()) if fleet.alive.any() else 0.0
         light = may & (load <= max(self.most * mean, mean + 1.0))
         may = light if light.any() else may

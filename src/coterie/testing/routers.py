@@ -19,9 +19,9 @@ def check_router(
 
     It must choose a living worker, with a free place if any has one. The score of that worker must be finite, and those
     of workers that must not be chosen infinite. The same snapshot must give the same decision and not be changed. A
-    fleet without a living worker must raise UnavailableError. The cases are empty and full fleets, dead workers,
-    requests without any data, and cached prefixes, on a fleet of `workers` that tracks `layers` x `experts`; the router
-    must be fitted for these numbers. A router that passes may still choose badly.
+    fleet without a living worker must raise UnavailableError. The cases are empty and full fleets, dead workers, those
+    full of other callers' requests, requests without any data, and cached prefixes, on a fleet of `workers` that tracks
+    `layers` x `experts`; the router must be fitted for these numbers. A router that passes may still choose badly.
     """
     router = make()
     require(isinstance(router, Router), f"{router!r} has no route(request, fleet)")
@@ -39,12 +39,13 @@ def check_router(
 
 
 def _fleets(rng: Generator, workers: int, size: int) -> Iterator[tuple[str, Fleet]]:
-    for name, requests, dead in (
-        ("an empty fleet", 0, 0),
-        ("a busy fleet", 3 * workers, 0),
-        ("a full fleet", 4 * workers, 0),
-        ("a fleet with a dead worker", 2 * workers, 1),
-        ("one living worker", workers, workers - 1),
+    for name, requests, dead, others in (
+        ("an empty fleet", 0, 0, 0),
+        ("a busy fleet", 3 * workers, 0, 0),
+        ("a full fleet", 4 * workers, 0, 0),
+        ("a fleet with a dead worker", 2 * workers, 1, 0),
+        ("one living worker", workers, workers - 1, 0),
+        ("a fleet that others use too", workers, 0, workers - 1),
     ):
         prior = rng.uniform(0, 0.5, (workers, size)).astype(np.float32)
         fleet = Fleet([4] * workers, prior, rng.uniform(0.5, 2.0, workers))
@@ -52,6 +53,8 @@ def _fleets(rng: Generator, workers: int, size: int) -> Iterator[tuple[str, Flee
             profile = rng.uniform(0, 0.5, size).astype(np.float32)
             fleet.admit(f"resident-{number}", number % workers, int(rng.integers(2000)), profile)
         fleet.alive[:dead] = False
+        for worker in range(others):  # full, although this caller has few requests there
+            fleet.observe(worker, 9)
         fleet.kv_used[:] = rng.random(workers)
         fleet.prefill_tokens[:] = rng.integers(0, 9000, workers)
         yield name, fleet

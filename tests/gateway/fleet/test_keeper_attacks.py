@@ -18,8 +18,8 @@ FOOTPRINTS = draw(4, 1).prefill
 
 
 def state(keeper: FleetKeeper) -> dict[str, Any]:
-    """All that a decision may read of the fleet."""
-    return {name: np.copy(value) for name, value in vars(keeper.fleet).items() if name != "_residents"}
+    """All that a decision may read of the fleet. The peak of requests is of the past, whatever ended since."""
+    return {name: np.copy(value) for name, value in vars(keeper.fleet).items() if name not in ("_residents", "peak")}
 
 
 class Broken:

@@ -111,6 +111,21 @@ class KeeperMachine(RuleBasedStateMachine):
         assert self.keeper.finish(request) == (request in self.running)
         self.running.pop(request, None)
 
+    @rule(request=requests)
+    def computed(self, request: str) -> None:
+        """Its prompt is computed; a request that has ended says so too."""
+        self.keeper.computed(request)
+        if request in self.running:
+            assert self.keeper.fleet._residents[request].uncomputed == 0
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), at_worker=st.integers(0, 20))
+    def report(self, data: st.DataObject, at_worker: int) -> None:
+        row = self.rows[data.draw(st.sampled_from(sorted(self.open)))]
+        peak, own = int(self.keeper.fleet.peak[row]), int(self.keeper.fleet.running[row])
+        self.keeper.fleet.observe(row, at_worker)
+        assert self.keeper.fleet.in_flight[row] == own + max(0, at_worker - peak)
+
     @rule(name=st.sampled_from(NAMES))
     def reload(self, name: str) -> None:
         self.keeper.reload(RouterSpec(router=name), context())

@@ -20,6 +20,7 @@ from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.health import Attempt, Breaker, Health, HealthSettings
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.signals.worker_metrics import ReportError, WorkerReport, read_report
 from coterie.net.http1.messages import Headers
 from coterie.net.http1.upstream import Upstream, UpstreamError, UpstreamLimits
 from coterie.routing.base import Request
@@ -29,6 +30,13 @@ MOST_BYTES = 1 << 20
 """Most bytes of a worker's answer to :meth:`Member.ask`, such as a list of models, unless it says otherwise."""
 RESTS = HealthSettings(failures=1)
 """An endpoint that fails once is not asked for 5 s, doubled up to a minute while it goes on failing."""
+MOST_METRICS_BYTES = 2 << 20
+"""Most bytes of a worker's metrics: about 50 KiB for each data-parallel rank of vLLM."""
+STALE_REPORTS = 3
+"""Intervals after which a worker's last report is no longer used."""
+MOST_ERROR = 300
+"""Most characters of an error that are shown: it quotes what the worker sent."""
+NO_REPORT = WorkerReport(0, 0, 0.0)
 PREFILL, DECODE = "prefill", "decode"
 """Names of the pools."""
 
@@ -60,6 +68,12 @@ class Member:
         self.endpoints: defaultdict[str, Breaker] = defaultdict(lambda: Breaker(rng, RESTS))
         """Circuit breakers of endpoints that only the gateway asks, by path."""
         self.configure(config)
+        self.report: WorkerReport | None = None
+        """What the worker's metrics said last; None if nothing usable, or too long ago."""
+        self.reported_s = -math.inf
+        """Time of `report`."""
+        self.report_error = ""
+        """Reason why the last reading of the worker's metrics failed; empty if it did not."""
         self.headers: Headers = []
         if worker_key is not None:
             self.headers.append((b"authorization", b"Bearer " + worker_key.encode()))
@@ -88,6 +102,13 @@ class Member:
                 return WholeAnswer(answer.status, await answer.read(most_bytes))
         except TimeoutError:
             raise UpstreamError("timeout", f"{path}: no answer within {timeout_s:g} s") from None
+
+    async def ask_report(self, timeout_s: float) -> WorkerReport:
+        """Read the worker's metrics. Raises ReportError or UpstreamError."""
+        answer = await self.ask("GET", "/metrics", timeout_s, MOST_METRICS_BYTES)
+        if answer.status != 200:
+            raise ReportError("status", f"HTTP {answer.status}")
+        return read_report(answer.body, self.entry.data_parallel_rank)
 
     @property
     def is_unhealthy(self) -> bool:
@@ -159,6 +180,36 @@ class Pool:
         if attempt.probe:
             self.refresh(member)
         return Sent(key, member, choice, attempt)
+
+    def computed(self, sent: Sent) -> None:
+        """Note that a request's prompt is computed."""
+        self.keeper.computed(sent.key)
+
+    def reported(self, member: Member, report: WorkerReport | None, error: str = "") -> None:
+        """Take what a worker's metrics say; None if they cannot be read, because of `error`, or are not asked for.
+
+        The last report then counts until it is :data:`STALE_REPORTS` intervals old.
+        """
+        now, member.report_error = self.clock(), error
+        if report is not None:
+            member.reported_s = now
+        elif now - member.reported_s < STALE_REPORTS * member.health.settings.metrics_every_s:
+            return
+        member.report = report
+        if self.members.get(member.entry.id) is member:
+            seen = report or NO_REPORT
+            self.keeper.fleet.observe(self.row_of(member), seen.running + seen.waiting, seen.kv_used)
+
+    def others(self, member: Member) -> int:
+        """Return the requests of other front ends at a worker, as its metrics show them."""
+        fleet, row = self.keeper.fleet, self.row_of(member)
+        return int(fleet.in_flight[row] - fleet.running[row])
+
+    def described_report(self, member: Member) -> dict[str, float | str | None]:
+        """Return what a worker's metrics said last, its age in seconds, and why the last reading failed, if it did."""
+        values = {} if member.report is None else member.report._asdict()
+        age_s = None if member.report is None else round(self.clock() - member.reported_s, 1)
+        return {**values, "age_s": age_s, "error": member.report_error[:MOST_ERROR] or None}
 
     def ended(self, sent: Sent, ok: bool | None) -> None:
         """End a request at its worker. `ok`: whether the worker did its part; None if unknown (the client left)."""

@@ -6,6 +6,7 @@ The head is sent with the first piece of the body, not before: until then the re
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -74,10 +75,13 @@ async def pass_whole(answer: Answer, sink: Responder, own: tuple[bytes, bytes], 
     return Relayed(now, now, 1, usage_of(body))
 
 
-async def pass_stream(answer: Answer, sink: Responder, own: tuple[bytes, bytes]) -> Relayed:
+async def pass_stream(
+    answer: Answer, sink: Responder, own: tuple[bytes, bytes], begun: Callable[[], None] | None = None
+) -> Relayed:
     """Send each piece as it arrives. Raises UpstreamError if the stream breaks before the first piece.
 
-    A stream that ends without ``[DONE]`` is broken too: a failing worker or proxy may close it properly.
+    `begun` is called at the first piece. A stream that ends without ``[DONE]`` is broken too: a failing worker or proxy
+    may close it properly.
     """
     first = last = 0.0
     events, usage_piece, tail = 0, b"", b""
@@ -88,6 +92,8 @@ async def pass_stream(answer: Answer, sink: Responder, own: tuple[bytes, bytes])
                 usage_piece = piece
             if not sink.started:
                 first = last
+                if begun is not None:
+                    begun()
                 sink.start(answer.status, head_of(answer, own))
             events += piece.count(b"\n\n")
             tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (tail + piece)[-TAIL_BYTES:]

@@ -96,6 +96,7 @@ class SglangPairFlow(Flow):
             if answer.status >= 400:
                 await _refuse(answer)
             await answer.read(self.limits.answer_bytes)
+            self.prefill.computed(prefill)
 
         async def decoded() -> tuple[int, Relayed]:
             answer = await self.ask(decode, call, body, self.limits.first_token_s)

@@ -34,6 +34,9 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     every_s: float = 2.0
     """Time between two checks of ``/health``."""
     timeout_s: float = 2.0
+    metrics_every_s: float = 2.0
+    """Time between two readings of a worker's ``/metrics``, which tell the requests of other front ends and the KV in
+    use; 0 for none."""
     unhealthy_after: int = 3
     """Failed checks in a row after which a worker is closed."""
     healthy_after: int = 2
@@ -58,7 +61,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after, failures=self.failures
         )
         check_at_least(0, retries=self.retries)
-        check_not_negative(backoff_s=self.backoff_s)
+        check_not_negative(backoff_s=self.backoff_s, metrics_every_s=self.metrics_every_s)
 
 
 DEFAULTS = HealthSettings()

@@ -154,6 +154,7 @@ class FleetKeeper:
         self._ids[gone.row] = None
         self._left[gone.row] = None
         self.fleet.alive[gone.row] = False
+        self.fleet.observe(gone.row)
         self.fleet.local = _masks(self.members, self.rows)
 
     def set_open(self, worker_id: str, open: bool) -> None:
@@ -202,7 +203,7 @@ class FleetKeeper:
                 row = checked_row(decision, fleet)
                 for hidden_row in hidden:
                     fleet.alive[hidden_row] = True
-                fleet.admit(request_id, row, asked.prompt_tokens, decision.profile)
+                fleet.admit(request_id, row, asked.prompt_tokens, decision.profile, uncomputed_of(asked, row))
                 if decision.profile is not None:  # the fleet keeps its own copy
                     decision = decision._replace(profile=None)
                 return self._began(request_id, Choice(self._ids[row] or "", row, decision))
@@ -210,7 +211,8 @@ class FleetKeeper:
                 failure = fallback_of(error)
         self._undo(request_id)
         choice = self._fall_back(exclude, failure)
-        fleet.admit(request_id, choice.row, tokens_of(wanted))
+        tokens = tokens_of(wanted)
+        fleet.admit(request_id, choice.row, tokens, None, 0 if wanted.prefilled else tokens)
         return self._began(request_id, choice)
 
     def finish(self, request_id: str) -> bool:
@@ -219,6 +221,11 @@ class FleetKeeper:
         if known:
             self._made.fleet.finish(request_id)
         return known
+
+    def computed(self, request_id: str) -> None:
+        """Note that the prompt of a request is computed: the first byte of its answer has arrived."""
+        if request_id in self.requests:
+            self._made.fleet.computed(request_id)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if ids, rows, requests and the fleet disagree."""
@@ -334,6 +341,13 @@ class FleetKeeper:
             self._ids[worker.row] = self._last[worker.row] = worker_id
         self._left = {row: None for row in self._left if row < rows and self._ids[row] is None}
         self.open_workers = sum(worker.open for worker in self.members.values())
+
+
+def uncomputed_of(asked: Request, row: int) -> int:
+    """Return the prompt tokens that a worker must compute: none if another worker has, else those not cached there."""
+    if asked.prefilled:
+        return 0
+    return asked.prompt_tokens - (0 if asked.cached_tokens is None else asked.cached_tokens.item(row))
 
 
 def _maker(spec: RouterSource, context: Mapping[str, Any] | None) -> Maker:

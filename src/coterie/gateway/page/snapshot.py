@@ -91,6 +91,8 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
             "pool": pool.name,
             "role": member.entry.role,
             "running": pool.keeper.running(id),
+            "others": pool.others(member),
+            "reported": pool.described_report(member),
             "places": member.entry.places,
             "open": pool.keeper.members[id].open,
             "healthy": member.health.healthy,

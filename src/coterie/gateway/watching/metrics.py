@@ -189,6 +189,9 @@ REJECTED = (
     OTHER,
 )
 FAILURES = ("connect", "reset", "timeout", "protocol", "too_large", "incomplete", "unhealthy", "status_5xx", OTHER)
+REPORTS = ("ok", *FAILURES[:-2], "status", "unknown", "malformed", "impossible", OTHER)
+"""Readings of a worker's metrics, by result: how the exchange failed, a status other than 200, none of the known names,
+a line that is no metric, a value that cannot be."""
 IGNORED = ("other_shape", "malformed", "nonsense", "not_sent", "doubled", "no_decode", "unmatched", "loop", OTHER)
 BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
@@ -250,6 +253,22 @@ class Metrics(Collector):
         )
 
         self.worker_running = Gauge("worker_running", "Requests sent to a worker and not ended", worker=None)
+        self.worker_prefill_tokens = Gauge(
+            "worker_prefill_tokens", "Prompt tokens sent to a worker and not computed yet", worker=None
+        )
+        self.worker_reported_requests = Gauge(
+            "worker_reported_requests", "Requests at a worker, by its own metrics", worker=None
+        )
+        self.worker_others = Gauge(
+            "worker_others", "Requests of other front ends at a worker that routing counts", worker=None
+        )
+        self.worker_kv_used = Gauge("worker_kv_used", "Share of KV blocks in use, by the worker's metrics", worker=None)
+        self.worker_report_age = Gauge(
+            "worker_report_age_seconds", "Age of the worker's metrics that routing uses", worker=None
+        )
+        self.worker_reports = Counter(
+            "worker_reports_total", "Readings of a worker's metrics", worker=None, outcome=REPORTS
+        )
         self.worker_places = Gauge("worker_places", "Requests that a worker may run at once", worker=None)
         self.worker_healthy = Gauge("worker_healthy", "1 if the worker's health checks pass", worker=None)
         self.breaker_state = Gauge("breaker_state", "0: closed, 1: half open, 2: open, gets no requests", worker=None)

@@ -21,12 +21,19 @@ function row() {
   return node;
 }
 
+// What the worker's own metrics say, and how old that is.
+function reported(report) {
+  if (report.age_s == null) return report.error ?? "its metrics are not read";
+  return `reported ${report.age_s} s ago: ${report.running} running, ${report.waiting} waiting, ${Math.round(100 * report.kv_used)}% of KV used`;
+}
+
 function show(node, worker) {
   const parts = node.parts;
   text(parts.name, worker.id);
   text(parts.role, worker.map_version == null ? worker.role : `${worker.role}, map ${worker.map_version}`);
-  parts.bar.style.width = `${Math.min(100, (100 * worker.running) / worker.places)}%`;
-  text(parts.said, `${worker.running} / ${worker.places}`);
+  parts.bar.style.width = `${Math.min(100, (100 * (worker.running + worker.others)) / worker.places)}%`;
+  text(parts.said, `${worker.running}${worker.others ? ` + ${worker.others}` : ""} / ${worker.places}`);
+  attribute(parts.requests, "title", reported(worker.reported));
   text(parts.experts, worker.experts ? number(worker.experts) : "–");
   text(parts.health, worker.healthy ? "healthy" : worker.checked ? "unhealthy" : "not asked yet");
   attribute(parts.health, "data-is", worker.healthy ? "good" : worker.checked ? "bad" : "wait");
