@@ -105,7 +105,7 @@ class Member:
 
     async def ask_report(self, timeout_s: float) -> WorkerReport:
         """Read the worker's metrics. Raises ReportError or UpstreamError."""
-        answer = await self.ask("GET", "/metrics", timeout_s, MOST_METRICS_BYTES)
+        answer = await self.ask("GET", "/metrics", timeout_s, most_bytes=MOST_METRICS_BYTES)
         if answer.status != 200:
             raise ReportError("status", f"HTTP {answer.status}")
         return read_report(answer.body, self.entry.data_parallel_rank)
