@@ -298,8 +298,8 @@ class PlacementAdvisor:
             return []
         words = f"worker {worker!r} reports map {seen.version}: {int(differs.sum())} x [layer, rank] hold other experts"
         self._set_placement(seen.placement)
-        values = {"worker": worker, "version": float(seen.version)}
-        return [ControlEvent(now_s, "map_followed", words, values), *self._withdraw(now_s, "was made from another map")]
+        followed = ControlEvent(now_s, "map_followed", words, {"worker": worker, "version": float(seen.version)})
+        return [followed, *self._withdraw(now_s, "was made from another map")]
 
     def _set_placement(self, placement: Placement) -> None:
         """Plan from this placement on; the engine may have other slots than were assumed."""

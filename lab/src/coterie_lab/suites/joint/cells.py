@@ -23,7 +23,6 @@ import numpy as np
 from numpy.random import Generator
 
 from coterie.answers.fleet.bench import CONTEXT, ROOM, split
-from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
 from coterie.costs.exchange import BYTES_PER_VALUE, row_us
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
@@ -40,6 +39,7 @@ from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, Mode
 from coterie_lab.suites.eldr.fleets import TRACES, recorded_source
 from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_halves, language_source
 from coterie_lab.suites.held import placement_from_held
+from coterie_lab.suites.joint.decode_batch import DecodeBatcher, DecodePrices
 from coterie_lab.suites.joint.loop import GroupLoop, GroupOutcome, summarise_group
 from coterie_lab.suites.shared import joined_by
 
