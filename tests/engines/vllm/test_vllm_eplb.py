@@ -350,7 +350,8 @@ def scheduler_of(connector: Any) -> Any:
         def __init__(self) -> None:
             self.connector, self.policy = connector, SchedulingPolicy("fcfs")
             self.waiting, self.kv_holding_waiting = deque[Any](), deque[Any]()
-            self.running, self.max_num_active_reqs, self.num_waiting_for_streaming_input = [], 8, 0
+            self.running: list[Any] = []
+            self.max_num_active_reqs, self.num_waiting_for_streaming_input = 8, 0
             self.parallel_config = SimpleNamespace(
                 tensor_parallel_size=1, data_parallel_size=RANKS, enable_expert_parallel=True
             )
@@ -402,8 +403,8 @@ def test_scheduler_costs_follow_the_map_that_the_state_has_after_each_rearrangem
     load = np.random.default_rng(0).random((LAYERS, EXPERTS))
 
     def by_rank() -> np.ndarray:
-        rows: np.ndarray = scheduler._chooser.strategy.cost.slot_loads(load)
-        return rows.reshape(LAYERS, RANKS, -1).sum(axis=2)
+        rows = scheduler._chooser.strategy.cost.slot_loads(load)
+        return np.asarray(rows.reshape(LAYERS, RANKS, -1).sum(axis=2))
 
     np.testing.assert_allclose(by_rank(), Placement.linear(LAYERS, EXPERTS, RANKS).rank_load(load))
     for step, name in enumerate(("first", "second"), 1):
