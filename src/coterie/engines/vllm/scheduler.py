@@ -85,11 +85,13 @@ class ExpertAwareMixin:
 
     def _follow_map(self) -> None:
         """Price steps under the expert map in force, if it is new; one that does not fit is logged and left out."""
+        if self._chooser is None or self._settings.device is None:
+            return
         from coterie.engines.vllm.waiting import price_under, reported_map
 
         mine: Any = self
-        seen = None if self._chooser is None or self._settings.device is None else reported_map(mine.connector)
-        if self._chooser is None or seen is None or seen[0] is self._priced:
+        seen = reported_map(mine.connector)
+        if seen is None or seen[0] is self._priced:
             return
         self._priced = seen[0]
         try:
