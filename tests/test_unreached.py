@@ -34,7 +34,6 @@ LATER = {
     "coterie.footprints.ranks": "footprints by rank, for dispatch",
     "coterie.placement.migration": "rounds and states of a migration, docs/migration.md",
     "coterie.answers.rank_tables": "rank tables of a trace, for dispatch (docs/predictors.md)",
-    "coterie.batching.decode_batch": "batches of a decode step, for the expert-parallel group",
 }
 """Modules, with those below them, that later work connects: reason."""
 

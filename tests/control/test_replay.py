@@ -11,6 +11,7 @@ from control_traffic import BATCH, NEW, OLD, SETTINGS, SHAPE, band, drive, fitte
 from coterie.control import ControlLoop, InputLog, LoadSeen, replay
 from coterie.errors import TraceError
 from coterie.routing import RouterFit
+from coterie.types import Placement
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,9 @@ def logged(path: Path, fit: RouterFit) -> ControlLoop:
         loop.tick(float("nan"))
         drive(loop, made_requests(rng, NEW, 200, 40))
         loop.applied(3)
-        loop.bind({"w0": 1})
+        loop.bind({"w0": 1, "w1": None}, {"w0": 0, "w1": 1})
+        loop.written(3, "map.json", 60.0)
+        loop.follow("w0", 1, Placement.linear(SHAPE.num_layers, SHAPE.num_experts, 2))
         loop.resize(3)
         loop.fit_failed("nothing was under way")
         loop.tick(300.0)

@@ -13,6 +13,7 @@ from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_
 from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.predictors import TokenTable
 from coterie.traces import ActivationTrace, TraceMeta
+from coterie.types import Placement
 from coterie.wire.footprints import WireFootprint
 from waiting_engine import EXPERTS, LAYERS, Engine, Request
 
@@ -86,6 +87,24 @@ def table() -> TokenTable:
     meta = TraceMeta("test", EXPERTS, LAYERS, 2, (1, 3))
     trace = ActivationTrace.from_arrays(meta, ids, np.array([0, 50]), token_ids=np.arange(50, dtype=np.int32))
     return TokenTable(smoothing=0.0).fit(trace)
+
+
+def test_a_map_of_the_layers_that_route_becomes_one_of_the_loads_layers() -> None:
+    """DeepSeek-like: layer 0 is dense. Loads have a row for it, or are a table's, of the layers that route."""
+    rng = np.random.default_rng(3)
+    reported = Placement(rng.permuted(np.tile(np.arange(8), (3, 1)), axis=1).astype(np.int32), 2, 8)
+    load = rng.random((3, 8))
+    for source, layers in ((LoadSource(None, 4, 8), [1, 2, 3]), (LoadSource(None, 3, 8), [0, 1, 2])):
+        cost = step_cost("h200", "decode", QWEN3, 8, 2, source.placement(reported, (1, 2, 3)))
+        shown = np.zeros(source.shape)
+        shown[layers] = load
+        by_rank = cost.slot_loads(shown).reshape(len(shown), 2, -1).sum(axis=2)
+        np.testing.assert_allclose(by_rank[layers], reported.rank_load(load))
+        assert not np.delete(by_rank, layers, axis=0).any()
+    with pytest.raises(InputError, match="it has 8 experts in 3 layers; expected 16 in 3"):
+        LoadSource(None, 3, 16).placement(reported, (1, 2, 3))
+    with pytest.raises(InputError, match="expected 8 in 0"):
+        LoadSource(None, 3, 8).placement(reported, ())
 
 
 def test_shares_from_table_and_footprint() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from coterie.answers.suites import SuiteOptions
-from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
@@ -21,6 +20,7 @@ from coterie_lab.suites.joint import cells as joint_cells
 from coterie_lab.suites.joint import published as joint_published
 from coterie_lab.suites.joint import suite as joint
 from coterie_lab.suites.joint.cells import CHAIN, RANKS, REPLICATION, ROUTING, STANDARD, GroupBench, JointCell, Served
+from coterie_lab.suites.joint.decode_batch import DecodeBatcher, DecodePrices
 from coterie_lab.suites.joint.loop import GroupOutcome, summarise_group
 from coterie_lab.suites.joint.notes import TABLES, notes_of, verdict
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.traces.activations import ActivationWriter, TraceMeta
 from coterie.traces.load import LoadTable
 from coterie.types import Placement, Topology
-from coterie_lab.suites.held import placement_from_held
+from coterie_lab.suites.held import cheapest_homes, placement_from_held
 from coterie_lab.suites.migration import memory as migration_memory
 from coterie_lab.suites.migration import suite as migration
 from coterie_lab.suites.migration.memory import (
@@ -171,3 +172,15 @@ def test_the_published_cache_column_is_exact_and_its_throughput_is_not() -> None
         [1.0, 0.7394, 0.4782, 0.2164, 0.0], abs=1e-4
     ), "with the sessions that are lost, each replica costs throughput"
     assert PUBLISHED_BUDGET.best(published_step_s).replicas == 0
+
+
+def test_cheapest_homes_are_the_best_of_all_assignments() -> None:
+    rng, start = np.random.default_rng(2), held_by(Placement.linear(2, 4, 2))
+    manager = ActionManager(Topology(2), row_bytes=1e3)
+    demand = rng.gamma(0.4, 50.0, (2, 2, 4))
+    homes = cheapest_homes(manager, demand, start)
+    local = [(demand[:, layer] * homes[:, layer]).sum() for layer in range(2)]
+    for layer, asked in enumerate(demand.swapaxes(0, 1)):
+        every = (asked[0, list(first)].sum() + np.delete(asked[1], first).sum() for first in combinations(range(4), 2))
+        assert local[layer] == pytest.approx(max(every))
+    assert (homes.sum(axis=0) == 1).all()

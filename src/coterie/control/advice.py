@@ -3,10 +3,12 @@
     loads in windows ──► Rebalancer (drift, interval, cooldown) ──► Plan ──► Advice ──► scored on the next window
     demand by rank   ──► ActionManager, within a memory budget ──► replicas and swaps, as advice too
     newest requests  ──► single steps, for which plans are made and on which they are scored (:func:`with_steps`)
+    reported maps    ──► the current placement, and whether a written plan was taken
 
-The advisor never applies a plan: the caller does, and then calls `applied`. A plan that gains nothing on the window
-after the one it was made from is withdrawn. Wrong if the workers are not the ranks of one expert-parallel group: the
-advice then holds for a group that would serve the same requests.
+The advisor never applies a plan: the caller does, and then calls `applied`, or `written` where workers report the map
+that they loaded. A plan that gains nothing on the window after the one it was made from is withdrawn. Wrong if the
+workers are not the ranks of one expert-parallel group: the advice then holds for a group that would serve the same
+requests.
 """
 
 from __future__ import annotations
@@ -16,22 +18,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
+from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, LoadSeen, LoopShape
 from coterie.control.traffic import Kept
+from coterie.control.written import ReportedMap, WrittenPlan, differing
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
-from coterie.placement.holdings import DemandTracker, held_by
+from coterie.placement.holdings import DemandTracker, Held, held_by, placed
 from coterie.placement.maps.formats import replace_map
 from coterie.placement.objective import Problem
 from coterie.placement.scenarios import at_mean, steps_of_requests
 from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
-from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingSettings
+from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingDecision, RebalancingSettings
 from coterie.types import Placement, Topology
+from coterie.units import shown_s
 
 SCENARIOS = 32
 """Number of single steps that are drawn."""
@@ -113,6 +118,12 @@ class Advice(NamedTuple):
     """[rank] seconds per layer in one step, mean over layers, with the current placement."""
     rank_s_after: tuple[float, ...] = ()
     model: str = "unknown"
+    source: Literal["planner", "actions"] = "planner"
+    """What the plan consists of: a planner's placement, or the `actions`."""
+    state: Literal["advised", "pending", "applied", "not_taken"] = "advised"
+    """`pending`: written, and workers have not reported it yet."""
+    map_version: int = 0
+    """Version of the reported map that confirmed or refuted the plan; 0 without one."""
 
     def write(self, path: str | Path) -> None:
         """Write the placement map that vLLM's policy loads; an existing file is replaced atomically."""
@@ -158,9 +169,7 @@ class PlacementAdvisor:
         self.shape, self.topology, self.objective = shape, topology, objective
         self.settings = settings or AdviceSettings()
         self.placement = placement or Placement.linear(shape.num_layers, shape.num_experts, topology.num_ranks)
-        self.rebalancer = Rebalancer(
-            planners[self.settings.planner], objective, topology, self.placement, self.settings.rebalancing
-        )
+        self.rebalancer = self._rebalancer(self.placement)
         actions = self.settings.actions
         if budget is not None:
             actions = replace(actions, extra_slots=min(actions.extra_slots, budget.max_replicas))
@@ -168,6 +177,14 @@ class PlacementAdvisor:
         self.tracker = DemandTracker(shape.num_layers, shape.num_experts, topology.num_ranks, decay=actions.decay)
         self._kept: Advice | None = None
         self._made: Advice | None = None
+        self.ended: Advice | None = None
+        """The last advice that was applied or not taken; None before the first."""
+        self.reports: dict[str, ReportedMap] = {}
+        """Worker → the map in force there, by its newest report; the newest last."""
+        self._written: WrittenPlan | None = None
+        self._after_actions: Held | None = None
+        self._per_step: NDArray[np.float64] | None = None
+        """[layer, expert] tokens of a step in the last window."""
         self._actions: Sequence[ActionEvent] = ()
         self._actions_s = -math.inf
         self._claims: dict[str, int] = {}
@@ -208,18 +225,18 @@ class PlacementAdvisor:
         )
         manager.cycle(np.ones((self.topology.num_ranks, 1, self.shape.num_experts)), held_by(some), 0.0)
 
-    def bind(self, ranks: Mapping[str, int]) -> dict[str, str]:
-        """Set which rank of the group each worker is; return, by worker, why a claim is ignored.
+    def bind(self, workers: Mapping[str, int | None]) -> dict[str, str]:
+        """Set the workers and which rank of the group each is, if any; return, by worker, why a claim is ignored.
 
         A rank outside the group, or one that two workers claim, is nobody's: demand at the wrong rank is worse than
         none. If no worker claims a rank, workers are numbered in the order of their first reports.
         """
+        self.reports = {worker: seen for worker, seen in self.reports.items() if worker in workers}
+        ranks = {worker: rank for worker, rank in workers.items() if rank is not None}
         if ranks == self._claims:
             return {}
-        self._claims = dict(ranks)
-        self._tokens[-1] = self._tokens.sum(axis=0)  # the open window was counted by other ranks
-        self._tokens[:-1] = 0
-        self.tracker = DemandTracker(*self._tokens.shape[1:], self.topology.num_ranks, decay=self.tracker.decay)
+        self._claims = ranks
+        self._forget_ranks()
         claimed, last = Counter(ranks.values()), self.topology.num_ranks - 1
         wrong = {
             worker: f"worker {worker!r} claims placement_rank={rank}: "
@@ -229,6 +246,111 @@ class PlacementAdvisor:
         }
         self._ranks = dict.fromkeys(wrong, -1)
         return wrong
+
+    def _forget_ranks(self) -> None:
+        """Forget the demand of each rank; the tokens of the open window then count for no rank."""
+        self._tokens[-1] = self._tokens.sum(axis=0)
+        self._tokens[:-1] = 0
+        self.tracker = DemandTracker(*self._tokens.shape[1:], self.topology.num_ranks, decay=self.tracker.decay)
+
+    def rerouted(self, sent: Mapping[str, NDArray[np.float64]], now_s: float) -> list[ControlEvent]:
+        """Take a change of the decode router: the demand of each rank before it is no longer what will come.
+
+        `sent` [layer, expert] are the tokens that the new router is expected to send to each worker. If they are known
+        for all ranks, plans are made for them; else demand by rank starts anew.
+        """
+        self._forget_ranks()
+        ranks = self.topology.num_ranks
+        by_rank = {self._ranks.get(name, self._claims.get(name, -1)): tokens for name, tokens in sent.items()}
+        sources = np.stack([by_rank[rank] for rank in range(ranks)]) if set(range(ranks)) <= set(by_rank) else None
+        self.rebalancer.forecast_sources(sources)
+        if sources is not None and self._per_step is not None:
+            total = sources.sum(axis=0)
+            shares = np.where(total > 0, sources / np.where(total > 0, total, 1.0), 1.0 / ranks)
+            for rank, share in enumerate(shares):
+                self.tracker.record(rank, share * self._per_step / (1.0 - self.tracker.decay))
+        how = "was made for the ranks to which the router before sent requests"
+        return self._withdraw(now_s, how)
+
+    def _withdraw(self, now_s: float, why: str) -> list[ControlEvent]:
+        """Withdraw the plan that stands, if any; one that was written stays pending."""
+        if self._made is None or self._written is not None:
+            return []
+        made, self._made = self._made, None
+        self.rebalancer.replace(self.placement)
+        return self._keep(now_s, f"plan {made.id} {why}: withdrawn", tell=True)
+
+    def follow(self, worker: str, seen: ReportedMap, now_s: float) -> list[ControlEvent]:
+        """Take the map in force at a worker of the group; one of another shape is ignored, with an event."""
+        if self._claims and self._ranks.get(worker, self._claims.get(worker, -1)) < 0:
+            return []
+        shape = seen.placement.num_layers, seen.placement.num_experts, seen.placement.num_ranks
+        expected = self.shape.num_layers, self.shape.num_experts, self.topology.num_ranks
+        if shape != expected:
+            words = f"map {seen.version} of worker {worker!r}: {shape} layers, experts and ranks, expected {expected}"
+            return [ControlEvent(now_s, "ignored", words, {"reason": "map", "worker": worker})]
+        self.reports.pop(worker, None)
+        self.reports[worker] = seen
+        if self._written is not None:
+            return self._settle(now_s)
+        differs = differing(seen.placement, self.placement)
+        if not differs.any():
+            return []
+        words = f"worker {worker!r} reports map {seen.version}: {int(differs.sum())} x [layer, rank] hold other experts"
+        self._set_placement(seen.placement)
+        followed = ControlEvent(now_s, "map_followed", words, {"worker": worker, "version": float(seen.version)})
+        return [followed, *self._withdraw(now_s, "was made from another map")]
+
+    def _set_placement(self, placement: Placement) -> None:
+        """Plan from this placement on; the engine may have other slots than were assumed."""
+        if placement.num_slots != self.placement.num_slots:
+            self.rebalancer = self._rebalancer(placement)
+        else:
+            self.rebalancer.replace(placement)
+        self.placement = placement
+
+    def _rebalancer(self, placement: Placement) -> Rebalancer:
+        planner = planners[self.settings.planner]
+        return Rebalancer(planner, self.objective, self.topology, placement, self.settings.rebalancing)
+
+    def written(self, plan_id: int, path: str, wait_s: float, now_s: float) -> list[ControlEvent]:
+        """Record that a plan was written to `path` for its engine to load.
+
+        It is applied once workers report it; if none reports any map, at once. A plan that is not reported within
+        `wait_s`, or instead of which another map is, was not taken.
+        """
+        made = self._made
+        if made is None or made.plan is None or plan_id != made.id or self._written is not None:
+            return []
+        words, applied = f"plan {plan_id} was written to {path}", not self.reports
+        if applied:
+            words += "; no worker reports its map"
+            self.ended = made._replace(state="applied")
+            self.applied(plan_id)
+        else:
+            words += f"; workers have {wait_s:g} s to report it"
+            self._made = made._replace(state="pending")
+            self._written = WrittenPlan(made.plan.placement, dict(self.reports), self.placement, now_s, wait_s)
+        values = {"id": float(plan_id), "moves": float(made.moves), "applied": float(applied)}
+        return [ControlEvent(now_s, "plan_written", words, values)]
+
+    def _settle(self, now_s: float) -> list[ControlEvent]:
+        """Decide what became of the written plan."""
+        outcome = None if self._written is None else self._written.outcome(self.reports, now_s)
+        made = self._made
+        if outcome is None or made is None:
+            return []
+        self._written = None
+        self.ended = made._replace(state="applied" if outcome.taken else "not_taken", map_version=outcome.version)
+        values = {"id": float(made.id), "version": float(outcome.version), "applied": float(outcome.taken)}
+        if outcome.taken:
+            self.applied(made.id)
+            return [ControlEvent(now_s, "plan_confirmed", f"plan {made.id} is in force: {outcome.reason}", values)]
+        self.ended = self.ended._replace(reason=f"not taken: {outcome.reason}; it was: {made.reason}")
+        self._made = None
+        newest = list(self.reports.values())[-1:]
+        self._set_placement(newest[0].placement if newest else self.placement)
+        return [ControlEvent(now_s, "plan_not_taken", f"plan {made.id} was not taken: {outcome.reason}", values)]
 
     def observe(self, seen: LoadSeen) -> bool:
         """Add a checked load; return False if the worker's loads cover more than `OVERLAP` windows of time."""
@@ -247,6 +369,9 @@ class PlacementAdvisor:
 
     def tick(self, now_s: float, requests: Sequence[Kept] = ()) -> list[ControlEvent]:
         """Close the window if its time is over, and decide. `requests` are the newest finished ones, oldest first."""
+        return self._settle(now_s) + self._close_window(now_s, requests)
+
+    def _close_window(self, now_s: float, requests: Sequence[Kept]) -> list[ControlEvent]:
         self._since_s = now_s if self._since_s is None else self._since_s
         if now_s - self._since_s < self.settings.window_s:
             return []
@@ -256,6 +381,7 @@ class PlacementAdvisor:
             words = f"{total} steps in {self.settings.window_s:g} s; {self.settings.min_steps} make a window of loads"
             return self._told(ControlEvent(now_s, "too_little", words, {"steps": float(total)}))
         self._windows += 1
+        self._per_step = load.tokens / load.steps
         events = self._score(load, now_s, [kept for kept in requests if kept.serial > self._newest])
         events += self._act(now_s)
         return events + self._plan(with_steps(load, requests, self._rng()), now_s, requests)
@@ -264,8 +390,12 @@ class PlacementAdvisor:
         """Record that the plan of an advice was carried out; return False if it is not the current plan."""
         if self._made is None or self._made.plan is None or plan_id != self._made.id:
             return False
-        self.rebalancer.landed()
-        self.placement, self._made = self._made.plan.placement, None
+        self.placement = self._made.plan.placement
+        if self._made.source == "planner":
+            self.rebalancer.landed()
+        else:
+            self.rebalancer.replace(self.placement)
+        self._made = None
         return True
 
     def _close(self) -> tuple[Load | None, int]:
@@ -304,19 +434,21 @@ class PlacementAdvisor:
             )
         reason = made.reason if score is None else f"{made.reason}; {score.words}"
         self._made = made._replace(gain_next_pct=gain, steps=score, reason=reason)
-        if gain > 0:
-            return []
-        self.rebalancer.replace(self.placement)
-        self._made = None
-        return self._keep(now_s, f"plan {made.id} gains {gain:.2f}% on the next window: withdrawn", tell=True)
+        return [] if gain > 0 else self._withdraw(now_s, f"gains {gain:.2f}% on the next window")
 
     def _plan(self, load: Load, now_s: float, requests: Sequence[Kept]) -> list[ControlEvent]:
-        if self._made is not None and now_s >= self._made.at_s + self.settings.cooldown_s:
-            self.rebalancer.replace(self.placement)  # the plan was not applied: plan again from the current placement
-        elif self._made is not None:
-            self.rebalancer.observe(load)
+        if self._made is not None and (self._written or now_s < self._made.at_s + self.settings.cooldown_s):
+            if self._made.source == "planner":  # the rebalancer, whose plan it is, waits for it; else it would plan
+                self.rebalancer.observe(load)
             return []
+        if self._made is not None:
+            self.rebalancer.replace(self.placement)  # the plan was not applied: plan again from the current placement
         decision = self.rebalancer.observe(load)
+        by_actions = self._weigh_actions(load, decision)
+        if by_actions is not None:
+            self.rebalancer.replace(self.placement)
+            self._newest, self._for_mean = requests[-1].serial if requests else -1, None
+            return self._make(load, *by_actions, now_s, "actions")
         if decision.plan is None:
             self._made = None
             return self._keep(now_s, decision.reason, tell=decision.planned)
@@ -327,7 +459,36 @@ class PlacementAdvisor:
             self._for_mean = planner.plan(load.mean, self.topology, self.placement).placement
         return self._make(load, decision.plan, decision.reason, now_s)
 
-    def _make(self, load: Load, plan: Plan, reason: str, now_s: float) -> list[ControlEvent]:
+    def _weigh_actions(self, load: Load, decision: RebalancingDecision) -> tuple[Plan, str] | None:
+        """Return the actions as a plan, and the reason, if they pay and take less time than the rebalancer's plan.
+
+        Both are priced on this window, over the same steps, moves included. Actions follow the demand of each rank, so
+        a window that lacks it decides nothing for them.
+        """
+        held, self._after_actions = self._after_actions, None
+        after = None if held is None or load.sources is None else placed(self.placement, held)
+        if after is None:
+            return None
+        steps, problem = decision.horizon or self.objective.horizon, self._problem(load)
+        plan = problem.plan(after.slot_experts)
+        gain_s, needed_s = steps * plan.saving_s, (1 + self.settings.rebalancing.margin) * plan.movement_s
+        if plan.saving_s <= 0 or gain_s <= needed_s:
+            return None
+        actions_s = steps * plan.after_s + plan.movement_s
+        cost = shown_s(plan.movement_s)
+        words = f"{len(plan.moves)} moves of single actions gain {shown_s(gain_s)} in {steps:.3g} steps and cost {cost}"
+        if decision.plan is not None:
+            rival = decision.plan
+            shares = None if rival.split == "equal" else rival.shares
+            plan_s = steps * float(problem.slowest_s(rival.placement.slot_experts, shares).sum()) + rival.movement_s
+            if plan_s <= actions_s:
+                return None
+            words += f"; {len(rival.moves)} moves of a plan would take {shown_s(plan_s - actions_s)} more"
+        return plan, words
+
+    def _make(
+        self, load: Load, plan: Plan, reason: str, now_s: float, source: Literal["planner", "actions"] = "planner"
+    ) -> list[ControlEvent]:
         problem, moves = self._problem(load), len(plan.moves)
         gain = 100.0 * plan.saving_s / plan.before_s if plan.before_s > 0 else 0.0
         shares = None if plan.split == "equal" else plan.shares
@@ -346,6 +507,7 @@ class PlacementAdvisor:
             rank_s_before=tuple(problem.rank_s(self.placement.slot_experts).mean(axis=0).tolist()),
             rank_s_after=tuple(problem.rank_s(plan.placement.slot_experts, shares).mean(axis=0).tolist()),
             model=self.shape.model,
+            source=source,
         )
         values = {"id": float(self._ids), "gain_pct": gain, "moves": float(moves)}
         return self._told(ControlEvent(now_s, "plan_made", reason, values))
@@ -365,11 +527,17 @@ class PlacementAdvisor:
         ):
             return []
         self._actions_s = now_s
+        manager = self.manager
+        if self.reports:  # the engine's slots are known: replicas must fit into them
+            spare = self.placement.slots_per_rank - -(-self.shape.num_experts // ranks)
+            settings = replace(manager.settings, extra_slots=min(spare, manager.settings.extra_slots))
+            manager = replace(manager, settings=settings)
         demand = np.stack([self.tracker.worker(rank) for rank in range(ranks)])
-        cycle = self.manager.cycle(demand, held_by(self.placement), now_s)
+        cycle = manager.cycle(demand, held_by(self.placement), now_s)
         self._actions = cycle.actions[:MOST_ACTIONS]
         if not self._actions:
             return []
+        self._after_actions = cycle.held
         best = max(self._actions, key=lambda action: action.saving_s)
         words = f"{len(cycle.actions)} actions would pay, the best: {best.kind} expert {best.expert}, {best.reason}"
         saving_us = 1e6 * sum(action.saving_s for action in cycle.actions)

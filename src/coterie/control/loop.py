@@ -13,10 +13,11 @@ candidate was made from, so that only different traffic, or much more of the sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.control.advice import Advice, PlacementAdvisor
 from coterie.control.base import (
@@ -34,9 +35,11 @@ from coterie.control.base import (
 from coterie.control.intake import Intake, is_number, worker_of
 from coterie.control.scoring import FitComparison, Scorer
 from coterie.control.traffic import Kept, Traffic, TrafficSample, reference_of, sample_of
+from coterie.control.written import ReportedMap
 from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import check, check_at_least
 from coterie.routing import Router, RouterFit
+from coterie.types import Placement
 
 EARLY = 0.2
 """Share of the allowed error probability that the early score of a candidate, on half of the requests, may use."""
@@ -133,6 +136,8 @@ class ControlLoop:
         self._seconds = 0.0
         self._swapped_s: float | None = None
         self._jobs = 0
+        self._rows: dict[str, int] = {}
+        """Decode worker → its row in the fit."""
         self._tick_events: list[ControlEvent] = []
 
     # ------------------------------------------------------------------------------------------------------- inputs
@@ -153,10 +158,27 @@ class ControlLoop:
         done = self.advisor is not None and self.advisor.applied(plan_id)
         self.counters["plans_applied" if done else "plans_unknown"] += 1
 
-    def bind(self, ranks: Mapping[str, int]) -> None:
-        """Set which rank of the advisor's group each worker is; a claim that cannot hold is ignored, with an event."""
-        self._log("bind", ranks=dict(ranks))
-        for worker, words in ({} if self.advisor is None else self.advisor.bind(ranks)).items():
+    def written(self, plan_id: int, path: str, wait_s: float) -> None:
+        """Record that the plan of an advice was written; it is applied when the maps that workers report say so."""
+        self._log("written", plan_id=plan_id, path=path, wait_s=wait_s)
+        if self.advisor is not None:
+            self._advised(self.advisor.written(plan_id, path, wait_s, self.intake.now_s))
+
+    def follow(self, worker: str, version: int, placement: Placement) -> None:
+        """Take the expert map in force at a worker: advice starts from it."""
+        slots, ranks, experts = placement.slot_experts, placement.num_ranks, placement.num_experts
+        self._log("map", worker=worker, version=version, slots=slots, num_ranks=ranks, num_experts=experts)
+        if self.advisor is not None:
+            self._advised(self.advisor.follow(worker, ReportedMap(version, placement), self.intake.now_s))
+
+    def bind(self, workers: Mapping[str, int | None], rows: Mapping[str, int] | None = None) -> None:
+        """Set the workers, which rank of the advisor's group each is, if any, and the rows of those that decode.
+
+        A claim to a rank that cannot hold is ignored, with an event.
+        """
+        self._rows = dict(rows or {})
+        self._log("bind", workers=dict(workers), rows=self._rows)
+        for worker, words in ({} if self.advisor is None else self.advisor.bind(workers)).items():
             self._tell("ignored", words, {"reason": "placement_rank", "worker": worker}, count="ignored_placement_rank")
 
     def observe(self, seen: RequestSeen | LoadSeen) -> None:
@@ -206,8 +228,23 @@ class ControlLoop:
         alike = self.traffic.alike() if back else []
         self._looked_at = sample_of(alike) if alike else known.sample
         self.counters["swaps"] += 1
+        if self.advisor is not None:
+            self._advised(self.advisor.rerouted(self._sent(), self.intake.now_s))
         self._swapped_s = float(now_s) if is_number(now_s) else self.intake.now_s
         self._watch = None if back else Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
+
+    def _sent(self) -> dict[str, NDArray[np.float64]]:
+        """Forecast [layer, expert] tokens that the fit in force sends to each worker, by routing the newest requests.
+
+        Empty if there are fewer than two of the present traffic, or if routing fails.
+        """
+        newest = self.traffic.alike()[-self.settings.score_requests :]
+        try:
+            sent = self.scorer.sent(self.fit, newest, self.shape.workers) if len(newest) > 1 and self._rows else ()
+        except Exception as error:  # a plugin's router may raise anything
+            self._tell("too_little", f"no forecast of what the router sends: {error}"[:500])
+            sent = ()
+        return {worker: sent[row] for worker, row in self._rows.items() if 0 <= row < len(sent)}
 
     def swap_failed(self, now_s: float, problem: str) -> None:
         """Record that the fit of the last `Tick.use` could not be put in force; the previous fit still is."""
@@ -249,8 +286,8 @@ class ControlLoop:
         self.intake.untold.clear()
         use, job = (self._weigh(), self._consider()) if timely else (None, None)
         try:
-            for event in advisor.tick(self.intake.now_s, list(self.traffic.kept)) if timely and advisor else ():
-                self._add(event)
+            if timely and advisor:
+                self._advised(advisor.tick(self.intake.now_s, list(self.traffic.kept)))
         except Exception as error:  # a plugin's planner may raise anything
             self._tell("plan_kept", f"planning failed: {error}"[:500], count="plans_failed")
         events, self._tick_events = self._tick_events, []
@@ -404,6 +441,13 @@ class ControlLoop:
         if count is not None:
             self.counters[count] += 1
         self._add(ControlEvent(self.intake.now_s, kind, reason, values or {}))
+
+    def _advised(self, events: Iterable[ControlEvent]) -> None:
+        """Add events of the advisor, and count the plans that were applied or not taken."""
+        for event in events:
+            self.counters["plans_applied"] += bool(event.values.get("applied"))
+            self.counters["plans_not_taken"] += event.kind == "plan_not_taken"
+            self._add(event)
 
     def _add(self, event: ControlEvent) -> None:
         self.events.append(event)

@@ -25,6 +25,7 @@ from coterie.control.intake import is_number
 from coterie.control.loop import ControlLoop
 from coterie.errors import TraceError
 from coterie.routing import RouterFit
+from coterie.types import Placement
 
 
 class InputLog(AbstractContextManager["InputLog"]):
@@ -97,7 +98,11 @@ def _feed(loop: ControlLoop, do: str, values: Mapping[str, Any]) -> None:
         loop.intake.ignore(values["reason"], values["worker"])
     elif do in ("swapped", "swap_failed"):
         getattr(loop, do)(**(dict(values) | {"now_s": _time(values["now_s"])}))
-    elif do in ("fit_failed", "resize", "applied", "bind"):
+    elif do == "map":
+        slots = _array(values["slots"]).astype(np.int32)
+        placement = Placement(slots, values["num_ranks"], values["num_experts"])
+        loop.follow(values["worker"], values["version"], placement)
+    elif do in ("fit_failed", "resize", "applied", "written", "bind"):
         getattr(loop, do)(**values)
     else:
         raise ValueError(f"do={do!r} is no input of a loop")

@@ -105,6 +105,13 @@ class Scorer:
         check(len(requests) >= 2, f"requests={len(requests)} must be at least 2 to score a fit")
         return _ClosedLoop(self, fit, requests, workers, logs or [_logs(request) for request in requests]).run()
 
+    def sent(self, fit: RouterFit, requests: Sequence[Kept], workers: int) -> Array:
+        """Return [worker, layer, expert] activations that the router sends to each worker, mean over the rounds."""
+        served = _ClosedLoop(self, fit, requests, workers, [_logs(request) for request in requests])
+        served.run()
+        counts = np.stack([kept.prefill + kept.decode for kept in requests]).astype(np.float64)
+        return np.tensordot(served.placed[:, :workers].T / ROUNDS, counts, 1)
+
 
 def _logs(request: Kept) -> NDArray[np.float32]:
     """Return [expert index] log(1 - p), where p are the request's activations per decoded token."""
@@ -142,6 +149,8 @@ class _ClosedLoop:
         """[worker] decode steps so far, fractions included; each step decodes one token of every request."""
         self.at_us = np.zeros(rows)
         """[worker] time at which `tokens` was last updated."""
+        self.placed = np.zeros((len(requests), rows))
+        """[request, worker] measured rounds in which the router chose the worker."""
         self.running: dict[int, _Running] = {}
         self.order = np.arange(len(requests))
         self.prompts = [float(kept.prefill.sum()) / kept.decode.sum() * kept.tokens for kept in requests]
@@ -160,6 +169,7 @@ class _ClosedLoop:
             self._advance(worker, now_us)
             self._change(worker, at, -1)
             if count <= use < (ROUNDS + 1) * count:
+                self.placed[at, worker] += 1
                 token_us[at] += (now_us - since_us) / max(1.0, self.requests[at].tokens) / ROUNDS
                 left -= 1
         return token_us

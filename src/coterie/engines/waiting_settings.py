@@ -145,11 +145,40 @@ class LoadSource:
                 load[row] = np.minimum(footprint.counts[row_of[layer]] / footprint.tokens, 1.0)
         return load
 
+    def placement(self, reported: Placement, layer_ids: Sequence[int]) -> Placement:
+        """Return a placement of the loads' layers from one of the layers `layer_ids`.
 
-def step_cost(device: str, phase: str, config: Mapping[str, Any], requests: int, num_ranks: int = 1) -> StepCost:
-    """Return the cost of a step of about `requests` requests on a preset's device; `config` is from ``config.json``."""
+        Loads may have rows of dense layers, which nothing activates, or be of some layers only. A table without layer
+        ids is of the layers that route, in order.
+        """
+        if self.shape[1] != reported.num_experts or len(layer_ids) != reported.num_layers:
+            raise InputError(
+                f"it has {reported.num_experts} experts in {reported.num_layers} layers; "
+                f"expected {self.shape[1]} in {len(layer_ids)}"
+            )
+        if self.shape[0] == reported.num_layers:
+            return reported
+        row_of = dict(zip(layer_ids, reported.slot_experts, strict=True))
+        dense = np.arange(reported.num_slots, dtype=np.int32) % reported.num_experts
+        rows = np.stack([row_of.get(layer, dense) for layer in self.layer_ids])
+        return Placement(rows, reported.num_ranks, reported.num_experts)
+
+
+def step_cost(
+    device: str,
+    phase: str,
+    config: Mapping[str, Any],
+    requests: int,
+    num_ranks: int = 1,
+    placement: Placement | None = None,
+) -> StepCost:
+    """Return the cost of a step of about `requests` requests on a preset's device; `config` is from ``config.json``.
+
+    `placement` is that of the layers of the loads; without it experts are in order on `num_ranks` ranks.
+    """
     spec = model_from_config(config)
-    placement = Placement.linear(spec.num_moe_layers, spec.num_experts, num_ranks) if num_ranks > 1 else None
+    if placement is None and num_ranks > 1:
+        placement = Placement.linear(spec.num_moe_layers, spec.num_experts, num_ranks)
     return StepCost.for_phase(
         step_model(spec, device, topology=Topology(num_ranks)), phase, requests, TYPICAL_TOKENS, placement
     )

@@ -105,6 +105,9 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Whether a placement plan that saves time is written to `map`. If false, advice is only shown."""
     map: str | None = None
     """File of the placement map that vLLM's policy loads at its next rearrangement."""
+    confirm_s: float = 600.0
+    """Seconds that workers have to report a plan that was written, before it counts as not taken. vLLM loads a map at
+    its next rearrangement: by default every 3,000 steps, which take less if a step takes less than 0.2 s."""
     folder: str | None = None
     """Folder for the loop's fits; None for a private temporary folder, removed at the end."""
     log: str | None = None
@@ -112,7 +115,7 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     the name. None for no log."""
 
     def __post_init__(self) -> None:
-        check_positive(tick_s=self.tick_s)
+        check_positive(tick_s=self.tick_s, confirm_s=self.confirm_s)
         try:
             self.settings()
         except ConfigError as error:

@@ -19,6 +19,25 @@ def held_by(placement: Placement) -> Held:
     return placement.held
 
 
+def placed(current: Placement, held: Held) -> Placement | None:
+    """Return the placement with the experts of `held` in the slots of `current`; None if a rank has too few slots.
+
+    Experts that stay keep their slots. New ones take the slots of experts that leave, then those of duplicates.
+    """
+    slots, before, per_rank = current.slot_experts.copy(), current.held, current.slots_per_rank
+    for rank, layer in np.argwhere((before != held).any(axis=2)).tolist():
+        row = slots[layer, rank * per_rank : (rank + 1) * per_rank]
+        leaves = ~held[rank, layer, row]
+        again = np.ones(per_rank, np.bool_)
+        again[np.unique(row, return_index=True)[1]] = False
+        free = np.concatenate([np.flatnonzero(leaves), np.flatnonzero(again & ~leaves)])
+        new = np.flatnonzero(held[rank, layer] & ~before[rank, layer])
+        if not leaves.sum() <= len(new) <= len(free):
+            return None
+        row[free[: len(new)]] = new
+    return Placement(slots, current.num_ranks, current.num_experts)
+
+
 def bit_words(held: Held) -> NDArray[np.uint64]:
     """Return bit masks [rank, layer, word], as in `Fleet.local`: bit e is set if the rank holds expert e."""
     whole = np.pad(held, ((0, 0), (0, 0), (0, -held.shape[2] % 64)))

@@ -7,7 +7,10 @@ import io
 import logging
 import subprocess
 import sys
+import warnings
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from coterie.errors import ConfigError, InputError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.exchange.knowledge import mask_of
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.page.snapshot import PageQuery, snapshot
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.watching.logs import Log
 from coterie.placement.maps.formats import read_map
@@ -288,8 +292,8 @@ def test_inside_vllms_state(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.vllm
 @needs_vllm
-def test_masks_follow_the_map_that_the_state_has_after_each_rearrangement(ranks: list[dict[str, Any]]) -> None:
-    """From the tensors of EplbState through the plugin and a subscriber to the masks of the gateway."""
+def test_masks_and_page_follow_the_map_that_the_state_has_after_each_rearrangement(ranks: list[dict[str, Any]]) -> None:
+    """From the tensors of EplbState through the plugin and a subscriber to masks and page of the gateway."""
 
     async def test() -> None:
         entries = [
@@ -311,10 +315,128 @@ def test_masks_follow_the_map_that_the_state_has_after_each_rearrangement(ranks:
                 assert local is not None
                 for rank in range(RANKS):
                     np.testing.assert_array_equal(local[rank], mask_of(in_force, rank))
+                shown = snapshot(parts, 0.0, PageQuery())["workers"]
+                assert {worker["map_version"] for worker in shown} == {version}
         finally:
             await parts.close()
 
     asyncio.run(test())
+
+
+CONFIG = {
+    **{"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_tok": 2, "num_hidden_layers": LAYERS},
+    **{"hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 4096},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "torch_dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """vLLM in this process: what it imports warns, and warnings are errors here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import coterie.engines.vllm.connector
+        import coterie.engines.vllm.scheduler
+        import coterie.engines.vllm.waiting  # noqa: F401
+
+
+def scheduler_of(connector: Any) -> Any:
+    """Coterie's scheduler over as much of vLLM's as it reads, with real queues, strategy and prices."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+    from coterie.engines.vllm.scheduler import ExpertAwareMixin
+
+    class Base:
+        def __init__(self) -> None:
+            self.connector, self.policy = connector, SchedulingPolicy("fcfs")
+            self.waiting, self.kv_holding_waiting = deque[Any](), deque[Any]()
+            self.running: list[Any] = []
+            self.max_num_active_reqs, self.num_waiting_for_streaming_input = 8, 0
+            self.parallel_config = SimpleNamespace(
+                tensor_parallel_size=1, data_parallel_size=RANKS, enable_expert_parallel=True
+            )
+            model = SimpleNamespace(
+                get_total_num_hidden_layers=lambda: LAYERS,
+                get_num_experts=lambda: EXPERTS,
+                hf_config=SimpleNamespace(to_dict=lambda: CONFIG),
+            )
+            how = {"strategy": "latency_aware", "device": "h200"}
+            self.vllm_config = SimpleNamespace(
+                model_config=model,
+                parallel_config=self.parallel_config,
+                additional_config={"coterie": {"scheduler": how}},
+            )
+
+        def schedule(self) -> str:
+            return "scheduled"
+
+    class Mixed(ExpertAwareMixin, Base):
+        pass
+
+    return Mixed()
+
+
+def connector_of(layers: int = LAYERS) -> Any:
+    """The scheduler's side of the connector, without what a running engine gives it."""
+    from coterie.engines.vllm.connector import CoterieConnector
+
+    connector: Any = object.__new__(CoterieConnector)
+    connector.map_in_force, connector._publisher, connector._store = None, None, SimpleNamespace()
+    connector._layer_ids, connector._counters, connector._logged = tuple(range(layers)), {}, set()
+    return connector
+
+
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize("nested", [False, True])
+def test_scheduler_costs_follow_the_map_that_the_state_has_after_each_rearrangement(
+    ranks: list[dict[str, Any]], nested: bool
+) -> None:
+    """From the tensors of EplbState through the worker's metadata to the prices of the strategy that chooses."""
+    from coterie.engines.vllm.connector import CoterieWorkerMetadata
+
+    connector = connector_of()
+    scheduler = scheduler_of(SimpleNamespace(_connectors=[SimpleNamespace(), connector]) if nested else connector)
+    connector._vllm_config = scheduler.vllm_config
+    assert scheduler.schedule() == "scheduled"
+    load = np.random.default_rng(0).random((LAYERS, EXPERTS))
+
+    def by_rank() -> np.ndarray:
+        rows = scheduler._chooser.strategy.cost.slot_loads(load)
+        return np.asarray(rows.reshape(LAYERS, RANKS, -1).sum(axis=2))
+
+    np.testing.assert_allclose(by_rank(), Placement.linear(LAYERS, EXPERTS, RANKS).rank_load(load))
+    for step, name in enumerate(("first", "second"), 1):
+        record = ranks[0]["state"][name]
+        (event,) = decode_expert_events(bytes.fromhex(record["published"])).events
+        assert isinstance(event, ExpertMap)
+        answer = SimpleNamespace(kv_connector_worker_meta=CoterieWorkerMetadata(step, event.slots))
+        connector.update_connector_output(answer)
+        connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=CoterieWorkerMetadata(step)))
+        assert scheduler.schedule() == "scheduled"
+        in_force = Placement(np.array(record["map"], np.int32), RANKS, EXPERTS)
+        np.testing.assert_allclose(by_rank(), in_force.rank_load(load))
+        assert connector.map_in_force[0].version == step
+
+
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.usefixtures("imported")
+def test_a_map_that_does_not_fit_leaves_the_prices_and_the_scheduler_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connector_of(layers=LAYERS + 1)
+    scheduler = scheduler_of(connector)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    slots = [row.astype("<u2").tobytes() for row in Placement.linear(LAYERS, EXPERTS, RANKS).slot_experts]
+    for version, rows in enumerate((slots, [], [slots[0][:3]]), 1):
+        wrong = ExpertMap(num_experts=EXPERTS, num_ranks=RANKS, version=version, slots=rows)
+        connector.map_in_force = wrong, tuple(range(LAYERS + 1))
+        before = scheduler._chooser.strategy
+        assert scheduler.schedule() == scheduler.schedule() == "scheduled"
+        assert scheduler._chooser.strategy is before
+        assert caplog.text.count(f"steps are not priced under expert map {version}") == 1
 
 
 @pytest.mark.vllm

@@ -174,7 +174,7 @@ async def check_shown(run: Run, control: LiveControl, fit: str) -> None:
     spec = run.running.parts.pools["decode"].spec
     assert control.as_configured(spec).fit == fit, "what is saved is the configured fit"
     advice = (await run.client.ask("GET", "/advice")).json
-    assert advice["advice"] is None or {"reason", "gain_pct", "applied", "before"} <= set(advice["advice"])
+    assert advice["advice"] is None or {"reason", "gain_pct", "state", "before"} <= set(advice["advice"])
 
 
 async def check_other_routers(run: Run, control: LiveControl, fit: str, serving: str) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
+from coterie.costs.exchange import row_trips_s
 from coterie.errors import ConfigError
 from coterie.placement import settle
-from coterie.placement.holdings import Held
+from coterie.placement.holdings import Demand, Held
+from coterie.placement.triggers.actions import ActionManager
 from coterie.types import Placement
 
 
@@ -32,3 +36,26 @@ def placement_from_held(held: Held, slots_per_rank: int, current: Placement | No
     if current is not None:
         rows = settle(current.slot_experts, rows, ranks)[0]
     return Placement(rows, ranks, experts)
+
+
+def cheapest_homes(manager: ActionManager, demand: Demand, held: Held) -> Held:
+    """Reassign all experts of each layer, one copy each, for the least link time of `demand` [rank, layer, expert].
+
+    Layers in which that saves nothing stay as they are.
+    """
+    row_s, result = row_trips_s(manager.topology, manager.row_bytes), held.copy()
+    room = -(-demand.shape[2] // len(demand))
+    for layer in range(demand.shape[1]):
+        asked = demand[:, layer]
+        home, expert = linear_sum_assignment(np.repeat(row_s.T @ asked, room, axis=0))
+        after = np.zeros_like(held[:, layer])
+        after[home // room, expert] = True
+        if _link_s(row_s, asked, after) < _link_s(row_s, asked, held[:, layer]):
+            result[:, layer] = after
+    return result
+
+
+def _link_s(row_s: NDArray[np.float64], asked: NDArray[np.float64], held: NDArray[np.bool_]) -> float:
+    """Return the link seconds of `asked` [rank, expert], each activation sent to the nearest rank that holds it."""
+    nearest = np.where(held[None], row_s[:, :, None], np.inf).min(axis=1)  # [rank, expert]
+    return float((asked * nearest).sum())

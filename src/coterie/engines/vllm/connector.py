@@ -123,7 +123,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_errors = 0
         self._layer_ids: tuple[int, ...] = ()
         self._publisher: EventPublisher | None = None
-        self._map_version = 0
+        self.map_in_force: tuple[ExpertMap, tuple[int, ...]] | None = None
+        """Scheduler: the newest map that the worker reported, and the model's layers that it is for."""
         self._sent = time.monotonic()
         self._sent_totals = (0, 0, 0)
         self._sent_load: Any = np.uint64(0)  # [layer, expert] tokens at the last report
@@ -305,16 +306,19 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, CoterieWorkerMetadata):
             self._processed = metadata.step
-            if metadata.slots is not None and self._publisher is not None:
+            if metadata.slots is not None:
                 parallel = self._vllm_config.parallel_config
-                self._map_version += 1
-                self._publisher.greeting = ExpertMap(
+                in_force = ExpertMap(
                     num_experts=self._vllm_config.model_config.get_num_experts(),
                     num_ranks=parallel.tensor_parallel_size * parallel.data_parallel_size,
-                    version=self._map_version,
+                    version=1 if self.map_in_force is None else self.map_in_force[0].version + 1,
                     slots=metadata.slots,
                 )
-                self._publisher.publish(self._publisher.greeting)
+                self._attached()  # for the layers
+                self.map_in_force = in_force, self._layer_ids
+                if self._publisher is not None:
+                    self._publisher.greeting = in_force
+                    self._publisher.publish(in_force)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,) * (self._group + 1))

@@ -101,6 +101,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "v1.request:Request.num_in_flight_tokens",
     ),
     "scheduler": (
+        "v1.core.sched.scheduler:Scheduler.connector",
         "v1.core.sched.scheduler:Scheduler.schedule",
         "v1.core.sched.scheduler:Scheduler.finished_recving_kv_req_ids",
         "v1.core.sched.scheduler:Scheduler.kv_holding_waiting | v1.core.sched.scheduler:Scheduler.skipped_waiting",

@@ -23,6 +23,7 @@ from coterie.batching.waiting import Chooser
 from coterie.engines.vllm.interfaces import fits
 from coterie.engines.waiting_settings import OrderingSettings
 from coterie.errors import ConfigError, check
+from coterie.wire.expert_events import ExpertMap
 
 if TYPE_CHECKING:
     from coterie.engines.vllm.waiting import ChosenQueue
@@ -51,6 +52,8 @@ class ExpertAwareMixin:
     _queues: Sequence[ChosenQueue] = ()
     _reported: dict[str, int] | None = None
     _next_report = 0.0
+    _priced: ExpertMap | None = None
+    """The map under which steps are priced; None for experts in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,7 +64,7 @@ class ExpertAwareMixin:
         mine: Any = self
         settings = read_settings(mine.vllm_config.additional_config)
         self._chooser, queues = chosen_queues(self, settings, partial(logger.warning, "coterie: %s"))
-        self._queues = tuple(queues.values())
+        self._settings, self._queues = settings, tuple(queues.values())
         vars(mine).update(queues)
         logger.info(
             "coterie: %s orders the waiting requests: %d at a time of a window of %d, skipped at most %s times each",
@@ -72,12 +75,30 @@ class ExpertAwareMixin:
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_map()
         for queue in self._queues:
             queue.order.refresh()
         if self._chooser is not None and time.monotonic() > self._next_report:
             self._report(asdict(self._chooser.counters))
         base: Any = super()
         return base.schedule(*args, **kwargs)
+
+    def _follow_map(self) -> None:
+        """Price steps under the expert map in force, if it is new; one that does not fit is logged and left out."""
+        if self._chooser is None or self._settings.device is None:
+            return
+        from coterie.engines.vllm.waiting import price_under, reported_map
+
+        mine: Any = self
+        seen = reported_map(mine.connector)
+        if seen is None or seen[0] is self._priced:
+            return
+        self._priced = seen[0]
+        try:
+            price_under(self, self._settings, self._chooser, *seen)
+            logger.info("coterie: steps are priced under expert map %d", seen[0].version)
+        except Exception as error:  # whatever the map is, requests go on under the prices before
+            logger.warning("coterie: steps are not priced under expert map %d: %s", seen[0].version, error)
 
     def _report(self, counters: dict[str, int]) -> None:
         self._next_report = time.monotonic() + REPORT_S

@@ -12,6 +12,8 @@ from coterie.batching.base import Loads
 from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 from coterie.costs.lines import StepCost
 from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
+from coterie.types import Placement
+from coterie.wire.expert_events import ExpertMap
 from coterie.wire.footprints import footprint_of
 
 
@@ -20,10 +22,10 @@ class SchedulerView(RequestView[Any]):
 
     def __init__(self, scheduler: Any, source: LoadSource, phase: str, report: WaitingReport) -> None:
         super().__init__(report)
-        self._scheduler, self._source, self._prefill = scheduler, source, phase == "prefill"
+        self._scheduler, self.source, self._prefill = scheduler, source, phase == "prefill"
 
     def share(self, request: Any) -> Loads | None:
-        return self._source.share(request.prompt_token_ids, footprint_of(request.kv_transfer_params))
+        return self.source.share(request.prompt_token_ids, footprint_of(request.kv_transfer_params))
 
     def tokens(self, request: Any) -> float:
         return float(max(1, request.num_tokens - request.num_computed_tokens)) if self._prefill else 1.0
@@ -117,13 +119,32 @@ def places(scheduler: Any) -> int:
     return int(getattr(scheduler, "max_num_active_reqs", None) or scheduler.max_num_running_reqs)
 
 
-def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
-    """Return the cost of this server's steps, or None without a device. Without expert parallelism, assume one rank."""
+def cost_of(scheduler: Any, settings: OrderingSettings, placement: Placement | None = None) -> StepCost | None:
+    """Return the cost of this server's steps under a placement, or None without a device.
+
+    Without a placement experts are in order; without expert parallelism, on one rank.
+    """
     if settings.device is None:
         return None
     config, parallel = scheduler.vllm_config, scheduler.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
-    return step_cost(settings.device, settings.phase, config.model_config.hf_config.to_dict(), places(scheduler), ranks)
+    model = config.model_config.hf_config.to_dict()
+    return step_cost(settings.device, settings.phase, model, places(scheduler), ranks, placement)
+
+
+def reported_map(connector: Any) -> tuple[ExpertMap, tuple[int, ...]] | None:
+    """Return the map in force and its layers as a CoterieConnector, alone or in a MultiConnector, knows it."""
+    each = (getattr(one, "map_in_force", None) for one in (connector, *getattr(connector, "_connectors", ())))
+    return next((seen for seen in each if seen is not None), None)
+
+
+def price_under(
+    scheduler: Any, settings: OrderingSettings, chooser: Chooser[Any], reported: ExpertMap, layer_ids: Sequence[int]
+) -> None:
+    """Price steps under this map of the model's layers `layer_ids` from now on. Raises CoterieError if it is none."""
+    source: LoadSource = chooser.view.source  # type: ignore[attr-defined]
+    cost = cost_of(scheduler, settings, source.placement(reported.placement(), layer_ids))
+    chooser.strategy = settings.make(cost)
 
 
 def chosen_queues(scheduler: Any, settings: OrderingSettings, tell: Any) -> tuple[Chooser[Any], dict[str, ChosenQueue]]:

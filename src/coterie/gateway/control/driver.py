@@ -150,7 +150,8 @@ class Driver:
         self._tell(now_s, streams)
 
     def _bind(self, fleet: SetUp) -> None:
-        self.loop.bind({entry.worker: entry.rank for entry in fleet.streams if entry.rank is not None})
+        rows = {entry.worker: entry.row for entry in fleet.streams if entry.row is not None}
+        self.loop.bind({entry.worker: entry.rank for entry in fleet.streams}, rows)
 
     def _advisor(self, shape: LoopShape) -> PlacementAdvisor | None:
         """Make the placement advisor; return None and store the reason if that fails: fits do not need it."""
@@ -220,7 +221,9 @@ class Driver:
         if self._no_advice is not None:
             status["no_advice"] = self._no_advice
         return ControlView(
-            status=status, advice=self._applier.shown(self.loop, self._epoch_s), loads=self.loads.as_maps()
+            status=status,
+            advice=None if self.loop.advisor is None else shown_advice(self.loop.advisor, self._epoch_s),
+            loads=self.loads.as_maps(),
         )
 
     def _event(self, event: ControlEvent) -> dict[str, Any]:
@@ -316,34 +319,36 @@ class Applier:
 
     def __init__(self, section: ControlSection) -> None:
         self._path = Path(section.map) if section.apply and section.map is not None else None
+        self._wait_s = section.confirm_s
         self._refused = 0
-        self.applied: Advice | None = None
-        """The last advice whose plan was written; None before the first."""
 
     def carry_out(self, loop: ControlLoop, now_s: float) -> list[ControlEvent]:
         advice = loop.advice
         if self._path is None or advice is None or advice.plan is None or advice.id == self._refused:
             return []
-        if advice.gain_next_pct is None:  # not yet evaluated on the next window
+        if advice.gain_next_pct is None or advice.state == "pending":  # pending: written; its workers load it
             return []
         try:
             advice.write(self._path)
         except (CoterieError, OSError) as error:
             self._refused = advice.id
             return [ControlEvent(now_s, "plan_kept", f"plan {advice.id} cannot be written to {self._path}: {error}")]
-        loop.applied(advice.id)
-        self.applied = advice
-        words = f"plan {advice.id} was written to {self._path}"
-        return [ControlEvent(now_s, "action", words, {"id": float(advice.id), "moves": float(advice.moves)})]
-
-    def shown(self, loop: ControlLoop, epoch_s: float) -> dict[str, Any] | None:
-        """Return the current advice as plain values, or the last one applied if the current one has no plan."""
-        applied = self.applied is not None and (loop.advice is None or loop.advice.plan is None)
-        advice = self.applied if applied else loop.advice
-        return None if advice is None else _advice_values(advice, epoch_s, applied)
+        loop.written(advice.id, str(self._path), self._wait_s)
+        return []
 
 
-def _advice_values(advice: Advice, epoch_s: float, applied: bool) -> dict[str, Any]:
+def shown_advice(advisor: PlacementAdvisor, epoch_s: float) -> dict[str, Any] | None:
+    """Return the current advice as plain values, or the last written one if the current one has no plan."""
+    advice = advisor.advice
+    if advisor.ended is not None and (advice is None or advice.plan is None):
+        advice = advisor.ended
+    if advice is None:
+        return None
+    maps = {worker: seen.version for worker, seen in advisor.reports.items()}
+    return _advice_values(advice, epoch_s) | {"maps": maps, "in_force": max(maps.values(), default=None)}
+
+
+def _advice_values(advice: Advice, epoch_s: float) -> dict[str, Any]:
     return {
         "id": advice.id,
         "at_s": advice.at_s + epoch_s,
@@ -357,7 +362,9 @@ def _advice_values(advice: Advice, epoch_s: float, applied: bool) -> dict[str, A
         "movement_s": advice.movement_s,
         "planning_s": advice.planning_s,
         "actions": [asdict(action) for action in advice.actions[:SHOWN_ACTIONS]],
-        "applied": applied,
+        "source": advice.source,
+        "state": advice.state,
+        "map_version": advice.map_version,
         "before": _ranks(advice.rank_s_before),
         "after": _ranks(advice.rank_s_after),
     }

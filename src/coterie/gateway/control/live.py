@@ -148,7 +148,8 @@ PAUSES_S = (0.5, 2.0, 10.0, 30.0)
 """Seconds before the first, second, … restart of a process that ended; later restarts use the last value."""
 STEADY_S = 60.0
 """Seconds of running after which a process counts as stable: the next pause is the shortest again."""
-LOGGED = frozenset(("refit_taken", "refit_failed", "swap_failed", "fall_back", "plan_made"))
+PLANS = ("plan_made", "plan_written", "plan_confirmed", "plan_not_taken")
+LOGGED = frozenset(("refit_taken", "refit_failed", "swap_failed", "fall_back", *PLANS))
 """Kinds of decisions that get a log line."""
 REFITS = {"refit_taken": "taken", "refit_kept": "kept", "refit_failed": "failed"}
 
@@ -266,14 +267,17 @@ class LiveControl:
             self.child.send(SentNames(requests))
 
     def _wanted(self, spec: RouterSpec) -> SetUp:
+        rows = {worker: row for row, worker in enumerate(self._pool.ids) if worker is not None}
         return SetUp(
             generation=self._generation,
             spec=spec,
-            rows=max((row + 1 for row, worker in enumerate(self._pool.ids) if worker is not None), default=1),
+            rows=max(rows.values(), default=0) + 1,
             section=self.section,
             folder=str(self.folder),
             streams=[
-                StreamEntry(worker.id, worker.expert_events, worker.secure_events, worker.placement_rank)
+                StreamEntry(
+                    worker.id, worker.expert_events, worker.secure_events, worker.placement_rank, rows.get(worker.id)
+                )
                 for worker in self._workers()
                 if worker.expert_events is not None
             ],

@@ -52,6 +52,8 @@ class StreamEntry(msgspec.Struct, frozen=True):
     """Whether the stream is encrypted with the fleet secret."""
     rank: int | None = None
     """The worker's `placement_rank`; None if it has none."""
+    row: int | None = None
+    """The worker's row in the decode pool; None if it is not there."""
 
 
 class SetUp(msgspec.Struct, tag=True, kw_only=True):

@@ -32,6 +32,7 @@ from coterie.gateway.control.messages import (
 )
 from coterie.gateway.control.streams import MOST_MESSAGE, ExpertStreams, Received
 from coterie.net.access import SECRET_VARIABLE, read_secret
+from coterie.types import Placement
 from coterie.wire.expert_events import ExpertMap
 
 NICE = 10
@@ -46,6 +47,8 @@ class Process:
         self._streams.watch(gateway.fileno())
         self._driver: Driver | None = None
         self._sent = SentRequests()
+        self._maps: dict[str, tuple[ExpertMap, Placement]] = {}
+        """Worker → the newest map that it has reported."""
         self._tick_s, self._generation = 1.0, 0
 
     def run(self) -> None:
@@ -67,12 +70,18 @@ class Process:
         event = received.event
         try:
             if isinstance(event, ExpertMap):
-                event.placement()
-                self.send(MapSeen(self._generation, received.worker, event))
+                self._maps[received.worker] = event, event.placement()
+                self._tell_map(received.worker)
             elif self._driver is not None:
                 self._driver.take(received.worker, event, now_s)
         except InputError as error:
             self._streams.refuse(received.worker, error)
+
+    def _tell_map(self, worker: str) -> None:
+        event, placement = self._maps[worker]
+        self.send(MapSeen(self._generation, worker, event))
+        if self._driver is not None:
+            self._driver.loop.follow(worker, event.version, placement)
 
     def send(self, message: FromLoop) -> None:
         self._gateway.sendall(pack_message(message))
@@ -103,6 +112,10 @@ class Process:
             except CoterieError as error:
                 self._driver = None
                 self.send(Unable(message.generation, str(error)))
+            workers = {entry.worker for entry in message.streams}
+            self._maps = {worker: seen for worker, seen in self._maps.items() if worker in workers}
+            for worker in self._maps:  # reported once; the gateway drops what it got with an older generation
+                self._tell_map(worker)
             # Last: events would pile up meanwhile. Without a loop too, for the maps that workers report.
             self._streams.follow(message.streams, MOST_MESSAGE if self._driver is None else self._driver.most_bytes)
 

@@ -254,7 +254,8 @@ def _decided(decisions: Sequence[Told]) -> str:
 
 
 def _changed(events: Sequence[Told]) -> str:
-    kinds = ("refit_taken", "fall_back", "plan_made", "refit_kept", "plan_kept", "refit_failed", "swap_failed", "drift")
+    kinds = {"refit_taken", "fall_back", "refit_kept", "refit_failed", "swap_failed", "drift", "plan_made", "plan_kept"}
+    kinds |= {"plan_confirmed", "plan_not_taken"}
     last = next((one for one in reversed(events) if one.get("kind") in kinds), None)
     if last is None:
         return ""

@@ -1,4 +1,4 @@
-"""Replicate, swap, rebalance: move a few experts at a time to the ranks whose own tokens activate them.
+"""Replicate, swap: move a few experts at a time to the ranks whose own tokens activate them.
 
 These actions follow the demand of each rank, so they lower the remote share of the activations. They do not balance
 the load; planners do. If requests are spread over ranks at random, every rank has the same demand: then a swap saves
@@ -87,7 +87,7 @@ class ActionSettings:
 PUBLISHED = ActionSettings(whole_experts=True)
 """Settings of the published manager, which acts on whole experts."""
 
-Kind = Literal["replicate", "swap", "rebalance", "skip"]
+Kind = Literal["replicate", "swap", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +173,6 @@ class ActionManager:
             done += event.kind != "skip"
         if not candidates and len(events) < self.topology.num_ranks:
             events.append(ActionEvent("skip", "no rank asks for an expert that it lacks", at_s))
-        return Cycle(work.result(), events)
-
-    def rebalance(self, demand: Demand, held: Held, at_s: float = 0.0) -> Cycle:
-        """Reassign all experts of each layer for least link time and fill extra slots by demand, if this saves enough.
-
-        The assignment of first copies is optimal for this demand; replicas are added greedily. Nearly all experts move.
-        """
-        work = _Work(self, demand, held)
-        events = [work.rebalance(unit, at_s) for unit in range(len(work.units))]
         return Cycle(work.result(), events)
 
     def check(self, demand: Demand, held: Held) -> None:
@@ -324,47 +315,3 @@ class _Work:
             self.move_s(c.source, c.target, len(layers)) if moved else 0.0,
             c.saving / self.settings.window_steps,
         )
-
-    # ------------------------------------------------------------------------------------------------------ rebalance
-
-    def rebalance(self, unit: int, at_s: float) -> ActionEvent:
-        from scipy.optimize import linear_sum_assignment  # slow to import
-
-        demand, held, layers = self.demand[unit], self.held[unit].copy(), self.units[unit]
-        ranks, experts = demand.shape
-        room = -(-experts // ranks)
-        rank_of, expert_of = linear_sum_assignment(np.repeat(self.row_s.T @ demand, room, axis=0))
-        after = np.zeros_like(held)
-        after[rank_of // room, expert_of] = True
-        self._fill(after, demand)
-        before_s = sum(self.cost(unit, expert) for expert in range(experts))
-        self.held[unit] = after
-        saving = before_s - sum(self.cost(unit, expert) for expert in range(experts))
-        moves = after & ~held
-        if not saving >= self.least_s or saving <= 0:
-            self.held[unit] = held
-            words = f"a new placement saves {saving * 1e6:.3g} us a window, less than {self.least_s * 1e6:.3g}"
-            return ActionEvent("skip", words, at_s, layers)
-        loading = (
-            int(moves[rank].sum()) * self.move_s(self.nearest(held[:, expert], rank), rank, len(layers))
-            for rank, expert in np.argwhere(moves).tolist()
-        )
-        return ActionEvent(
-            "rebalance",
-            f"{int(moves.sum())} moves to the homes that cost least",
-            at_s,
-            layers,
-            moved_bytes=float(moves.sum()) * len(layers) * self.manager.expert_bytes,
-            seconds=max(loading, default=0.0),
-            saving_s=saving / self.settings.window_steps,
-        )
-
-    def _fill(self, held: Held, demand: NDArray[np.float64]) -> None:
-        """Fill the extra slots with the experts that their ranks lack, by descending demand, up to the copy limit."""
-        wanted = np.where(held, 0.0, demand)
-        for flat in np.argsort(-wanted, axis=None, kind="stable").tolist():
-            rank, expert = divmod(flat, held.shape[1])
-            if wanted[rank, expert] <= 0:
-                break
-            if held[rank].sum() < self.slots and held[:, expert].sum() < self.settings.max_copies:
-                held[rank, expert] = True

@@ -252,6 +252,16 @@ class Rebalancer:
         self._now, self.topology = _Map(placement, given), topology or self.topology
         self.pending, self._next, self._fitted_at, self._due = 0, None, None, self.step
 
+    def forecast_sources(self, sources: NDArray[np.float64] | None) -> None:
+        """Forget by which rank tokens came, as after a change of the router.
+
+        `sources` [rank, layer, expert] are the tokens that each rank is expected to get; None: they are not known.
+        """
+        self._sources = None
+        if sources is not None:
+            self._sources = Forecast()
+            self._sources.update(sources, self._known)
+
     # ------------------------------------------------------------------------------------------------ a round
 
     def _plan(

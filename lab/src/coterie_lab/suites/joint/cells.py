@@ -23,7 +23,6 @@ import numpy as np
 from numpy.random import Generator
 
 from coterie.answers.fleet.bench import CONTEXT, ROOM, split
-from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
 from coterie.costs.exchange import BYTES_PER_VALUE, row_us
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
@@ -39,7 +38,8 @@ from coterie.sim.group import LockstepGroup
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
 from coterie_lab.suites.eldr.fleets import TRACES, recorded_source
 from coterie_lab.suites.eldr.synthetic import SyntheticSize, language_halves, language_source
-from coterie_lab.suites.held import placement_from_held
+from coterie_lab.suites.held import cheapest_homes, placement_from_held
+from coterie_lab.suites.joint.decode_batch import DecodeBatcher, DecodePrices
 from coterie_lab.suites.joint.loop import GroupLoop, GroupOutcome, summarise_group
 from coterie_lab.suites.shared import joined_by
 
@@ -279,7 +279,8 @@ def by_cluster(spec: ModelSpec, fitted: RouterFit) -> Placement:
     asked = fitted.profiles.reshape(RANKS, spec.num_moe_layers, spec.num_experts).astype(np.float64)
     settings = ActionSettings(extra_slots=0, min_saving_s=0.0)
     held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
-    return placement_from_held(manager_of(spec, settings).rebalance(asked, held).held, spec.num_experts // RANKS)
+    homes = cheapest_homes(manager_of(spec, settings), asked, held)
+    return placement_from_held(homes, spec.num_experts // RANKS)
 
 
 def slots_that_fit(spec: ModelSpec, dtype: WeightDtype, kv_tokens: int) -> int:

@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.batching.decode_batch import DecodeBatcher
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand
@@ -17,6 +16,7 @@ from coterie.routing import Decision, Fleet, Request, Router, RouterFit
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.group import GroupStep, LockstepGroup
 from coterie.types import Placement
+from coterie_lab.suites.joint.decode_batch import DecodeBatcher
 
 
 @runtime_checkable

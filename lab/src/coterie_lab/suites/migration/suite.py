@@ -29,7 +29,7 @@ from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
 from coterie_lab.suites.all_to_all.suite import measured
-from coterie_lab.suites.held import placement_from_held
+from coterie_lab.suites.held import cheapest_homes, placement_from_held
 from coterie_lab.suites.migration.memory import memory_notes, memory_rows
 from coterie_lab.suites.migration.traffic import TRACES, Domains, Windows, make_windows, read_domains
 from coterie_lab.suites.shared import Rows, as_is, distinct_values, existing_paths, known_model, number, plain
@@ -135,8 +135,8 @@ class Bench:
 
     def strategies(self) -> dict[str, Outcome]:
         planner = self.with_settings(extra_slots=0, min_saving_s=0.0)
-        planned = planner.rebalance(self.windows.planned_on * self.scale, self.static)
-        popular, extra = planned.held, max(1, self.experts_per_rank // 4)
+        popular = cheapest_homes(planner, self.windows.planned_on * self.scale, self.static)
+        extra = max(1, self.experts_per_rank // 4)
         return {
             "static": self.fixed(self.static),
             "popularity": self.fixed(popular)._replace(moved=float((popular & ~self.static).sum())),

@@ -13,6 +13,13 @@ export function facts(node, pairs) {
 const percent = (value) => (value === null || value === undefined ? "not known yet" : `${value.toFixed(1)}%`);
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${number(1000 * value)} ms` : `${number(value)} s`);
 
+function state(advice) {
+  if (advice.state === "pending") return "pending: written, workers have not reported it yet";
+  if (advice.state === "not_taken") return "not taken";
+  if (advice.state !== "applied") return "advice only";
+  return advice.map_version ? `in force since map ${advice.map_version}` : "written; no worker reports its map";
+}
+
 function action(one) {
   const known = (value) => value !== null && value !== undefined;
   const said = [words(one.kind ?? one.action ?? "action")];
@@ -53,7 +60,9 @@ export function placementPanel() {
       ["moves", `${number(advice.moves ?? 0)} (${bytes(advice.moved_bytes)})`],
       ["moving takes", seconds(advice.movement_s)],
       ["planning took", seconds(advice.planning_s)],
-      ["state", advice.applied ? "applied" : advice.planned === false ? "keep as it is" : "advice only"],
+      ["made of", advice.source === "actions" ? "single actions" : "a plan"],
+      ["state", advice.planned === false ? "keep as it is" : state(advice)],
+      ["map in force", advice.in_force ? `version ${advice.in_force}` : "no worker reports it"],
     ]);
     if (before?.rank_us?.length) {
       const values = { before: before.rank_us, after: after?.rank_us ?? [] };

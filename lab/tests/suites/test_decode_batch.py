@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
 from coterie.errors import ConfigError
+from coterie_lab.suites.joint.decode_batch import DecodeBatcher, DecodePrices
 
 PRICES = DecodePrices(fixed_us=100.0, request_us=10.0, remote_us=5.0)
 
