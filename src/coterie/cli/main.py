@@ -111,7 +111,7 @@ def _run() -> int | str | None:
         with handle_interrupts(), _one_line_warnings():
             if verb is not None:
                 announce(verb, VERBS[verb].compile_s)
-            code = _command()(standalone_mode=False)
+            code: int | str | None = _command()(standalone_mode=False)
             if code == INTERRUPTED:  # some versions of Typer return this code for Ctrl-C, others raise
                 raise KeyboardInterrupt
         if verb is not None and VERBS[verb].compile_s is not None and not code:
