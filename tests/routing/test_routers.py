@@ -194,6 +194,61 @@ def test_latency_aware_scores_are_its_formula() -> None:
         assert decision.worker == np.argmin(right)
 
 
+@given(st.lists(st.integers(0, 7), min_size=WORKERS, max_size=WORKERS), st.integers(0, 99), st.booleans())
+def test_places_do_not_matter_while_all_have_a_free_one(loads: list[int], seed: int, known: bool) -> None:
+    """Scores are bit for bit those of workers without a limit, so decisions are too."""
+    drawn = draw(WORKERS * 7 + 1, seed)
+    request = Request("r", 100, drawn.prefill[-1] if known else None, None, np.arange(WORKERS))
+    scores = []
+    for places in (8, 1 << 20):
+        fleet = fitted().fleet(places)
+        for worker, load in enumerate(loads):
+            for number in range(load):
+                profile = fitted().profile(drawn.prefill[7 * worker + number])
+                fleet.admit(f"{worker}-{number}", worker, 50 * number, profile)
+        scores.append(latency_aware().route(request, fleet).scores)
+    np.testing.assert_array_equal(*scores)
+
+
+def overfull(loads: list[int], places: int, rng: np.random.Generator) -> Fleet:
+    fleet, drawn = fitted().fleet(places), draw(sum(loads), 3)
+    for number, worker in enumerate(np.repeat(np.arange(len(loads)), loads)):
+        profile = fitted().profile(drawn.prefill[number])
+        fleet.admit(str(number), int(worker), int(rng.integers(2000)), profile)
+    return fleet
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_full_worker_is_priced_by_the_batch_it_runs_and_the_wait(known: bool) -> None:
+    places, loads = 4, [4, 5, 6, 7, 8, 9]
+    fleet = overfull(loads, places, np.random.default_rng(0))
+    counts = draw(1, 9).prefill[0]
+    decision = LatencyAware(fitted(), COST).route(Request("r", 100, counts if known else None), fleet)
+    half_way = (fleet.running + fleet.running.mean()) / 2
+    others = np.minimum(half_way, places - 1)
+    np.testing.assert_array_equal(fleet.expected, others)
+    queued, ahead = half_way - others, fleet.running - places + 1
+    held = (fleet.context_tokens + fleet.context_tokens.mean()) / 2 * others / half_way
+    touched = fleet.distinct if known else 0.0
+    added = (fleet.missed / 255) @ fitted().profile(counts) if known else 0.0
+    step = COST.fixed_us + COST.expert_us * touched + COST.request_us * others + COST.context_us * held
+    more = COST.expert_us * added + COST.request_us + COST.context_us * 100
+    right = step + (others + queued + 1) * more + ahead * (step + more) / places
+    np.testing.assert_allclose(decision.scores, right, rtol=1e-6)
+
+
+def test_a_step_of_a_full_worker_touches_no_more_experts_however_many_wait() -> None:
+    """Its own requests alone: every one that waits is as one that runs, so a batch of `places` touches as many."""
+    fleet = fitted().fleet(4)
+    profile = fitted().profile(draw(1, 1).prefill[0])
+    touched = []
+    for number in range(64):
+        for worker in range(WORKERS):
+            fleet.admit(f"{worker}-{number}", worker, 0, profile)
+        touched.append(float(fleet.distinct[0]))
+    assert max(touched[8:]) == pytest.approx(min(touched[8:]), rel=0.02), "only the prior still moves"
+
+
 def test_latency_aware_refuses_a_fleet_of_another_model() -> None:
     request = Request("r", 10, draw(1, 0).prefill[0])
     with pytest.raises(ConfigError, match=r"24 expert indices.* 30"):
