@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
 from coterie.answers.fleet.bench import Bench, bench_of, split
@@ -84,6 +85,8 @@ def routers_at(load: tuple[int, int, int], seed: int) -> dict[str, Measured]:
     made, rows = bench(*load, seed), {}
     chosen = {SHORTEST: made.router(SHORTEST), OURS: made.router(OURS), UNAWARE: Unaware(made.router(OURS))}
     for name, run, window in made.runs(chosen):
+        if name not in chosen:
+            continue
         summary = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
         rows[name] = Measured(
             summary.ttft.mean, summary.ttft.p99, summary.tpot.mean, summary.tpot.p99, summary.tokens_per_s
@@ -331,20 +334,25 @@ def waiting_at(load: tuple[int, int, int], seed: int) -> dict[str, Measured]:
     return {name: Loop(bench(*load, seed), **settings).serve() for name, settings in WAYS.items()}
 
 
+# Changes are against the first row of a load, paired by split, with 95% intervals by Student's t.
+
+
 def show(
     title: str,
     measure: Callable[[tuple[int, int, int], int], dict[str, Measured]],
     loads: Sequence[tuple[int, int, int]],
     seeds: int,
 ) -> None:
-    print(title, *Measured._fields, sep=" | ")
+    print(title, *(f"{name} | change, %" for name in Measured._fields), sep=" | ")
     for load in loads:
         runs = [measure(load, seed) for seed in range(seeds)]
         for name in runs[0]:
-            mean = np.mean([run[name] for run in runs], axis=0)
-            print(
-                "{} x {}, {} in flight".format(*load), name, *(f"{value:.2f}" for value in mean), sep=" | ", flush=True
-            )
+            values, base = (np.array([run[key] for run in runs]) for key in (name, next(iter(runs[0]))))
+            change = 100 * (values / base - 1)
+            half = stats.t.ppf(0.975, max(1, seeds - 1)) * change.std(axis=0, ddof=min(1, seeds - 1)) / np.sqrt(seeds)
+            columns = zip(values.mean(axis=0), change.mean(axis=0), half, strict=True)
+            row = (f"{value:.2f} | {mean:+.1f} ± {wide:.1f}" for value, mean, wide in columns)
+            print("{} x {}, {} in flight".format(*load), name, *row, sep=" | ", flush=True)
 
 
 if __name__ == "__main__":

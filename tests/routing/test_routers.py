@@ -364,7 +364,7 @@ USES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 @given(st.integers(1, 20), st.sampled_from([3, 64, 70, 128]), st.integers(0, 999))
 def test_the_experts_of_a_request_are_its_most_used(kind: str, top: int, experts: int, seed: int) -> None:
     use = USES[kind](np.random.default_rng(seed), experts)
-    bits = Joint(top=top)._bits(Request("r", 1, use))
+    bits = Joint(top=top).bits(Request("r", 1, use))
     assert bits is not None
     for layer in range(LAYERS):
         marked = [e for e in range(64 * bits.shape[1]) if int(bits[layer, e // 64]) >> (e % 64) & 1]
@@ -376,30 +376,3 @@ def test_the_experts_of_a_request_are_its_most_used(kind: str, top: int, experts
             assert len(marked) == len(right)
             least = use[layer, right].min()
             assert (use[layer, marked] >= least - 1e-6 * use[layer].sum()).all()
-
-
-@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 999))
-def test_a_batch_is_assigned_once_each_and_nobody_is_swamped(requests: int, workers: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    fleet = Fleet([100] * workers)
-    fleet.local = held([sorted(rng.choice(EXPERTS, 3, replace=False).tolist()) for _ in range(workers)])
-    drawn = draw(requests, seed)
-    batch = [Request(str(n), 100, drawn.prefill[n]) for n in range(requests)]
-    decisions = Joint().route_batch(batch, fleet)
-    assert len(decisions) == requests
-    counts = np.bincount([d.worker for d in decisions], minlength=workers)
-    assert counts.max() <= max(2 * requests / workers, max(1, int(1.5 * requests / workers)))
-
-
-def test_a_batch_puts_those_that_share_experts_together_and_keeps_capacity() -> None:
-    fleet = Fleet([3, 3])
-    fleet.local = held([list(range(EXPERTS)), list(range(EXPERTS))])
-    counts = np.zeros((4, LAYERS, EXPERTS), np.int64)
-    counts[[0, 2]] += np.isin(np.arange(EXPERTS), [0, 1])
-    counts[[1, 3]] += np.isin(np.arange(EXPERTS), [6, 7])
-    batch = [Request(str(n), 100, counts[n]) for n in (0, 2, 1, 3)]
-    chosen = [d.worker for d in Joint().route_batch(batch, fleet)]
-    assert chosen[0] == chosen[1]
-    assert chosen[2] == chosen[3]
-    full = Fleet([1, 1, 1])
-    assert sorted(d.worker for d in Joint().route_batch(batch[:3], full)) == [0, 1, 2]
