@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,27 +127,31 @@ class Loop:
         made = self.bench
         self.places, self.fleet = made.config.places, made.fitted.fleet(made.config.places)
         self.router, self.records = made.router(OURS), made.requests.recordings
+        assert self.records.footprint is not None
+        assert made.in_flight is not None
+        self.footprints, self.in_flight = self.records.footprint, made.in_flight
         self.workers = [Worker() for _ in range(made.config.decode_workers)]
         self.placed = PlacedStepModel(made.model)
         batch = Batch(decode_requests=self.places, decode_context=self.places * 512)
         self.step_cost = StepCost.of(made.model, batch)
         shape = made.model.spec.num_moe_layers, made.model.spec.num_experts
-        self.profiles = {
-            record: made.fitted.profile(self.records.footprint[record]) for record in range(len(self.records))
-        }
+        self.profiles = {record: made.fitted.profile(self.footprints[record]) for record in range(len(self.records))}
         self.loads = {record: profile.astype(float).reshape(shape) for record, profile in self.profiles.items()}
         self.skipped: Counter[int] = Counter()
         self.clock, self.serial, self.full_until = 0.0, 0, np.inf
         self.events: list[tuple[float, int, int]] = []
         self.line: list[int] = []
-        self.arrival, self.first, self.finish, self.resident = {}, {}, {}, {}
+        self.arrival: dict[int, float] = {}
+        self.first: dict[int, float] = {}
+        self.finish: dict[int, float] = {}
+        self.resident: dict[int, set[int]] = {}
         self.left = list(range(len(made.requests)))
         self.busy: set[int] = set()
         self.tokens: list[tuple[float, int]] = []
         self.mean_step = made.prices.fixed_us * 1e-6
 
     def serve(self) -> Measured:
-        for _ in range(self.bench.in_flight):
+        for _ in range(self.in_flight):
             self.arrive()
         self.start_all()
         while self.events:
@@ -156,7 +160,7 @@ class Loop:
                 self.end_step(worker)
             self.start_all()
         arrivals = np.array(sorted(self.arrival.values()))
-        since, until = arrivals[2 * self.bench.in_flight], self.full_until
+        since, until = arrivals[2 * self.in_flight], self.full_until
         inside = [r for r, at in self.arrival.items() if since <= at <= until]
         ttft = np.array([self.first[r] - self.arrival[r] for r in inside]) * 1e3
         out = self.bench.requests.output_tokens
@@ -172,7 +176,7 @@ class Loop:
     def asked(self, request: int) -> Request:
         record = self.record(request)
         prompt = int(self.bench.requests.prompt_tokens[request])
-        return Request(str(request), prompt, self.records.footprint[record], prefilled=True)
+        return Request(str(request), prompt, self.footprints[record], prefilled=True)
 
     def arrive(self) -> None:
         """The next request in order whose recording is not in flight."""
@@ -204,7 +208,7 @@ class Loop:
         step = prices.fixed_us + prices.expert_us * float((1.0 - cold).sum()) + prices.request_us * len(best)
         more = prices.expert_us * added + prices.request_us
         half_way = (all_running + self.fleet.running.mean()) / 2
-        return step + (half_way + 1) * more + (all_running - self.places + 1) * (step + more) / self.places
+        return float(step + (half_way + 1) * more + (all_running - self.places + 1) * (step + more) / self.places)
 
     def send(self, request: int, worker: int, delay_s: float) -> None:
         self.fleet.admit(str(request), worker, self.asked(request).prompt_tokens, self.profiles[self.record(request)])
@@ -319,7 +323,7 @@ class Loop:
             self.arrive()
 
 
-WAYS: dict[str, dict[str, object]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "at the worker, in order of arrival": {},
     "at the worker, by experts": {"trust": STEP_TRUST},
     "at the worker, by experts, trust 1": {"trust": 1.0},

@@ -207,7 +207,7 @@ def test_places_do_not_matter_while_all_have_a_free_one(loads: list[int], seed: 
                 profile = fitted().profile(drawn.prefill[7 * worker + number])
                 fleet.admit(f"{worker}-{number}", worker, 50 * number, profile)
         scores.append(latency_aware().route(request, fleet).scores)
-    np.testing.assert_array_equal(*scores)
+    np.testing.assert_array_equal(scores[0], scores[1])
 
 
 def overfull(loads: list[int], places: int, rng: np.random.Generator) -> Fleet:
