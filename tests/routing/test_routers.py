@@ -194,6 +194,61 @@ def test_latency_aware_scores_are_its_formula() -> None:
         assert decision.worker == np.argmin(right)
 
 
+@given(st.lists(st.integers(0, 7), min_size=WORKERS, max_size=WORKERS), st.integers(0, 99), st.booleans())
+def test_places_do_not_matter_while_all_have_a_free_one(loads: list[int], seed: int, known: bool) -> None:
+    """Scores are bit for bit those of workers without a limit, so decisions are too."""
+    drawn = draw(WORKERS * 7 + 1, seed)
+    request = Request("r", 100, drawn.prefill[-1] if known else None, None, np.arange(WORKERS))
+    scores = []
+    for places in (8, 1 << 20):
+        fleet = fitted().fleet(places)
+        for worker, load in enumerate(loads):
+            for number in range(load):
+                profile = fitted().profile(drawn.prefill[7 * worker + number])
+                fleet.admit(f"{worker}-{number}", worker, 50 * number, profile)
+        scores.append(latency_aware().route(request, fleet).scores)
+    np.testing.assert_array_equal(scores[0], scores[1])
+
+
+def overfull(loads: list[int], places: int, rng: np.random.Generator) -> Fleet:
+    fleet, drawn = fitted().fleet(places), draw(sum(loads), 3)
+    for number, worker in enumerate(np.repeat(np.arange(len(loads)), loads)):
+        profile = fitted().profile(drawn.prefill[number])
+        fleet.admit(str(number), int(worker), int(rng.integers(2000)), profile)
+    return fleet
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_full_worker_is_priced_by_the_batch_it_runs_and_the_wait(known: bool) -> None:
+    places, loads = 4, [4, 5, 6, 7, 8, 9]
+    fleet = overfull(loads, places, np.random.default_rng(0))
+    counts = draw(1, 9).prefill[0]
+    decision = LatencyAware(fitted(), COST).route(Request("r", 100, counts if known else None), fleet)
+    half_way = (fleet.running + fleet.running.mean()) / 2
+    others = np.minimum(half_way, places - 1)
+    np.testing.assert_array_equal(fleet.expected, others)
+    queued, ahead = half_way - others, fleet.running - places + 1
+    held = (fleet.context_tokens + fleet.context_tokens.mean()) / 2 * others / half_way
+    touched = fleet.distinct if known else 0.0
+    added = (fleet.missed / 255) @ fitted().profile(counts) if known else 0.0
+    step = COST.fixed_us + COST.expert_us * touched + COST.request_us * others + COST.context_us * held
+    more = COST.expert_us * added + COST.request_us + COST.context_us * 100
+    right = step + (others + queued + 1) * more + ahead * (step + more) / places
+    np.testing.assert_allclose(decision.scores, right, rtol=1e-6)
+
+
+def test_a_step_of_a_full_worker_touches_no_more_experts_however_many_wait() -> None:
+    """Its own requests alone: every one that waits is as one that runs, so a batch of `places` touches as many."""
+    fleet = fitted().fleet(4)
+    profile = fitted().profile(draw(1, 1).prefill[0])
+    touched = []
+    for number in range(64):
+        for worker in range(WORKERS):
+            fleet.admit(f"{worker}-{number}", worker, 0, profile)
+        touched.append(float(fleet.distinct[0]))
+    assert max(touched[8:]) == pytest.approx(min(touched[8:]), rel=0.02), "only the prior still moves"
+
+
 def test_latency_aware_refuses_a_fleet_of_another_model() -> None:
     request = Request("r", 10, draw(1, 0).prefill[0])
     with pytest.raises(ConfigError, match=r"24 expert indices.* 30"):
@@ -309,7 +364,7 @@ USES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 @given(st.integers(1, 20), st.sampled_from([3, 64, 70, 128]), st.integers(0, 999))
 def test_the_experts_of_a_request_are_its_most_used(kind: str, top: int, experts: int, seed: int) -> None:
     use = USES[kind](np.random.default_rng(seed), experts)
-    bits = Joint(top=top)._bits(Request("r", 1, use))
+    bits = Joint(top=top).bits(Request("r", 1, use))
     assert bits is not None
     for layer in range(LAYERS):
         marked = [e for e in range(64 * bits.shape[1]) if int(bits[layer, e // 64]) >> (e % 64) & 1]
@@ -321,30 +376,3 @@ def test_the_experts_of_a_request_are_its_most_used(kind: str, top: int, experts
             assert len(marked) == len(right)
             least = use[layer, right].min()
             assert (use[layer, marked] >= least - 1e-6 * use[layer].sum()).all()
-
-
-@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 999))
-def test_a_batch_is_assigned_once_each_and_nobody_is_swamped(requests: int, workers: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    fleet = Fleet([100] * workers)
-    fleet.local = held([sorted(rng.choice(EXPERTS, 3, replace=False).tolist()) for _ in range(workers)])
-    drawn = draw(requests, seed)
-    batch = [Request(str(n), 100, drawn.prefill[n]) for n in range(requests)]
-    decisions = Joint().route_batch(batch, fleet)
-    assert len(decisions) == requests
-    counts = np.bincount([d.worker for d in decisions], minlength=workers)
-    assert counts.max() <= max(2 * requests / workers, max(1, int(1.5 * requests / workers)))
-
-
-def test_a_batch_puts_those_that_share_experts_together_and_keeps_capacity() -> None:
-    fleet = Fleet([3, 3])
-    fleet.local = held([list(range(EXPERTS)), list(range(EXPERTS))])
-    counts = np.zeros((4, LAYERS, EXPERTS), np.int64)
-    counts[[0, 2]] += np.isin(np.arange(EXPERTS), [0, 1])
-    counts[[1, 3]] += np.isin(np.arange(EXPERTS), [6, 7])
-    batch = [Request(str(n), 100, counts[n]) for n in (0, 2, 1, 3)]
-    chosen = [d.worker for d in Joint().route_batch(batch, fleet)]
-    assert chosen[0] == chosen[1]
-    assert chosen[2] == chosen[3]
-    full = Fleet([1, 1, 1])
-    assert sorted(d.worker for d in Joint().route_batch(batch[:3], full)) == [0, 1, 2]

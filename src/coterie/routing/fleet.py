@@ -10,8 +10,9 @@ where p is the probability that a token of a request activates the expert. Addin
 then expected to touch ``sum(q x missed)`` more experts per step. The values describe the requests that will run beside
 a request that arrives now. Requests have similar durations, so on average half of these are running now and half arrive
 later. Therefore `expected`, their number, is half way between the worker's requests (`in_flight`) and the fleet's mean.
-The mean over requests is taken half over the running requests, half over the worker's *prior*: the requests that the
-worker usually gets, from calibration at first, then a moving average of the requests that arrived.
+On a full worker it is at most one less than its places: a step runs no more, the others wait. The mean over requests is
+taken half over the running requests, half over the worker's *prior*: the requests that the worker usually gets, from
+calibration at first, then a moving average of the requests that arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.errors import ConfigError, check
 
 MOST_CERTAIN = 0.999
@@ -300,6 +301,7 @@ class Fleet:
                 self._mean,
                 self.alive,
                 self.in_flight,
+                self.places,
                 self._profiled,
                 self._logs,
                 self._prior_logs,
@@ -344,6 +346,16 @@ def _count_in(
 def shown(number: int) -> str:
     """Return a number as text for a message; Python refuses to print a number of thousands of digits."""
     return str(number) if abs(number) < 1 << 64 else f"a number of {number.bit_length()} bits"
+
+
+@helper()
+def beside(running: int, mean: float, places: int) -> float:
+    """Return how many requests are expected to run beside a request that arrives now; `mean` is the fleet's load.
+
+    On a full worker it waits until it is one of `places` in a step.
+    """
+    half_way = (running + mean) / 2
+    return half_way if running < places else min(half_way, places - 1.0)
 
 
 # Without fastmath, which assumes that no value is NaN.
@@ -392,6 +404,7 @@ def _refresh(
     mean: float,
     alive: NDArray[np.bool_],
     in_flight: NDArray[np.int64],
+    places: NDArray[np.int64],
     profiled: NDArray[np.int64],
     logs: NDArray[np.int32],
     prior: NDArray[np.int32],
@@ -410,7 +423,7 @@ def _refresh(
     mean = now if stale else mean
     for every in range(len(alive)):
         if stale or every == worker:
-            count, expected[every] = profiled[every], (in_flight[every] + mean) / 2
+            count, expected[every] = profiled[every], beside(in_flight[every], mean, places[every])
             running_share, arriving = 0.0, expected[every]
             if count:
                 running_share, arriving = arriving / (2 * count), arriving / 2

@@ -6,7 +6,10 @@ A request that joins n others makes each of their steps longer, and waits for th
     (n + 1) x T(D + d, n + 1) - n x T(D, n)
 
 where d is the number of experts the request is expected to add to those that the worker's requests touch anyway, from
-their probabilities of missing an expert (:mod:`coterie.routing.fleet`). Similarity and load are both expressed as time,
+their probabilities of missing an expert (:mod:`coterie.routing.fleet`). A worker never runs more than its `places` in a
+step. If all are taken, T is the step of a full batch, the request waits for one more place to become free than requests
+wait now, each of which takes T ÷ places per token of a request, and those that wait pay for longer steps as well.
+Similarity and load are both expressed as time,
 so no weight needs tuning: where experts do not matter, this is the shortest queue; where they do, requests that share
 experts gather. It needs no clusters, which would become stale; those of calibration requests only give empty workers a
 prior. Prompt tokens missing from the worker's cache are paid once, spread over the tokens a request decodes: all who
@@ -28,7 +31,7 @@ from coterie.costs.lines import PREFILL, TRANSFER, DecodeStepPrices, added_us, d
 from coterie.registry import needs
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fitted import FIT_HINT, RouterFit
-from coterie.routing.fleet import Fleet
+from coterie.routing.fleet import Fleet, beside
 from coterie.routing.forecast import turn_to_forecast
 from coterie.routing.learned import SCALE, products
 from coterie.routing.picking import chosen, lowest_scored
@@ -113,7 +116,8 @@ def _cheapest(
     """Return the cheapest worker. Turns counts in `profile` [expert index] into a forecast.
 
     Fills `added` [worker], the experts added to a step, and `scores` [worker]. The context, and without a profile the
-    number of requests, are half way between the worker's own and the fleet's mean, as `expected` is.
+    number of requests, are half way between the worker's own and the fleet's mean, as `expected` is. On a full worker
+    `ahead` places must become free first, and `queued` requests wait at a time: longer steps delay them too.
     """
     known = len(profile) > 0
     if known:
@@ -126,14 +130,19 @@ def _cheapest(
             requests += running[worker]
             kept += context[worker]
     costs = np.empty(len(alive))
+    mean = requests / max(1, living)
     for worker in range(len(alive)):
         added[worker] = added[worker] / SCALE if known else 0.0
-        others = expected[worker] if known else (running[worker] + requests / max(1, living)) / 2
+        others = expected[worker] if known else beside(running[worker], mean, places[worker])
         held = (context[worker] + kept / max(1, living)) / 2
+        ahead, queued = max(0, running[worker] - places[worker] + 1), 0.0
+        if ahead > 0:
+            queued = max(0.0, (running[worker] + mean) / 2 - others)
+            held *= others / max(others + queued, 1.0)
         touched = distinct[worker] if known else 0.0
         step = decode_us(prices, touched, others, held)
         more = added_us(prices, 0.0, added[worker], 1.0, prompt)
-        cost = step + (others + 1.0) * more
+        cost = step + (others + queued + 1.0) * more + ahead * (step + more) / places[worker]
         if len(cached):
             once = prices[TRANSFER] if prefilled else prices[PREFILL] * (others + 1.0)
             cost += once * (prompt - cached[worker])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,26 +13,19 @@ from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand
 from coterie.routing import Decision, Fleet, Request, Router, RouterFit
+from coterie.routing.joint import Joint
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.group import GroupStep, LockstepGroup
 from coterie.types import Placement
 from coterie_lab.suites.joint.decode_batch import DecodeBatcher
-
-
-@runtime_checkable
-class BatchRouter(Router, Protocol):
-    """A router that can also decide for several requests together."""
-
-    def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-        """Return one decision per request, in order, for requests that arrive together."""
-        ...
+from coterie_lab.suites.joint.together import route_together
 
 
 def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-    """Route and admit requests that arrive together: in one call with a `BatchRouter`, else one by one."""
+    """Route and admit requests that arrive together: the joint router decides for all at once, others one by one."""
     decisions: Iterable[Decision] = (router.route(request, fleet) for request in requests)  # each after admissions
-    if isinstance(router, BatchRouter) and len(requests) > 1:
-        decisions = router.route_batch(requests, fleet)
+    if isinstance(router, Joint) and len(requests) > 1:
+        decisions = route_together(router, requests, fleet)
     admitted = []
     for request, decision in zip(requests, decisions, strict=True):
         fleet.admit(request.id, decision.worker, request.prompt_tokens, decision.profile)
