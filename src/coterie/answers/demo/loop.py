@@ -24,7 +24,7 @@ from coterie.answers.load.steps import read_steps
 from coterie.answers.load.workload import LONGEST, TEMPLATE_TOKENS, LoadRequest, Message, that_fit
 from coterie.answers.suites import Report
 from coterie.engines.vllm.recording import Subscriber, hear
-from coterie.errors import InputError, UnavailableError
+from coterie.errors import InputError, UnavailableError, check
 from coterie.footprints import footprint
 from coterie.footprints.positions import ROWS
 from coterie.gateway.embedded import EmbeddedFleet
@@ -133,8 +133,7 @@ class RoutedLoop:
             return await self._client.ask(request, self._asking, planned, name=names[request.number])
 
         def done(outcome: RequestOutcome) -> None:
-            if outcome.failure is not None:
-                raise UnavailableError(f"request {outcome.request} failed: {outcome.problem}")
+            check(outcome.failure is None, f"request {outcome.request} failed: {outcome.problem}", UnavailableError)
             self._report(doing, len(run.outcomes), len(requests))
 
         try:
@@ -149,11 +148,12 @@ class RoutedLoop:
         # Prefill makes the first token of an answer, so a request has one decode row less than output tokens.
         expected = sum(answer.event.output_tokens - 1 for answer in answers)
         rows = [int(steps[:, ROWS].sum()) for steps in logs]
-        if sum(rows) != expected:
-            raise UnavailableError(
-                f"the decode workers computed {sum(rows)} rows, {expected} were expected (by worker: {rows}): they "
-                "served other requests too"
-            )
+        check(
+            sum(rows) == expected,
+            f"the decode workers computed {sum(rows)} rows, {expected} were expected (by worker: {rows}): they "
+            "served other requests too",
+            UnavailableError,
+        )
         return RouterRun(router, logs, wall_s, answers)
 
     async def _events(self, wanted: set[str]) -> dict[str, tuple[int, RequestExperts]]:
@@ -165,8 +165,11 @@ class RoutedLoop:
                 for event in await asyncio.to_thread(list, listener.events(0.1)):
                     if isinstance(event, RequestExperts) and event.request_id in wanted:
                         events[event.request_id] = worker, event
-        if missing := len(wanted) - len(events):
-            raise UnavailableError(f"{missing} of {len(wanted)} requests came without an expert event")
+        check(
+            not (missing := len(wanted) - len(events)),
+            f"{missing} of {len(wanted)} requests came without an expert event",
+            UnavailableError,
+        )
         return events
 
 
@@ -177,8 +180,7 @@ def _calibration(run: RouterRun) -> Calibration:
         ids = event.ids()
         before.append(footprint(ids[: event.prompt_tokens], event.num_experts))
         after.append(footprint(ids[event.prompt_tokens :], event.num_experts))
-    if not before:
-        raise InputError(f"none of {len(run.answers)} answers had more than one token: nothing to learn from")
+    check(before, f"none of {len(run.answers)} answers had more than one token: nothing to learn from", InputError)
     return Calibration(
         prefill=np.asarray(before, np.uint32),
         decode=np.asarray(after, np.uint32),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import UnavailableError
+from coterie.errors import UnavailableError, check
 from coterie.footprints.positions import COLUMNS, DISTINCT, ROWS, LoggedSteps
 from coterie.net.http_client import Client
 
@@ -22,10 +22,11 @@ from coterie.net.http_client import Client
 async def read_steps(client: Client, after: int | None = None) -> LoggedSteps:
     """Return the logged steps of a reference worker after its first `after` steps; None returns all that it keeps."""
     status, text = await client.call("GET", "/steps" if after is None else f"/steps?after={after}")
-    if status != 200:
-        raise UnavailableError(
-            f"{client.url}/steps: HTTP {status}: not a reference worker, or not its key; {text[:200]}"
-        )
+    check(
+        status == 200,
+        f"{client.url}/steps: HTTP {status}: not a reference worker, or not its key; {text[:200]}",
+        UnavailableError,
+    )
     found = json.loads(text)
     return LoggedSteps(found["total"], np.array(found["steps"], np.float64).reshape(-1, len(COLUMNS)))
 

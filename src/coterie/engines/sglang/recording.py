@@ -265,11 +265,12 @@ async def _recorder(
     sending.report("Waiting for the dump", 0, 1)
     await _control(client, "dump")
     files = await new_dumps(folder, before)
-    if not files:
-        raise UnavailableError(
-            f"no new dump appeared in {folder} within {DUMP_WAIT_S:g} s: give the folder the server has in {DUMP_DIR} "
-            "(/tmp without it)"
-        )
+    check(
+        files,
+        f"no new dump appeared in {folder} within {DUMP_WAIT_S:g} s: give the folder the server has in {DUMP_DIR} "
+        "(/tmp without it)",
+        UnavailableError,
+    )
     name = model or str(info.get("model_path") or "unknown")
     trace = read_dumps(files, ReadOptions(model=name.rstrip("/").rsplit("/", 1)[-1]), ranks_sharing_tokens(info))
     trace.save(out)
@@ -295,8 +296,7 @@ async def _meanwhile(client: Client, info: Mapping[str, Any], sending: Sending, 
     async with aclosing(_send(sending, client, served)) as answers:
         async for answer in answers:
             tally.note(answer)
-    if not tally.done:
-        raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")
+    check(tally.done, f"{client.url}: nothing was recorded: {tally.summary}", UnavailableError)
 
 
 # Answers of SGLang with routed experts, parsed to rows of a trace.

@@ -21,7 +21,7 @@ import numpy as np
 from coterie.engines.optional import torch
 from coterie.engines.torch_ep.layer import ExpertParallelLayers
 from coterie.engines.torch_ep.mover import MIGRATION, Ended, Mover
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.placement.migration.migrator import (
     BeginTransfer,
     Cancel,
@@ -68,16 +68,15 @@ class LiveMigration:
 
     def __init__(self, layers: ExpertParallelLayers, schedule: Schedule, mover: Mover) -> None:
         weights = layers.weights
-        if schedule.limits.expert_bytes != weights.expert_bytes:
-            raise ConfigError(
-                f"the schedule's expert_bytes={schedule.limits.expert_bytes:g} "
-                f"must be the weights' {weights.expert_bytes}"
-            )
-        if len(weights.free) < schedule.staging_experts:
-            raise ConfigError(
-                f"the weights have staging for {len(weights.free)} experts; "
-                f"the schedule may use {schedule.staging_experts}"
-            )
+        check(
+            schedule.limits.expert_bytes == weights.expert_bytes,
+            f"the schedule's expert_bytes={schedule.limits.expert_bytes:g} must be the weights' {weights.expert_bytes}",
+        )
+        check(
+            len(weights.free) >= schedule.staging_experts,
+            f"the weights have staging for {len(weights.free)} experts; "
+            f"the schedule may use {schedule.staging_experts}",
+        )
         self._layers, self._mover, self._schedule = layers, mover, schedule
         self._migrator = Migrator(schedule)
         self._staged: dict[int, int | None] = {}  # transfer → staging row of this rank

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from coterie.engines.optional import dist, torch
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.weights import SlotWeights
-from coterie.errors import UnavailableError
+from coterie.errors import UnavailableError, check
 from coterie.placement.base import HOST
 from coterie.placement.migration.rounds import Transfer
 
@@ -129,13 +129,15 @@ class Mover:
         if job.into_row is None:
             raise UnavailableError(job.error)
         sends, checksum = self._receive_numbers(HEADER, source, 2)
-        if not sends:
-            raise UnavailableError(f"rank {source} could not send expert {job.transfer.expert}")
+        check(sends, f"rank {source} could not send expert {job.transfer.expert}", UnavailableError)
         row = self.weights.block[job.into_row]
         arriving = row if row.device.type == "cpu" else torch.empty_like(row, device="cpu")
         dist.recv(arriving, source, group=self._messages, tag=WEIGHTS)
-        if _checksum(arriving) != checksum:
-            raise UnavailableError(f"expert {job.transfer.expert} arrived damaged from rank {source}")
+        check(
+            _checksum(arriving) == checksum,
+            f"expert {job.transfer.expert} arrived damaged from rank {source}",
+            UnavailableError,
+        )
         if arriving is not row:
             row.copy_(arriving)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from coterie.engines.optional import torch
-from coterie.errors import ConfigError, check_one_of
+from coterie.errors import check, check_one_of
 from coterie.types import Placement
 
 Activation = Literal["silu", "relu"]
@@ -31,10 +31,10 @@ class SlotWeights:
         self.load = load
         up, down = load(0, int(placement.slot_experts[0, 0]))
         self.inner, self.hidden = int(down.shape[1]), int(down.shape[0])
-        if tuple(up.shape) != (2 * self.inner, self.hidden):
-            raise ConfigError(
-                f"gate and up have shape {tuple(up.shape)}; down asks for {(2 * self.inner, self.hidden)}"
-            )
+        check(
+            tuple(up.shape) == (2 * self.inner, self.hidden),
+            f"gate and up have shape {tuple(up.shape)}; down asks for {(2 * self.inner, self.hidden)}",
+        )
         per_rank, layers = placement.slots_per_rank, placement.num_layers
         count = layers * per_rank + staging
         self.block = torch.empty((count, 3 * self.inner * self.hidden), dtype=up.dtype, device=up.device)

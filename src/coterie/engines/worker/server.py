@@ -40,7 +40,7 @@ from coterie.engines.worker.protocol import (
 from coterie.engines.worker.requests import Output, Text, WorkerRequest
 from coterie.engines.worker.tokenising import Tokenising
 from coterie.engines.worker.transfer import GRANT_HEADER, GrantError
-from coterie.errors import ConfigError, InputError, UnavailableError
+from coterie.errors import ConfigError, InputError, UnavailableError, check
 from coterie.net.access import shows_key
 from coterie.net.http1 import Headers, HttpError, HttpRequest, HttpServer, Limits, Responder
 from coterie.net.processes import bind
@@ -89,8 +89,7 @@ def serve_engine(kind: type[Engine], config: WorkerConfig, ready: Callable[[str]
 
 def check_requirements() -> None:
     missing = [module for module in NEEDS if find_spec(module) is None]
-    if missing:
-        raise UnavailableError(f"the worker needs {', '.join(missing)}: pip install 'coterie[torch]'")
+    check(not missing, f"the worker needs {', '.join(missing)}: pip install 'coterie[torch]'", UnavailableError)
 
 
 class Server:
@@ -137,8 +136,7 @@ class Server:
             shown = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
             ready(f"http://{shown}:{self.port}")
             await stop.wait()
-            if self.engine.failure is not None:
-                raise UnavailableError(f"the engine failed: {self.engine.failure}")
+            check(self.engine.failure is None, f"the engine failed: {self.engine.failure}", UnavailableError)
             await self._drain()
         finally:
             await self.http.close(CLOSE_S)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 BLOCK = 4096
 """Rows compared at a time: 64 MB of float32 at a width of 4,096."""
@@ -35,11 +35,10 @@ class NearestTokens:
     """Finds the nearest of the seen tokens; if tied, the one with the lowest id."""
 
     def __init__(self, embeddings: NDArray[np.floating], seen: NDArray[np.integer]) -> None:
-        if embeddings.ndim != 2 or 0 in embeddings.shape or embeddings.dtype.kind != "f":
-            raise ConfigError(
-                f"embeddings is {embeddings.dtype} {embeddings.shape}; expected floating point [vocabulary, width], "
-                "none 0"
-            )
+        check(
+            embeddings.ndim == 2 and 0 not in embeddings.shape and embeddings.dtype.kind == "f",
+            f"embeddings is {embeddings.dtype} {embeddings.shape}; expected floating point [vocabulary, width], none 0",
+        )
         self.embeddings = embeddings
         self._lengths = np.concatenate([_lengths(part) for part in _blocks(embeddings)])
         for token in np.flatnonzero(~(self._lengths <= _LONGEST)):

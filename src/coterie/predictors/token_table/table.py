@@ -19,7 +19,15 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_new_file, check_not_negative, check_share, require_fitted
+from coterie.errors import (
+    ConfigError,
+    check,
+    check_at_least,
+    check_new_file,
+    check_not_negative,
+    check_share,
+    require_fitted,
+)
 from coterie.predictors.base import (
     ActivationRates,
     FallsBack,
@@ -109,8 +117,7 @@ class TokenTable(FallsBack):
         if phase is not None:
             at = at[tokens.phase[at] == phase]
         ids = tokens.token_ids[at]
-        if int(ids.min()) < 0:
-            raise ConfigError(f"token_ids holds {int(ids.min())}; it must not be negative")
+        check(int(ids.min()) >= 0, f"token_ids holds {int(ids.min())}; it must not be negative")
         at = at[np.argsort(ids, kind="stable")]
         seen, counts = np.unique(ids, return_counts=True)
         ends = np.cumsum(counts)
@@ -118,8 +125,7 @@ class TokenTable(FallsBack):
         kept = min(meta.num_experts, self.experts_kept or 2 * meta.top_k)
         keep, experts, weights = empty_rows(counts, meta.num_layers, kept, meta.num_experts, self.max_bytes)
         bad = count_rows(tokens.expert_ids, at, (ends - counts)[keep], ends[keep], meta.num_experts, experts, weights)
-        if bad >= 0:
-            raise ConfigError(f"token {bad} activates an expert outside 0 … {meta.num_experts - 1}")
+        check(bad < 0, f"token {bad} activates an expert outside 0 … {meta.num_experts - 1}")
         self.rows_ = TokenRows(
             token_ids=seen[keep].astype(np.int32),
             counts=counts[keep].astype(np.int64),
@@ -170,8 +176,7 @@ class TokenTable(FallsBack):
         """
         rows, popularity = self.rows, self.rows.popularity
         size = popularity.top_k if k is None else k
-        if not 1 <= size <= self.num_experts:
-            raise ConfigError(f"k={size} must be in 1 … num_experts={self.num_experts}")
+        check(1 <= size <= self.num_experts, f"k={size} must be in 1 … num_experts={self.num_experts}")
         nearest = self._nearest_rows(np.asarray(token_ids, np.int64))
         shape = (len(nearest.rows), self.num_layers)
         experts, share, prior = np.zeros((*shape, size), np.int64), np.zeros(shape), np.zeros(shape)
@@ -188,10 +193,10 @@ class TokenTable(FallsBack):
         `held` [rank, layer, expert] describes a placement. Shares are smoothed by `confidence_smoothing`.
         """
         rows, popularity = self.rows, self.rows.popularity
-        if held.shape[1:] != popularity.per_token.shape:
-            raise ConfigError(
-                f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {popularity.per_token.shape})"
-            )
+        check(
+            held.shape[1:] == popularity.per_token.shape,
+            f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {popularity.per_token.shape})",
+        )
         everyone = np.einsum("le,rle->lr", popularity.per_token, held) / popularity.top_k  # [layer, rank]
         out = np.zeros((len(rows.token_ids), self.num_layers, len(held)), np.float32)
         trust = rows.counts / (rows.counts + self.confidence_smoothing)
@@ -211,8 +216,10 @@ class TokenTable(FallsBack):
         `held` [rank, layer, expert] describes a placement. The shares sum to 1 unless experts have replicas.
         """
         load = self.predict(request)
-        if held.shape[1:] != load.shape:
-            raise ConfigError(f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {load.shape})")
+        check(
+            held.shape[1:] == load.shape,
+            f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {load.shape})",
+        )
         return np.asarray(np.einsum("le,rle->r", load, held) / max(float(load.sum()), np.finfo(float).tiny))
 
     def _nearest_rows(self, token_ids: NDArray[np.int64]) -> Nearest:
