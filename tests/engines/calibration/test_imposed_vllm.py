@@ -18,7 +18,7 @@ SCRIPT = """
 import json, sys
 import numpy as np
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from coterie.engines.calibration import calibrate, imposed, step_grid
+from coterie.engines.calibration import calibrate, imposed, calibrate
 from coterie.engines.tiny import tiny_model_path
 
 seen = []
@@ -51,7 +51,7 @@ print(json.dumps([[t.number for t in times], [t.number for t in whole], [t.numbe
 COMMANDS = """
 import sys
 from pathlib import Path
-from coterie.engines.calibration import calibrate, step_grid
+from coterie.engines.calibration import calibrate, calibrate
 from coterie.engines.tiny import tiny_model_path
 
 grid = step_grid.StepGrid(rows=(1, 2, 4), contexts=(16, 32), prompts=(32, 64, 128), draws=3, repeats=1)

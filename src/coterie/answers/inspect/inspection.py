@@ -32,8 +32,16 @@ from coterie.answers.inspect.loads import (
     prefix_sharing,
     rank_imbalances,
 )
-from coterie.answers.inspect.one_pass import MAX_DOMAINS, Progress, cut_windows, run_pass
-from coterie.answers.inspect.samples import DistinctExperts, PaddingCost, PhaseCorrelation, Samples
+from coterie.answers.inspect.samples import (
+    MAX_DOMAINS,
+    DistinctExperts,
+    PaddingCost,
+    PhaseCorrelation,
+    Progress,
+    Samples,
+    cut_windows,
+    run_pass,
+)
 from coterie.answers.runs import Verdict
 from coterie.costs.presets import step_model
 from coterie.costs.step import VLLM_GRAPHS, CostOptions
