@@ -65,10 +65,16 @@ def require_fitted(value: T | None, what: str) -> T:
     return value
 
 
-def check(holds: object, problem: str) -> None:
-    """Raise ConfigError with this problem unless `holds`; for problems that cost nothing to put into words."""
+def check(holds: object, problem: str, kind: type[CoterieError] = ConfigError) -> None:
+    """Raise an error of this kind unless `holds`; for problems that can be put into words at once, and cheaply."""
     if not holds:
-        raise ConfigError(problem)
+        raise kind(problem)
+
+
+def check_file(holds: object, path: str | Path, field: str, problem: str) -> None:
+    """Raise TraceError unless `holds`, as check does."""
+    if not holds:
+        raise TraceError(path, field, problem)
 
 
 def check_at_least(least: float, **values: float | None) -> None:

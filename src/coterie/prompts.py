@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.errors import TraceError, check_input_file
+from coterie.errors import TraceError, check_file, check_input_file
 
 
 class Prompt(NamedTuple):
@@ -39,8 +39,12 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     file = Path(path)
     readers = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
-    if file.suffix.lower() not in readers:
-        raise TraceError(file, "name", f"ends in {file.suffix!r}; prompts are read from {', '.join(readers)}")
+    check_file(
+        file.suffix.lower() in readers,
+        file,
+        "name",
+        f"ends in {file.suffix!r}; prompts are read from {', '.join(readers)}",
+    )
     check_input_file(file)
     try:
         text = file.read_text(encoding="utf-8")
@@ -49,11 +53,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise TraceError(file, "file", f"is not UTF-8 at byte {error.start}") from None
     prompts = [_prompt(file, line, row) for line, row in readers[file.suffix.lower()](file, text)]
-    if not prompts:
-        raise TraceError(file, "prompts", "there is none")
+    check_file(prompts, file, "prompts", "there is none")
     for name, count in Counter(prompt.id for prompt in prompts).items():
-        if count > 1:
-            raise TraceError(file, "id", f"{name!r} is given twice")
+        check_file(count <= 1, file, "id", f"{name!r} is given twice")
     return prompts
 
 

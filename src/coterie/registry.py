@@ -30,7 +30,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError, UnknownNameError, check
 
 T = TypeVar("T")
 
@@ -189,11 +189,12 @@ class PolicyText(NamedTuple):
         settings: dict[str, str] = {}
         for part in filter(None, rest.split(",")):
             key, equals, value = part.partition("=")
-            if not equals or not key.strip() or key.strip() in settings:
-                raise ConfigError(f"{text!r} must be NAME or NAME:key=value,key=value with every key once ({part!r})")
+            check(
+                equals and key.strip() and key.strip() not in settings,
+                f"{text!r} must be NAME or NAME:key=value,key=value with every key once ({part!r})",
+            )
             settings[key.strip()] = value.strip()
-        if not name.strip():
-            raise ConfigError(f"{text!r} has no name: it must be NAME or NAME:key=value,key=value")
+        check(name.strip(), f"{text!r} has no name: it must be NAME or NAME:key=value,key=value")
         return cls(name.strip(), settings)
 
     def __str__(self) -> str:

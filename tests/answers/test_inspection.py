@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from coterie.answers.inspect.drift import measure_drift
 from coterie.answers.inspect.inspection import inspect_trace
 from coterie.answers.inspect.loads import arrival_rate, gini, layer_loads
-from coterie.answers.inspect.one_pass import cut_windows
+from coterie.answers.inspect.samples import cut_windows
 from coterie.errors import TraceError
 from coterie.footprints.counting import footprint
 from coterie.models import get_model
@@ -311,7 +311,7 @@ def test_same_seed_same_numbers_and_progress_ends_at_all() -> None:
 
 
 def test_interruption_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.answers.inspect.one_pass.CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr("coterie.answers.inspect.samples.CHUNK_BYTES", 1 << 12)
     seen = []
 
     def stop(done: Any, total: Any) -> None:
@@ -329,7 +329,7 @@ def test_interruption_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_chunks_do_not_change_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = generate(SMALL, seeded(), requests=60)
     whole = inspect(trace)
-    monkeypatch.setattr("coterie.answers.inspect.one_pass.CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr("coterie.answers.inspect.samples.CHUNK_BYTES", 1 << 12)
     parts = inspect(trace)
     assert (parts.load, parts.domains, parts.decode_tokens) == (whole.load, whole.domains, whole.decode_tokens)
     assert parts.phase_correlation == whole.phase_correlation

@@ -164,7 +164,7 @@ def test_blocks_do_not_change_what_is_found(rng: np.random.Generator, monkeypatc
     embeddings = rng.standard_normal((90, 4)).astype(np.float32)
     seen, asked = np.arange(0, 90, 2), np.arange(1, 90, 2)
     whole = NearestTokens(embeddings, seen).of(asked)
-    monkeypatch.setattr("coterie.predictors.token_table.nearest.BLOCK", 7)
+    monkeypatch.setattr("coterie.predictors.token_table.table.BLOCK", 7)
     parts = NearestTokens(embeddings, seen).of(asked)
     np.testing.assert_array_equal(whole.rows, parts.rows)
     np.testing.assert_array_equal(whole.similarity, parts.similarity)

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.answers.load.steps import StepTotals, experts_ratio, read_steps
+from coterie.answers.load.run import StepTotals, experts_ratio, read_steps
 from coterie.answers.runs import interval, with_ends
 from coterie.control import ControlLoop, ControlSettings, FitJob, LoopShape, RequestSeen
 from coterie.gateway.config import ControlSection, GatewayConfig

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from coterie.answers import figures
 from coterie.answers.inspect.inspection import Inspection
 from coterie.answers.inspect.sections import Cell, Section, not_there, overview, sections
-from coterie.errors import ConfigError, TraceError, check
+from coterie.errors import TraceError, check
 from coterie.traces.store import read_json, write_json
 
 MARKER = ".coterie-report.json"
@@ -75,8 +75,10 @@ def write_report(found: Inspection, folder: Path) -> Report:
     shown = sections(found)
     names = [f"{s.key}.png" for s in shown if s.plot is not None]
     for name in (*names, PAGE):
-        if name not in before and (folder / name).exists():
-            raise ConfigError(f"{folder / name} exists and is of no earlier report; choose another folder")
+        check(
+            name in before or not (folder / name).exists(),
+            f"{folder / name} exists and is of no earlier report; choose another folder",
+        )
     # Write the marker first: files left by an interrupted run are then listed, and the next run can replace them.
     write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *names, PAGE})})
     for name in set(before) - {*names, PAGE}:

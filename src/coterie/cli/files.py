@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.errors import ConfigError, InputError, refuse
+from coterie.errors import ConfigError, InputError, check, refuse
 
 if TYPE_CHECKING:  # importing NumPy for --help would make it 50% slower
     from coterie.traces import ActivationTrace, LoadTable
@@ -40,8 +40,9 @@ def check_results(
 
     def read(path: Path) -> None:
         with path.open("rb") as stream:
-            if not stream.read(200).startswith(starts[path.name]):
-                raise InputError(f"{path} is not a result of coterie {verb}")
+            check(
+                stream.read(200).startswith(starts[path.name]), f"{path} is not a result of coterie {verb}", InputError
+            )
 
     if folder is not None and folder.exists():
         for name in starts:

@@ -47,7 +47,7 @@ from coterie.costs.cells import (
 )
 from coterie.costs.exchange import BYTES_PER_VALUE, uniform_locality
 from coterie.costs.shapes import dense_shapes
-from coterie.errors import ConfigError, TraceError, UnavailableError, UnknownNameError, check
+from coterie.errors import ConfigError, TraceError, UnavailableError, UnknownNameError, check, check_file
 from coterie.models import models
 from coterie.types import ModelSpec, Topology, WeightDtype
 
@@ -105,8 +105,8 @@ def _read(path: Path, values: Sequence[str], wanted: Mapping[str, Any]) -> list[
     try:
         names = pq.read_schema(path).names
         missing = [name for name in (*values, *wanted) if name not in names and wanted.get(name) != 0]
-        if missing:  # a column that is wanted to be 0 came later
-            raise TraceError(path, "columns", f"lack {', '.join(missing)}")
+        # a column that is wanted to be 0 came later
+        check_file(not missing, path, "columns", f"lack {', '.join(missing)}")
         equal = [(name, "==", value) for name, value in wanted.items() if name in names]
         return list(pq.read_table(path, columns=list(values), filters=equal or None).to_pylist())
     except (pa.ArrowException, OSError) as error:
@@ -217,8 +217,10 @@ def _moe(tables: _Tables, spec: ModelSpec, bandwidth: float, dtypes: Sequence[st
 def _moe_cells(times: dict[int, float], spec: ModelSpec, dtype: WeightDtype, bandwidth: float) -> tuple[MoeCell, ...]:
     """Return the cells of one kernel; raise ConfigError with the reason why they cannot be times of such layers."""
     for few, many in pairwise(sorted(times)):
-        if times[many] < (1 - LARGEST_FALL) * times[few]:
-            raise ConfigError(f"{few} tokens take {times[few]:.0f} us, {many} tokens {times[many]:.0f} us")
+        check(
+            times[many] >= (1 - LARGEST_FALL) * times[few],
+            f"{few} tokens take {times[few]:.0f} us, {many} tokens {times[many]:.0f} us",
+        )
     # With grouped top-k, half of a token's experts are in groups that are left out, and all tokens take the same other
     # experts instead. Which ones a few tokens take depends on the kernel: their cells are left out.
     for used, whole in ((spec.num_experts, True), (spec.num_experts // 2, False)):

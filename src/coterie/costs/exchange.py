@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 from coterie.types import Link, ModelSpec, Placement, Topology
 
 Array = NDArray[np.float64]
@@ -44,8 +44,7 @@ def expected_locality(spec: ModelSpec, topology: Topology) -> Locality:
 def uniform_locality(num_experts: int, top_k: int, topology: Topology) -> Locality:
     """Return :func:`expected_locality` without a ModelSpec; the first ranks hold the remainder of the experts."""
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
-    if ranks > num_experts:
-        raise ConfigError(f"num_ranks={ranks} must be at most num_experts={num_experts}")
+    check(ranks <= num_experts, f"num_ranks={ranks} must be at most num_experts={num_experts}")
     each, left = divmod(num_experts, ranks)
     held = [each + (rank < left) for rank in range(ranks)]  # [rank] experts
     hits = sum(_hit_probability(num_experts, n, top_k) for n in held)

@@ -30,7 +30,7 @@ from coterie.costs.experts import (
     tile_values,
 )
 from coterie.costs.roofline import Quality, soft_max
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 FOLDS = 5
 NEVER = 1e12
@@ -238,8 +238,10 @@ def fit_moe(
 
     `cache_limit` is the size of the device's last-level cache in bytes, infinite if unknown.
     """
-    if len(cells) < 2 * FOLDS:
-        raise ConfigError(f"{len(cells)} MoE cells are too few to fit and hold out; at least {2 * FOLDS} are needed")
+    check(
+        len(cells) >= 2 * FOLDS,
+        f"{len(cells)} MoE cells are too few to fit and hold out; at least {2 * FOLDS} are needed",
+    )
     bad = [c for c in cells if not (np.isfinite(c.us) and c.us > 0)]
     if bad:
         raise ConfigError(f"us={bad[0].us} of cell tokens={bad[0].tokens}, active={bad[0].active} must be positive")

@@ -31,7 +31,7 @@ from coterie.costs.movement import Contention, fit_contention
 from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, fit_curve, fit_roofline, fit_transfer, gemm_work
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
 from coterie.costs.whole_steps import EngineFit
-from coterie.errors import ConfigError, InputError, TraceError, check_input_file, check_new_file
+from coterie.errors import ConfigError, InputError, TraceError, check_file, check_input_file, check_new_file
 from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
@@ -149,8 +149,7 @@ def load_preset(name_or_path: str) -> Preset:
         preset = msgspec.json.decode(raw, type=Preset)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(path, "preset", str(error)) from None
-    if preset.version != VERSION:
-        raise TraceError(path, "version", f"found {preset.version}, expected {VERSION}")
+    check_file(preset.version == VERSION, path, "version", f"found {preset.version}, expected {VERSION}")
     _check(path, preset)
     return preset
 
@@ -163,20 +162,19 @@ LEAST, MOST = 1e-9, 1e18
 
 def _check(path: Path, preset: Preset) -> None:
     """Raise TraceError if a preset has values that cannot price a step."""
-    if not preset.fits and not preset.engines:
-        raise TraceError(path, "fits", "is empty, as is engines: one must hold a shape at least")
+    check_file(preset.fits or preset.engines, path, "fits", "is empty, as is engines: one must hold a shape at least")
     for part in ("fits", "copies", "all_to_all", "contention", "engines", "exchange"):
         _check_ranges(path, part, getattr(preset, part))
     for tables in preset.tables.values():
         _check(path, tables)
     for name, fit in preset.fits.items():
         for dtype in fit.moe or ["none"]:
-            if dtype not in BYTES_PER_WEIGHT:
-                raise TraceError(
-                    path,
-                    f"fits.{name}.moe",
-                    f"holds {dtype!r}, expected weight dtypes out of {', '.join(BYTES_PER_WEIGHT)}",
-                )
+            check_file(
+                dtype in BYTES_PER_WEIGHT,
+                path,
+                f"fits.{name}.moe",
+                f"holds {dtype!r}, expected weight dtypes out of {', '.join(BYTES_PER_WEIGHT)}",
+            )
     shapes = {shape.model: shape for shape in preset.measurement.shapes}
     for name in preset.fits:
         try:
@@ -203,8 +201,7 @@ def _check_ranges(path: Path, field: str, value: object) -> None:
     elif isinstance(value, int | float):
         name = field.rpartition(".")[2].partition("[")[0]
         least = 1.0 if name == "sharpness" else LEAST if name in RATES + SIZES else 0.0
-        if not least <= value <= MOST:
-            raise TraceError(path, field, f"is {value}, expected a number in {least:g} … {MOST:g}")
+        check_file(least <= value <= MOST, path, field, f"is {value}, expected a number in {least:g} … {MOST:g}")
 
 
 def save_preset(preset: Preset, path: Path) -> None:

@@ -48,8 +48,10 @@ class CostOptions:
 
     def __post_init__(self) -> None:
         check_share(overlap=self.overlap, padding=self.padding)
-        if list(self.graph_sizes) != sorted(set(self.graph_sizes)) or any(size < 1 for size in self.graph_sizes):
-            raise ConfigError(f"graph_sizes={self.graph_sizes} must rise from at least 1")
+        check(
+            list(self.graph_sizes) == sorted(set(self.graph_sizes)) and not any(size < 1 for size in self.graph_sizes),
+            f"graph_sizes={self.graph_sizes} must rise from at least 1",
+        )
 
     def padded(self, tokens: int) -> int:
         """Return the padded size of a decode-only batch: the next CUDA-graph size, or `tokens` if there is none."""
@@ -219,8 +221,10 @@ class StepModel:
     def tables(self, most_tokens: int) -> StepTables:
         """Return lookup tables for simulating many steps of up to `most_tokens` tokens over all ranks."""
         spec, options = self.spec, self.options
-        if options.cache_resident:
-            raise ConfigError("cache_resident=True holds for one layer that repeats; a fleet's steps pass through all")
+        check(
+            not options.cache_resident,
+            "cache_resident=True holds for one layer that repeats; a fleet's steps pass through all",
+        )
         sizes = range(max(most_tokens, options.padded(most_tokens)) + 1)
         p, experts, dense = self.expert_prices(), np.zeros((3, TILES, len(sizes))), np.zeros((2, len(sizes)))
         expert_table(p, experts)
@@ -249,8 +253,7 @@ class StepModel:
         nbytes = experts * self.spec.expert_bytes(self.dtype)
         if isinstance(link, Link):
             return transfer_s(link, nbytes)
-        if link not in self.copies:
-            raise ConfigError(f"path {link!r} was not measured; known: {', '.join(sorted(self.copies))}")
+        check(link in self.copies, f"path {link!r} was not measured; known: {', '.join(sorted(self.copies))}")
         return self.copies[link].us(nbytes) * 1e-6
 
 
@@ -270,8 +273,10 @@ class PlacedStepModel:
 
     def slot_rows(self, load: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return [layer, slot] tokens of a step from load [layer, expert]."""
-        if load.ndim != 2 or load.shape[1] != self.model.spec.num_experts:
-            raise ConfigError(f"load has shape {load.shape}; expected [layer, {self.model.spec.num_experts}]")
+        check(
+            load.ndim == 2 and load.shape[1] == self.model.spec.num_experts,
+            f"load has shape {load.shape}; expected [layer, {self.model.spec.num_experts}]",
+        )
         if load.size and load.min() < 0:
             raise ConfigError(f"load holds {load.min()}; tokens must not be negative")
         rows = np.ascontiguousarray(load, np.int64)
@@ -301,8 +306,10 @@ class PlacedStepModel:
     def step(self, load: NDArray[np.integer], batch: Batch, crossing: NDArray[np.int64] = NO_CROSSING) -> StepTime:
         """Return the times of a step in which every rank runs `batch`; load [layer, expert] is that of all ranks."""
         spec = self.model.spec
-        if len(load) != spec.num_moe_layers:
-            raise ConfigError(f"load has {len(load)} layers; {spec.name} has {spec.num_moe_layers} MoE ones")
+        check(
+            len(load) == spec.num_moe_layers,
+            f"load has {len(load)} layers; {spec.name} has {spec.num_moe_layers} MoE ones",
+        )
         rows, tokens = self.slot_rows(load), np.full(self.num_ranks, self.model.running_tokens(batch))
         if not batch.tokens:
             return StepTime(0.0, 0.0, 0.0, np.zeros(len(load)), np.zeros(len(load)))

@@ -71,15 +71,16 @@ def shuffle_schedule(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | N
 def _checked(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None) -> tuple[Ints, Floats]:
     check_at_least(1, num_ranks=num_ranks)
     wanted = np.asarray(ranks)
-    if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
-        raise ConfigError(f"ranks has shape {wanted.shape} and dtype {wanted.dtype}; it must be [token] whole numbers")
+    check(
+        wanted.ndim == 1 and (not wanted.size or wanted.dtype.kind in "iu"),
+        f"ranks has shape {wanted.shape} and dtype {wanted.dtype}; it must be [token] whole numbers",
+    )
     wanted = np.ascontiguousarray(wanted, np.int64)
     if wanted.size and not 0 <= wanted.min() <= wanted.max() < num_ranks:
         wrong = wanted[(wanted < 0) | (wanted >= num_ranks)][0]
         raise ConfigError(f"ranks holds {wrong}; it must be in 0 … {num_ranks - 1}")
     sure = np.zeros(len(wanted)) if confidence is None else np.ascontiguousarray(confidence, np.float64)
-    if sure.shape != wanted.shape:
-        raise ConfigError(f"confidence has shape {sure.shape}; ranks has {wanted.shape}")
+    check(sure.shape == wanted.shape, f"confidence has shape {sure.shape}; ranks has {wanted.shape}")
     check(np.isfinite(sure).all(), "confidence must hold finite numbers")
     return wanted, sure
 

@@ -203,8 +203,7 @@ class RankTables:
 
     def ranks_at(self, rows: NDArray[np.int64], layer: int, previous: NDArray[np.integer] | None = None) -> Ranks:
         """Like :meth:`ranks_of`, for rows from :meth:`rows_of`, which are the same for all layers of a step."""
-        if not 0 <= layer < self.num_layers:
-            raise ConfigError(f"layer={layer} must be in 0 … {self.num_layers - 1}")
+        check(0 <= layer < self.num_layers, f"layer={layer} must be in 0 … {self.num_layers - 1}")
         before = np.empty((len(rows), 0), np.int64) if previous is None else previous
         check(len(before) == len(rows), f"previous has {len(before)} tokens; there are {len(rows)}")
         start, stop = int(self.offsets[layer]), int(self.offsets[layer + 1])

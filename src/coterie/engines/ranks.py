@@ -72,12 +72,14 @@ def choose_backend(processes: int, backend: str = "auto") -> str:
         raise UnavailableError("processes of a group need torch: pip install 'coterie[torch]'")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     nccl = dist.is_available() and dist.is_nccl_available() and devices >= processes
-    if backend == "nccl" and not nccl:
-        raise UnavailableError(f"backend 'nccl' needs {processes} CUDA devices and NCCL; torch sees {devices}")
+    check(
+        backend != "nccl" or nccl,
+        f"backend 'nccl' needs {processes} CUDA devices and NCCL; torch sees {devices}",
+        UnavailableError,
+    )
     if nccl and backend != "gloo":
         return "nccl"
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise UnavailableError("this torch was built without gloo")
+    check(dist.is_available() and dist.is_gloo_available(), "this torch was built without gloo", UnavailableError)
     return "gloo"
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnavailableError, check_input_file
+from coterie.errors import ConfigError, TraceError, UnavailableError, check_file, check_input_file
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers.base import Reader, ReadOptions, Trace
 from coterie.types import DECODE, PREFILL
@@ -47,8 +47,7 @@ EXTEND_PASS, DECODE_PASS, MIXED_PASS, IDLE_PASS = 1, 2, 3, 4
 def read_sglang_recorder(path: Path, options: ReadOptions) -> Trace:
     """Read a dump of any of the three modes; the mode follows from the content."""
     files = sorted(path.glob("expert_distribution_recorder_*.pt")) if path.is_dir() else [path]
-    if not files:
-        raise TraceError(path, "folder", "holds no expert_distribution_recorder_*.pt")
+    check_file(files, path, "folder", "holds no expert_distribution_recorder_*.pt")
     dumps = [_load(file) for file in files]
     for file, dump in zip(files, dumps, strict=True):
         stat = "logical_count" in dump
@@ -66,8 +65,7 @@ def _load(path: Path) -> dict[str, Any]:
         import torch
     except ImportError:
         raise UnavailableError(f"{path} is a torch file and torch is missing: pip install coterie[torch]") from None
-    if not path.exists():
-        raise TraceError(path, "file", "does not exist")
+    check_file(path.exists(), path, "file", "does not exist")
     check_input_file(path)
     try:
         dump = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -92,8 +90,12 @@ def _integers(path: Path, name: str, value: Any, ndim: int) -> NDArray[np.int64]
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
         raise TraceError(path, name, f"is {type(value).__name__}, expected integers") from None
-    if array.ndim != ndim or (array.dtype.kind not in "ui" and array.size):
-        raise TraceError(path, name, f"is {array.dtype} {array.shape}, expected integers of {ndim} dimensions")
+    check_file(
+        array.ndim == ndim and (array.dtype.kind in "ui" or not array.size),
+        path,
+        name,
+        f"is {array.dtype} {array.shape}, expected integers of {ndim} dimensions",
+    )
     return array.astype(np.int64)
 
 
@@ -102,11 +104,14 @@ def _table(
 ) -> Trace:
     if counts.size and int(counts.min()) < 0:
         raise TraceError(path, "counts", f"hold {int(counts.min())}, expected tokens")
-    if options.num_experts is not None and options.num_experts != counts.shape[2]:
-        raise TraceError(path, "counts", f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}")
+    check_file(
+        options.num_experts is None or options.num_experts == counts.shape[2],
+        path,
+        "counts",
+        f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}",
+    )
     steps, layers = (np.flatnonzero(counts.any(axis=axes)) for axes in ((1, 2), (0, 2)))
-    if not steps.size:
-        raise TraceError(path, "counts", "hold no load: nothing was recorded")
+    check_file(steps.size, path, "counts", "hold no load: nothing was recorded")
     return LoadTable(
         counts[steps][:, layers].astype(np.uint64),
         model=options.model or "unknown",
@@ -130,15 +135,16 @@ def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]]
         shape = len(experts), int(experts.max()) + 1
         for index, record in enumerate(_records(file, dump)):
             counts = _field(file, index, record, "global_physical_count", 2)  # [layer, slot]
-            if counts.shape != experts.shape:
-                raise TraceError(
-                    file,
-                    f"records[{index}].global_physical_count",
-                    f"has shape {counts.shape}, the slot map {experts.shape}",
-                )
+            check_file(
+                counts.shape == experts.shape,
+                file,
+                f"records[{index}].global_physical_count",
+                f"has shape {counts.shape}, the slot map {experts.shape}",
+            )
             load = passes.setdefault(_pass_number(file, index, record), np.zeros(shape, np.int64))
-            if load.shape != shape:
-                raise TraceError(file, "last_physical_to_logical_map", "has another shape than the other ranks'")
+            check_file(
+                load.shape == shape, file, "last_physical_to_logical_map", "has another shape than the other ranks'"
+            )
             np.add.at(load, (np.arange(len(experts))[:, None], experts), counts)
     order = sorted(passes)
     counts = np.stack([passes[number] for number in order])
@@ -148,12 +154,12 @@ def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]]
 def _slot_map(path: Path, dump: dict[str, Any]) -> NDArray[np.int64]:
     """Return the expert of each slot, [layer, slot]. Every expert has a slot, so the maximum gives their number."""
     experts = _integers(path, "last_physical_to_logical_map", dump.get("last_physical_to_logical_map"), 2)
-    if not experts.size or int(experts.min()) < 0 or int(experts.max()) >= experts.shape[1]:
-        raise TraceError(
-            path,
-            "last_physical_to_logical_map",
-            f"of shape {experts.shape} must hold experts, no more of them than slots",
-        )
+    check_file(
+        experts.size and int(experts.min()) >= 0 and int(experts.max()) < experts.shape[1],
+        path,
+        "last_physical_to_logical_map",
+        f"of shape {experts.shape} must hold experts, no more of them than slots",
+    )
     for layer, row in enumerate(experts):
         missing = np.setdiff1d(np.arange(int(experts.max()) + 1), row)
         if missing.size:
@@ -251,8 +257,7 @@ def _per_token(path: Path, dump: dict[str, Any], options: ReadOptions) -> Activa
         blocks.append(slots.transpose(1, 0, 2))
         token_ids.append(tokens)
         row += len(tokens)
-    if not row:
-        raise TraceError(path, "records", "hold no token: nothing was recorded")
+    check_file(row, path, "records", "hold no token: nothing was recorded")
     built = joiner.requests
     order = np.array([at for request in built for at in request.rows])
     slots = np.concatenate(blocks)[order]
@@ -320,8 +325,7 @@ def _experts(
     The recorder's buffer has 8 columns for any k and a row for every layer, dense ones too: unused entries are -1.
     """
     top_k = int((slots >= 0).sum(axis=2).max(initial=0))
-    if not top_k:
-        raise TraceError(path, "topk_ids_of_layer", "is -1 throughout: nothing was recorded")
+    check_file(top_k, path, "topk_ids_of_layer", "is -1 throughout: nothing was recorded")
     kept = slots[:, layers, :top_k]
     bad = np.argwhere((kept < 0) | (kept >= experts.shape[1]))
     if bad.size:

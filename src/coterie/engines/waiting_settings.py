@@ -136,8 +136,11 @@ class LoadSource:
             )
         if footprint is None or not footprint.tokens:
             return load
-        if footprint.counts.shape[1] != self.shape[1]:
-            raise InputError(f"a footprint of {footprint.counts.shape[1]} experts; expected {self.shape[1]}")
+        check(
+            footprint.counts.shape[1] == self.shape[1],
+            f"a footprint of {footprint.counts.shape[1]} experts; expected {self.shape[1]}",
+            InputError,
+        )
         load = np.zeros(self.shape) if load is None else load
         row_of = {layer: row for row, layer in enumerate(footprint.layer_ids)}
         for row, layer in enumerate(self.layer_ids):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 Ids = NDArray[np.integer]
 
@@ -27,8 +27,10 @@ def footprint(expert_ids: Ids, num_experts: int) -> NDArray[np.uint32]:
 
 def footprints(expert_ids: Ids, offsets: NDArray[np.int64], num_experts: int) -> NDArray[np.uint32]:
     """Return [request, layer, expert] activation counts; request r has tokens offsets[r] … offsets[r + 1] - 1."""
-    if len(offsets) < 1 or offsets[0] < 0 or offsets[-1] > len(expert_ids) or (np.diff(offsets) < 0).any():
-        raise ConfigError(f"offsets must rise from 0 or more to at most the {len(expert_ids)} tokens")
+    check(
+        len(offsets) >= 1 and offsets[0] >= 0 and offsets[-1] <= len(expert_ids) and not (np.diff(offsets) < 0).any(),
+        f"offsets must rise from 0 or more to at most the {len(expert_ids)} tokens",
+    )
     out = np.zeros((len(offsets) - 1, _layers(expert_ids), num_experts), np.uint32)
     for request in range(len(out)):
         accumulate_load(expert_ids[offsets[request] : offsets[request + 1]], out[request])
@@ -37,8 +39,9 @@ def footprints(expert_ids: Ids, offsets: NDArray[np.int64], num_experts: int) ->
 
 def accumulate_load(expert_ids: Ids, out: NDArray[Any]) -> None:
     """Add the tokens' activations to `out` [layer, expert], of any integer or float dtype, in place."""
-    if _layers(expert_ids) != out.shape[0]:
-        raise ConfigError(f"expert_ids has {expert_ids.shape[1]} layers; the load has {out.shape[0]}")
+    check(
+        _layers(expert_ids) == out.shape[0], f"expert_ids has {expert_ids.shape[1]} layers; the load has {out.shape[0]}"
+    )
     token, experts = _accumulate(expert_ids, out), out.shape[1]
     if token >= 0:
         bad = next(int(expert) for expert in expert_ids[token].flat if not 0 <= expert < experts)
@@ -51,8 +54,7 @@ def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
 
 
 def _layers(expert_ids: Ids) -> int:
-    if expert_ids.ndim != 3:
-        raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, layer, k]")
+    check(expert_ids.ndim == 3, f"expert_ids has shape {expert_ids.shape}; expected [token, layer, k]")
     return int(expert_ids.shape[1])
 
 

@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError, InputError, check
 from coterie.types import narrowest_uint
 
 MAGIC = 0x53_4C_4F_54_43_4F_54_33  # "SLOTCOT3"; stores of earlier versions held no lock, so must not count as dead
@@ -119,10 +119,11 @@ class PositionStore:
         file of a dead process is replaced; the file of a living one raises ConfigError.
         """
         layers = range(shape.num_layers) if layer_ids is None else layer_ids
-        if len(layers) != shape.num_layers:
-            raise ConfigError(f"layer_ids has {len(layers)} entries; num_layers={shape.num_layers}")
-        if min(shape) < 1 or shape.top_k > shape.num_experts or shape.num_experts > 1 << 16:
-            raise ConfigError(f"{shape} must be at least 1 everywhere, with top_k <= num_experts <= {1 << 16}")
+        check(len(layers) == shape.num_layers, f"layer_ids has {len(layers)} entries; num_layers={shape.num_layers}")
+        check(
+            min(shape) >= 1 and shape.top_k <= shape.num_experts and shape.num_experts <= 1 << 16,
+            f"{shape} must be at least 1 everywhere, with top_k <= num_experts <= {1 << 16}",
+        )
         if path is None:
             store = cls(shape, mmap.mmap(-1, shape.nbytes), None)
         else:
@@ -149,14 +150,19 @@ class PositionStore:
                 buffer = mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is not a position store: {error}") from None
-        if len(buffer) < HEADER_WORDS * 8:
-            raise InputError(f"{path} is not a position store: it has {len(buffer)} bytes")
+        check(
+            len(buffer) >= HEADER_WORDS * 8, f"{path} is not a position store: it has {len(buffer)} bytes", InputError
+        )
         header = np.frombuffer(buffer, np.uint64, HEADER_WORDS)
         shape = PositionShape(*(int(word) for word in header[[_POSITIONS, _LAYERS, _TOP_K, _EXPERTS]]))
-        if header[_MAGIC] != MAGIC or min(shape) < 1 or shape.nbytes != len(buffer):
-            raise InputError(f"{path} is not a position store of this version, or not finished")
-        if owner is not None and int(header[_OWNER]) != owner:
-            raise InputError(f"{path} is the position store of another engine")
+        check(
+            header[_MAGIC] == MAGIC and min(shape) >= 1 and shape.nbytes == len(buffer),
+            f"{path} is not a position store of this version, or not finished",
+            InputError,
+        )
+        check(
+            owner is None or int(header[_OWNER]) == owner, f"{path} is the position store of another engine", InputError
+        )
         return cls(shape, buffer, path)
 
     @property
@@ -447,6 +453,9 @@ class StepLog:
         total = self.total
         first = max(0, total - len(self._ring))
         after = first if after is None else after
-        if not first <= after <= total:
-            raise InputError(f"steps after {after} were asked for; of {total}, the last {len(self._ring)} are kept")
+        check(
+            first <= after <= total,
+            f"steps after {after} were asked for; of {total}, the last {len(self._ring)} are kept",
+            InputError,
+        )
         return LoggedSteps(total, self._ring[np.arange(after, total) % len(self._ring)])

@@ -44,11 +44,11 @@ def token_ranks(
     expert_ids: NDArray[np.integer], held: Held, gate_weights: NDArray[np.floating] | None = None
 ) -> TokenRanks:
     """Return the rank of each token in each layer, from expert ids [token, layer, k]."""
-    if expert_ids.ndim != 3 or held.ndim != 3 or expert_ids.shape[1] != held.shape[1] or not expert_ids.shape[2]:
-        raise ConfigError(
-            f"expert_ids has shape {expert_ids.shape}, held {held.shape}; expected [token, layer, k] and "
-            "[rank, layer, expert] with the same layers"
-        )
+    check(
+        expert_ids.ndim == 3 and held.ndim == 3 and expert_ids.shape[1] == held.shape[1] and expert_ids.shape[2],
+        f"expert_ids has shape {expert_ids.shape}, held {held.shape}; expected [token, layer, k] and "
+        "[rank, layer, expert] with the same layers",
+    )
     if gate_weights is not None and gate_weights.shape != expert_ids.shape:
         raise ConfigError(f"gate_weights has shape {gate_weights.shape}; expert_ids has {expert_ids.shape}")
     shape = expert_ids.shape[:2]
@@ -62,8 +62,7 @@ def token_ranks(
         ranks,
         local,
     )
-    if bad >= 0:
-        raise ConfigError(f"token {bad} activates an expert outside 0 … {held.shape[2] - 1}")
+    check(bad < 0, f"token {bad} activates an expert outside 0 … {held.shape[2] - 1}")
     return TokenRanks(ranks, local)
 
 
@@ -107,8 +106,10 @@ def key_starts(num_ranks: int, order: int) -> NDArray[np.int64]:
     """Return [order + 2] the first key of each order 0 … `order`, and the end."""
     check(0 <= order <= MAX_ORDER, f"order={order} must be in 0 … {MAX_ORDER}")
     starts = [sum(num_ranks**shorter for shorter in range(m)) for m in range(order + 2)]
-    if num_ranks < 1 or starts[-1] > MAX_KEY:
-        raise ConfigError(f"num_ranks={num_ranks} with order={order} has {starts[-1]} contexts; at most {MAX_KEY}")
+    check(
+        num_ranks >= 1 and starts[-1] <= MAX_KEY,
+        f"num_ranks={num_ranks} with order={order} has {starts[-1]} contexts; at most {MAX_KEY}",
+    )
     return np.array(starts, np.int64)
 
 

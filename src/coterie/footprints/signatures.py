@@ -24,7 +24,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import ConfigError, check, check_one_of, require_fitted
+from coterie.errors import check, check_one_of, require_fitted
 
 Weighting = Literal["count_idf", "count", "gate", "binary"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
@@ -62,10 +62,14 @@ class Signature:
     @classmethod
     def restored(cls, weighting: str, weights: NDArray[np.float32], layers: NDArray[np.int64]) -> Signature:
         """Make a fitted signature from saved values."""
-        if weights.ndim != 2 or not np.isfinite(weights).all() or (weights < 0).any():
-            raise ConfigError(f"weights {weights.shape} must be [layer, expert], finite and not negative")
-        if not len(layers) or layers[0] < 0 or layers[-1] >= len(weights) or (np.diff(layers) < 1).any():
-            raise ConfigError(f"layers={layers.tolist()} must rise within 0 … {len(weights) - 1}")
+        check(
+            weights.ndim == 2 and np.isfinite(weights).all() and not (weights < 0).any(),
+            f"weights {weights.shape} must be [layer, expert], finite and not negative",
+        )
+        check(
+            len(layers) and layers[0] >= 0 and layers[-1] < len(weights) and not (np.diff(layers) < 1).any(),
+            f"layers={layers.tolist()} must rise within 0 … {len(weights) - 1}",
+        )
         signature = cls(weighting, mask=len(layers) < len(weights))
         signature.kept_ = KeptLayers(weights, layers)
         return signature
@@ -123,8 +127,10 @@ class Signature:
     def transform(self, counts: Counts) -> NDArray[np.float32]:
         """Return the signature [index in kept layers] of counts [layer, expert]; all 0 if the weighted counts are."""
         weights, layers = require_fitted(self.kept_, "the signature")
-        if counts.shape != weights.shape:
-            raise ConfigError(f"footprint has shape {counts.shape}; the signature was fitted for {weights.shape}")
+        check(
+            counts.shape == weights.shape,
+            f"footprint has shape {counts.shape}; the signature was fitted for {weights.shape}",
+        )
         out = np.empty(len(layers) * weights.shape[1], np.float32)
         _transform(np.asarray(counts, np.float32), weights, layers, self.weighting == "binary", out)
         return out

@@ -101,6 +101,8 @@ def parse_address(text: str, what: str = "address") -> Address:
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    if not host or (":" in host) != bracketed or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        raise ConfigError(f"{what} {text!r} must be HOST:PORT, such as 10.0.0.7:8100 or [::1]:8100")
+    check(
+        host and (":" in host) == bracketed and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536,
+        f"{what} {text!r} must be HOST:PORT, such as 10.0.0.7:8100 or [::1]:8100",
+    )
     return Address(host.lower(), int(port))

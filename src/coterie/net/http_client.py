@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from coterie.errors import ConfigError, UnavailableError, check_at_least
+from coterie.errors import ConfigError, UnavailableError, check, check_at_least
 from coterie.net.access import bearer
 from coterie.prompts import Prompt
 from coterie.wire.handoff import REQUEST_ID_HEADER
@@ -78,8 +78,10 @@ class Tally:
 def server_url(url: str) -> str:
     """Return the URL without a trailing slash or ``/v1``, which users often include."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT")
+    check(
+        parts.scheme in ("http", "https") and parts.hostname,
+        f"url={url!r} must be http://HOST:PORT or https://HOST:PORT",
+    )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

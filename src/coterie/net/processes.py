@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check
 
 POLL_S = 0.05
 START_S = 120.0
@@ -149,8 +149,7 @@ class ServerProcess:
         self, argv: Sequence[str | os.PathLike[str]], url: str, log: Path, env: Mapping[str, str] | None = None
     ) -> None:
         """`env` is added to this process's environment; the server's output is appended to `log`."""
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise ConfigError(f"url={url!r} must begin with http:// or https://")
+        check(urlsplit(url).scheme in ("http", "https"), f"url={url!r} must begin with http:// or https://")
         self.argv = [os.fspath(word) for word in argv]
         self.url = url.rstrip("/")
         self.log = log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_at_least, check_positive_share
+from coterie.errors import check, check_at_least, check_positive_share
 from coterie.types import Placement
 
 Held = NDArray[np.bool_]
@@ -77,6 +77,5 @@ class DemandTracker:
         return self._of(worker).copy()
 
     def _of(self, worker: int) -> Demand:
-        if not 0 <= worker < len(self._demand):
-            raise ConfigError(f"worker={worker} must be in 0 … {len(self._demand) - 1}")
+        check(0 <= worker < len(self._demand), f"worker={worker} must be in 0 … {len(self._demand) - 1}")
         return np.asarray(self._demand[worker])

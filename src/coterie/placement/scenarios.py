@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check, check_at_least, check_share
+from coterie.errors import ConfigError, TraceError, check, check_at_least, check_file, check_share
 from coterie.footprints.counting import accumulate_load
 from coterie.placement.base import HELD_OUT, Load
 from coterie.traces.activations import ActivationTrace
@@ -115,12 +115,14 @@ def mixtures(
     normalised per layer; a step has the domains' mean number of tokens. Traffic of an unlisted domain is not covered.
     """
     check_at_least(1, count=count)
-    if not concentration > 0:  # infinity is allowed: every step then has the present mix
-        raise ConfigError(f"concentration={concentration} must be above 0")
+    # infinity is allowed: every step then has the present mix
+    check(concentration > 0, f"concentration={concentration} must be above 0")
     shapes, sizes = _shapes(domains)
     today = sizes if mix is None else np.asarray(mix, np.float64)
-    if today.shape != sizes.shape or not ((today >= 0) & (today < np.inf)).all() or not today.any():
-        raise ConfigError(f"mix={today.tolist()} must be {len(sizes)} shares, one a domain, not all 0")
+    check(
+        today.shape == sizes.shape and ((today >= 0) & (today < np.inf)).all() and today.any(),
+        f"mix={today.tolist()} must be {len(sizes)} shares, one a domain, not all 0",
+    )
     today = today / today.sum()
     drawn = np.zeros((count, len(today)))
     some = today > 0
@@ -266,10 +268,18 @@ def load_scenarios(path: str | Path) -> Load:
     file = ArrayFile(path)
     about = file.about(FORMAT, VERSION)
     steps, weights = file["steps"], file["weights"]
-    if steps.dtype.kind != "f" or weights.dtype.kind != "f":
-        raise TraceError(path, "steps", f"are {steps.dtype} with weights {weights.dtype}; both must be floats")
-    if steps.ndim != 3 or not len(steps):
-        raise TraceError(path, "steps", f"have shape {steps.shape}; they must be [scenario, layer, expert], none 0")
+    check_file(
+        steps.dtype.kind == "f" and weights.dtype.kind == "f",
+        path,
+        "steps",
+        f"are {steps.dtype} with weights {weights.dtype}; both must be floats",
+    )
+    check_file(
+        steps.ndim == 3 and len(steps),
+        path,
+        "steps",
+        f"have shape {steps.shape}; they must be [scenario, layer, expert], none 0",
+    )
     try:
         mean = np.average(steps, axis=0, weights=weights)
         return Load(mean, scenarios=steps, weights=weights, whole_steps=about.get("whole_steps") is True)

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, require_fitted
+from coterie.errors import ConfigError, check, require_fitted
 from coterie.footprints import footprint
 from coterie.registry import PolicyRegistry
 from coterie.traces.activations import ActivationTrace
@@ -139,8 +139,10 @@ class ActivationRates(NamedTuple):
 
     def check(self, request: PredictRequest) -> None:
         """Raise ConfigError for a footprint of another shape or a negative number of tokens."""
-        if request.num_tokens is not None and request.num_tokens < 0:
-            raise ConfigError(f"request {request.id!r}: num_tokens={request.num_tokens} must not be negative")
+        check(
+            request.num_tokens is None or request.num_tokens >= 0,
+            f"request {request.id!r}: num_tokens={request.num_tokens} must not be negative",
+        )
         if request.footprint is not None and request.footprint.shape != self.per_token.shape:
             raise ConfigError(
                 f"request {request.id!r}: footprint has shape {request.footprint.shape}; "
@@ -156,8 +158,7 @@ def mean_rates(trace: ActivationTrace, requests: NDArray[np.integer] | None, pha
         if len(ids):
             total += footprint(ids, trace.meta.num_experts) / len(ids)
             count += 1
-    if not count:
-        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
+    check(count, f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
     return ActivationRates(total / count, trace.meta.top_k)
 
 
@@ -221,6 +222,5 @@ class Calibrated(FallsBack):
 
 def per_step(load: NDArray[np.floating] | NDArray[np.integer], tokens: float) -> Load:
     """Divide a load over `tokens` tokens: [layer, expert] probability that a token activates the expert in a step."""
-    if not tokens > 0:
-        raise ConfigError(f"tokens={tokens} must be above 0")
+    check(tokens > 0, f"tokens={tokens} must be above 0")
     return np.asarray(load, np.float64) / tokens

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_positive, check_positive_share
+from coterie.errors import ConfigError, check, check_positive, check_positive_share
 from coterie.footprints import footprint
 from coterie.predictors.base import (
     ActivationRates,
@@ -84,8 +84,7 @@ class RecentPopularity(Calibrated):
         if footprint.ndim != 2 or 0 in footprint.shape or (known and footprint.shape != known.per_token.shape):
             expected = "none 0" if known is None else f"{known.per_token.shape} as before"
             raise ConfigError(f"footprint has shape {footprint.shape}; expected [layer, expert], {expected}")
-        if not (np.isfinite(footprint).all() and footprint.min() >= 0):
-            raise ConfigError("footprint must be finite and not negative")
+        check(np.isfinite(footprint).all() and footprint.min() >= 0, "footprint must be finite and not negative")
         sums = footprint.sum(axis=1, dtype=np.float64)
         top_k = known.top_k if known else max(1, round(float(sums[0]) / tokens))
         for layer in np.flatnonzero(np.abs(sums - tokens * top_k) > 1e-6 * tokens * top_k):
@@ -132,8 +131,7 @@ def arrived(
         if len(ids):
             empty = False
             yield index, footprint(ids, trace.meta.num_experts), len(ids)
-    if empty:
-        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
+    check(not empty, f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
 
 
 def _nothing(like: Load) -> _Mean:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import check
 
 TEST_SHARE = 0.3
 """Share of request groups used for testing; the others are for calibration."""
@@ -24,8 +24,7 @@ def split_groups(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split requests into indices for calibration and for testing, by whole groups; `test_share` of them test."""
     names = list(dict.fromkeys(groups))
-    if len(names) < 2:
-        raise ConfigError(f"{len(groups)} requests share {len(names)} prompt: there is nothing to calibrate on")
+    check(len(names) >= 2, f"{len(groups)} requests share {len(names)} prompt: there is nothing to calibrate on")
     count = min(len(names) - 1, max(1, round(test_share * len(names))))
     chosen = {names[i] for i in rng.permutation(len(names))[:count]}
     test = np.array([group in chosen for group in groups])

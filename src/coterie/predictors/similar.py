@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_positive_share, require_fitted
+from coterie.errors import ConfigError, check, check_at_least, check_positive_share, require_fitted
 from coterie.predictors.base import ActivationRates, FallsBack, Load, PredictRequest, predictors
 from coterie.predictors.recent import Counts, RecentPopularity, arrived
 from coterie.traces.activations import ActivationTrace
@@ -108,8 +108,7 @@ class PrefixIndex:
 
     def forget_oldest(self) -> int:
         """Forget the oldest sequence; returns its number."""
-        if not self._held:
-            raise ConfigError("there is no sequence to forget")
+        check(self._held, "there is no sequence to forget")
         number = next(iter(self._held))
         tokens = self._held.pop(number)
         children, at = self._roots, 0
@@ -140,8 +139,7 @@ class PrefixIndex:
 
 def _packed(token_ids: NDArray[np.integer]) -> bytes:
     ids = np.asarray(token_ids)
-    if ids.ndim != 1:
-        raise ConfigError(f"token_ids has shape {ids.shape}; expected [token]")
+    check(ids.ndim == 1, f"token_ids has shape {ids.shape}; expected [token]")
     packed = ids.astype(np.int32)
     if ids.dtype != np.int32 and (packed != ids).any():
         raise ConfigError(f"token_ids holds {int(ids[packed != ids][0])}; it must be in {-(1 << 31)} … {(1 << 31) - 1}")

@@ -88,16 +88,20 @@ class RankTransitions:
         `local` [token, layer, rank] is the number of a token's `top_k` activations on each rank; None counts each
         token's rank once.
         """
-        if ranks.ndim != 2 or 0 in ranks.shape:
-            raise ConfigError(f"ranks has shape {ranks.shape}; expected [token, layer], none 0")
+        check(
+            ranks.ndim == 2 and 0 not in ranks.shape, f"ranks has shape {ranks.shape}; expected [token, layer], none 0"
+        )
         low, high = int(ranks.min()), int(ranks.max())
-        if low < 0 or high >= num_ranks:
-            raise ConfigError(f"ranks holds {low if low < 0 else high}; it must be in 0 … {num_ranks - 1}")
+        check(
+            low >= 0 and high < num_ranks, f"ranks holds {low if low < 0 else high}; it must be in 0 … {num_ranks - 1}"
+        )
         if local is not None and local.shape != (*ranks.shape, num_ranks):
             raise ConfigError(f"local has shape {local.shape}; expected {(*ranks.shape, num_ranks)}")
         check_at_least(1, top_k=top_k)
-        if local is not None and (int(local.min()) < 0 or int(local.max()) > top_k):
-            raise ConfigError(f"local must be in 0 … top_k={top_k}")
+        check(
+            local is None or (int(local.min()) >= 0 and int(local.max()) <= top_k),
+            f"local must be in 0 … top_k={top_k}",
+        )
         starts = key_starts(num_ranks, self.order)
         keys, tokens, shares = zip(
             *[self._layer(ranks, layer, starts, num_ranks, local, top_k) for layer in range(ranks.shape[1])],
@@ -151,8 +155,7 @@ class RankTransitions:
     def find(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the row [token] of the longest known context; a negative rank in `previous` is unknown and ends it."""
         rows = self.rows
-        if not 0 <= layer < rows.num_layers:
-            raise ConfigError(f"layer={layer} must be in 0 … {rows.num_layers - 1}")
+        check(0 <= layer < rows.num_layers, f"layer={layer} must be in 0 … {rows.num_layers - 1}")
         wanted = context_keys(previous, rows.num_ranks, self.order)
         start, stop = int(rows.offsets[layer]), int(rows.offsets[layer + 1])
         return find_contexts(rows.keys[start:stop], wanted, rows.num_ranks, self.order) + start

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.step import Batch
-from coterie.errors import ConfigError, check, check_at_least
+from coterie.errors import check, check_at_least
 from coterie.footprints.counting import footprint
 from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_places, check_tokens
@@ -74,15 +74,12 @@ def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
         values = getattr(requests, name)
         check(len(values) == count, f"{name} has {len(values)} requests; arrival_s has {count}")
         least = 1 if name == "tokens" else 0
-        if values.min() < least:
-            raise ConfigError(f"{name}={values.min()} must be at least {least} for every request")
+        check(values.min() >= least, f"{name}={values.min()} must be at least {least} for every request")
     check(ids.ndim == 3 and ids.shape[1] == layers, f"expert_ids has shape {ids.shape}; expected [token, {layers}, k]")
     last = int((requests.first + requests.tokens).max())
-    if last > len(ids):
-        raise ConfigError(f"expert_ids has {len(ids)} tokens; requests need {last}")
+    check(last <= len(ids), f"expert_ids has {len(ids)} tokens; requests need {last}")
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-    if low < 0 or high >= experts:
-        raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {experts - 1}")
+    check(low >= 0 and high < experts, f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {experts - 1}")
 
 
 class _Decoder(SimulatedServer):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.batching.base import Loads
 from coterie.costs.step import Batch, PlacedStepModel, StepModel
-from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_positive
+from coterie.errors import check, check_at_least, check_not_negative, check_positive
 from coterie.types import Placement
 
 
@@ -28,10 +28,10 @@ class Execution(NamedTuple):
 
 def check_seconds(ran: Execution, requests: int) -> None:
     """Raise ConfigError if an execution model returns a time that is negative or not finite."""
-    if not 0.0 <= ran.seconds < math.inf:
-        raise ConfigError(
-            f"execution model: seconds={ran.seconds} of a batch of {requests} must be a finite number of at least 0"
-        )
+    check(
+        0.0 <= ran.seconds < math.inf,
+        f"execution model: seconds={ran.seconds} of a batch of {requests} must be a finite number of at least 0",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_clock, check_once, check_times, check_work
 from coterie.sim.kernel import Simulation
@@ -62,8 +62,10 @@ def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
     )
     check(predicted.ndim == 3, f"predicted has shape {predicted.shape}; expected [request, layer, expert]")
     low, high = predicted.min(initial=0.0), predicted.max(initial=0.0)
-    if not (low >= 0 and high < math.inf):
-        raise ConfigError(f"predicted holds {low if not low >= 0 else high}; loads must be finite and at least 0")
+    check(
+        low >= 0 and high < math.inf,
+        f"predicted holds {low if not low >= 0 else high}; loads must be finite and at least 0",
+    )
 
 
 class SimulatedServer(ABC):

@@ -119,8 +119,7 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
 
     def append_many(self, tokens: Activations, offsets: NDArray[np.int64], requests: RequestTrace) -> None:
         """Append copies of several requests at once; all are checked before any is added."""
-        if self._closed:
-            raise ConfigError(f"{self.folder} is closed; nothing can be appended")
+        check(not self._closed, f"{self.folder} is closed; nothing can be appended")
         check(
             np.issubdtype(tokens.expert_ids.dtype, np.integer),
             f"expert_ids is {tokens.expert_ids.dtype}; expected whole numbers",

@@ -79,8 +79,9 @@ class BurstyArrivals:
     def __post_init__(self) -> None:
         check_positive(rate=self.rate, burst_size=self.burst_size, burst_rate=self.burst_rate)
         check_share(share=self.share)
-        if self.burst_rate <= self.rate:
-            raise ConfigError(f"bursty arrivals: burst_rate={self.burst_rate} must be above rate={self.rate}")
+        check(
+            self.burst_rate > self.rate, f"bursty arrivals: burst_rate={self.burst_rate} must be above rate={self.rate}"
+        )
 
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
         times, domains = [np.empty(0)], [np.empty(0, np.int64)]
@@ -163,8 +164,7 @@ class LognormalLengths:
     def __post_init__(self) -> None:
         check_positive(prompt_mean=self.prompt_mean, output_mean=self.output_mean, longest=self.longest)
         for name in ("prompt_sigma", "output_sigma"):
-            if not 0 <= getattr(self, name) < 10:
-                raise ConfigError(f"lengths: {name}={getattr(self, name)} must be in 0 … 10")
+            check(0 <= getattr(self, name) < 10, f"lengths: {name}={getattr(self, name)} must be in 0 … 10")
 
     def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
         def some(mean: float, sigma: float) -> NDArray[np.int64]:
@@ -222,8 +222,7 @@ def draw_arrivals(
     """Draw `requests` requests, or as many as have exactly `tokens` tokens; then the last request is cut short."""
     check((requests is None) != (tokens is None), "give either a number of requests or a number of tokens")
     check_at_least(1, requests=requests, tokens=tokens)
-    if requests is not None and requests > MOST_REQUESTS:
-        raise ConfigError(f"requests={requests} must be at most {MOST_REQUESTS:,}")
+    check(requests is None or requests <= MOST_REQUESTS, f"requests={requests} must be at most {MOST_REQUESTS:,}")
     count = requests if requests is not None else 256
     while True:
         arrived = arrivals.draw(count, mix, rng)

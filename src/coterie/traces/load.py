@@ -38,8 +38,9 @@ class LoadTable:
             self.counts.ndim == 3 and 0 not in self.counts.shape,
             f"counts has shape {self.counts.shape}; expected [window, layer, expert], none 0",
         )
-        if float(self.counts.sum(dtype=np.float64)) >= 2.0**62:
-            raise ConfigError("counts sum to more than 64 bits hold; are they tokens?")
+        check(
+            float(self.counts.sum(dtype=np.float64)) < 2.0**62, "counts sum to more than 64 bits hold; are they tokens?"
+        )
         if self.tokens is not None and len(self.tokens) and int(np.min(self.tokens)) < 0:
             raise ConfigError(f"tokens={int(np.min(self.tokens))} must not be negative")
         for name, axis in (("labels", 0), ("tokens", 0), ("layer_ids", 1)):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check
+from coterie.errors import ConfigError, TraceError, check, check_file
 from coterie.traces.store import file_errors, read_json, replaced, value_errors, write_json
 
 FORMAT = "coterie-trace"
@@ -63,8 +63,7 @@ class RequestTrace:
                 raise ConfigError(f"{name} has {len(column)} rows; prompt_tokens has {count}")
         for name in ("prompt_tokens", "output_tokens"):
             low, high = (int(f(getattr(self, name), initial=0)) for f in (np.min, np.max))
-            if low < 0 or high > MAX_TOKENS:
-                raise ConfigError(f"{name}={low if low < 0 else high} must be in 0 … {MAX_TOKENS}")
+            check(low >= 0 and high <= MAX_TOKENS, f"{name}={low if low < 0 else high} must be in 0 … {MAX_TOKENS}")
         times = np.empty(0) if self.arrival_s is None else self.arrival_s
         for row in np.flatnonzero(~np.isfinite(times)):
             raise ConfigError(f"arrival_s[{row}]={times[row]} must be a finite time")
@@ -156,19 +155,21 @@ def new_trace_folder(path: str | Path) -> Path:
 
 def read_meta(folder: Path, *kinds: str) -> dict[str, Any]:
     """Read the meta.json of a trace of one of the `kinds`; of any kind by default."""
-    if not folder.is_dir():
-        raise TraceError(
-            folder,
-            "trace",
-            "is a file; a trace is a folder (coterie convert makes one)" if folder.exists() else "does not exist",
-        )
+    check_file(
+        folder.is_dir(),
+        folder,
+        "trace",
+        "is a file; a trace is a folder (coterie convert makes one)" if folder.exists() else "does not exist",
+    )
     meta = read_json(folder / "meta.json")
     known = {"format": (FORMAT,), "version": (VERSION,), "kind": kinds or ("activations", "requests", "load")}
     for name, values in known.items():
-        if meta.get(name) not in values:
-            raise TraceError(
-                folder / "meta.json", name, f"found {meta.get(name)!r}, expected {' or '.join(map(repr, values))}"
-            )
+        check_file(
+            meta.get(name) in values,
+            folder / "meta.json",
+            name,
+            f"found {meta.get(name)!r}, expected {' or '.join(map(repr, values))}",
+        )
     return meta
 
 
@@ -213,19 +214,20 @@ def read_requests(
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TraceError(path, "parquet", f"cannot be read: {str(error).partition(chr(10))[0]}") from None
     for name in names:
-        if names.count(name) > 1:
-            raise TraceError(path, name, f"names {names.count(name)} columns")
-    if table.num_rows != num_requests:
-        raise TraceError(path, "rows", f"found {table.num_rows}, expected {num_requests}")
+        check_file(names.count(name) <= 1, path, name, f"names {names.count(name)} columns")
+    check_file(table.num_rows == num_requests, path, "rows", f"found {table.num_rows}, expected {num_requests}")
 
     kinds = pa.types
 
     def column_of(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-        if name not in names:
-            raise TraceError(path, name, f"is missing; the table has {', '.join(names)}")
+        check_file(name in names, path, name, f"is missing; the table has {', '.join(names)}")
         column = table[name].combine_chunks()
-        if not fits(column.type) or column.null_count:
-            raise TraceError(path, name, f"holds {column.type}, expected {expected} without gaps")
+        check_file(
+            fits(column.type) and not column.null_count,
+            path,
+            name,
+            f"holds {column.type}, expected {expected} without gaps",
+        )
         return column
 
     def counts(name: str) -> NDArray[np.int64]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check
+from coterie.errors import ConfigError, TraceError, check, check_file
 from coterie.traces.requests import COLUMNS, FORMAT, TABLES, VERSION, RequestTrace, read_meta, read_requests
 from coterie.traces.store import ArrayFile, ArraySpec, value_errors
 from coterie.types import DECODE, PREFILL, narrowest_uint
@@ -175,8 +175,12 @@ class SegmentedTrace:
             entries = [(str(e["activations"]), str(e["requests"]), int(e["num_tokens"])) for e in raw["segments"]]
             # A closing writer deletes the files named here, so names outside the folder or of other files are refused.
             for name in (name for entry in entries for name in entry[:2]):
-                if name not in FINAL and not PART.fullmatch(name):
-                    raise TraceError(folder / "meta.json", "segments", f"{name!r} is not the name of a segment's file")
+                check_file(
+                    name in FINAL or PART.fullmatch(name),
+                    folder / "meta.json",
+                    "segments",
+                    f"{name!r} is not the name of a segment's file",
+                )
         # No segments: the recording has begun, but nothing was flushed yet.
         trace = cls(meta, [_open_segment(folder, meta, *entry) for entry in entries]) if entries else cls.empty(meta)
         trace.unfinished = [entry[:2] for entry in entries] != [FINAL]
@@ -247,8 +251,7 @@ class SegmentedTrace:
 
     def request(self, index: int) -> Activations:
         """Return the tokens of one request, as views into the mapped file."""
-        if not 0 <= index < self.num_requests:
-            raise ConfigError(f"request {index} must be in 0 … {self.num_requests - 1}")
+        check(0 <= index < self.num_requests, f"request {index} must be in 0 … {self.num_requests - 1}")
         at = bisect_right(self._first, index) - 1
         segment, local = self.segments[at], index - int(self._first[at])
         return segment.between(int(segment.offsets[local]), int(segment.offsets[local + 1]))
@@ -280,8 +283,12 @@ class SegmentedTrace:
                 part = segment.between(start, start + (1 << 18))
                 with value_errors(name, "expert_ids"):
                     check_ids(part.expert_ids, self.meta, "expert_ids", start)
-                if part.gate_weights is not None and not np.isfinite(part.gate_weights).all():
-                    raise TraceError(name, "gate_weights", f"holds NaN or infinity after token {start}")
+                check_file(
+                    part.gate_weights is None or np.isfinite(part.gate_weights).all(),
+                    name,
+                    "gate_weights",
+                    f"holds NaN or infinity after token {start}",
+                )
                 if segment.file is not None:
                     segment.file.release()
 
@@ -293,8 +300,12 @@ def _open_segment(folder: Path, meta: TraceMeta, name: str, table: str, num_toke
     file = ArrayFile(folder / name)
     offsets = file["offsets"]
     tokens = Activations(file["expert_ids"], file["phase"], file.get("token_ids"), file.get("gate_weights"))
-    if len(tokens.phase) != num_tokens:
-        raise TraceError(file.path, "phase", f"has {len(tokens.phase)} tokens, meta.json says {num_tokens}")
+    check_file(
+        len(tokens.phase) == num_tokens,
+        file.path,
+        "phase",
+        f"has {len(tokens.phase)} tokens, meta.json says {num_tokens}",
+    )
     with value_errors(file.path, "shape"):
         check_shapes(str(file.path), meta, tokens, offsets, deep=False)
     return Segment(offsets, tokens, file, folder / table)
@@ -317,8 +328,10 @@ def check_ids(ids: NDArray[np.integer], meta: TraceMeta, name: str, start: int =
 
 
 def check_table(requests: RequestTrace, offsets: NDArray[np.int64]) -> None:
-    if len(requests) != len(offsets) - 1:
-        raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
+    check(
+        len(requests) == len(offsets) - 1,
+        f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests",
+    )
 
 
 def check_shapes(

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_input_file
+from coterie.errors import ConfigError, TraceError, check_file, check_input_file
 
 _DTYPES = {
     "BOOL": "|b1",
@@ -120,8 +120,7 @@ class ArrayFile(dict[str, NDArray[Any]]):
         for name, entry in header.items():
             self[name], stop = self._view(name, entry, start, size)
             end = max(end, stop)
-        if size != end:
-            raise TraceError(path, "file", f"has {size} bytes; its header describes {end}")
+        check_file(size == end, path, "file", f"has {size} bytes; its header describes {end}")
 
     def about(self, kind: str, version: int) -> dict[str, Any]:
         """Return Coterie's metadata of the file; raises TraceError for another format or version."""
@@ -130,12 +129,12 @@ class ArrayFile(dict[str, NDArray[Any]]):
             stated = (about["format"], about["version"])
         except (KeyError, TypeError, ValueError, RecursionError):
             raise TraceError(self.path, "metadata", f"is not that of a {kind} file") from None
-        if stated != (kind, version):
-            raise TraceError(
-                self.path,
-                "metadata format",
-                f"found {stated[0]!r} version {stated[1]!r}, expected {kind!r} version {version}",
-            )
+        check_file(
+            stated == (kind, version),
+            self.path,
+            "metadata format",
+            f"found {stated[0]!r} version {stated[1]!r}, expected {kind!r} version {version}",
+        )
         return dict(about)
 
     def _view(self, name: str, entry: Any, start: int, size: int) -> tuple[NDArray[Any], int]:
@@ -145,10 +144,15 @@ class ArrayFile(dict[str, NDArray[Any]]):
         except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(self.path, name, f"header entry {entry!r} must have dtype, shape, data_offsets") from None
         nbytes = ArraySpec(dtype, shape).nbytes
-        if min(shape, default=0) < 0 or first < 0 or last - first != nbytes:
-            raise TraceError(self.path, name, f"data_offsets span {last - first} bytes, {dtype} {shape} needs {nbytes}")
-        if start + last > size:
-            raise TraceError(self.path, name, f"ends at byte {start + last}, the file has {size}: it is cut short")
+        check_file(
+            min(shape, default=0) >= 0 and first >= 0 and last - first == nbytes,
+            self.path,
+            name,
+            f"data_offsets span {last - first} bytes, {dtype} {shape} needs {nbytes}",
+        )
+        check_file(
+            start + last <= size, self.path, name, f"ends at byte {start + last}, the file has {size}: it is cut short"
+        )
         try:
             array = np.frombuffer(self._map, dtype, math.prod(shape), start + first).reshape(shape)
         except (ValueError, OverflowError) as error:  # shape [0, 2**70], or more dimensions than NumPy supports
@@ -167,11 +171,14 @@ class ArrayFile(dict[str, NDArray[Any]]):
 def read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     """Read the header of a safetensors file of `size` bytes; returns it with the byte offset of the data."""
     prefix = stream.read(8)
-    if len(prefix) < 8:
-        raise TraceError(path, "header", f"file has {size} bytes; safetensors starts with 8 of header length")
+    check_file(len(prefix) >= 8, path, "header", f"file has {size} bytes; safetensors starts with 8 of header length")
     length = int.from_bytes(prefix, "little")
-    if length > min(_MAX_HEADER, size - 8):
-        raise TraceError(path, "header", f"claims {length} bytes, file has {size}: not safetensors, or cut")
+    check_file(
+        length <= min(_MAX_HEADER, size - 8),
+        path,
+        "header",
+        f"claims {length} bytes, file has {size}: not safetensors, or cut",
+    )
     try:
         header = json.loads(stream.read(length))
     except (ValueError, RecursionError):
@@ -214,8 +221,12 @@ class ArrayFileWriter(AbstractContextManager["ArrayFileWriter"]):
         spec = self.specs[name]
         data = np.ascontiguousarray(rows, dtype=spec.dtype.newbyteorder("<"))
         done = self._rows[name]
-        if data.shape[1:] != spec.shape[1:] or done + len(data) > spec.shape[0]:
-            raise TraceError(self.path, name, f"rows of shape {data.shape} at row {done} do not fit {spec.shape}")
+        check_file(
+            data.shape[1:] == spec.shape[1:] and done + len(data) <= spec.shape[0],
+            self.path,
+            name,
+            f"rows of shape {data.shape} at row {done} do not fit {spec.shape}",
+        )
         view, at = data.reshape(-1).view(np.uint8), 0
         start = self._start[name] + done * (spec.nbytes // max(1, spec.shape[0]))
         while at < len(view):  # pwrite moves at most 2 GiB at a time

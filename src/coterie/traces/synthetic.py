@@ -102,8 +102,10 @@ class SyntheticSettings:
     def __post_init__(self) -> None:
         TraceMeta(self.model, self.num_experts, self.num_layers, self.top_k, self.layer_ids)  # checks the shape
         check(self.domains, "domains is empty; a trace needs at least one")
-        if self.mix is not None and (len(self.mix) != len(self.domains) or min(self.mix) < 0 or sum(self.mix) <= 0):
-            raise ConfigError(f"mix={self.mix} must hold a share of 0 or more for each of {len(self.domains)} domains")
+        check(
+            self.mix is None or (len(self.mix) == len(self.domains) and min(self.mix) >= 0 and sum(self.mix) > 0),
+            f"mix={self.mix} must hold a share of 0 or more for each of {len(self.domains)} domains",
+        )
         check(0 <= self.zipf_exponent < 20, f"zipf_exponent={self.zipf_exponent} must be in 0 … 20")
         check_share(specialisation=self.specialisation, phase_correlation=self.phase_correlation)
         per_layer = self.concentrations()
@@ -159,10 +161,10 @@ class Preferences:
     drift: SlowDrift | AbruptDrift | None = None
 
     def __post_init__(self) -> None:
-        if self.epochs.ndim != 4 or len(self.epochs) != _num_epochs(self.drift):
-            raise ConfigError(
-                f"epochs has shape {self.epochs.shape}; {self.drift} needs {_num_epochs(self.drift)} of them"
-            )
+        check(
+            self.epochs.ndim == 4 and len(self.epochs) == _num_epochs(self.drift),
+            f"epochs has shape {self.epochs.shape}; {self.drift} needs {_num_epochs(self.drift)} of them",
+        )
 
     def blend(self, time_s: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
         """Return, for requests that arrive at `time_s` [request], where their preferences are between two epochs.
@@ -276,8 +278,7 @@ def generate_to(
 
 def _require_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
-    if needed > free:
-        raise UnavailableError(f"{path}: the trace needs {needed:,} bytes; the disk has {free:,} free")
+    check(needed <= free, f"{path}: the trace needs {needed:,} bytes; the disk has {free:,} free", UnavailableError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +353,10 @@ def _draw_workload(
     )
     seed = rng.integers(1 << 64, dtype=np.uint64)
     arrived, lengths = draw_arrivals(settings.arrivals, settings.lengths, settings.shares(), rng, requests, tokens)
-    if arrived.domain.max() >= len(settings.domains):
-        raise ConfigError(f"arrivals name domain {arrived.domain.max()}; the settings have {len(settings.domains)}")
+    check(
+        arrived.domain.max() < len(settings.domains),
+        f"arrivals name domain {arrived.domain.max()}; the settings have {len(settings.domains)}",
+    )
     table = RequestTrace(*lengths, arrived.arrival_s, domains=[settings.domains[d] for d in arrived.domain])
     meta = TraceMeta(
         settings.model,

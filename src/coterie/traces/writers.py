@@ -142,11 +142,11 @@ def _write_mooncake(trace: RequestTrace, path: Path) -> None:
     )
     for i, blocks in enumerate(trace.prefix_blocks):
         needed = -(-int(trace.prompt_tokens[i]) // MOONCAKE_BLOCK_TOKENS)
-        if len(blocks) != needed:
-            raise ConfigError(
-                f"request {i} has {len(blocks)} prefix_blocks; format 'mooncake' needs {needed} for "
-                f"prompt_tokens={trace.prompt_tokens[i]}; jsonl holds any"
-            )
+        check(
+            len(blocks) == needed,
+            f"request {i} has {len(blocks)} prefix_blocks; format 'mooncake' needs {needed} for "
+            f"prompt_tokens={trace.prompt_tokens[i]}; jsonl holds any",
+        )
     _dump_lines(
         (
             {

@@ -12,8 +12,17 @@ from scipy import stats
 
 from coterie.answers.load.client import RequestOutcome
 from coterie.answers.load.report import MOST_UNBOUND
-from coterie.answers.load.run import Contender, LoadRun, Pace, blocks_of, changes, compare, jackknife
-from coterie.answers.load.steps import StepTotals, experts_ratio
+from coterie.answers.load.run import (
+    Contender,
+    LoadRun,
+    Pace,
+    StepTotals,
+    blocks_of,
+    changes,
+    compare,
+    experts_ratio,
+    jackknife,
+)
 from coterie.answers.load.summary import Targets, block_length, draws_of, percentiles, summarise
 from coterie.answers.load.workload import LoadRequest, Message
 from coterie.answers.runs import interval

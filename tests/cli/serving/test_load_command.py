@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Run, refused
-from coterie.answers.load.steps import read_steps
+from coterie.answers.load.run import read_steps
 from coterie.engines.worker.embedded import embedded_worker
 from coterie.net.access import FleetAccess
 from coterie.net.http_client import Client

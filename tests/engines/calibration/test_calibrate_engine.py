@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.costs.cells import step_load
-from coterie.engines.calibration.calibrate import measure_copies, model_config, routed_tokens
-from coterie.engines.calibration.step_grid import RoutedTokens, StepGrid, _jobs, _Tokens
+from coterie.engines.calibration.calibrate import (
+    RoutedTokens,
+    StepGrid,
+    _jobs,
+    _Tokens,
+    measure_copies,
+    model_config,
+    routed_tokens,
+)
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.traces.activations import ActivationTrace

@@ -18,7 +18,7 @@ SCRIPT = """
 import json, sys
 import numpy as np
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from coterie.engines.calibration import calibrate, imposed, step_grid
+from coterie.engines.calibration import calibrate, imposed
 from coterie.engines.tiny import tiny_model_path
 
 seen = []
@@ -31,7 +31,7 @@ for name in ("forward_monolithic", "forward_modular"):
     setattr(RoutedExperts, name, record)
 
 config, spec = calibrate.model_config(tiny_model_path())
-ids = step_grid.RoutedTokens.draw(spec, 4, 16).ids
+ids = calibrate.RoutedTokens.draw(spec, 4, 16).ids
 engine = imposed.ImposedEngine(config, spec, ids, (32,), 256, 4)
 rng = np.random.default_rng(0)
 at = rng.integers(len(ids), size=(3, 4))
@@ -51,10 +51,10 @@ print(json.dumps([[t.number for t in times], [t.number for t in whole], [t.numbe
 COMMANDS = """
 import sys
 from pathlib import Path
-from coterie.engines.calibration import calibrate, step_grid
+from coterie.engines.calibration import calibrate
 from coterie.engines.tiny import tiny_model_path
 
-grid = step_grid.StepGrid(rows=(1, 2, 4), contexts=(16, 32), prompts=(32, 64, 128), draws=3, repeats=1)
+grid = calibrate.StepGrid(rows=(1, 2, 4), contexts=(16, 32), prompts=(32, 64, 128), draws=3, repeats=1)
 preset = calibrate.calibrate(tiny_model_path(), "here", grid=grid, cells_path=Path("cells.npz"))
 from coterie.costs.presets import load_preset, save_preset, step_model
 from coterie.models import get_model

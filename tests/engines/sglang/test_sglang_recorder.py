@@ -45,7 +45,7 @@ def test_a_recorder_that_does_not_start(tmp_path: Path) -> None:
 
 
 def test_no_dump_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.engines.sglang.dumps.DUMP_WAIT_S", 0.3)
+    monkeypatch.setattr("coterie.engines.sglang.recording.DUMP_WAIT_S", 0.3)
     with Running(configured("stat")) as peer, pytest.raises(UnavailableError, match="no new dump appeared"):
         record(peer, tmp_path / "t", mode="recorder", dump_dir=tmp_path)
     assert not (tmp_path / "t").exists()

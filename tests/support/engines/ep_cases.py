@@ -17,11 +17,16 @@ from coterie.costs.exchange import crossing, rows_between
 from coterie.dispatch.shuffle import PADDING, ShuffleSchedule, shuffle_schedule
 from coterie.dispatch.slots import SlotTable, choose_slots
 from coterie.engines.ranks import RankMember
-from coterie.engines.torch_ep.exchange import TorchExchange
 from coterie.engines.torch_ep.group import Group
-from coterie.engines.torch_ep.layer import ExpertParallelLayers
-from coterie.engines.torch_ep.shuffled import RouterAnswer, shuffle_rows, shuffled_experts, shuffled_reduce_scatter
-from coterie.engines.torch_ep.weights import SlotWeights
+from coterie.engines.torch_ep.layer import (
+    ExpertParallelLayers,
+    RouterAnswer,
+    SlotWeights,
+    TorchExchange,
+    shuffle_rows,
+    shuffled_experts,
+    shuffled_reduce_scatter,
+)
 from coterie.types import Placement
 
 EXPERTS, TOP_K, HIDDEN, INNER, LAYERS = 16, 3, 16, 12, 2

@@ -10,12 +10,9 @@ import numpy as np
 import torch
 
 from coterie.engines.ranks import RankMember
-from coterie.engines.torch_ep.exchange import TorchExchange
 from coterie.engines.torch_ep.group import Group
-from coterie.engines.torch_ep.layer import ExpertParallelLayers
-from coterie.engines.torch_ep.migration import LiveMigration
-from coterie.engines.torch_ep.mover import Mover
-from coterie.engines.torch_ep.weights import SlotWeights
+from coterie.engines.torch_ep.layer import ExpertParallelLayers, SlotWeights, TorchExchange
+from coterie.engines.torch_ep.migration import LiveMigration, Mover
 from coterie.errors import ConfigError, RankFailedError
 from coterie.placement.migration.rounds import MigrationLimits, Transfer, schedule_moves
 from coterie.types import Placement, Topology

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from coterie.answers.demo.runs import REFERENCE_SHAPE
-from coterie.answers.load.steps import read_steps
+from coterie.answers.load.run import read_steps
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.engines.vllm.recording import Subscriber, hear

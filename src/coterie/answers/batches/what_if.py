@@ -40,7 +40,7 @@ from coterie.batching import strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, TraceError, check
+from coterie.errors import ConfigError, TraceError, check, check_file
 from coterie.models import model_from_config, model_of
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, RunSummary, summarise_run
@@ -106,8 +106,10 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
     rng = np.random.default_rng([options.seed, 1])
     meta = None if work.trace is None else work.trace.meta
     nbytes = 8 * count * (meta.num_layers * meta.num_experts if meta else (config or CapsConfig()).num_experts)
-    if nbytes > MAX_BYTES:
-        raise ConfigError(f"requests={count} have loads of {nbytes >> 20} MiB; they must be at most {MAX_BYTES >> 20}")
+    check(
+        nbytes <= MAX_BYTES,
+        f"requests={count} have loads of {nbytes >> 20} MiB; they must be at most {MAX_BYTES >> 20}",
+    )
     requests, arrived = _requests(options, work, config, count, rng)
     server = _server(options, work, config, requests, arrived)
     total, before = (len(names) + 1) * count, 0
@@ -233,8 +235,7 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
             raise TraceError(options.trace, "kind", f"found {kind_of(read)!r}, expected 'activations' or 'requests'")
         else:
             trace = read
-            if not trace.num_requests:
-                raise TraceError(options.trace, "requests", "there is none")
+            check_file(trace.num_requests, options.trace, "requests", "there is none")
             trace.validate()  # a memory-mapped trace is unread so far; the error for a bad id must name the file
     if trace is not None:
         _check_shape(options, config, given, name, trace.meta.num_experts, trace.meta.top_k)

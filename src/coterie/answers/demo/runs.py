@@ -34,7 +34,7 @@ class DemoAnswer(NamedTuple):
 
 
 class RouterRun(NamedTuple):
-    """Run of one router; made by :class:`coterie.answers.demo.loop.RoutedLoop`."""
+    """Run of one router; made by :class:`coterie.answers.demo.run.RoutedLoop`."""
 
     router: str
     log: list[NDArray[np.float64]]

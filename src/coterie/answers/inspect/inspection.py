@@ -32,12 +32,20 @@ from coterie.answers.inspect.loads import (
     prefix_sharing,
     rank_imbalances,
 )
-from coterie.answers.inspect.one_pass import MAX_DOMAINS, Progress, cut_windows, run_pass
-from coterie.answers.inspect.samples import DistinctExperts, PaddingCost, PhaseCorrelation, Samples
+from coterie.answers.inspect.samples import (
+    MAX_DOMAINS,
+    DistinctExperts,
+    PaddingCost,
+    PhaseCorrelation,
+    Progress,
+    Samples,
+    cut_windows,
+    run_pass,
+)
 from coterie.answers.runs import Verdict
 from coterie.costs.presets import step_model
 from coterie.costs.step import VLLM_GRAPHS, CostOptions
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, check, check_file
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.load import choose_windows, domain_of
 from coterie.traces.readers.base import Trace, kind_of
@@ -101,8 +109,7 @@ def inspect_trace(
     """
     if isinstance(trace, LoadTable):
         return _inspect_load(trace, name, rng, window)
-    if window is not None:
-        raise ConfigError(f"--window={window} chooses from a load table; {name} holds {kind_of(trace)}")
+    check(window is None, f"--window={window} chooses from a load table; {name} holds {kind_of(trace)}")
     if isinstance(trace, ActivationTrace):
         return _inspect_activations(trace, name, rng, progress)
     return _inspect_requests(trace, name)
@@ -114,8 +121,12 @@ def _inspection(reasons: dict[str, str], **values: Any) -> Inspection:
 
 
 def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, progress: Progress | None) -> Inspection:
-    if not trace.num_requests or not trace.num_tokens:
-        raise TraceError(name, "tokens", f"the trace is empty ({trace.num_requests} requests, no tokens)")
+    check_file(
+        trace.num_requests and trace.num_tokens,
+        name,
+        "tokens",
+        f"the trace is empty ({trace.num_requests} requests, no tokens)",
+    )
     meta, labels = trace.meta, trace.requests.domains
     # Some requests of a recording may have an empty label; these form a domain of their own.
     domains = _largest_domains(labels and [label or "(none)" for label in labels], trace.lengths)
@@ -178,8 +189,7 @@ def _inspect_load(table: LoadTable, name: str, rng: Generator, window: str | Non
     chosen, what = choose_windows(Path(name), table, window)
     counts = table.counts[chosen]
     load = counts.sum(axis=0)  # [layer, expert]
-    if not load.any():
-        raise TraceError(name, "counts", f"the trace is empty ({len(chosen)} windows, no tokens)")
+    check_file(load.any(), name, "counts", f"the trace is empty ({len(chosen)} windows, no tokens)")
     reasons = dict.fromkeys((*_OF_DECODE, *_OF_REQUESTS), "a load table counts tokens per expert, not single requests")
     tokens = None if table.tokens is None else table.tokens[chosen]
     notes, similarity = [f"Load: {what}."], None
@@ -214,8 +224,7 @@ def _inspect_load(table: LoadTable, name: str, rng: Generator, window: str | Non
 
 
 def _inspect_requests(table: RequestTrace, name: str) -> Inspection:
-    if not len(table):
-        raise TraceError(name, "requests", "the trace is empty (no requests)")
+    check_file(len(table), name, "requests", "the trace is empty (no requests)")
     return _inspection(
         dict.fromkeys(_OF_ACTIVATIONS, "a request trace holds no activations") | _request_reasons(table),
         trace=name,

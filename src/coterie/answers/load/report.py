@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.answers.load.client import METRICS
 from coterie.answers.load.measure import LoadMeasurement, LoadSettings
-from coterie.answers.load.run import Change, Contender, changes
-from coterie.answers.load.steps import StepTotals
+from coterie.answers.load.run import Change, Contender, StepTotals, changes
 from coterie.answers.load.summary import Percentiles, Summary, summarise, values_of
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only to draw

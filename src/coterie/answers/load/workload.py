@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_at_least, check_positive, check_share, refuse
+from coterie.errors import check, check_at_least, check_positive, check_share, refuse
 from coterie.prompts import Prompt
 from coterie.traces.arrivals import PoissonArrivals, ReplayedArrivals
 from coterie.traces.requests import RequestTrace
@@ -112,11 +112,10 @@ class SharedPrefixes:
         check_at_least(1, systems=self.systems, turns=self.turns, active=self.active, answer_chars=self.answer_chars)
         check_at_least(24, question_chars=self.question_chars)  # room for the number that begins a question
         least = self._shared / self._total
-        if not least <= self.hit_rate <= 0.99:
-            raise ConfigError(
-                f"hit_rate={self.hit_rate} must be in {least:.2f} … 0.99 with {self.turns} turns: "
-                "fewer turns allow less"
-            )
+        check(
+            least <= self.hit_rate <= 0.99,
+            f"hit_rate={self.hit_rate} must be in {least:.2f} … 0.99 with {self.turns} turns: fewer turns allow less",
+        )
 
     @property
     def system_chars(self) -> int:

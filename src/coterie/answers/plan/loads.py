@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.plan.samples import Sample, Sampling, of_domains, of_requests, of_windows
-from coterie.errors import ConfigError, InputError, TraceError, check, check_input_file
+from coterie.errors import ConfigError, InputError, TraceError, check, check_file, check_input_file
 from coterie.footprints.counting import accumulate_load
 from coterie.models import model_of
 from coterie.traces import ActivationTrace, LoadTable
@@ -101,14 +101,14 @@ def read_load(
         ids = None if trace.layer_ids is None else tuple(int(n) for n in trace.layer_ids)
     elif isinstance(trace, ActivationTrace):
         for option, value in (("--window", window), ("--over", sampling.over)):
-            if value is not None:
-                raise ConfigError(f"{option}={value} chooses from a load table; {path} holds activations")
+            check(value is None, f"{option}={value} chooses from a load table; {path} holds activations")
         load, ids = _of_activations(make, path, trace, sampling), trace.meta.layer_ids
     else:
         raise ConfigError(f"{path} holds requests without their experts: a load or an activation trace is needed")
     rows, (layers, experts) = slice(None), load.tokens.shape
-    if experts != spec.num_experts:
-        raise TraceError(path, "load", f"has {experts} experts a layer; {spec.name} has {spec.num_experts}")
+    check_file(
+        experts == spec.num_experts, path, "load", f"has {experts} experts a layer; {spec.name} has {spec.num_experts}"
+    )
     if ids is None and layers == spec.num_layers > spec.num_moe_layers:
         dense = np.setdiff1d(np.arange(spec.num_layers), spec.moe_layer_ids)
         if load.tokens[dense].any():
@@ -238,8 +238,12 @@ def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: 
     """
     sources = _of_statistics(path, tokens, layer_ids, labels, ranks) if path.is_dir() else _of_array(path)
     expected = (ranks, *tokens.shape)
-    if sources.shape != expected:
-        raise TraceError(path, "sources", f"has shape {sources.shape}; [source rank, layer, expert] is {expected} here")
+    check_file(
+        sources.shape == expected,
+        path,
+        "sources",
+        f"has shape {sources.shape}; [source rank, layer, expert] is {expected} here",
+    )
     bad = np.argwhere(~((sources >= 0) & (sources < np.inf)))  # ~ catches NaN as well
     if bad.size:
         at = tuple(int(index) for index in bad[0])
@@ -265,19 +269,16 @@ def _of_array(path: Path) -> Array:
         raise TraceError(path, "file", "does not exist") from None
     except (OSError, InputError) as error:
         raise TraceError(path, "file", f"is no .npy array: {error}") from None
-    if sources.dtype.kind not in "uif":
-        raise TraceError(path, "file", "must be an .npy array of numbers")
+    check_file(sources.dtype.kind in "uif", path, "file", "must be an .npy array of numbers")
     return sources.astype(np.float64)
 
 
 def _of_statistics(
     path: Path, tokens: Array, layer_ids: tuple[int, ...], iterations: tuple[str, ...], ranks: int
 ) -> Array:
-    if not sniff_trtllm(path):
-        raise TraceError(path, "sources", "is a folder, but none of TensorRT-LLM's expert statistics")
+    check_file(sniff_trtllm(path), path, "sources", "is a folder, but none of TensorRT-LLM's expert statistics")
     files = sum(1 for _ in path.glob("rank*.safetensors"))
-    if files != ranks:
-        raise TraceError(path, "rank*.safetensors", f"are {files}; --ranks={ranks} must be as many")
+    check_file(files == ranks, path, "rank*.safetensors", f"are {files}; --ranks={ranks} must be as many")
     sources = np.zeros((ranks, *tokens.shape))
     for rank in range(ranks):
         arrays = ArrayFile(path / f"rank{rank}.safetensors")

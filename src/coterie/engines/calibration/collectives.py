@@ -21,7 +21,7 @@ from coterie.costs.cells import CollectiveCell, CopyCell
 from coterie.engines.calibration.timing import event_us
 from coterie.engines.optional import dist, torch
 from coterie.engines.ranks import RankMember, choose_backend, run_ranks
-from coterie.errors import ConfigError, UnavailableError, check, check_at_least, check_one_of
+from coterie.errors import UnavailableError, check, check_at_least, check_one_of
 from coterie.types import Report
 
 Backend = Literal["auto", "gloo", "nccl"]
@@ -82,8 +82,10 @@ def _check(processes: int, backend: str, sizes: Sequence[int], repeats: int) -> 
     check(processes >= 2, f"processes={processes} must be at least 2: a rank alone sends nothing")
     check_one_of(get_args(Backend), backend=backend)
     check(sizes, "sizes must not be empty")
-    if min(sizes) < processes - 1:
-        raise ConfigError(f"sizes: {min(sizes)} bytes must be at least one for each of {processes - 1} other ranks")
+    check(
+        min(sizes) >= processes - 1,
+        f"sizes: {min(sizes)} bytes must be at least one for each of {processes - 1} other ranks",
+    )
     check_at_least(1, repeats=repeats)
 
 

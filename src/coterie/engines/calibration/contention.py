@@ -23,7 +23,7 @@ from coterie.costs.cells import ContentionCell
 from coterie.costs.shapes import dense_shapes
 from coterie.engines.calibration.timing import captured, marks
 from coterie.engines.optional import torch
-from coterie.errors import ConfigError, UnavailableError, check, check_at_least
+from coterie.errors import UnavailableError, check, check_at_least
 from coterie.types import ModelSpec, Report
 
 PATHS: tuple[Literal["host-to-device", "device"], ...] = ("host-to-device", "device")
@@ -58,8 +58,9 @@ class DecodeStep:
     """Every kernel of one decode step in bf16, on random weights and tokens."""
 
     def __init__(self, spec: ModelSpec, device: Any, settings: ContentionSettings) -> None:
-        if spec.kv_lora_rank:
-            raise ConfigError(f"{spec.name} has latent attention; contention is measured with grouped heads only")
+        check(
+            not spec.kv_lora_rank, f"{spec.name} has latent attention; contention is measured with grouped heads only"
+        )
         self.spec, batch, small = spec, settings.batch, partial(_random, device)
         self.inputs = [[small(batch, k) for _, k in shapes] for shapes, _ in dense_shapes(spec)]
         self.head = small(spec.hidden_size, spec.vocab_size)
@@ -155,8 +156,11 @@ class _Copies:
         """Raise UnavailableError if a target differs from its source."""
         torch.cuda.synchronize()
         for target, source in zip(self.targets, self.sources, strict=True):
-            if not torch.equal(target.cpu(), source.cpu()):
-                raise UnavailableError("a copy beside steps arrived changed; the device is not to be trusted")
+            check(
+                torch.equal(target.cpu(), source.cpu()),
+                "a copy beside steps arrived changed; the device is not to be trusted",
+                UnavailableError,
+            )
 
 
 def measure_contention(
@@ -164,8 +168,7 @@ def measure_contention(
 ) -> list[ContentionCell]:
     """Time decode steps of a model shape alone and beside copies, over both paths; needs CUDA."""
     settings, report = settings or ContentionSettings(), report or (lambda *_: None)
-    if device.type != "cuda":
-        raise UnavailableError(f"contention is measured on CUDA devices, not on {device.type}")
+    check(device.type == "cuda", f"contention is measured on CUDA devices, not on {device.type}", UnavailableError)
     report(f"{spec.name} contention", 0, 1)
     with torch.inference_mode():
         graph, _ = captured(DecodeStep(spec, device, settings).run, warm_ups=2)

@@ -53,8 +53,11 @@ def find_device(device: str, purpose: str) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     check(re.fullmatch(r"cpu|cuda(:\d+)?", device), f"device={device!r} must be auto, cpu, cuda or cuda:N")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
+    check(
+        not device.startswith("cuda") or torch.cuda.is_available(),
+        f"device {device!r} was asked for, but torch sees no CUDA device",
+        UnavailableError,
+    )
     if ":" in device:
         torch.cuda.set_device(device)  # streams and events are created on the current device
     return torch.device(device)

@@ -123,13 +123,17 @@ def expert_layers(model: Any) -> list[ExpertLayer]:
         if set(_IDS) & set(inspect.signature(type(module).forward).parameters):
             numbers = [int(part) for part in path.split(".") if part.isdigit()]
             layers.append(ExpertLayer(numbers[0] if numbers else len(layers), path, module))
-            if getattr(module, "_is_expert_parallel", False):
-                raise UnavailableError(f"{path} is sharded over ranks and holds part of the experts: load it whole")
-    if not layers:
-        raise UnavailableError(
-            f"model type {kind!r} has no layer whose experts are given the router's choice; known to work: "
-            f"{', '.join(FAMILIES)} and their like"
-        )
+            check(
+                not getattr(module, "_is_expert_parallel", False),
+                f"{path} is sharded over ranks and holds part of the experts: load it whole",
+                UnavailableError,
+            )
+    check(
+        layers,
+        f"model type {kind!r} has no layer whose experts are given the router's choice; known to work: "
+        f"{', '.join(FAMILIES)} and their like",
+        UnavailableError,
+    )
     for first, second in pairwise(layers):
         if first.layer_id >= second.layer_id:
             twice = f"{first.path}, {second.path}"
@@ -161,19 +165,21 @@ def _top_k(model: Any, layers: list[ExpertLayer]) -> int:
         beside = [getattr(module, "top_k", None) for module in (*block.children(), block)]
         beside += [getattr(config, name, None) for name in _TOP_K]
         whole = [value for value in beside if isinstance(value, int)]
-        if not whole:
-            raise UnavailableError(f"{layer.path}: neither its router nor the config says how many experts it chooses")
+        check(
+            whole, f"{layer.path}: neither its router nor the config says how many experts it chooses", UnavailableError
+        )
         counts.append(whole[0])
     return _one(counts, "experts a token", layers)
 
 
 def _one(values: list[int], what: str, layers: list[ExpertLayer]) -> int:
     for value, layer in zip(values, layers, strict=True):
-        if value != values[0]:
-            raise UnavailableError(
-                f"layer {layer.layer_id} has {value} {what} and layer {layers[0].layer_id} {values[0]}: "
-                "a trace has one number for all"
-            )
+        check(
+            value == values[0],
+            f"layer {layer.layer_id} has {value} {what} and layer {layers[0].layer_id} {values[0]}: "
+            "a trace has one number for all",
+            UnavailableError,
+        )
     return values[0]
 
 

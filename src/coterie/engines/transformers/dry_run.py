@@ -105,8 +105,11 @@ def _find_gates(model: Any, layers: list[ExpertLayer], device: Any) -> list[_Gat
     for layer in layers:
         parent = layer.path.rpartition(".")[0]
         holder, _, name = parent.rpartition(".")
-        if name.isdigit():
-            raise UnavailableError(f"{layer.path}: no block of its own holds the gate, so it cannot be run alone")
+        check(
+            not name.isdigit(),
+            f"{layer.path}: no block of its own holds the gate, so it cannot be run alone",
+            UnavailableError,
+        )
         block = model.get_submodule(parent)
         seen: list[tuple[Any, Any]] = []
         handles += [
@@ -118,8 +121,7 @@ def _find_gates(model: Any, layers: list[ExpertLayer], device: Any) -> list[_Gat
         def note(
             block: Any, args: tuple[Any, ...], layer: ExpertLayer = layer, seen: list[tuple[Any, Any]] = seen
         ) -> None:
-            if len(args) != 1:
-                raise UnavailableError(f"{layer.path}: its block takes more than the hidden states")
+            check(len(args) == 1, f"{layer.path}: its block takes more than the hidden states", UnavailableError)
             # Compare memory addresses: a block may get a view of the norm's output.
             norm = next((m for m, out in reversed(seen) if _same_place(out, args[0])), None)
             gates[layer.layer_id] = _Gate(layer, block, norm)
@@ -147,8 +149,7 @@ def _embeddings(model: Any, tokens: Any) -> Any:
     states = _caught(first, given, lambda: model(input_ids=tokens, use_cache=False))
     if states is None:
         raise UnavailableError("the model ran without its first decoder layer")
-    if states.ndim != 3:
-        raise UnavailableError(f"the first layer is given {states.ndim} dimensions, not 3")
+    check(states.ndim == 3, f"the first layer is given {states.ndim} dimensions, not 3", UnavailableError)
     return states
 
 
@@ -221,8 +222,9 @@ def dry_run_table(model: Any, name: str | None = None) -> TokenTable:
 def _check(table: NDArray[np.int32], again: DryRun, kind: str) -> None:
     """Raise UnavailableError if the same tokens choose other experts in another order."""
     different = 1.0 - float(_hits(table, again.expert_ids).mean())
-    if different > MAX_DIFFERENT:
-        raise UnavailableError(
-            f"model type {kind!r}: {different:.1%} of a dry run's choices change with a token's place among others, "
-            f"more than the {MAX_DIFFERENT:.0%} that rounding may: its dry run is no table of tokens"
-        )
+    check(
+        different <= MAX_DIFFERENT,
+        f"model type {kind!r}: {different:.1%} of a dry run's choices change with a token's place among others, "
+        f"more than the {MAX_DIFFERENT:.0%} that rounding may: its dry run is no table of tokens",
+        UnavailableError,
+    )

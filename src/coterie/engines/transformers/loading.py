@@ -102,8 +102,11 @@ def _libraries() -> tuple[Any, Any]:
         import transformers
     except ImportError as error:
         raise UnavailableError(f"loading a model needs torch and transformers 5: {error}") from None
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise UnavailableError(f"transformers {transformers.__version__} is too old; 5 or newer is needed")
+    check(
+        int(transformers.__version__.split(".")[0]) >= 5,
+        f"transformers {transformers.__version__} is too old; 5 or newer is needed",
+        UnavailableError,
+    )
     return torch, transformers
 
 
@@ -112,8 +115,11 @@ def _device(torch: Any, device: str) -> Any:
         where = torch.device(device)
     except RuntimeError:
         raise ConfigError(f"device={device!r} must be cpu, cuda or cuda:N") from None
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise UnavailableError(f"device={device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    check(
+        where.type != "cuda" or (where.index or 0) < torch.cuda.device_count(),
+        f"device={device!r}: this machine has {torch.cuda.device_count()} CUDA devices",
+        UnavailableError,
+    )
     return where
 
 
@@ -139,8 +145,9 @@ def _quantise_experts(model: Any) -> None:
             replace_parameter_4bit(layer.experts, name, compress_statistics=True, quant_type="nf4")
             error = float((getattr(layer.experts, name) - before).abs().mean() / before.abs().mean())
             # NF4's error is 9% of the mean weight; bitsandbytes 0.50 on a CPU has 36% for rows shorter than its block.
-            if not error < 0.15:
-                raise UnavailableError(
-                    f"{layer.path}.{name} {tuple(before.shape)} comes back from bitsandbytes {error:.0%} off; "
-                    "NF4 is 9%: this shape or device is not supported"
-                )
+            check(
+                error < 0.15,
+                f"{layer.path}.{name} {tuple(before.shape)} comes back from bitsandbytes {error:.0%} off; "
+                "NF4 is 9%: this shape or device is not supported",
+                UnavailableError,
+            )

@@ -30,7 +30,7 @@ from coterie.engines.transformers.loading import (
     load_model,
     model_digest,
 )
-from coterie.errors import ConfigError, UnavailableError, check, check_at_least
+from coterie.errors import UnavailableError, check, check_at_least
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 from coterie.traces.activations import check_unfinished
@@ -163,8 +163,10 @@ class RecordingSettings:
 
     def __post_init__(self) -> None:
         check_at_least(1, max_tokens=self.max_tokens, batch_size=self.batch_size)
-        if not 0 <= self.temperature < float("inf") or self.seed < 0:
-            raise ConfigError(f"temperature={self.temperature} and seed={self.seed} must not be negative")
+        check(
+            0 <= self.temperature < float("inf") and self.seed >= 0,
+            f"temperature={self.temperature} and seed={self.seed} must not be negative",
+        )
         check_torch_dtype(self.dtype)
 
 
@@ -322,11 +324,11 @@ def _check_lengths(loaded: LoadedModel, batches: list[list[_Item]], settings: Re
     for batch in batches:
         for prompt, token_ids in batch:
             check(token_ids, f"prompt {prompt.id!r} has no tokens")
-            if limit is not None and len(token_ids) + settings.max_tokens > limit:
-                raise ConfigError(
-                    f"prompt {prompt.id!r} has {len(token_ids)} tokens; with max_tokens={settings.max_tokens} "
-                    f"that must be at most the model's {limit}"
-                )
+            check(
+                limit is None or len(token_ids) + settings.max_tokens <= limit,
+                f"prompt {prompt.id!r} has {len(token_ids)} tokens; with max_tokens={settings.max_tokens} "
+                f"that must be at most the model's {limit}",
+            )
 
 
 def _chat(loaded: LoadedModel, wanted: bool | None) -> bool:

@@ -23,7 +23,7 @@ from coterie.batching.base import Loads
 from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 from coterie.costs.lines import StepCost
 from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 
 NAME = "coterie"
 
@@ -108,8 +108,10 @@ def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any 
     `device`, `model` is required for its shape, and `typical_batch` is the number of requests that usually run at once.
     """
     taken = SCHEDULER_MAPPING.get(name)
-    if taken is not None and not issubclass(taken, ExpertAwareScheduler):
-        raise ConfigError(f"name={name!r} is a scheduler of the library; known: {', '.join(sorted(SCHEDULER_MAPPING))}")
+    check(
+        taken is None or issubclass(taken, ExpertAwareScheduler),
+        f"name={name!r} is a scheduler of the library; known: {', '.join(sorted(SCHEDULER_MAPPING))}",
+    )
     cost = None
     if settings.device is not None:
         check(model is not None, f"device={settings.device!r} needs the model: its shape decides what a step takes")

@@ -16,7 +16,7 @@ from itertools import groupby, takewhile
 
 import numpy as np
 
-from coterie.errors import ConfigError, CoterieError
+from coterie.errors import CoterieError, check
 from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 MEDIUM = "GPU"
@@ -134,10 +134,9 @@ class BlockTable:
 
     def clear(self) -> None:
         """Forget every prefix. No block may be in use: a block stored later would have an unknown parent."""
-        if self.used:
-            raise ConfigError(
-                f"{self.used} of {self.num_blocks} KV blocks are in use; the cache is cleared when none is"
-            )
+        check(
+            not self.used, f"{self.used} of {self.num_blocks} KV blocks are in use; the cache is cleared when none is"
+        )
         self._by_digest.clear()
         self._digest = [None] * self.num_blocks
         self._empty.extend(self._cached)

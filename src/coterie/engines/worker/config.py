@@ -85,8 +85,10 @@ class WorkerConfig:
             replay_queue=self.replay_queue,
         )
         check_not_negative(max_waiting=self.max_waiting)
-        if self.max_step_tokens < self.max_batch:
-            raise ConfigError(f"max_step_tokens={self.max_step_tokens} must be at least max_batch={self.max_batch}")
+        check(
+            self.max_step_tokens >= self.max_batch,
+            f"max_step_tokens={self.max_step_tokens} must be at least max_batch={self.max_batch}",
+        )
         check_positive(
             kv_ttl_s=self.kv_ttl_s,
             fetch_timeout_s=self.fetch_timeout_s,
@@ -101,18 +103,22 @@ class WorkerConfig:
 
     def _check_streams(self) -> None:
         streams = {name: getattr(self, name) for name in STREAMS if getattr(self, name) is not None}
-        if len(set(streams.values())) < len(streams):
-            raise ConfigError(f"{', '.join(streams)} are {', '.join(streams.values())}; each needs its own endpoint")
+        check(
+            len(set(streams.values())) >= len(streams),
+            f"{', '.join(streams)} are {', '.join(streams.values())}; each needs its own endpoint",
+        )
         for name, endpoint in streams.items():
-            if not endpoint.startswith(SCHEMES):
-                raise ConfigError(f"{name}={endpoint!r} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5601")
+            check(
+                endpoint.startswith(SCHEMES),
+                f"{name}={endpoint!r} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5601",
+            )
             scheme, _, address = endpoint.partition("://")
             local = scheme != "tcp" or is_loopback(address.rpartition(":")[0])
-            if self.fleet_secret is None and not local:
-                raise ConfigError(
-                    f"{name}={endpoint!r} can be read from other machines, and holds users' prompts: set "
-                    f"{SECRET_VARIABLE}, or use tcp://127.0.0.1:PORT"
-                )
+            check(
+                self.fleet_secret is not None or local,
+                f"{name}={endpoint!r} can be read from other machines, and holds users' prompts: set "
+                f"{SECRET_VARIABLE}, or use tcp://127.0.0.1:PORT",
+            )
         check(
             self.kv_replay is None or self.kv_events is not None,
             "kv_replay needs kv_events: there is nothing to send again",

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coterie.engines.optional import torch
 from coterie.engines.transformers.capture import ExpertCapture
 from coterie.engines.transformers.loading import load_model, model_digest
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check
 from coterie.footprints import block_positions
 from coterie.types import narrowest_uint
 
@@ -93,14 +93,12 @@ class KVStore:
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
         """Raise ConfigError unless another worker's tensors match this store's names, dtypes, shapes and are finite."""
         expected = {name: (tensor.dtype, (length, *tensor.shape[2:])) for name, tensor in self.tensors.items()}
-        if set(tensors) != set(expected):
-            raise ConfigError(f"KV of {len(tensors)} tensors came; this model has {len(expected)}")
+        check(set(tensors) == set(expected), f"KV of {len(tensors)} tensors came; this model has {len(expected)}")
         for name, (dtype, shape) in expected.items():
             if tensors[name].dtype != dtype or tuple(tensors[name].shape) != shape:
                 received = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
                 raise ConfigError(f"{name} is {received}; this worker keeps {dtype} {shape}")
-            if not bool(torch.isfinite(tensors[name]).all()):
-                raise ConfigError(f"{name} holds values that are not finite")
+            check(bool(torch.isfinite(tensors[name]).all()), f"{name} holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
         """Write the checked tensors' rows from `start` on to their KV positions."""
@@ -202,8 +200,11 @@ class PackedModel:
         self.tokenizer.encode("warm")  # the first call may change the tokenizer; later calls only read it
         self.step([RequestRows([0], 0, [0], True)])  # allocates the store and checks that expert capture works
         missing = [layer for layer in range(config.num_hidden_layers) if f"key.{layer}" not in self.store.tensors]
-        if missing:
-            raise UnavailableError(f"{folder}: layers {missing} keep no keys and values; blocks cannot hold them")
+        check(
+            not missing,
+            f"{folder}: layers {missing} keep no keys and values; blocks cannot hold them",
+            UnavailableError,
+        )
 
     def step(self, batch: Sequence[RequestRows]) -> StepResult:
         size = self.store.block_size

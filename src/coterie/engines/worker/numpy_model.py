@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from coterie.engines.worker.model import RequestRows, StepResult
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import UnavailableError, check
 from coterie.footprints import block_positions
 from coterie.types import narrowest_uint
 
@@ -76,10 +76,8 @@ class NumpyStore:
         layers, _, heads, width = self.keys.shape
         right = {name: ((layers, length, heads, width), np.dtype(np.float32)) for name in ("keys", "values")}
         received = {name: (array.shape, array.dtype) for name, array in tensors.items()}
-        if received != right:
-            raise ConfigError(f"KV {received} came; this worker keeps {right}")
-        if not all(np.isfinite(array).all() for array in tensors.values()):
-            raise ConfigError("KV holds values that are not finite")
+        check(received == right, f"KV {received} came; this worker keeps {right}")
+        check(all(np.isfinite(array).all() for array in tensors.values()), "KV holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
         """Write the checked arrays' rows from `start` on to their KV positions."""
@@ -92,8 +90,11 @@ class NumpyModel:
 
     def __init__(self, folder: Path, num_blocks: int, block_size: int) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config["model_type"] != "qwen3_moe" or not config["tie_word_embeddings"] or config["mlp_only_layers"]:
-            raise UnavailableError(f"{folder}: only coterie-tiny's kind of model runs on NumPy; install coterie[torch]")
+        check(
+            config["model_type"] == "qwen3_moe" and config["tie_word_embeddings"] and not config["mlp_only_layers"],
+            f"{folder}: only coterie-tiny's kind of model runs on NumPy; install coterie[torch]",
+            UnavailableError,
+        )
         raw = load_file(folder / "model.safetensors")
         self.name = folder.resolve().name
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
@@ -258,8 +259,11 @@ class BytePairs:
     def __init__(self, folder: Path) -> None:
         about = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         split, merged = about["pre_tokenizer"].get("pretokenizers"), about["model"]["type"]
-        if split != PRETOKENIZERS or merged != "BPE" or about["normalizer"]:
-            raise UnavailableError(f"{folder}/tokenizer.json: only byte-level BPE with single digits is read here")
+        check(
+            split == PRETOKENIZERS and merged == "BPE" and not about["normalizer"],
+            f"{folder}/tokenizer.json: only byte-level BPE with single digits is read here",
+            UnavailableError,
+        )
         self._ids: dict[str, int] = about["model"]["vocab"]
         merges = [tuple(pair) for pair in about["model"]["merges"]]
         self._ranks = {(self._ids[left], self._ids[right]): rank for rank, (left, right) in enumerate(merges)}

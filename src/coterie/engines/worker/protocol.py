@@ -67,6 +67,14 @@ class RequestError(CoterieError):
         self.param, self.status, self.code = param, status, code
 
 
+def check_request(
+    holds: object, problem: str, param: str | None = None, status: int = 400, code: str | None = None
+) -> None:
+    """Raise RequestError unless `holds`."""
+    if not holds:
+        raise RequestError(problem, param, status, code)
+
+
 class Remote(NamedTuple):
     """Location of prefilled KV as given in a request body, so untrusted: see :mod:`fetching`."""
 
@@ -130,22 +138,20 @@ def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> 
         remote=remote,
         salt=_salt(body.get("cache_salt")),
     )
-    if hand_over and (asked.max_tokens != 1 or stream):
-        raise RequestError(
-            f"max_tokens={asked.max_tokens}, stream={stream}: a prefill for another worker (do_remote_decode) must "
-            "have max_tokens=1 and stream=false",
-            "kv_transfer_params",
-        )
+    check_request(
+        not hand_over or (asked.max_tokens == 1 and not stream),
+        f"max_tokens={asked.max_tokens}, stream={stream}: a prefill for another worker (do_remote_decode) must "
+        "have max_tokens=1 and stream=false",
+        "kv_transfer_params",
+    )
     return asked
 
 
 def check_max_tokens(prompt: Sequence[int], max_tokens: int | None, limit: int, vocab_size: int) -> int:
     """Return the maximum number of tokens to generate; raises RequestError if the request cannot fit."""
-    if not prompt:
-        raise RequestError("the prompt has no tokens; give at least one", "prompt")
+    check_request(prompt, "the prompt has no tokens; give at least one", "prompt")
     wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise RequestError(f"prompt holds token {wrong}; it must be in 0 … {vocab_size - 1}", "prompt")
+    check_request(wrong is None, f"prompt holds token {wrong}; it must be in 0 … {vocab_size - 1}", "prompt")
     room = limit - len(prompt)
     if room < 1:
         problem = f"the prompt has {len(prompt)} tokens; with one generated it must fit {limit}"
@@ -171,18 +177,23 @@ def _prompt(value: Any) -> str | list[int]:
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise RequestError(f"messages must be a list of at least one message, found {_kind(value)}", "messages")
+    check_request(
+        isinstance(value, list) and value,
+        f"messages must be a list of at least one message, found {_kind(value)}",
+        "messages",
+    )
     messages = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f'{where} must be an object such as {{"role": "user", "content": "…"}}', "messages")
+        check_request(
+            isinstance(message, dict) and isinstance(message.get("role"), str),
+            f'{where} must be an object such as {{"role": "user", "content": "…"}}',
+            "messages",
+        )
         content = message.get("content")
         if isinstance(content, list):
             content = "\n".join(_part(part, where) for part in content)  # as vLLM does
-        if not isinstance(content, str):
-            raise RequestError(f"{where}.content must be a text, found {_kind(content)}", "messages")
+        check_request(isinstance(content, str), f"{where}.content must be a text, found {_kind(content)}", "messages")
         messages.append({"role": _text(message["role"], "messages"), "content": _text(content, "messages")})
     return messages
 
@@ -201,14 +212,19 @@ def _max_tokens(body: Mapping[str, Any], chat: bool) -> int | None:
 def _sampling(body: Mapping[str, Any]) -> SamplingSettings:
     stops = body.get("stop")
     stops = [] if stops is None else [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError(f"stop must be a text or at most {MAX_STOPS} texts, none empty", "stop")
+    check_request(
+        isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) and s for s in stops),
+        f"stop must be a text or at most {MAX_STOPS} texts, none empty",
+        "stop",
+    )
     tokens = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise RequestError(f"stop_token_ids must be a list of token ids, found {_kind(tokens)}", "stop_token_ids")
+    check_request(
+        isinstance(tokens, list) and all(type(token) is int for token in tokens),
+        f"stop_token_ids must be a list of token ids, found {_kind(tokens)}",
+        "stop_token_ids",
+    )
     temperature, top_p = _number(body, "temperature", 0, 100), _number(body, "top_p", 0, 1)
-    if top_p == 0:
-        raise RequestError("top_p=0 must be greater than 0 and at most 1", "top_p")
+    check_request(top_p != 0, "top_p=0 must be greater than 0 and at most 1", "top_p")
     return SamplingSettings(
         max_tokens=0,
         temperature=1.0 if temperature is None else float(temperature),
@@ -223,30 +239,33 @@ def _sampling(body: Mapping[str, Any]) -> SamplingSettings:
 def _stream_options(value: Any, stream: bool) -> bool:
     if value is None:
         return False
-    if not isinstance(value, dict):
-        raise RequestError(f"stream_options must be an object, found {_kind(value)}", "stream_options")
-    if not stream:
-        raise RequestError("stream_options needs stream=true", "stream_options")
+    check_request(isinstance(value, dict), f"stream_options must be an object, found {_kind(value)}", "stream_options")
+    check_request(stream, "stream_options needs stream=true", "stream_options")
     return _flag(value, "include_usage")
 
 
 def _transfer(params: Any, role: Role) -> tuple[bool, Remote | None]:
     params = {} if params is None else params
-    if not isinstance(params, dict):
-        raise RequestError(f"kv_transfer_params must be an object, found {_kind(params)}", "kv_transfer_params")
+    check_request(
+        isinstance(params, dict), f"kv_transfer_params must be an object, found {_kind(params)}", "kv_transfer_params"
+    )
     hand_over, take_over = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
-    if hand_over and take_over:
-        raise RequestError("do_remote_decode and do_remote_prefill must not both be true", "kv_transfer_params")
-    if role == "prefill" and not hand_over:
-        raise RequestError(
-            'this worker has role prefill: send kv_transfer_params {"do_remote_decode": true} with max_tokens=1, or '
-            "use a worker of role decode or both",
-            "kv_transfer_params",
-        )
-    if role == "decode" and hand_over:
-        raise RequestError(
-            "this worker has role decode: send do_remote_decode to one of role prefill or both", "kv_transfer_params"
-        )
+    check_request(
+        not hand_over or not take_over,
+        "do_remote_decode and do_remote_prefill must not both be true",
+        "kv_transfer_params",
+    )
+    check_request(
+        role != "prefill" or hand_over,
+        'this worker has role prefill: send kv_transfer_params {"do_remote_decode": true} with max_tokens=1, or '
+        "use a worker of role decode or both",
+        "kv_transfer_params",
+    )
+    check_request(
+        role != "decode" or not hand_over,
+        "this worker has role decode: send do_remote_decode to one of role prefill or both",
+        "kv_transfer_params",
+    )
     return hand_over, _remote(params) if take_over else None
 
 
@@ -267,8 +286,11 @@ def _remote(params: Mapping[str, Any]) -> Remote:
 def _salt(value: Any) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_SALT:
-        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters", "cache_salt")
+    check_request(
+        isinstance(value, str) and 0 < len(value) <= MAX_SALT,
+        f"cache_salt must be a text of 1 to {MAX_SALT} characters",
+        "cache_salt",
+    )
     return _text(value, "cache_salt")
 
 

@@ -33,6 +33,7 @@ from coterie.engines.worker.protocol import (
     AnswerBuilder,
     RequestError,
     check_max_tokens,
+    check_request,
     error_body,
     parse_body,
     parse_json,
@@ -40,7 +41,7 @@ from coterie.engines.worker.protocol import (
 from coterie.engines.worker.requests import Output, Text, WorkerRequest
 from coterie.engines.worker.tokenising import Tokenising
 from coterie.engines.worker.transfer import GRANT_HEADER, GrantError
-from coterie.errors import ConfigError, InputError, UnavailableError
+from coterie.errors import ConfigError, InputError, UnavailableError, check
 from coterie.net.access import shows_key
 from coterie.net.http1 import Headers, HttpError, HttpRequest, HttpServer, Limits, Responder
 from coterie.net.processes import bind
@@ -89,8 +90,7 @@ def serve_engine(kind: type[Engine], config: WorkerConfig, ready: Callable[[str]
 
 def check_requirements() -> None:
     missing = [module for module in NEEDS if find_spec(module) is None]
-    if missing:
-        raise UnavailableError(f"the worker needs {', '.join(missing)}: pip install 'coterie[torch]'")
+    check(not missing, f"the worker needs {', '.join(missing)}: pip install 'coterie[torch]'", UnavailableError)
 
 
 class Server:
@@ -137,8 +137,7 @@ class Server:
             shown = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
             ready(f"http://{shown}:{self.port}")
             await stop.wait()
-            if self.engine.failure is not None:
-                raise UnavailableError(f"the engine failed: {self.engine.failure}")
+            check(self.engine.failure is None, f"the engine failed: {self.engine.failure}", UnavailableError)
             await self._drain()
         finally:
             await self.http.close(CLOSE_S)
@@ -279,11 +278,13 @@ class Server:
     # -------------------------------------------------------------------------------------------------- completions
 
     async def complete(self, http: HttpRequest, responder: Responder, chat: bool) -> None:
-        if self.draining:
-            raise RequestError("this worker is draining; send requests to another", status=503, code="draining")
+        check_request(
+            not self.draining, "this worker is draining; send requests to another", status=503, code="draining"
+        )
         most = self.config.max_batch + self.config.max_waiting
-        if self.live >= most:
-            raise RequestError(f"{most} requests run or wait here; try again later", status=429, code="overloaded")
+        check_request(
+            self.live < most, f"{most} requests run or wait here; try again later", status=429, code="overloaded"
+        )
         self.live += 1
         try:
             await self._complete(http, responder, chat)
@@ -331,10 +332,13 @@ class Server:
     async def _whole(self, responder: Responder, answer: AnswerBuilder, outputs: asyncio.Queue[Output]) -> None:
         async for output in _until_end(outputs):
             answer.add(output)
-        if output.error is not None:
-            raise RequestError(f"the step failed: {output.error}", status=500)
-        if output.finish == "abort":
-            raise RequestError("this worker is shutting down; send the request to another", status=503, code="draining")
+        check_request(output.error is None, f"the step failed: {output.error}", status=500)
+        check_request(
+            output.finish != "abort",
+            "this worker is shutting down; send the request to another",
+            status=503,
+            code="draining",
+        )
         _send_json(responder, answer.whole(output), headers=_named(answer))
 
     async def _stream(
@@ -360,8 +364,10 @@ class Server:
 def _request_name(http: HttpRequest, default: str) -> str:
     header = http.header(REQUEST_ID_HEADER.lower().encode())
     name = default if header is None else header.decode("latin-1")
-    if not (name.isascii() and name.isprintable() and 0 < len(name) <= MAX_NAME):
-        raise RequestError(f"{REQUEST_ID_HEADER} must be 1 to {MAX_NAME} printable ASCII characters")
+    check_request(
+        name.isascii() and name.isprintable() and 0 < len(name) <= MAX_NAME,
+        f"{REQUEST_ID_HEADER} must be 1 to {MAX_NAME} printable ASCII characters",
+    )
     return name
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from coterie.engines.worker.protocol import Asked, RequestError
+from coterie.engines.worker.protocol import Asked, RequestError, check_request
 
 THREADS = 2
 MAX_QUEUED = 64
@@ -31,8 +31,9 @@ class Tokenising:
     async def tokens(self, asked: Asked) -> list[int]:
         """Return the token ids of a request's prompt; raises RequestError if it is too long or takes too long."""
         if asked.chat:
-            if not self._tokenizer.chat_template:
-                raise RequestError("this model has no chat template; use /v1/completions", "messages")
+            check_request(
+                self._tokenizer.chat_template, "this model has no chat template; use /v1/completions", "messages"
+            )
             messages: Any = asked.prompt
             self._check(sum(len(turn["content"]) + len(turn["role"]) for turn in messages), "messages")
             return await self._run(lambda: self._chat_tokens(messages))
@@ -49,17 +50,21 @@ class Tokenising:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, characters: int, param: str) -> None:
-        if characters > self._most:
-            raise RequestError(
-                f"{param} has {characters} characters; no text of more than {self._most} fits this model's context",
-                param,
-                code="context_length_exceeded",
-            )
+        check_request(
+            characters <= self._most,
+            f"{param} has {characters} characters; no text of more than {self._most} fits this model's context",
+            param,
+            code="context_length_exceeded",
+        )
 
     async def _run(self, work: Callable[[], list[int]]) -> list[int]:
         with self._lock:
-            if self.pending >= THREADS + MAX_QUEUED:
-                raise RequestError("too many prompts wait to be tokenised; try again", status=429, code="overloaded")
+            check_request(
+                self.pending < THREADS + MAX_QUEUED,
+                "too many prompts wait to be tokenised; try again",
+                status=429,
+                code="overloaded",
+            )
             self.pending += 1
         future = self._pool.submit(work)
         future.add_done_callback(self._done)

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from coterie.engines.worker.blocks import BlockTable, salt_digest
 from coterie.engines.worker.metrics import WorkerMetrics
 from coterie.engines.worker.model import PackedModel
-from coterie.errors import ConfigError, CoterieError, InputError
+from coterie.errors import CoterieError, InputError, check
 
 GRANT_FIELD = "coterie_grant"
 """Field of ``kv_transfer_params`` that holds the grant."""
@@ -110,10 +110,16 @@ class SafetensorsCodec(NamedTuple):
             token_ids, expert_ids = (np.asarray(tensors.pop(name)) for name in ("token_ids", "expert_ids"))
         except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise InputError(f"is no prefilled request: {error}") from None
-        if metadata.get("version") != VERSION:
-            raise InputError(f"is a prefilled request of version {metadata.get('version')!r}, expected {VERSION!r}")
-        if token_ids.ndim != 1 or expert_ids.ndim != 3 or len(expert_ids) != len(token_ids):
-            raise InputError(f"has token_ids {token_ids.shape} and expert_ids {expert_ids.shape}")
+        check(
+            metadata.get("version") == VERSION,
+            f"is a prefilled request of version {metadata.get('version')!r}, expected {VERSION!r}",
+            InputError,
+        )
+        check(
+            token_ids.ndim == 1 and expert_ids.ndim == 3 and len(expert_ids) == len(token_ids),
+            f"has token_ids {token_ids.shape} and expert_ids {expert_ids.shape}",
+            InputError,
+        )
         return Prefilled(metadata.get("identity", ""), token_ids, expert_ids, tensors)
 
 
@@ -145,16 +151,22 @@ def most_bytes(model: PackedModel, tokens: int) -> int:
 def check_prefilled(prefilled: Prefilled, prompt: Sequence[int], model: PackedModel) -> None:
     """Raise ConfigError unless KV from another worker is this prompt's and fits this model."""
     token_ids, expert_ids, capture = prefilled.token_ids, prefilled.expert_ids, model.capture
-    if prefilled.identity != model.identity:
-        raise ConfigError(f"KV is of model {prefilled.identity}; this worker runs {model.identity}")
-    if token_ids.dtype.kind not in "iu" or expert_ids.dtype.kind not in "iu":
-        raise ConfigError(f"token and expert ids are {token_ids.dtype} and {expert_ids.dtype}, not integers")
-    if token_ids.tolist() != list(prompt):
-        raise ConfigError(f"KV is of another prompt, of {len(token_ids)} tokens")
-    if expert_ids.shape != (len(prompt), len(capture.layer_ids), capture.top_k):
-        raise ConfigError(f"expert ids {expert_ids.shape} are not of this model")
-    if expert_ids.min() < 0 or expert_ids.max() >= capture.num_experts:
-        raise ConfigError(f"expert ids must be in 0 … {capture.num_experts - 1}")
+    check(
+        prefilled.identity == model.identity, f"KV is of model {prefilled.identity}; this worker runs {model.identity}"
+    )
+    check(
+        token_ids.dtype.kind in "iu" and expert_ids.dtype.kind in "iu",
+        f"token and expert ids are {token_ids.dtype} and {expert_ids.dtype}, not integers",
+    )
+    check(token_ids.tolist() == list(prompt), f"KV is of another prompt, of {len(token_ids)} tokens")
+    check(
+        expert_ids.shape == (len(prompt), len(capture.layer_ids), capture.top_k),
+        f"expert ids {expert_ids.shape} are not of this model",
+    )
+    check(
+        expert_ids.min() >= 0 and expert_ids.max() < capture.num_experts,
+        f"expert ids must be in 0 … {capture.num_experts - 1}",
+    )
     model.store.check(prefilled.tensors, len(prompt))
 
 

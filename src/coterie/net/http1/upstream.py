@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
+from coterie.errors import ConfigError, CoterieError, check, check_at_least, check_not_negative, check_positive
 from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once, size_of
 
 FULL_BYTES = 262_144
@@ -157,8 +157,10 @@ def parse_origin(url: str) -> SplitResult:
             check_target(part.encode())
     except ValueError as error:
         raise ConfigError(f"url={url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
-        raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT, without a user or a query")
+    check(
+        parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc and not parts.query,
+        f"url={url!r} must be http://HOST:PORT or https://HOST:PORT, without a user or a query",
+    )
     return parts
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.costs.exchange import first_rank
-from coterie.errors import ConfigError, check, check_share
+from coterie.errors import check, check_share
 from coterie.placement.objective._arrays import Array
 from coterie.types import Placement
 
@@ -50,13 +50,14 @@ class Items:
             len(shape) == 3 and 0 not in shape,
             f"experts of items has shape {shape}; it must be [item, layer, kept], none 0",
         )
-        if self.weights.shape != shape or self.frequency.shape != shape[:1]:
-            raise ConfigError(
-                f"weights {self.weights.shape} and frequency {self.frequency.shape} of items must be {shape} and "
-                f"{shape[:1]}, as their experts"
-            )
-        if int(self.experts.min()) < 0:
-            raise ConfigError(f"experts of items holds {int(self.experts.min())}; it must not be negative")
+        check(
+            self.weights.shape == shape and self.frequency.shape == shape[:1],
+            f"weights {self.weights.shape} and frequency {self.frequency.shape} of items must be {shape} and "
+            f"{shape[:1]}, as their experts",
+        )
+        check(
+            int(self.experts.min()) >= 0, f"experts of items holds {int(self.experts.min())}; it must not be negative"
+        )
         for name, array in (("frequency", self.frequency), ("weights", self.weights)):
             check((array >= 0).all() and np.isfinite(array).all(), f"{name} of items must be finite and not negative")
 
@@ -103,11 +104,11 @@ class Items:
     def check_fits(self, num_layers: int, num_experts: int) -> None:
         """Raise ConfigError if the items have other layers or experts than the model."""
         highest = int(self.experts.max())
-        if self.num_layers != num_layers or highest >= num_experts:
-            raise ConfigError(
-                f"items have {self.num_layers} layers and experts up to {highest}; "
-                f"the placement has {num_layers} layers of {num_experts} experts"
-            )
+        check(
+            self.num_layers == num_layers and highest < num_experts,
+            f"items have {self.num_layers} layers and experts up to {highest}; "
+            f"the placement has {num_layers} layers of {num_experts} experts",
+        )
 
 
 class CoClusters(NamedTuple):

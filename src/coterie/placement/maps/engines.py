@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coterie.errors import TraceError, check
+from coterie.errors import TraceError, check, check_file
 from coterie.placement.maps.files import (
     MapOptions,
     PlacementMap,
@@ -61,13 +61,11 @@ def read_tensorrt(path: Path, options: MapOptions) -> PlacementMap:
     value = yaml_of(path)
     check_keys(path, value, ("num_slots", "initial_global_assignments", "layer_updates_per_iter"))
     slots, layers = count_of(path, "num_slots", value["num_slots"]), value["initial_global_assignments"]
-    if type(value["layer_updates_per_iter"]) is not int:
-        raise TraceError(path, "layer_updates_per_iter", "must be a whole number")
+    check_file(type(value["layer_updates_per_iter"]) is int, path, "layer_updates_per_iter", "must be a whole number")
     if not isinstance(layers, dict) or not all(type(layer) is int and layer < 2**31 for layer in layers):
         raise TraceError(path, "initial_global_assignments", "must map layers, by number, to lists of slots")
     rows = rows_of(path, "initial_global_assignments", [layers[layer] for layer in sorted(layers)])
-    if rows.shape[1] != slots:
-        raise TraceError(path, "num_slots", f"is {slots}; initial_global_assignments has {rows.shape[1]}")
+    check_file(rows.shape[1] == slots, path, "num_slots", f"is {slots}; initial_global_assignments has {rows.shape[1]}")
     return made(path, rows, options, tuple(sorted(layers)))
 
 
@@ -94,14 +92,17 @@ def read_ascend(path: Path, options: MapOptions) -> PlacementMap:
     value = json_of(path)
     check_keys(path, value, ("moe_layer_count", "layer_list"))
     layers = list_of(path, "layer_list", value["layer_list"])
-    if count_of(path, "moe_layer_count", value["moe_layer_count"]) != len(layers):
-        raise TraceError(path, "moe_layer_count", f"is {value['moe_layer_count']}; layer_list has {len(layers)}")
+    check_file(
+        count_of(path, "moe_layer_count", value["moe_layer_count"]) == len(layers),
+        path,
+        "moe_layer_count",
+        f"is {value['moe_layer_count']}; layer_list has {len(layers)}",
+    )
     rows, ranks = [], -1
     for index, layer in enumerate(layers):
         field = f"layer_list[{index}]"
         check_keys(path, layer, ("layer_id", "device_count", "device_list"), field=field)
-        if layer["layer_id"] != index:
-            raise TraceError(path, f"{field}.layer_id", f"is {layer['layer_id']!r}, expected {index}")
+        check_file(layer["layer_id"] == index, path, f"{field}.layer_id", f"is {layer['layer_id']!r}, expected {index}")
         devices = list_of(path, f"{field}.device_list", layer["device_list"])
         ranks = len(devices) if ranks < 0 else ranks
         if not layer["device_count"] == len(devices) == ranks:
@@ -111,14 +112,18 @@ def read_ascend(path: Path, options: MapOptions) -> PlacementMap:
         for rank, device in enumerate(devices):
             where = f"{field}.device_list[{rank}]"
             check_keys(path, device, ("device_id", "device_expert"), field=where)
-            if device["device_id"] != rank:
-                raise TraceError(path, f"{where}.device_id", f"is {device['device_id']!r}, expected {rank}")
+            check_file(
+                device["device_id"] == rank, path, f"{where}.device_id", f"is {device['device_id']!r}, expected {rank}"
+            )
             row += ints_of(path, f"{where}.device_expert", device["device_expert"])
-            if len(row) != (rank + 1) * len(devices[0]["device_expert"]):
-                raise TraceError(path, f"{where}.device_expert", "must be as long as that of the first device")
+            check_file(
+                len(row) == (rank + 1) * len(devices[0]["device_expert"]),
+                path,
+                f"{where}.device_expert",
+                "must be as long as that of the first device",
+            )
         rows.append(row)
-    if options.num_ranks not in (None, ranks):
-        raise TraceError(path, "device_count", f"is {ranks}, expected {options.num_ranks}")
+    check_file(options.num_ranks in (None, ranks), path, "device_count", f"is {ranks}, expected {options.num_ranks}")
     return made(path, rows_of(path, "layer_list", rows), replace(options, num_ranks=ranks), None)
 
 
@@ -136,16 +141,14 @@ def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
     held = arrays[name or next(iter(arrays))]  # [rank, layer, expert]
     ranks, layers, experts = held.shape
     for wanted, count, what in ((options.num_ranks, ranks, "ranks"), (options.num_experts, experts, "experts")):
-        if wanted not in (None, count):
-            raise TraceError(file, name or "arrays", f"has {count} {what}, expected {wanted}")
+        check_file(wanted in (None, count), file, name or "arrays", f"has {count} {what}, expected {wanted}")
     per_rank = int(held.sum(axis=2).max())
     rows = np.empty((layers, ranks, per_rank), np.int64)
     replicas = held.sum(axis=0)  # [layer, expert]
     for layer in range(layers):
         for rank in range(ranks):
             own = np.flatnonzero(held[rank, layer])
-            if not own.size:
-                raise TraceError(file, name or "arrays", f"rank {rank} has no expert of layer {layer}")
+            check_file(own.size, file, name or "arrays", f"rank {rank} has no expert of layer {layer}")
             # Repeat an expert with the fewest replicas: with no replica elsewhere, no other rank's share changes.
             spare = own[np.argmin(replicas[layer, own])]
             rows[layer, rank] = np.concatenate([own, np.full(per_rank - len(own), spare)])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_input_file
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file, check_input_file
 from coterie.models import get_model
 from coterie.types import ModelSpec, Placement
 
@@ -44,8 +44,11 @@ class PlacementMap:
         )
         total = np.zeros((layers, self.placement.num_experts))
         np.add.at(total, (np.arange(layers)[:, None], self.placement.slot_experts), self.shares)
-        if not (self.shares >= 0).all() or not np.allclose(total, 1.0, atol=1e-6):  # `not` also catches NaN
-            raise ConfigError("shares must not be negative, and an expert's must add up to 1")
+        # false for NaN as well
+        check(
+            (self.shares >= 0).all() and np.allclose(total, 1.0, atol=1e-6),
+            "shares must not be negative, and an expert's must add up to 1",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,9 @@ def made(
     if ranks is None:
         raise TraceError(path, "num_ranks", "is not in the file; say how many there are (--ranks)")
     experts = int(rows.max()) + 1 if options.num_experts is None else options.num_experts
-    if rows.shape[1] < experts:
-        raise TraceError(path, "slots", f"are {rows.shape[1]} a layer; they must hold num_experts={experts}")
+    check_file(
+        rows.shape[1] >= experts, path, "slots", f"are {rows.shape[1]} a layer; they must hold num_experts={experts}"
+    )
     if spec is not None:
         ids = layer_ids or (spec.moe_layer_ids if len(rows) == spec.num_moe_layers else None)
         if ids is None or len(rows) != len(ids) or not set(ids) <= set(spec.moe_layer_ids):
@@ -115,15 +119,23 @@ def check_model(path: Path, stated: Any, options: MapOptions) -> None:
     wanted, spec = options.model_name, known_model(stated)
     if wanted is None or stated == "unknown":
         return
-    if (stated if spec is None else spec.name) != (wanted if options.model is None else options.model.name):
-        raise TraceError(path, "model", f"is {stated!r}; the placement of {wanted!r} is wanted")
+    check_file(
+        (stated if spec is None else spec.name) == (wanted if options.model is None else options.model.name),
+        path,
+        "model",
+        f"is {stated!r}; the placement of {wanted!r} is wanted",
+    )
 
 
 def text_of(path: Path) -> str:
     check_input_file(path)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise TraceError(path, "file", f"has {path.stat().st_size} bytes; a placement has at most {MAX_BYTES}")
+        check_file(
+            path.stat().st_size <= MAX_BYTES,
+            path,
+            "file",
+            f"has {path.stat().st_size} bytes; a placement has at most {MAX_BYTES}",
+        )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
@@ -157,11 +169,14 @@ def check_keys(path: Path, value: Any, keys: tuple[str, ...], optional: tuple[st
         raise TraceError(path, field or "JSON", f"must be an object, found {type(value).__name__}")
     prefix = f"{field}." if field else ""
     for key in keys:
-        if key not in value:
-            raise TraceError(path, prefix + key, "is missing")
+        check_file(key in value, path, prefix + key, "is missing")
     for key in value:
-        if key not in keys and key not in optional:
-            raise TraceError(path, f"{prefix}{key}", f"is not a key of this format; known: {', '.join(keys)}")
+        check_file(
+            key in keys or key in optional,
+            path,
+            f"{prefix}{key}",
+            f"is not a key of this format; known: {', '.join(keys)}",
+        )
 
 
 def list_of(path: Path, field: str, value: Any) -> list[Any]:
@@ -187,8 +202,9 @@ def rows_of(path: Path, field: str, value: Any) -> NDArray[np.int64]:
     """Check a list of lists of expert indices and return it as an array [layer, slot]."""
     rows = [ints_of(path, f"{field}[{index}]", row) for index, row in enumerate(list_of(path, field, value))]
     for index, row in enumerate(rows):
-        if len(row) != len(rows[0]):
-            raise TraceError(path, f"{field}[{index}]", f"has {len(row)} slots, the first {len(rows[0])}")
+        check_file(
+            len(row) == len(rows[0]), path, f"{field}[{index}]", f"has {len(row)} slots, the first {len(rows[0])}"
+        )
     return np.array(rows, np.int64)
 
 

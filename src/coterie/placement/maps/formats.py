@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_new_file
+from coterie.errors import ConfigError, TraceError, check_file, check_new_file
 from coterie.placement.maps.engines import (
     read_ascend,
     read_rank_expert,
@@ -185,8 +185,7 @@ def _read_own(name: str, rows_key: str, shares: bool) -> Callable[[Path, MapOpti
         value = json_of(path)
         check_keys(path, value, keys, ("crc32", *(("shares",) if shares else ())))
         for key, expected in (("format", name), ("version", VERSION)):
-            if value[key] != expected:
-                raise TraceError(path, key, f"is {value[key]!r}, expected {expected!r}")
+            check_file(value[key] == expected, path, key, f"is {value[key]!r}, expected {expected!r}")
         stated = value.pop("crc32", _crc(value))  # optional, so that users can edit a map by hand
         if stated != _crc(value):
             raise TraceError(path, "crc32", f"is {stated!r}, the file's content gives {_crc(value)}: it was changed")
@@ -195,8 +194,9 @@ def _read_own(name: str, rows_key: str, shares: bool) -> Callable[[Path, MapOpti
         layer_ids = None if value["layer_ids"] is None else tuple(ints_of(path, "layer_ids", value["layer_ids"]))
         counts = {key: count_of(path, key, value[key]) for key in ("num_ranks", "num_experts")}
         for key, count in counts.items():
-            if getattr(options, key) not in (None, count):
-                raise TraceError(path, key, f"is {count}, expected {getattr(options, key)}")
+            check_file(
+                getattr(options, key) in (None, count), path, key, f"is {count}, expected {getattr(options, key)}"
+            )
         stated_options = MapOptions(options.model, value["model"], **counts)
         return made(path, rows, stated_options, layer_ids, _shares(path, value.get("shares"), rows.shape))
 
@@ -214,8 +214,7 @@ def _shares(path: Path, value: Any, shape: tuple[int, ...]) -> NDArray[np.float6
         shares = np.array(value, np.float64)
     except (TypeError, ValueError, OverflowError):
         raise TraceError(path, "shares", "must be numbers [layer][slot]") from None
-    if shares.shape != shape:
-        raise TraceError(path, "shares", f"has shape {shares.shape}; the placement {shape}")
+    check_file(shares.shape == shape, path, "shares", f"has shape {shares.shape}; the placement {shape}")
     return shares
 
 

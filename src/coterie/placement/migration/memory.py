@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from coterie.errors import ConfigError, check, check_at_least
+from coterie.errors import check, check_at_least
 from coterie.types import ModelSpec, WeightDtype
 
 StepSeconds = Callable[[int, float], float]
@@ -54,8 +54,7 @@ class MemoryBudget:
 
     def __post_init__(self) -> None:
         for name in ("available_bytes", "replica_bytes", "session_bytes", "max_sessions"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+            check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be above 0")
 
     @classmethod
     def of(

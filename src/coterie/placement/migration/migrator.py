@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 from coterie.placement.migration.rounds import Schedule, Transfer
 
 Row = tuple[int, ...]
@@ -234,8 +234,7 @@ class Migrator:
     # --------------------------------------------------------------------------------------------------------- steps
 
     def _start_step(self, state: MigrationState, step: int) -> MigrationOutcome:
-        if any(running.step == step for running in state.running):
-            raise ConfigError(f"step={step} must not start while it runs")
+        check(not any(running.step == step for running in state.running), f"step={step} must not start while it runs")
         running = (*state.running, Running(step, state.version))
         return MigrationOutcome(state._replace(running=running), [RunStep(step, state.version, state.rows)])
 
@@ -275,8 +274,9 @@ class Migrator:
 
     def _transfer_ended(self, state: MigrationState, id: int, failure: str | None) -> MigrationOutcome:
         """Continue after a transfer, or roll the layer back if it failed; late reports of aborted ones free staging."""
-        if not 0 <= id < len(self.schedule.transfers):
-            raise ConfigError(f"transfer {id} must be in 0 … {len(self.schedule.transfers) - 1}")
+        check(
+            0 <= id < len(self.schedule.transfers), f"transfer {id} must be in 0 … {len(self.schedule.transfers) - 1}"
+        )
         if id in state.draining:
             return self._go_on(state._replace(draining=state.draining - {id}), [FreeStaging(id)])
         if id not in state.in_flight:
@@ -333,8 +333,10 @@ class Migrator:
         """Stop after the death of a rank: its transfers count as ended, and its own staging needs no freeing."""
         if rank in state.dead:
             return MigrationOutcome(state, [])
-        if not 0 <= rank < self.schedule.current.num_ranks:
-            raise ConfigError(f"rank={rank} must be in 0 … {self.schedule.current.num_ranks - 1}")
+        check(
+            0 <= rank < self.schedule.current.num_ranks,
+            f"rank={rank} must be in 0 … {self.schedule.current.num_ranks - 1}",
+        )
         at = self.schedule.transfers
         ended = {id for id in state.in_flight | state.draining if rank in (at[id].source, self._rank(at[id].slot))}
         state = state._replace(

@@ -104,10 +104,10 @@ class MigrationLimits:
 
     def __post_init__(self) -> None:
         check_positive(expert_bytes=self.expert_bytes)
-        if not self.staging_bytes >= self.expert_bytes:
-            raise ConfigError(
-                f"staging_bytes={self.staging_bytes:g} must hold at least one expert of {self.expert_bytes:g} bytes"
-            )
+        check(
+            self.staging_bytes >= self.expert_bytes,
+            f"staging_bytes={self.staging_bytes:g} must hold at least one expert of {self.expert_bytes:g} bytes",
+        )
 
     def staging_experts(self, most: int) -> int:
         """Return the number of experts that fit into the staging memory of a rank, at most `most`."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import check, check_at_least
 from coterie.placement.base import Load, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.packing import PlansAnew, Slots, living_ranks, pack_slots
@@ -50,14 +50,15 @@ class Eplb(PlansAnew):
         whole = bool((topology.rank_speeds > 0).all()) and topology.num_ranks % topology.ranks_per_node == 0
         if groups is None or nodes == 1 or groups % nodes or not whole:
             return 1, 1
-        if load.num_experts % groups:
-            raise ConfigError(f"num_experts={load.num_experts} must be a multiple of num_groups={groups}")
+        check(
+            not load.num_experts % groups, f"num_experts={load.num_experts} must be a multiple of num_groups={groups}"
+        )
         per_node = load.num_experts // nodes
-        if current.slots_per_rank > per_node:
-            raise ConfigError(
-                f"{current.slots_per_rank} slots a rank must be at most the {per_node} experts of a node; "
-                "none is held twice"
-            )
+        check(
+            current.slots_per_rank <= per_node,
+            f"{current.slots_per_rank} slots a rank must be at most the {per_node} experts of a node; "
+            "none is held twice",
+        )
         return nodes, groups
 
 

@@ -93,8 +93,10 @@ class LatencyOptimalIlp:
         force; the proof is that of the placement found.
         """
         living_ranks(problem)  # more slots than experts are refused
-        if problem.steps is not None and self.split == "optimal":
-            raise ConfigError("split='optimal' is solved for the mean step; make the problem of load.mean")
+        check(
+            problem.steps is None or self.split != "optimal",
+            "split='optimal' is solved for the mean step; make the problem of load.mean",
+        )
         _check_size(problem)
         return _Planning(self, problem, starts).solution()
 
@@ -291,11 +293,11 @@ def _check_size(problem: Problem) -> None:
         return
     scenarios, experts = problem.steps.tokens.shape[1:]
     ranks = int(problem.alive.sum())
-    if experts * ranks * scenarios > LARGEST:
-        raise ConfigError(
-            f"{experts} experts on {ranks} ranks in {scenarios} scenarios are too many to solve exactly: their product "
-            f"must be at most {LARGEST}. Plan with latency_optimal, or for the mean step (load.mean)"
-        )
+    check(
+        experts * ranks * scenarios <= LARGEST,
+        f"{experts} experts on {ranks} ranks in {scenarios} scenarios are too many to solve exactly: their product "
+        f"must be at most {LARGEST}. Plan with latency_optimal, or for the mean step (load.mean)",
+    )
 
 
 def _expected(seconds: Array) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.errors import check, check_at_least, check_not_negative, check_positive
 from coterie.placement.base import Load, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.objective._arrays import Array
@@ -74,8 +74,10 @@ class MoeTuner(PlansAnew):
     def _flows(self, load: Load) -> Array:
         flows = np.asarray(self.transitions, np.float64)
         expected = (load.num_layers - 1, load.num_experts, load.num_experts)
-        if flows.shape != expected or not np.isfinite(flows).all() or (flows < 0).any():
-            raise ConfigError(f"transitions has shape {flows.shape}; it must be {expected}, finite and not negative")
+        check(
+            flows.shape == expected and np.isfinite(flows).all() and not (flows < 0).any(),
+            f"transitions has shape {flows.shape}; it must be {expected}, finite and not negative",
+        )
         return flows
 
     def _layer(self, near: Array, tokens: Array, speeds: Array, start: Index) -> Index:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit, side_by_side
-from coterie.errors import ConfigError
+from coterie.errors import check
 from coterie.placement.base import Load, Plan
 from coterie.placement.objective import Objective, Problem
 from coterie.types import Placement, Topology
@@ -27,8 +27,7 @@ Slots = NDArray[np.int32]
 def living_ranks(problem: Problem) -> int:
     """Return the number of living ranks. Raise ConfigError if a rank has more slots than there are experts."""
     per_rank, experts = problem.current.slots_per_rank, problem.current.num_experts
-    if per_rank > experts:
-        raise ConfigError(f"{per_rank} slots a rank must be at most num_experts={experts}; none is held twice")
+    check(per_rank <= experts, f"{per_rank} slots a rank must be at most num_experts={experts}; none is held twice")
     return int(problem.alive.sum())
 
 

@@ -193,8 +193,10 @@ class ActionManager:
         nowhere = np.argwhere(~held.any(axis=0))
         if nowhere.size:
             raise ConfigError(f"no rank holds expert {nowhere[0][1]} of layer {nowhere[0][0]}")
-        if self.settings.whole_experts and (held != held[:, :1]).any():
-            raise ConfigError("whole_experts needs ranks that hold the same experts in every layer")
+        check(
+            not self.settings.whole_experts or not (held != held[:, :1]).any(),
+            "whole_experts needs ranks that hold the same experts in every layer",
+        )
 
 
 @njit()

@@ -1,7 +1,6 @@
 """The token table: a token's experts from its id, with confidence. See docs/predictors.md."""
 
-from coterie.predictors.token_table.nearest import NearestTokens
 from coterie.predictors.token_table.rows import ONE, TokenRows
-from coterie.predictors.token_table.table import TokenTable
+from coterie.predictors.token_table.table import NearestTokens, TokenTable
 
 __all__ = ["ONE", "NearestTokens", "TokenRows", "TokenTable"]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import TraceError, check
+from coterie.errors import TraceError, check, check_file
 from coterie.predictors.base import ActivationRates
 from coterie.traces.store import ArrayFile, value_errors, write_described
 from coterie.types import narrowest_uint
@@ -310,8 +310,7 @@ def _check(file: Path, columns: dict[str, NDArray[Any]], top_k: int, layer_ids: 
             raise TraceError(file, name, problem)
     popularity, ids, counts = (columns[name] for name in ("popularity", "token_ids", "counts"))
     layers, experts = popularity.shape
-    if not 1 <= top_k <= experts:
-        raise TraceError(file, "metadata top_k", f"is {top_k}; it must be in 1 … num_experts={experts}")
+    check_file(1 <= top_k <= experts, file, "metadata top_k", f"is {top_k}; it must be in 1 … num_experts={experts}")
     if layer_ids is not None and len(layer_ids) != layers:
         raise TraceError(file, "metadata layer_ids", f"has {len(layer_ids)} entries; popularity has {layers} layers")
     shape = (len(ids), layers, columns["experts"].shape[2])
@@ -324,8 +323,12 @@ def _check(file: Path, columns: dict[str, NDArray[Any]], top_k: int, layer_ids: 
     }
     for name, array in columns.items():
         expected = (layers, experts) if name == "popularity" else shape[: array.ndim]
-        if array.dtype != dtypes[name] or array.shape != expected:
-            raise TraceError(file, name, f"is {array.dtype} {array.shape}; expected {dtypes[name]} {expected}")
+        check_file(
+            array.dtype == dtypes[name] and array.shape == expected,
+            file,
+            name,
+            f"is {array.dtype} {array.shape}; expected {dtypes[name]} {expected}",
+        )
     highest = int(columns["experts"].max())
     shares = np.isfinite(popularity).all() and popularity.min() >= 0 and np.allclose(popularity.sum(axis=1), top_k)
     rules = (
@@ -340,5 +343,4 @@ def _check(file: Path, columns: dict[str, NDArray[Any]], top_k: int, layer_ids: 
         ("popularity", shares, f"must not be negative, and sum to top_k={top_k} in every layer"),
     )
     for name, holds, problem in rules:
-        if not holds:
-            raise TraceError(file, name, problem)
+        check_file(holds, file, name, problem)

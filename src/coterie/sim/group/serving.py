@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coterie.costs.composition import StepTables
 from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links, ring_time
 from coterie.costs.step import ONE_DEVICE, StepModel
-from coterie.errors import ConfigError, check, check_at_least
+from coterie.errors import check, check_at_least
 from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
 from coterie.sim.group._serve import ACTIVATIONS, DECODED, EXCHANGE, EXPERTS, PROMPT, REMOTE, REST, RING, START, serve
 from coterie.sim.group.prompts import IN_ORDER, PromptTables, prompt_tables, shuffled_tables
@@ -65,13 +65,15 @@ class ServeSettings:
     def __post_init__(self) -> None:
         check_at_least(1, prompt_tokens=self.prompt_tokens, places=self.places, piece_tokens=self.piece_tokens)
         least = self.places + self.piece_tokens
-        if self.chunk_tokens < least:
-            raise ConfigError(
-                f"chunk_tokens={self.chunk_tokens} must be at least places + piece_tokens = {least}: "
-                "a prompt could wait for ever"
-            )
-        if self.collectives is not None and self.collectives not in PASSES:
-            raise ConfigError(f"collectives={self.collectives!r} must be one of {', '.join(PASSES)}, or None")
+        check(
+            self.chunk_tokens >= least,
+            f"chunk_tokens={self.chunk_tokens} must be at least places + piece_tokens = {least}: "
+            "a prompt could wait for ever",
+        )
+        check(
+            self.collectives is None or self.collectives in PASSES,
+            f"collectives={self.collectives!r} must be one of {', '.join(PASSES)}, or None",
+        )
 
 
 def sharded(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -195,8 +197,10 @@ class ServingGroup:
         model, settings = prices.model, prices.settings
         check_group(model, placement)
         check_fleet_requests(replace(requests, arrival_s=None), model.spec, 1)
-        if (requests.prompt_tokens != settings.prompt_tokens).any():
-            raise ConfigError(f"all prompts must have prompt_tokens={settings.prompt_tokens} tokens")
+        check(
+            not (requests.prompt_tokens != settings.prompt_tokens).any(),
+            f"all prompts must have prompt_tokens={settings.prompt_tokens} tokens",
+        )
         self.prices, self.placement, self.requests = prices, placement, requests
         self.slots: SlotTables = slot_tables(placement)
         tensor, records = settings.collectives is not None, requests.recordings
@@ -236,8 +240,10 @@ class ServingGroup:
         lanes = 1 if tensor else self.placement.num_ranks
         lane = _lanes(ranks, count, lanes, tensor)
         scores = np.zeros((len(requests.recordings), lanes)) if affinity is None else np.asarray(affinity, np.float64)
-        if scores.shape != (len(requests.recordings), lanes):
-            raise ConfigError(f"affinity has shape {scores.shape}; expected {(len(requests.recordings), lanes)}")
+        check(
+            scores.shape == (len(requests.recordings), lanes),
+            f"affinity has shape {scores.shape}; expected {(len(requests.recordings), lanes)}",
+        )
         first, finish = np.full(count, np.nan), np.full(count, np.nan)
         decoded = np.zeros(count, np.int64)
         tables, settings, records = self.prices.tables, self.prices.settings, requests.recordings
@@ -289,8 +295,10 @@ def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, ro
         token_ranks.shape == shape,
         f"token_ranks has shape {token_ranks.shape}; expected {shape}, [layer, row of recordings]",
     )
-    if token_ranks.min(initial=0) < IN_ORDER or token_ranks.max(initial=0) >= placement.num_ranks:
-        raise ConfigError(f"token_ranks must be in {IN_ORDER} … {placement.num_ranks - 1}")
+    check(
+        token_ranks.min(initial=0) >= IN_ORDER and token_ranks.max(initial=0) < placement.num_ranks,
+        f"token_ranks must be in {IN_ORDER} … {placement.num_ranks - 1}",
+    )
     return np.ascontiguousarray(token_ranks, np.int64)  # one dtype and layout: the loop is compiled once
 
 
@@ -299,8 +307,7 @@ def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bo
         return np.full(count, 0 if tensor else -1, np.int64)
     check(not tensor, "with attention tensor parallel a request has no rank; give ranks=None")
     check(len(ranks) == count, f"ranks must have one rank for each of {count} requests; it has {len(ranks)}")
-    if count and not 0 <= ranks.min() <= ranks.max() < lanes:
-        raise ConfigError(f"ranks must be in 0 … {lanes - 1}")
+    check(not count or 0 <= ranks.min() <= ranks.max() < lanes, f"ranks must be in 0 … {lanes - 1}")
     return np.array(ranks, np.int64)
 
 
@@ -338,8 +345,10 @@ class ServeSummary(NamedTuple):
 
 def summarise_served(run: GroupServedRun) -> ServeSummary:
     """Summarise a run in which every request finished."""
-    if run.done < len(run.arrival_s) or not run.done:
-        raise ConfigError(f"{run.done} of {len(run.arrival_s)} requests finished; metrics are of whole runs")
+    check(
+        run.done >= len(run.arrival_s) and run.done,
+        f"{run.done} of {len(run.arrival_s)} requests finished; metrics are of whole runs",
+    )
     ttft, e2e = 1e3 * (run.first_s - run.arrival_s), 1e3 * (run.finish_s - run.arrival_s)
     steps, seconds = run.steps, run.steps.seconds
     counted = steps.start_s <= run.arrival_s[-1]

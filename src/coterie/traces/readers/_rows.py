@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError
+from coterie.errors import TraceError, check_file
 from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
 from coterie.traces.store import file_errors, value_errors
@@ -164,12 +164,12 @@ class _Unpacking(io.RawIOBase):
 
 def check_unpacked(path: Path, unpacked: int) -> None:
     """Raise TraceError if a file unpacks to far more than its size, before the bytes fill memory."""
-    if unpacked > max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size):
-        raise TraceError(
-            path,
-            "file",
-            f"unpacks to at least {unpacked:,} bytes, over {MOST_RATIO} times its size: not a file of real data",
-        )
+    check_file(
+        unpacked <= max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size),
+        path,
+        "file",
+        f"unpacks to at least {unpacked:,} bytes, over {MOST_RATIO} times its size: not a file of real data",
+    )
 
 
 def read_unpacked(path: Path) -> bytes:
@@ -199,19 +199,15 @@ def csv_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
                 yield Row(path, lines.line_num, dict(zip(header, values, strict=True)), is_text=True)
         except csv.Error as error:
             raise TraceError(path, f"line {lines.line_num}", f"is not CSV: {error}") from None
-    if not count:
-        raise TraceError(path, "requests", "has a header and no requests")
+    check_file(count, path, "requests", "has a header and no requests")
 
 
 def _check_header(path: Path, header: Sequence[str], need: Sequence[str]) -> None:
-    if not header:
-        raise TraceError(path, "file", "is empty")
+    check_file(header, path, "file", "is empty")
     for name in need:
-        if name not in header:
-            raise TraceError(path, f"line 1, {name}", f"column is missing; the header has {', '.join(header)}")
+        check_file(name in header, path, f"line 1, {name}", f"column is missing; the header has {', '.join(header)}")
     for name in header:
-        if header.count(name) > 1:
-            raise TraceError(path, f"line 1, {name}", f"names {header.count(name)} columns")
+        check_file(header.count(name) <= 1, path, f"line 1, {name}", f"names {header.count(name)} columns")
 
 
 def json_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
@@ -235,8 +231,7 @@ def json_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
                     raise TraceError(path, f"line {number}, {name}", f"is missing; the line has {', '.join(value)}")
             count += 1
             yield Row(path, number, value, is_text=False)
-    if not count:
-        raise TraceError(path, "file", "is empty")
+    check_file(count, path, "file", "is empty")
 
 
 def head_of(path: Path, size: int) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from coterie.errors import TraceError, UnfinishedWarning, check_input_file
+from coterie.errors import TraceError, UnfinishedWarning, check_file, check_input_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -36,8 +36,12 @@ class ReadOptions:
 
     def check_experts(self, path: Path, field: str, experts: int) -> None:
         """Raise TraceError if the file has another number of experts than the user says."""
-        if self.num_experts not in (None, experts):
-            raise TraceError(path, field, f"has {experts} experts, --num-experts says {self.num_experts}")
+        check_file(
+            self.num_experts in (None, experts),
+            path,
+            field,
+            f"has {experts} experts, --num-experts says {self.num_experts}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +101,16 @@ def kind_of(trace: Trace) -> str:
 
 def detect(path: Path) -> str:
     """Return the name of the format of a file or folder."""
-    if not path.exists():
-        raise TraceError(path, "file", "does not exist")
+    check_file(path.exists(), path, "file", "does not exist")
     check_input_file(path)
     matches = [name for name in readers if readers[name].sniff(path)]
     if not matches and path.suffix == ".npz":
         return "npz"  # truncated or damaged: the reader's error is more specific
-    if not matches:
-        raise TraceError(
-            path, "format", f"is unknown, or the file is empty or cut: --from FORMAT says more ({', '.join(readers)})"
-        )
-    if len(matches) > 1:
-        raise TraceError(path, "format", f"could be {' or '.join(matches)}; say which with --from")
+    check_file(
+        matches,
+        path,
+        "format",
+        f"is unknown, or the file is empty or cut: --from FORMAT says more ({', '.join(readers)})",
+    )
+    check_file(len(matches) <= 1, path, "format", f"could be {' or '.join(matches)}; say which with --from")
     return matches[0]

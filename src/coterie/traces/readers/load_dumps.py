@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError
+from coterie.errors import TraceError, check_file
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
@@ -29,10 +29,12 @@ def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
         raise TraceError(path, "load_history", "must be a list of at least one window")
     windows = [_window(path, index, entry) for index, entry in enumerate(history)]
     for index, window in enumerate(windows):
-        if window.shape != windows[0].shape:
-            raise TraceError(
-                path, f"load_history[{index}]", f"has shape {window.shape}, the first window {windows[0].shape}"
-            )
+        check_file(
+            window.shape == windows[0].shape,
+            path,
+            f"load_history[{index}]",
+            f"has shape {window.shape}, the first window {windows[0].shape}",
+        )
     options.check_experts(path, "logical_expert_load", windows[0].shape[1])
     return LoadTable(
         np.stack(windows), model=options.model or "unknown", source={"format": "load-history", "file": path.name}
@@ -47,8 +49,12 @@ def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:
         load = np.array(entry["logical_expert_load"])
     except (ValueError, OverflowError):
         raise TraceError(path, field, "has rows of different lengths, expected [layer][expert]") from None
-    if load.ndim != 2 or 0 in load.shape or load.dtype.kind not in "uif":
-        raise TraceError(path, field, f"is {load.dtype} {load.shape}, expected numbers [layer][expert]")
+    check_file(
+        load.ndim == 2 and 0 not in load.shape and load.dtype.kind in "uif",
+        path,
+        field,
+        f"is {load.dtype} {load.shape}, expected numbers [layer][expert]",
+    )
     whole = (load >= 0) & (load < 2**63) & (load == np.floor(load))  # False for NaN too
     for layer, expert in np.argwhere(~whole):
         raise TraceError(path, f"{field}[{layer}][{expert}]", f"is {load[layer, expert]}, expected a count of tokens")
@@ -90,12 +96,10 @@ def read_trtllm(path: Path, options: ReadOptions) -> LoadTable:
     for file in files:
         _add(loads, ArrayFile(file), num_experts)
     steps, layers = (sorted({key[axis] for key in loads}) for axis in (0, 1))
-    if not steps:
-        raise TraceError(path, "rank*.safetensors", "hold no statistics")
+    check_file(steps, path, "rank*.safetensors", "hold no statistics")
     for step in range(steps[0], steps[-1] + 1):
         for layer in layers:
-            if (step, layer) not in loads:
-                raise TraceError(path, f"{step}_{layer}", "is in no rank's file")
+            check_file((step, layer) in loads, path, f"{step}_{layer}", "is in no rank's file")
     counts = np.stack([np.stack([loads[step, layer] for layer in layers]) for step in steps])
     return LoadTable(
         counts.astype(np.uint64),
@@ -109,11 +113,9 @@ def read_trtllm(path: Path, options: ReadOptions) -> LoadTable:
 
 def _rank_files(path: Path) -> list[Path]:
     by_rank = {int(match[1]): file for file in path.iterdir() if (match := _RANK.fullmatch(file.name))}
-    if not by_rank:
-        raise TraceError(path, "rank*.safetensors", "is missing")
+    check_file(by_rank, path, "rank*.safetensors", "is missing")
     for rank in range(len(by_rank)):
-        if rank not in by_rank:
-            raise TraceError(path, f"rank{rank}.safetensors", f"is missing; there is a rank{max(by_rank)}")
+        check_file(rank in by_rank, path, f"rank{rank}.safetensors", f"is missing; there is a rank{max(by_rank)}")
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
@@ -129,8 +131,12 @@ def _add(loads: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_e
         match = _KEY.fullmatch(key)
         if match is None:
             raise TraceError(file.path, key, "is not a key of the form {iteration}_{layer}")
-        if counts.shape != (num_experts,) or counts.dtype.kind not in "ui":
-            raise TraceError(file.path, key, f"is {counts.dtype} {counts.shape}, expected integers ({num_experts},)")
+        check_file(
+            counts.shape == (num_experts,) and counts.dtype.kind in "ui",
+            file.path,
+            key,
+            f"is {counts.dtype} {counts.shape}, expected integers ({num_experts},)",
+        )
         if int(counts.min()) < 0:
             raise TraceError(file.path, f"{key}[{int(counts.argmin())}]", f"is {int(counts.min())}, expected a count")
         at = int(match[1]), int(match[2])

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError, TraceError, check_input_file
+from coterie.errors import InputError, TraceError, check_file, check_input_file
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import Row, check_unpacked, json_rows
@@ -266,12 +266,18 @@ def _array(file: Path, arrays: Arrays, name: str, ndim: int, kinds: str) -> NDAr
 def _offsets(file: Path, arrays: Arrays) -> NDArray[np.int64]:
     """Return the offsets [request + 1], checked against the tokens: at least one request and one token."""
     offsets, tokens = _array(file, arrays, "offsets", 1, "ui"), len(_array(file, arrays, "expert_ids", 3, "ui"))
-    if len(offsets) < 2 or tokens < 1:
-        raise TraceError(file, "offsets", f"describe {max(0, len(offsets) - 1)} requests of {tokens} tokens: empty")
-    if int(offsets[0]) != 0 or int(offsets[-1]) != tokens:
-        raise TraceError(
-            file, "offsets", f"run from {offsets[0]} to {offsets[-1]}; expert_ids has {tokens} tokens, from 0"
-        )
+    check_file(
+        len(offsets) >= 2 and tokens >= 1,
+        file,
+        "offsets",
+        f"describe {max(0, len(offsets) - 1)} requests of {tokens} tokens: empty",
+    )
+    check_file(
+        int(offsets[0]) == 0 and int(offsets[-1]) == tokens,
+        file,
+        "offsets",
+        f"run from {offsets[0]} to {offsets[-1]}; expert_ids has {tokens} tokens, from 0",
+    )
     for at in np.flatnonzero(offsets[1:] < offsets[:-1]):
         raise TraceError(file, f"offsets[{at + 1}]", f"is {offsets[at + 1]}, below {offsets[at]} before it")
     return offsets.astype(np.int64)
@@ -279,8 +285,12 @@ def _offsets(file: Path, arrays: Arrays) -> NDArray[np.int64]:
 
 def _read_counts(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
     counts = _array(file, arrays, "counts", 3, "ui")
-    if 0 in counts.shape or int(counts.min()) < 0:
-        raise TraceError(file, "counts", f"of shape {counts.shape} must hold tokens of [window, layer, expert], none 0")
+    check_file(
+        0 not in counts.shape and int(counts.min()) >= 0,
+        file,
+        "counts",
+        f"of shape {counts.shape} must hold tokens of [window, layer, expert], none 0",
+    )
     columns: dict[str, Any] = {
         name: _array(file, arrays, name, 1, "ui").astype(np.int64) for name in ("layer_ids", "tokens") if name in arrays
     }
@@ -306,8 +316,9 @@ def _read_olmoe(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
     if options.model not in tables:
         raise TraceError(file, "model", f"must be chosen with --model: one of {', '.join(tables) or 'none'}")
     domains = tables[options.model]
-    if len({table.shape for table in domains.values()}) != 1:
-        raise TraceError(file, options.model, "has tables of different shapes")
+    check_file(
+        len({table.shape for table in domains.values()}) == 1, file, options.model, "has tables of different shapes"
+    )
     return _load_table(
         file,
         options,
@@ -332,13 +343,16 @@ def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:
     placements, arrays = {}, read_arrays(path)
     for name in arrays:
         held = _array(path, arrays, name, 3, "ui")
-        if 0 in held.shape or int(held.min()) < 0 or int(held.max()) > 1:
-            raise TraceError(path, name, f"of shape {held.shape} must hold 0 or 1 for [rank, layer, expert]")
+        check_file(
+            0 not in held.shape and int(held.min()) >= 0 and int(held.max()) <= 1,
+            path,
+            name,
+            f"of shape {held.shape} must hold 0 or 1 for [rank, layer, expert]",
+        )
         for layer, expert in np.argwhere(held.sum(axis=0) == 0):
             raise TraceError(path, name, f"has no rank for expert {expert} of layer {layer}")
         placements[name] = held.astype(np.uint8)
-    if not placements:
-        raise TraceError(path, "arrays", "holds no placement")
+    check_file(placements, path, "arrays", "holds no placement")
     return placements
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError, TraceError, UnknownNameError
+from coterie.errors import InputError, TraceError, UnknownNameError, check_file
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
@@ -172,8 +172,12 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
     )
     spec = find_model(name)
     answers = [answer for number, body in bodies for answer in _Line(path, number, spec).answers(body)]
-    if not sum(len(answer.expert_ids) for answer in answers):
-        raise TraceError(path, "answers", f"found {len(answers)} with no routed token: the trace would be empty")
+    check_file(
+        sum(len(answer.expert_ids) for answer in answers),
+        path,
+        "answers",
+        f"found {len(answers)} with no routed token: the trace would be empty",
+    )
     shapes = sorted({answer.expert_ids.shape[1:] for answer in answers})
     if len(shapes) > 1:
         raise TraceError(path, "routed_experts", f"has [layer, k] of {shapes[0]} and {shapes[1]}: not one model")
@@ -233,8 +237,7 @@ def _layers(path: Path, ids: NDArray[np.integer], spec: ModelSpec | None) -> NDA
         for token, layer in np.argwhere((ids[:, moe] == 0).all(axis=2)):
             field = f"routed_experts[{token}, {moe[layer]}]"
             raise TraceError(path, field, "is all zero: the engine did not capture it")
-    if not moe.size:
-        raise TraceError(path, "routed_experts", "is all zero: the engine captured nothing")
+    check_file(moe.size, path, "routed_experts", "is all zero: the engine captured nothing")
     return moe
 
 

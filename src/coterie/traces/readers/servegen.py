@@ -31,7 +31,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check, check_positive
+from coterie.errors import TraceError, check, check_file, check_positive
 from coterie.traces.readers._rows import Row, is_gzip, read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import MAX_TOKENS, MOST_REQUESTS, RequestTrace
@@ -96,13 +96,11 @@ def read_servegen_clients(path: str | Path) -> list[TrafficClient]:
     path = Path(path)
     files = _folder_files(path) if path.is_dir() else _tar_files(path)
     ids = sorted({id for id, _ in files})
-    if not ids:
-        raise TraceError(path, "clients", "found no chunk-*-trace.csv and chunk-*-dataset.json")
+    check_file(ids, path, "clients", "found no chunk-*-trace.csv and chunk-*-dataset.json")
     clients: list[TrafficClient] = []
     for id in ids:
         for kind in ("trace.csv", "dataset.json"):
-            if (id, kind) not in files:
-                raise TraceError(path, f"chunk-{id}-{kind}", "is missing: every client has both files")
+            check_file((id, kind) in files, path, f"chunk-{id}-{kind}", "is missing: every client has both files")
         windows = _windows(path, f"chunk-{id}-trace.csv", files[id, "trace.csv"])
         if clients and [w.start_s for w in windows] != [w.start_s for w in clients[0].windows]:
             raise TraceError(
@@ -112,8 +110,12 @@ def read_servegen_clients(path: str | Path) -> list[TrafficClient]:
                 f"{len(clients[0].windows)}: cut short?",
             )
         lengths = _lengths(path, f"chunk-{id}-dataset.json", files[id, "dataset.json"])
-        if not lengths and any(window.rate for window in windows):
-            raise TraceError(path, f"chunk-{id}-dataset.json", "has no lengths, but the client sends requests")
+        check_file(
+            lengths or not any(window.rate for window in windows),
+            path,
+            f"chunk-{id}-dataset.json",
+            "has no lengths, but the client sends requests",
+        )
         clients.append(TrafficClient(id, windows, lengths))
     return clients
 
@@ -128,12 +130,16 @@ def sample_servegen(
     check(clients, "clients is empty: there is nothing to draw from")
     check_positive(duration_s=duration_s, rate_scale=rate_scale)
     first, last = clients[0].windows[0], clients[0].windows[-1]
-    if not first.start_s <= start_s < last.start_s + last.duration_s:
-        raise ConfigError(f"start_s={start_s} must be in {first.start_s:g} … {last.start_s + last.duration_s:g}")
+    check(
+        first.start_s <= start_s < last.start_s + last.duration_s,
+        f"start_s={start_s} must be in {first.start_s:g} … {last.start_s + last.duration_s:g}",
+    )
     stop_s = start_s + duration_s
     expected = sum(w.rate * rate_scale * w.duration_s for c in clients for w in c.windows if w.start_s < stop_s)
-    if expected > MOST_REQUESTS:
-        raise ConfigError(f"the clients send about {expected:,.0f} requests; at most {MOST_REQUESTS:,} are drawn")
+    check(
+        expected <= MOST_REQUESTS,
+        f"the clients send about {expected:,.0f} requests; at most {MOST_REQUESTS:,} are drawn",
+    )
     arrival, prompt, output, sender = [np.empty(0)], [np.empty(0, np.int64)], [np.empty(0, np.int64)], []
     for client in clients:
         for window in client.windows:
@@ -188,19 +194,16 @@ def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
                 if match is None or content is None:
                     continue
                 key = (int(match[1]), match[2])
-                if key in files:
-                    raise TraceError(path, member.name, "is there twice: give one service's clients at a time")
+                check_file(key not in files, path, member.name, "is there twice: give one service's clients at a time")
                 files[key] = content.read()
     except (tarfile.TarError, OverflowError) as error:
         raise TraceError(path, "tar", f"cannot be unpacked: {error}") from None
-    if not data.endswith(_TAR_END):
-        raise TraceError(path, "tar", "has no end mark: the file is cut short")
+    check_file(data.endswith(_TAR_END), path, "tar", "has no end mark: the file is cut short")
     return files
 
 
 def _windows(path: Path, name: str, data: bytes) -> list[ClientWindow]:
-    if not data.endswith(b"\n"):
-        raise TraceError(path, name, "does not end with a newline: the file is cut short")
+    check_file(data.endswith(b"\n"), path, name, "does not end with a newline: the file is cut short")
     rows: list[tuple[float, float, str, float]] = []
     for line, columns in enumerate(csv.reader(data.decode("ascii", "replace").splitlines()), start=1):
         row = Row(path / name, line, dict(zip(_COLUMNS, columns, strict=False)), is_text=True)
@@ -213,8 +216,7 @@ def _windows(path: Path, name: str, data: bytes) -> list[ClientWindow]:
         if rows and time <= rows[-1][0]:
             raise row.error("time", f"found {time:g}, expected more than the line before, {rows[-1][0]:g}")
         rows.append((time, rate, row.values["family"], shape))
-    if len(rows) < 2:
-        raise TraceError(path, name, f"has {len(rows)} windows; the length of a window takes at least 2")
+    check_file(len(rows) >= 2, path, name, f"has {len(rows)} windows; the length of a window takes at least 2")
     # The last window is as long as the one before it.
     ends = [row[0] for row in rows[1:]] + [2 * rows[-1][0] - rows[-2][0]]
     return [ClientWindow(row[0], end - row[0], *row[1:]) for row, end in zip(rows, ends, strict=True)]
@@ -252,12 +254,12 @@ def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> L
         raise TraceError(path, f"{where}, {field}", "holds a pair that is not 'tokens: probability'") from None
     total = float(share.sum())
     in_range = (pairs >= 0).all() and (pairs <= MAX_TOKENS).all()  # both are False for NaN
-    if not (in_range and (tokens % 1 == 0).all() and abs(total - 1) < 1e-3):
-        raise TraceError(
-            path,
-            f"{where}, {field}",
-            f"expected whole tokens and shares of at least 0 that sum to 1; they sum to {total:g}",
-        )
+    check_file(
+        (in_range and (tokens % 1 == 0).all() and abs(total - 1) < 1e-3),
+        path,
+        f"{where}, {field}",
+        f"expected whole tokens and shares of at least 0 that sum to 1; they sum to {total:g}",
+    )
     cumulative = np.cumsum(share) / total
     cumulative[-1] = 1.0  # rounding may leave less than 1, and a higher draw would have no bin
     return LengthHistogram(tokens.astype(np.int64), cumulative)

@@ -17,13 +17,17 @@ from numpy.typing import NDArray
 
 from coterie.dispatch.shuffle import shuffle_schedule
 from coterie.engines.ranks import RankMember, run_ranks
-from coterie.engines.torch_ep.exchange import COMBINE, DISPATCH, TorchExchange
 from coterie.engines.torch_ep.group import Group, torch_reduce_scatter
-from coterie.engines.torch_ep.layer import ExpertParallelLayers
-from coterie.engines.torch_ep.migration import LiveMigration
-from coterie.engines.torch_ep.mover import Mover
-from coterie.engines.torch_ep.shuffled import shuffle_rows, shuffled_reduce_scatter
-from coterie.engines.torch_ep.weights import SlotWeights
+from coterie.engines.torch_ep.layer import (
+    COMBINE,
+    DISPATCH,
+    ExpertParallelLayers,
+    SlotWeights,
+    TorchExchange,
+    shuffle_rows,
+    shuffled_reduce_scatter,
+)
+from coterie.engines.torch_ep.migration import LiveMigration, Mover
 from coterie.errors import ConfigError
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.types import Placement, Topology

@@ -21,7 +21,7 @@ from coterie.cli.output import (
     set_width,
     shell,
 )
-from coterie.errors import CoterieError, InputError
+from coterie.errors import CoterieError, InputError, check
 
 if TYPE_CHECKING:
     from coterie.answers.load.measure import LoadSettings
@@ -238,8 +238,11 @@ def _key(path: Path | None, variable: str) -> str | None:
     if text is None:
         return None
     key = text.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise InputError(f"{where} must hold one key: printable ASCII characters without spaces")
+    check(
+        key and key.isascii() and key.isprintable() and " " not in key,
+        f"{where} must hold one key: printable ASCII characters without spaces",
+        InputError,
+    )
     return key
 
 

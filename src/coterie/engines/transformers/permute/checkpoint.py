@@ -36,7 +36,7 @@ from coterie.engines.transformers.permute.tensors import (
     row_bytes,
     rows_by_layer,
 )
-from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_one_of
+from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_one_of
 from coterie.placement.maps.files import PlacementMap
 from coterie.placement.maps.formats import write_map
 from coterie.traces.store import read_json, write_json
@@ -102,16 +102,18 @@ def permute_checkpoint(
     placement = keep_groups(asked.placement, groups) if nearest and groups > 1 else asked.placement
     blocks = {block.layer_id: block for block in _main_blocks(source)}
     experts, *others = sorted({block.num_experts for block in blocks.values()})
-    if others:
-        raise TraceError(
-            source.folder, "experts", f"layers hold {[experts, *others]}; a placement has one number for all"
-        )
+    check_file(
+        not others, source.folder, "experts", f"layers hold {[experts, *others]}; a placement has one number for all"
+    )
     rows = rows_by_layer(placement, asked.layer_ids, list(blocks), experts, groups)
     _check_ties(source, blocks, rows, ties)
     above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
     free = shutil.disk_usage(above).free
-    if free < source.weight_bytes:
-        raise UnavailableError(f"{target} needs {source.weight_bytes:,} bytes; its disk has {free:,} free")
+    check(
+        free >= source.weight_bytes,
+        f"{target} needs {source.weight_bytes:,} bytes; its disk has {free:,} free",
+        UnavailableError,
+    )
     record = PlacementMap(placement, asked.model, tuple(rows), asked.shares)
     left_out, tensors = _write(source, target, blocks, rows, record, on_progress or (lambda *_: None))
     ranks = [np.argsort(each.slot_experts) // placement.slots_per_rank for each in (asked.placement, placement)]
@@ -142,10 +144,12 @@ def check_new_checkpoint(target: Path, checkpoint: Path) -> None:
 
 
 def _read(folder: Path) -> _Source:
-    if not folder.is_dir():
-        raise TraceError(
-            folder, "checkpoint", "is a file; a checkpoint is a folder" if folder.exists() else "is missing"
-        )
+    check_file(
+        folder.is_dir(),
+        folder,
+        "checkpoint",
+        "is a file; a checkpoint is a folder" if folder.exists() else "is missing",
+    )
     config = read_json(folder / "config.json")
     if not isinstance(config.get("text_config") or {}, dict):
         raise TraceError(folder / "config.json", "text_config", "must be an object")
@@ -160,11 +164,14 @@ def _read(folder: Path) -> _Source:
     paths = sorted(folder.glob("*.safetensors"))
     if (folder / _INDEX).exists():
         paths = sorted({folder / str(name) for name in _weight_map(folder).values()})
-    if not paths:
-        raise TraceError(folder, "weights", "there is no .safetensors file; other formats are not permuted")
+    check_file(paths, folder, "weights", "there is no .safetensors file; other formats are not permuted")
     for path in paths:
-        if not path.exists() or path.parent != folder:
-            raise TraceError(folder / _INDEX, "weight_map", f"names {path.name}, which is not in the folder")
+        check_file(
+            path.exists() and path.parent == folder,
+            folder / _INDEX,
+            "weight_map",
+            f"names {path.name}, which is not in the folder",
+        )
     shards = [read_shard(path) for path in paths]
     tensors: dict[str, Tensor] = {}
     for shard in shards:
@@ -186,8 +193,7 @@ def _main_blocks(source: _Source) -> list[Block]:
     """Return the blocks of the model's own layers. Later layers (multi-token prediction) stay as they are."""
     layers = (source.config.get("text_config") or source.config).get("num_hidden_layers")
     own = [block for block in source.blocks if not isinstance(layers, int) or block.layer_id < layers]
-    if not own:
-        raise TraceError(source.folder / "config.json", "num_hidden_layers", f"is {layers}; no MoE layer is below it")
+    check_file(own, source.folder / "config.json", "num_hidden_layers", f"is {layers}; no MoE layer is below it")
     return own
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from coterie.errors import ConfigError, TraceError, check, check_input_file
+from coterie.errors import ConfigError, TraceError, check, check_file, check_input_file
 from coterie.traces.store import read_header
 from coterie.types import Placement
 
@@ -73,8 +73,12 @@ def read_shard(path: Path) -> Shard:
         except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(path, name, f"header entry {entry!r} must have dtype, shape, data_offsets") from None
         whole = min(shape, default=0) >= 0 and 0 <= first <= last <= size - start
-        if not whole or (last - first) % (shape[0] or 1 if shape else 1):
-            raise TraceError(path, name, f"data_offsets {first} to {last} do not fit {shape}, or the file is cut")
+        check_file(
+            whole and not (last - first) % (shape[0] or 1 if shape else 1),
+            path,
+            name,
+            f"data_offsets {first} to {last} do not fit {shape}, or the file is cut",
+        )
         tensors[name] = Tensor(entry, start + first, last - first)
     return Shard(path, metadata, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
 
@@ -128,8 +132,12 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
         _count_experts(folder, block, tensors)
         _find_router(folder, block, others)
     for first, second in pairwise(ordered):
-        if first.layer_id == second.layer_id:
-            raise TraceError(folder, second.path, f"and {first.path} are both of layer {first.layer_id}")
+        check_file(
+            first.layer_id != second.layer_id,
+            folder,
+            second.path,
+            f"and {first.path} are both of layer {first.layer_id}",
+        )
     return ordered
 
 
@@ -145,8 +153,7 @@ def _count_experts(folder: Path, block: Block, tensors: Mapping[str, Tensor]) ->
         uneven = next((rest for rest, count in by_rest.items() if count != len(held)), None)
         if uneven is not None:
             raise TraceError(folder, uneven, f"is there for {by_rest[uneven]} of {len(held)} experts")
-    if len(counts) != 1:
-        raise TraceError(folder, block.path, f"holds tensors of {sorted(counts)} experts; expected one number")
+    check_file(len(counts) == 1, folder, block.path, f"holds tensors of {sorted(counts)} experts; expected one number")
     block.num_experts = counts.pop()
     # A scale shared by all experts has one row and stays unchanged.
     shared = [name for name in block.packed if tensors[name].rows != block.num_experts]
@@ -165,8 +172,7 @@ def _find_router(folder: Path, block: Block, others: Mapping[str, Tensor]) -> No
             block.router.append(name)
         else:
             _check_shared(folder, name, tensor, block.num_experts, known)
-    if not block.router:
-        raise TraceError(folder, block.path, "has experts and no router (gate.weight, router.weight)")
+    check_file(block.router, folder, block.path, "has experts and no router (gate.weight, router.weight)")
 
 
 def _check_shared(folder: Path, name: str, tensor: Tensor, experts: int, routers: bool = False) -> None:
