@@ -206,6 +206,20 @@ def test_a_report_counts_for_three_intervals() -> None:
     assert fleet.in_flight.tolist() == [0]
 
 
+def test_a_worker_that_runs_more_than_its_places_has_more() -> None:
+    """With the default places of an engine that runs hundreds, requests that run would be priced as waiting."""
+    pool = Pool(DECODE, FleetKeeper())
+    member = Member(WorkerEntry(id="a", url="http://a:1", places=4), GatewayConfig(), None, default_rng(0), 0.0)
+    pool.add(member)
+    for running, waiting, places in ((3, 9, 4), (6, 0, 6), (2, 0, 6), (1 << 20, 0, 1 << 20)):
+        pool.reported(member, WorkerReport(running, waiting, 0.0))
+        assert pool.keeper.fleet.places.tolist() == [places]
+        pool.keeper.check_integrity()
+    pool.remove("a")
+    pool.add(member)
+    assert pool.keeper.fleet.places.tolist() == [4]
+
+
 def test_metrics_that_vanish_are_forgotten_and_come_back() -> None:
     async def test() -> None:
         async with canned_workers("a") as (a,):

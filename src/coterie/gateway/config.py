@@ -155,7 +155,8 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     role: Role = "both"
     """`prefill`, `decode`, or `both`: a worker that can do either."""
     places: int = 16
-    """Requests that the worker runs at once, such as vLLM's `max_num_seqs`. Further ones are priced as waiting."""
+    """Requests that the worker runs at once, such as vLLM's `max_num_seqs`. Further ones are priced as waiting, unless
+    its metrics show that it runs more."""
     speed: float = 1.0
     """Speed of the worker relative to the others of its pool."""
     data_parallel_rank: int | None = None

@@ -188,7 +188,8 @@ class Pool:
     def reported(self, member: Member, report: WorkerReport | None, error: str = "") -> None:
         """Take what a worker's metrics say; None if they cannot be read, because of `error`, or are not asked for.
 
-        The last report then counts until it is :data:`STALE_REPORTS` intervals old.
+        The last report then counts until it is :data:`STALE_REPORTS` intervals old. A worker that runs more requests
+        at once than it is said to have places has at least as many places.
         """
         now, member.report_error = self.clock(), error
         if report is not None:
@@ -197,7 +198,9 @@ class Pool:
             return
         member.report = report
         if self.members.get(member.entry.id) is member:
-            seen = report or NO_REPORT
+            seen, known = report or NO_REPORT, self.keeper.members[member.entry.id]
+            if seen.running > known.places:
+                self.keeper.join(member.entry.id, seen.running, known.speed, known.held)
             self.keeper.fleet.observe(self.row_of(member), seen.running + seen.waiting, seen.kv_used)
 
     def others(self, member: Member) -> int:
