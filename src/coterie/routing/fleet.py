@@ -224,14 +224,6 @@ class Fleet:
             self.in_flight[worker] = in_flight
             self._shift(worker, None, 0)
 
-    def refine(self, request_id: str, profile: NDArray[np.float32]) -> None:
-        """Replace a running request's profile by a better one, measured in its own decode."""
-        known, logs = self._known(request_id), _logs(self._checked(profile))
-        self._tracking = True
-        self._residents[request_id] = known._replace(logs=logs)
-        self._shift(known.worker, known.logs, -1, refresh=False)
-        self._shift(known.worker, logs, 1)
-
     def take_over(self, other: Fleet, priors: bool = False) -> None:
         """Copy the requests of `other` into this empty fleet. Each stays on its row, which this fleet must have.
 
@@ -287,7 +279,7 @@ class Fleet:
             raise ConfigError(f"profile must hold finite numbers in 0 … {MOST_ACTIVATIONS}")
         return profile
 
-    def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int, refresh: bool = True) -> None:
+    def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) a request's logarithms, and update the workers' expert values."""
         if not self._tracking:
             return
@@ -295,20 +287,19 @@ class Fleet:
             mine = self._logs[worker]
             (np.add if sign > 0 else np.subtract)(mine, logs, out=mine)
             self._profiled[worker] += sign
-        if refresh:
-            self._mean = _refresh(
-                worker,
-                self._mean,
-                self.alive,
-                self.in_flight,
-                self.places,
-                self._profiled,
-                self._logs,
-                self._prior_logs,
-                self.expected,
-                self.distinct,
-                self.missed,
-            )
+        self._mean = _refresh(
+            worker,
+            self._mean,
+            self.alive,
+            self.in_flight,
+            self.places,
+            self._profiled,
+            self._logs,
+            self._prior_logs,
+            self.expected,
+            self.distinct,
+            self.missed,
+        )
 
 
 @njit()
