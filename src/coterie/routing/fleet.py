@@ -270,13 +270,15 @@ class Fleet:
         return self._residents[request_id]
 
     def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
-        if not self.tracks_experts:
-            raise ConfigError("the fleet tracks no experts but a request has a profile: make the fleet with a prior")
-        if profile.shape != self.missed.shape[1:]:
-            raise ConfigError(f"profile has shape {profile.shape}; the fleet has {self.missed.shape[1]} expert indices")
+        check(
+            self.tracks_experts, "the fleet tracks no experts but a request has a profile: make the fleet with a prior"
+        )
+        check(
+            profile.shape == self.missed.shape[1:],
+            f"profile has shape {profile.shape}; the fleet has {self.missed.shape[1]} expert indices",
+        )
         profile = np.ascontiguousarray(profile, np.float32)
-        if not _probable(profile):
-            raise ConfigError(f"profile must hold finite numbers in 0 … {MOST_ACTIVATIONS}")
+        check(_probable(profile), f"profile must hold finite numbers in 0 … {MOST_ACTIVATIONS}")
         return profile
 
     def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int) -> None:

@@ -27,7 +27,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from coterie.engines.recording import FLUSH_S, Sending, check_listening
-from coterie.errors import CoterieError, InputError, UnavailableError
+from coterie.errors import CoterieError, InputError, UnavailableError, check
 from coterie.net.access import SECRET_VARIABLE, read_secret
 from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model, server_url
 from coterie.prompts import Prompt
@@ -303,8 +303,11 @@ class EventSink:
             )
             self.writer = ActivationWriter(self.out, meta)
         meta = self.writer.meta
-        if (event.num_experts, event.top_k, len(event.layer_ids)) != (meta.num_experts, meta.top_k, meta.num_layers):
-            raise InputError(f"{event.model} has another shape than {meta.model}: record one at a time")
+        check(
+            (event.num_experts, event.top_k, len(event.layer_ids)) == (meta.num_experts, meta.top_k, meta.num_layers),
+            f"{event.model} has another shape than {meta.model}: record one at a time",
+            InputError,
+        )
         phase = np.where(np.arange(len(known)) < event.prompt_tokens, PREFILL, DECODE).astype(np.uint8)
         row = RequestTrace(
             prompt_tokens=np.array([event.prompt_tokens]),

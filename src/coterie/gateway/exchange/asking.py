@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from coterie.errors import InputError
+from coterie.errors import InputError, check
 from coterie.gateway.exchange.pool import Member, Pool, WholeAnswer
 from coterie.gateway.signals.messages import NoTokensError
 from coterie.gateway.signals.model_tokenizers import Ids
@@ -74,8 +74,7 @@ def _read(answer: WholeAnswer, question: Question) -> Ids:
     status, body = answer
     if status in REFUSALS or (status == 404 and b'"error"' in body):
         raise NoTokensError(f"a worker refuses the prompt with HTTP {status}")
-    if status != 200:
-        raise InputError(f"HTTP {status}{' (vLLM needs --enable-scale-out)' if status in ABSENT else ''}")
+    check(status == 200, f"HTTP {status}{' (vLLM needs --enable-scale-out)' if status in ABSENT else ''}", InputError)
     try:
         rendered = msgspec.json.decode(body, type=_Rendered)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

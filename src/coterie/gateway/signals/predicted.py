@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, check_at_least, check_share
+from coterie.errors import ConfigError, check, check_at_least, check_share
 from coterie.predictors import Predictor, PredictRequest, TokenTable, predictors
 from coterie.routing.fitted import RouterFit
 from coterie.traces.activations import ActivationTrace
@@ -98,8 +98,7 @@ class Footprints:
             None if self._popularity is None else self._popularity.shape,
         ]
         found = {one for one in shapes if one is not None}
-        if len(found) > 1:
-            raise ConfigError(f"footprints have shapes {sorted(found)}; model, predictor and popularity must agree")
+        check(len(found) <= 1, f"footprints have shapes {sorted(found)}; model, predictor and popularity must agree")
         self.shape: tuple[int, ...] | None = next(iter(found), None)
 
     def __len__(self) -> int:

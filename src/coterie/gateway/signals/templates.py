@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.gateway.signals.messages import NoTokensError, developer_as_system, messages_of, template_settings
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -60,8 +60,7 @@ class ChatTemplate:
     ) -> None:
         self._special, self._separator, self._form = dict(special_tokens or {}), separator, form
         self._templates = {name: _Template(name, source) for name, source in sources.items()}
-        if not self._templates:
-            raise ConfigError("a chat template must be given")
+        check(self._templates, "a chat template must be given")
         self.tells_time = any("strftime_now" in source for source in sources.values())
         """Whether the rendered text depends on the time."""
 

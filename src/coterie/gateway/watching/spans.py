@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from coterie.errors import ConfigError, UnavailableError, check_one_of
+from coterie.errors import UnavailableError, check, check_one_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -179,8 +179,10 @@ def exporter_kind(environ: Mapping[str, str]) -> str:
 
 def _provider(kind: str, environ: Mapping[str, str]) -> TracerProvider:
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if kind == "otlp" and protocol not in (None, "http/protobuf"):
-        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol!r} must be 'http/protobuf'")
+    check(
+        kind != "otlp" or protocol in (None, "http/protobuf"),
+        f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol!r} must be 'http/protobuf'",
+    )
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

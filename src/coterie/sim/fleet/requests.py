@@ -187,10 +187,11 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
     for name in ("prompt_tokens", "output_tokens"):
         values = getattr(requests, name)
         check(len(values) == count, f"{name} has {len(values)} requests; recorded has {count}")
-        if values.min() < 1:
-            raise ConfigError(f"{name}={values.min()} must be at least 1 for every request")
-    if not 0 <= requests.recorded.min() <= requests.recorded.max() < len(recordings):
-        raise ConfigError(f"recorded holds numbers outside 0 … {len(recordings) - 1}")
+        check(values.min() >= 1, f"{name}={values.min()} must be at least 1 for every request")
+    check(
+        0 <= requests.recorded.min() <= requests.recorded.max() < len(recordings),
+        f"recorded holds numbers outside 0 … {len(recordings) - 1}",
+    )
     ids = recordings.expert_ids
     check(
         ids.ndim == 3 and ids.shape[1] == spec.num_moe_layers and recordings.num_experts == spec.num_experts,
@@ -198,19 +199,25 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
         f"{spec.num_moe_layers} MoE layers of {spec.num_experts}",
     )
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-    if low < 0 or high >= spec.num_experts:
-        raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {spec.num_experts - 1}")
+    check(
+        low >= 0 and high < spec.num_experts,
+        f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {spec.num_experts - 1}",
+    )
     for row, rows in ((recordings.prompt_row, recordings.prompt_rows), (recordings.decode_row, recordings.decode_rows)):
-        if row.min() < 0 or rows.min() < 1 or int((row + rows).max()) > len(ids):
-            raise ConfigError(f"recordings need at least one token each for prompt and decode within {len(ids)}")
+        check(
+            row.min() >= 0 and rows.min() >= 1 and int((row + rows).max()) <= len(ids),
+            f"recordings need at least one token each for prompt and decode within {len(ids)}",
+        )
     check_at_least(1, in_flight=in_flight, block_tokens=requests.block_tokens)
     check(
         (requests.arrival_s is None) != (in_flight is None),
         "give either requests with arrival_s (open) or in_flight (closed)",
     )
     times = np.zeros(count) if requests.arrival_s is None else requests.arrival_s
-    if len(times) != count or not np.isfinite(times).all() or times[0] < 0:
-        raise ConfigError(f"arrival_s must hold {count} finite times of at least 0")
+    check(
+        len(times) == count and np.isfinite(times).all() and times[0] >= 0,
+        f"arrival_s must hold {count} finite times of at least 0",
+    )
     check(not (np.diff(times) < 0).any(), "arrival_s must not fall")
     check(
         (requests.blocks is None) == (requests.block_offsets is None), "blocks and block_offsets must be given together"
