@@ -65,7 +65,7 @@ def require_fitted(value: T | None, what: str) -> T:
     return value
 
 
-def check(holds: object, problem: str, kind: type[CoterieError] = ConfigError) -> None:
+def check(holds: object, problem: str, kind: type[Exception] = ConfigError) -> None:
     """Raise an error of this kind unless `holds`; for problems that can be put into words at once, and cheaply."""
     if not holds:
         raise kind(problem)

@@ -376,8 +376,7 @@ def _check_repeated(node: Any, path: Path) -> None:
         seen = set()
         for key, value in node.value:
             check_file(isinstance(key, yaml.ScalarNode), path, _line(key), "has a key that is not a name")
-            if key.value in seen:
-                raise TraceError(path, f"{_line(key)}: {key.value}", "is there twice")
+            check_file(key.value not in seen, path, f"{_line(key)}: {key.value}", "is there twice")
             seen.add(str(key.value))
             _check_repeated(value, path)
     elif isinstance(node, yaml.SequenceNode):

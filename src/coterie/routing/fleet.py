@@ -257,12 +257,15 @@ class Fleet:
             for total, part in zip(sums.values(), (1, context, uncomputed, logs is not None, logs), strict=True):
                 total[worker] += 0 if part is None else part
         for name, total in sums.items():
-            if not np.array_equal(getattr(self, name), total):
-                raise AssertionError(f"fleet.{name} differs from its requests' sum")
-        if (self.in_flight < self.running).any() or (self.peak < self.running).any():
-            raise AssertionError("fleet.in_flight and fleet.peak must be at least fleet.running")
-        if not np.isfinite(self._prior).all():
-            raise AssertionError("a prior of the fleet is not finite")
+            right = np.array_equal(getattr(self, name), total)
+            check(right, f"fleet.{name} differs from its requests' sum", AssertionError)
+        least = np.minimum(self.in_flight, self.peak)
+        check(
+            (least >= self.running).all(),
+            "fleet.in_flight and fleet.peak must be at least fleet.running",
+            AssertionError,
+        )
+        check(np.isfinite(self._prior).all(), "a prior of the fleet is not finite", AssertionError)
 
     def _known(self, request_id: str) -> _Resident:
         if request_id not in self._residents:

@@ -95,16 +95,18 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
 def _check_header(packed: _Packed) -> None:
     check(packed.version == VERSION, f"is a footprint of version {packed.version}, expected {VERSION}", InputError)
     shape_ok = packed.layers > 0 and packed.experts > 0 and packed.layers * packed.experts <= MAX_COUNTS
-    if not shape_ok or packed.itemsize not in (1, 2, 4, 8) or len(packed.layer_ids) != packed.layers:
-        raise InputError(
-            f"is a footprint of {packed.layers} layers ({len(packed.layer_ids)} named) x {packed.experts} experts x "
-            f"{packed.itemsize} bytes"
-        )
-    if packed.tokens < 0 or packed.missing < 0 or min(packed.layer_ids) < 0:
-        raise InputError(
-            f"is a footprint of {packed.tokens} tokens, {packed.missing} missing, from layer {min(packed.layer_ids)}: "
-            "each must be at least 0"
-        )
+    check(
+        shape_ok and packed.itemsize in (1, 2, 4, 8) and len(packed.layer_ids) == packed.layers,
+        f"is a footprint of {packed.layers} layers ({len(packed.layer_ids)} named) x {packed.experts} experts x "
+        f"{packed.itemsize} bytes",
+        InputError,
+    )
+    check(
+        packed.tokens >= 0 and packed.missing >= 0 and min(packed.layer_ids) >= 0,
+        f"is a footprint of {packed.tokens} tokens, {packed.missing} missing, from layer {min(packed.layer_ids)}: "
+        "each must be at least 0",
+        InputError,
+    )
 
 
 def check_possible(footprint: WireFootprint, shape: tuple[int, ...] | None = None, top_k: int | None = None) -> None:

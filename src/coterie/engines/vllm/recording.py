@@ -81,12 +81,13 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
             poller.register(socket, zmq.POLLIN)
-        if not poller.poll(int(timeout_s * 1000)):
-            raise UnavailableError(
-                f"no expert events from {self.endpoint} within {timeout_s:g} s: is the server started with "
-                f"CoterieConnector and the setting 'events' (vLLM) or --expert-events (coterie worker), and is "
-                f"{SECRET_VARIABLE} the same there and here?"
-            )
+        check(
+            poller.poll(int(timeout_s * 1000)),
+            f"no expert events from {self.endpoint} within {timeout_s:g} s: is the server started with "
+            f"CoterieConnector and the setting 'events' (vLLM) or --expert-events (coterie worker), and is "
+            f"{SECRET_VARIABLE} the same there and here?",
+            UnavailableError,
+        )
         if self._monitor.poll(0):
             recv_monitor_message(self._monitor)
         return bool(self._socket.poll(int(min(timeout_s, GREETING_S) * 1000)))
@@ -120,8 +121,7 @@ async def hear(client: Client, subscriber: Subscriber, body: Mapping[str, Any], 
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         answer = await client.post(completion_path(chat=False), body, "hear")
-        if answer.problem is not None:
-            raise UnavailableError(f"{client.url}: {answer.problem}")
+        check(answer.problem is None, f"{client.url}: {answer.problem}", UnavailableError)
         if await asyncio.to_thread(lambda: any(isinstance(e, RequestExperts) for e in subscriber.events(EVENT_S))):
             return
     raise UnavailableError(f"no expert events from {subscriber.endpoint} within {timeout_s:g} s")

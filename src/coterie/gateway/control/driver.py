@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape
-from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
+from coterie.control.advice import AdviceSettings, PlacementAdvisor
 from coterie.control.replay import InputLog
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, CoterieError
@@ -345,10 +345,6 @@ def shown_advice(advisor: PlacementAdvisor, epoch_s: float) -> dict[str, Any] | 
     if advice is None:
         return None
     maps = {worker: seen.version for worker, seen in advisor.reports.items()}
-    return _advice_values(advice, epoch_s) | {"maps": maps, "in_force": max(maps.values(), default=None)}
-
-
-def _advice_values(advice: Advice, epoch_s: float) -> dict[str, Any]:
     return {
         "id": advice.id,
         "at_s": advice.at_s + epoch_s,
@@ -367,6 +363,8 @@ def _advice_values(advice: Advice, epoch_s: float) -> dict[str, Any]:
         "map_version": advice.map_version,
         "before": _ranks(advice.rank_s_before),
         "after": _ranks(advice.rank_s_after),
+        "maps": maps,
+        "in_force": max(maps.values(), default=None),
     }
 
 

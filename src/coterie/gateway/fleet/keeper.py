@@ -244,8 +244,7 @@ class FleetKeeper:
             (self.open_workers == int(alive.sum()), "number of workers that may be chosen"),
             (np.array_equal(counts, fleet.running), "requests that run"),
         ):
-            if not right:
-                raise AssertionError(f"the keeper and its fleet disagree on the {what}")
+            check(right, f"the keeper and its fleet disagree on the {what}", AssertionError)
 
     def _fall_back(self, exclude: Collection[str], failure: Fallback) -> Choice:
         """Choose the shortest queue among open workers not excluded, else among all not excluded, else among all."""

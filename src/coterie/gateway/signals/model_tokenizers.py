@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check
 from coterie.gateway.signals.messages import NoTokensError, messages_of, template_settings
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must be a JSON object")
+    check(isinstance(value, dict), f"{path} must be a JSON object")
     return value
 
 

@@ -15,7 +15,6 @@ prompts and decode of one worker in separate batches, or if several senders comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -113,7 +112,6 @@ def run_fleet(
     fleet: Fleet | None = None,
     until_s: float = np.inf,
     check: bool = False,
-    progress: Callable[[int], None] | None = None,
     controller: FleetController | None = None,
 ) -> FleetRun:
     """Serve all requests, or as many as `until_s` allows.
@@ -135,9 +133,7 @@ def run_fleet(
             f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
             f"{config.decode_workers} without any"
         )
-    driver = _Driver(
-        requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, progress, controller
-    )
+    driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, controller)
     run = driver.serve()
     if check:
         check_fleet(
@@ -167,10 +163,9 @@ class _Driver:
         placement: Placement | None,
         fleet: Fleet,
         until_s: float,
-        progress: Callable[[int], None] | None,
         controller: FleetController | None,
     ) -> None:
-        self.requests, self.router, self.config, self.progress = requests, router, config, progress
+        self.requests, self.router, self.config = requests, router, config
         self.fleet, self.controller = fleet, controller
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
         self.tables = *model.tables(max(most, MOST_DECODING)), *step_counts(model, placement)
@@ -215,8 +210,6 @@ class _Driver:
             if self.controller is not None and self.world.r[request, state.PHASE] == state.DONE:
                 at_s, worker = float(self.world.rt[request, state.FINISH]), int(self.world.r[request, state.DECODER])
                 self.unseen.append(self.ended.finished(request, at_s, worker))
-        if self.progress is not None:
-            self.progress(ended - self.reported)
         self.reported = ended
 
     def control(self, controller: FleetController) -> None:
@@ -244,8 +237,9 @@ class _Driver:
         )
         decision: Decision = self.router.route(known, fleet)
         worker = int(decision.worker)
-        if not 0 <= worker < config.decode_workers:
-            raise ConfigError(f"the router chose worker {worker}; it must be in 0 … {len(fleet) - 1}")
+        check(
+            0 <= worker < config.decode_workers, f"the router chose worker {worker}; it must be in 0 … {len(fleet) - 1}"
+        )
         fleet.admit(known.id, worker, prompt_tokens, decision.profile)
         return worker
 
