@@ -84,8 +84,7 @@ class Keys:
             raw, warnings, where = _read(path), _mode_warnings(path), str(path)
         else:
             raw, warnings, where = list(source), [], "keys"
-        if not isinstance(raw, list):
-            raise ConfigError(f"{where}: must be a list of entries with name and sha256")
+        check(isinstance(raw, list), f"{where}: must be a list of entries with name and sha256")
         entries = [_entry(where, number, item) for number, item in enumerate(raw)]
         _check_distinct(where, entries)
         return cls(entries, warnings)

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from coterie.errors import ConfigError, InputError, UnknownNameError
+from coterie.errors import ConfigError, InputError, UnknownNameError, check_given
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.control.live import LiveControl
 from coterie.gateway.fleet.spec import RouterSpec, check_spec
@@ -161,9 +161,8 @@ class Admin:
             raise HttpError(500, f"done, but a restart will undo it: {error}", "not_saved") from None
 
     async def _reloaded(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        if self._reload is None:
-            raise HttpError(400, "this gateway was started without a config file")
-        await self._reload()
+        reload = check_given(self._reload, "this gateway was started without a config file")
+        await reload()
         _send(responder, {"reloaded": True})
 
 

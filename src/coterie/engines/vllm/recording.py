@@ -182,8 +182,9 @@ def record_vllm(
             sink.close()
     if sink.problem is not None:
         raise sink.problem
-    if sink.writer is None:
-        raise UnavailableError(f"{url}: nothing was recorded: {_why_nothing(prompts, tally, sink)}")
+    check(
+        sink.writer is not None, f"{url}: nothing was recorded: {_why_nothing(prompts, tally, sink)}", UnavailableError
+    )
     missed = max(0, tally.done - sink.written - sink.unknown) if prompts else 0
     if missed:
         tally.problems["answered, but its expert event never came"] += missed

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.errors import CoterieError, InputError, check
+from coterie.errors import CoterieError, InputError, check, check_given
 from coterie.gateway.config import ControlSection, WorkerEntry
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
@@ -381,7 +381,6 @@ class LiveControl:
 
 def _tried(spec: RouterSpec, workers: int) -> RouterFit:
     """Load the fit of a router, make the router from it and test it; return the fit."""
-    assert spec.fit is not None
-    fitted = RouterFit.load(spec.fit)
+    fitted = RouterFit.load(check_given(spec.fit, f"router {spec.router!r} uses no fit"))
     check_spec(spec, {"fitted": fitted}, workers)
     return fitted

@@ -116,7 +116,7 @@ class Outcome(msgspec.Struct):
 def parse_object(data: bytes) -> dict[str, Any]:
     """Parse a request's body; raise HttpError unless it is a JSON object."""
     try:
-        body = msgspec.json.decode(data)
+        body: dict[str, Any] = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None
     check_request(isinstance(body, dict), 400, f"the body must be a JSON object, found {type(body).__name__}")

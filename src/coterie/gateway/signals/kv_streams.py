@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -364,9 +364,5 @@ def compile_directory() -> None:
 
 def _last_run(frames: Sequence[Frame]) -> list[Frame]:
     """Return the messages at the end whose sequence numbers have no gap."""
-    run: list[Frame] = []
-    for frame in reversed(frames):
-        if run and frame.seq != run[-1].seq - 1:
-            break
-        run.append(frame)
-    return run[::-1]
+    run = takewhile(lambda place: place[1].seq == frames[-1].seq - place[0], enumerate(reversed(frames)))
+    return [frame for _, frame in run][::-1]

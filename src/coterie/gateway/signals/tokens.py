@@ -253,8 +253,11 @@ class TokenService:
             self.kept_bytes -= _size(self._kept.pop(next(iter(self._kept))))
 
     def _question(self, path: str, body: Mapping[str, Any], ask: bool) -> Question | Tokens:
-        if any(body.get(field) is not None for field in ("truncate_prompt_tokens", "prompt_embeds", "suffix")):
-            raise NoTokensError("the worker cuts the prompt or adds to it, or is given its embeddings")
+        check(
+            all(body.get(field) is None for field in ("truncate_prompt_tokens", "prompt_embeds", "suffix")),
+            "the worker cuts the prompt or adds to it, or is given its embeddings",
+            NoTokensError,
+        )
         if path.endswith("/chat/completions"):
             return self._of_chat(body, ask)
         if path.endswith("/completions"):
@@ -277,8 +280,7 @@ class TokenService:
             prompt = prompt[0]
         if isinstance(prompt, list):
             return Tokens(_given_ids(prompt))
-        if not isinstance(prompt, str):
-            raise NoTokensError("prompt must be one text or a list of token ids")
+        check(isinstance(prompt, str), "prompt must be one text or a list of token ids", NoTokensError)
         if len(prompt) > self._max_bytes:  # a character has at least one byte
             return self._long(len(prompt))
         text = {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens") is not False}

@@ -52,9 +52,6 @@ class Span:
     ) -> None:
         """Set attributes; those not given stay unchanged."""
 
-    def event(self, name: str) -> None:
-        """Mark a point in time, such as the first token."""
-
     def child(self, name: str) -> Span:  # noqa: ARG002 (recorded spans use the name)
         """Begin a child span: the exchange with one worker."""
         return self
@@ -133,9 +130,6 @@ class _Recorded(_Unsampled):
         for name, value in values.items():
             if value is not None:
                 self._span.set_attribute(ATTRIBUTES[name], value[:MAX_REASON] if isinstance(value, str) else value)
-
-    def event(self, name: str) -> None:
-        self._span.add_event(name)
 
     def child(self, name: str) -> Span:
         from opentelemetry.trace import SpanKind, set_span_in_context

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_at_least, check_positive
+from coterie.errors import ConfigError, check, check_at_least, check_given, check_positive
 from coterie.footprints.counting import footprint
 from coterie.routing import Fleet, Router
 from coterie.traces import ActivationTrace, RequestTrace
@@ -156,12 +156,9 @@ def draw_requests(
         prompts = recordings.prompt_tokens if recordings.prompt_tokens is not None else recordings.prompt_rows
         prompt_tokens = np.clip(prompts[recorded], 1, longest_prompt)
         return FleetRequests(recordings, recorded, prompt_tokens, recordings.decode_rows[recorded])
-    if arrivals.arrival_s is None:
-        raise ConfigError("arrivals has no arrival times")
+    arrival_s = check_given(arrivals.arrival_s, "arrivals has no arrival times")
     rows = (int(rng.integers(max(1, len(arrivals) - count + 1))) + np.arange(count)) % len(arrivals)
-    times = np.concatenate(
-        [[0.0], np.cumsum(np.maximum(0.0, np.diff(arrivals.arrival_s, append=arrivals.arrival_s[-1])[rows]))[:-1]]
-    )
+    times = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(arrival_s, append=arrival_s[-1])[rows]))[:-1]])
     if rate is not None:
         check_positive(rate=rate)
         times = times / max(times[-1], 1e-9) * (count - 1) / rate
@@ -238,8 +235,7 @@ def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: N
             f"request {row} has {held[row]} blocks; its prompt of {requests.prompt_tokens[row]} tokens has at most "
             f"{most[row]} of {requests.block_tokens}"
         )
-    if len(blocks) and blocks.min() < 0:
-        raise ConfigError(f"blocks holds {blocks.min()}; blocks are numbered from 0")
+    check(blocks.min(initial=0) >= 0, f"blocks holds {blocks.min(initial=0)}; blocks are numbered from 0")
     owner = np.repeat(np.arange(len(requests)), held)
     check(
         len(np.unique(np.stack([owner, blocks]), axis=1).T) == len(blocks),
