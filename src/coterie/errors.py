@@ -60,15 +60,20 @@ class NotFittedError(ConfigError):
 
 def require_fitted(value: T | None, what: str) -> T:
     """Return the fitted value; raise if fit() was not called."""
-    if value is None:
-        raise NotFittedError(f"{what} is not fitted: call fit() first")
-    return value
+    return check_given(value, f"{what} is not fitted: call fit() first", NotFittedError)
 
 
-def check(holds: object, problem: str, kind: type[CoterieError] = ConfigError) -> None:
+def check(holds: object, problem: str, kind: type[Exception] = ConfigError) -> None:
     """Raise an error of this kind unless `holds`; for problems that can be put into words at once, and cheaply."""
     if not holds:
         raise kind(problem)
+
+
+def check_given(value: T | None, problem: str, kind: type[Exception] = ConfigError) -> T:
+    """Return the value; raise an error of this kind if it is None, as check does."""
+    if value is None:
+        raise kind(problem)
+    return value
 
 
 def check_file(holds: object, path: str | Path, field: str, problem: str) -> None:

@@ -69,9 +69,9 @@ def test_missed_follows_its_definition(workers: int, requests: int, seed: int) -
         assert fleet.distinct[every] == pytest.approx((1 - right).sum(), abs=1e-3)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=60), st.integers(0, 99))
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99)), max_size=60), st.integers(0, 99))
 def test_nobody_left_leaves_nothing_behind(actions: list[tuple[int, int]], seed: int) -> None:
-    """Whoever came, was refined and went in between: not even rounding."""
+    """Whoever came and went in between: not even rounding."""
     rng, size = np.random.default_rng(seed), 7
     fleet = Fleet([4, 4, 4], np.full((3, size), 0.2))
     there: list[Any] = []
@@ -79,10 +79,8 @@ def test_nobody_left_leaves_nothing_behind(actions: list[tuple[int, int]], seed:
         if action < 2 or not there:
             there.append(f"r{number}")
             fleet.admit(f"r{number}", which % 3, 10, profile(rng, size) if which % 5 else None)
-        elif action == 2:
-            fleet.finish(there.pop(which % len(there)))
         else:
-            fleet.refine(there[which % len(there)], rng.random(size).astype(np.float32))
+            fleet.finish(there.pop(which % len(there)))
     if there:
         fleet.finish(there.pop(0))
     for one in there:
@@ -112,17 +110,6 @@ def test_what_is_missed_is_rounded_right(load: float, seed: int) -> None:
     assert distinct == pytest.approx((1 - right).sum(), abs=1e-3)
 
 
-def test_refining_replaces_what_was_thought() -> None:
-    rng = np.random.default_rng(1)
-    first, second, other = (profile(rng, 9) for _ in range(3))
-    changed, direct = (Fleet([4, 4], np.full((2, 9), 0.2)) for _ in range(2))
-    for fleet, one in ((changed, first), (direct, second)):
-        fleet.admit("a", 0, 0, one)
-        fleet.admit("b", 1, 0, other)
-    changed.refine("a", second)
-    np.testing.assert_array_equal(changed._logs, direct._logs)
-
-
 def test_a_full_fleet_is_open_to_all_who_live() -> None:
     fleet = Fleet([1, 1, 1])
     fleet.admit("a", 0)
@@ -149,7 +136,6 @@ def test_mistakes_are_told() -> None:
         lambda: fleet.admit("a", 1),
         lambda: fleet.admit("b", 2),
         lambda: fleet.finish("c"),
-        lambda: fleet.refine("c", np.zeros(3, np.float32)),
         lambda: fleet.admit("d", 0, 0, np.zeros(2, np.float32)),
         lambda: Fleet([]),
         lambda: Fleet([0]),

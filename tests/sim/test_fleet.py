@@ -335,17 +335,12 @@ EVEN = np.full((3, SPEC.num_moe_layers * SPEC.num_experts), SPEC.top_k / SPEC.nu
 """[worker, expert index] the prior of workers that get any request."""
 
 
-def test_profiles_are_kept_and_refined_and_let_go() -> None:
+def test_profiles_are_kept_and_let_go() -> None:
     requests, config = closed(60, 4)
-    seen = []
-    for refine in (0, 2):
-        fleet = Fleet([4] * 3, EVEN)
-        run = run_fleet(
-            requests, MODEL, Profiling(), replace(config, refine_tokens=refine), in_flight=12, fleet=fleet, until_s=0.02
-        )
-        seen.append(fleet.missed.copy())
-        assert run.running + run.queued == 12 == fleet.running.sum()
-    assert len(np.unique(seen[0])) < len(np.unique(seen[1])), "what was decoded tells experts apart"
+    fleet = Fleet([4] * 3, EVEN)
+    run = run_fleet(requests, MODEL, Profiling(), config, in_flight=12, fleet=fleet, until_s=0.02)
+    assert run.running + run.queued == 12 == fleet.running.sum()
+    assert (fleet.missed < 255).any()
     fleet = Fleet([4] * 3, EVEN)
     run_fleet(requests, MODEL, Profiling(), config, in_flight=12, fleet=fleet)
     assert fleet.running.sum() == 0

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from coterie.control.base import ControlEvent, LoadSeen, LoopShape
 from coterie.control.traffic import Kept
 from coterie.control.written import ReportedMap, WrittenPlan, differing
-from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.errors import check_at_least, check_given, check_not_negative, check_positive
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
 from coterie.placement.holdings import DemandTracker, Held, held_by, placed
 from coterie.placement.maps.formats import replace_map
@@ -127,9 +127,8 @@ class Advice(NamedTuple):
 
     def write(self, path: str | Path) -> None:
         """Write the placement map that vLLM's policy loads; an existing file is replaced atomically."""
-        if self.plan is None:
-            raise ConfigError(f"advice {self.id} keeps the placement ({self.reason}); there is no map to write")
-        replace_map(path, PlacementMap(self.plan.placement, self.model), "vllm")
+        nothing = f"advice {self.id} keeps the placement ({self.reason}); there is no map to write"
+        replace_map(path, PlacementMap(check_given(self.plan, nothing).placement, self.model), "vllm")
 
 
 @dataclass(frozen=True, slots=True)

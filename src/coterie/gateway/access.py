@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.gateway.config import read_small_text
 
 MAX_NAME = 128
@@ -84,8 +84,7 @@ class Keys:
             raw, warnings, where = _read(path), _mode_warnings(path), str(path)
         else:
             raw, warnings, where = list(source), [], "keys"
-        if not isinstance(raw, list):
-            raise ConfigError(f"{where}: must be a list of entries with name and sha256")
+        check(isinstance(raw, list), f"{where}: must be a list of entries with name and sha256")
         entries = [_entry(where, number, item) for number, item in enumerate(raw)]
         _check_distinct(where, entries)
         return cls(entries, warnings)
@@ -130,17 +129,21 @@ def _entry(where: str, number: int, item: Any) -> Entry:
         entry = item if isinstance(item, Entry) else msgspec.convert(item, Entry)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{label}: {error}") from None
-    if not entry.name or len(entry.name) > MAX_NAME or not entry.name.isprintable():
-        raise ConfigError(f"{label}: name must have 1 to {MAX_NAME} printable characters")
-    if len(entry.sha256) != 64 or not all(digit in "0123456789abcdefABCDEF" for digit in entry.sha256):
-        raise ConfigError(f"{label}: sha256 must be 64 hexadecimal digits, the SHA-256 of the key and not the key")
+    check(
+        0 < len(entry.name) <= MAX_NAME and entry.name.isprintable(),
+        f"{label}: name must have 1 to {MAX_NAME} printable characters",
+    )
+    check(
+        len(entry.sha256) == 64 and all(digit in "0123456789abcdefABCDEF" for digit in entry.sha256),
+        f"{label}: sha256 must be 64 hexadecimal digits, the SHA-256 of the key and not the key",
+    )
     for setting, value in (("rate", entry.rate), ("burst", entry.burst)):
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"{label}: {setting}={value} must be above 0 and below 1e9")
-    if entry.burst is not None and entry.burst < 1:
-        raise ConfigError(f"{label}: burst={entry.burst} must be at least 1, or no request would pass")
-    if entry.burst is not None and entry.rate is None:
-        raise ConfigError(f"{label}: burst={entry.burst} needs a rate")
+        check(value is None or 0 < value < 1e9, f"{label}: {setting}={value} must be above 0 and below 1e9")
+    check(
+        entry.burst is None or entry.burst >= 1,
+        f"{label}: burst={entry.burst} must be at least 1, or no request would pass",
+    )
+    check(entry.burst is None or entry.rate is not None, f"{label}: burst={entry.burst} needs a rate")
     return entry
 
 
@@ -150,8 +153,7 @@ def _check_distinct(where: str, entries: Sequence[Entry]) -> None:
         label = f"entry {number + 1} ({entry.name!r})"
         for field, value in (("name", entry.name), ("sha256", entry.sha256.lower())):
             earlier = seen.setdefault((field, value), label)
-            if earlier is not label:
-                raise ConfigError(f"{where}: {label}: {field} is that of {earlier}")
+            check(earlier is label, f"{where}: {label}: {field} is that of {earlier}")
 
 
 class Rates:

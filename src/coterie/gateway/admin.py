@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from coterie.errors import ConfigError, InputError, UnknownNameError
+from coterie.errors import ConfigError, InputError, UnknownNameError, check_given
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.control.live import LiveControl
 from coterie.gateway.fleet.spec import RouterSpec, check_spec
@@ -18,7 +18,7 @@ from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
-from coterie.net.http1.messages import HttpError, HttpRequest
+from coterie.net.http1.messages import HttpError, HttpRequest, check_request
 from coterie.net.http1.responder import Responder
 
 KNOWN = (
@@ -65,8 +65,8 @@ class Admin:
             raise HttpError(405, f"{path[:200]} takes {allowed}, not {method}", headers=[(b"allow", allowed.encode())])
         if method not in ("GET", "HEAD", "DELETE") and head != "reload":
             kind = (request.header(b"content-type") or b"").partition(b";")[0].strip()
-            if kind != b"application/json":  # CSRF: a foreign web page cannot send JSON without preflight
-                raise HttpError(415, "Content-Type must be application/json")
+            # CSRF: a foreign web page cannot send JSON without preflight.
+            check_request(kind == b"application/json", 415, "Content-Type must be application/json")
         try:
             working = way(request, responder, unquote(name))
             if working is not None:
@@ -82,8 +82,12 @@ class Admin:
         """Send the last routing decisions and control-loop events; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
         asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
         last = asked.get("last", "100")
-        if not (last.isascii() and last.isdigit() and len(last) < 9):
-            raise HttpError(400, f"last={last[:20]!r} must be a number of decisions", param="last")
+        check_request(
+            last.isascii() and last.isdigit() and len(last) < 9,
+            400,
+            f"last={last[:20]!r} must be a number of decisions",
+            "last",
+        )
         most, loop = min(int(last), MOST_DECISIONS), self.parts.control
         events = [] if loop is None or not most else list(loop.events)[-most:]
         decisions = self.parts.decisions.last(most, pool=asked.get("pool"), worker=asked.get("worker"))
@@ -157,9 +161,8 @@ class Admin:
             raise HttpError(500, f"done, but a restart will undo it: {error}", "not_saved") from None
 
     async def _reloaded(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        if self._reload is None:
-            raise HttpError(400, "this gateway was started without a config file")
-        await self._reload()
+        reload = check_given(self._reload, "this gateway was started without a config file")
+        await reload()
         _send(responder, {"reloaded": True})
 
 

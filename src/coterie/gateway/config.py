@@ -28,6 +28,7 @@ from coterie.errors import (
     TraceError,
     check,
     check_at_least,
+    check_file,
     check_input_file,
     check_not_negative,
     check_positive,
@@ -193,15 +194,16 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT",
         )
         for name, value, most in (("places", self.places, MOST_PLACES), ("bootstrap_port", self.bootstrap_port, 65535)):
-            if value is not None and not 1 <= value <= most:
-                raise ConfigError(f"worker {self.id!r}: {name}={value} must be in 1 … {most}")
+            check(value is None or 1 <= value <= most, f"worker {self.id!r}: {name}={value} must be in 1 … {most}")
         check_positive(speed=self.speed)
         check_at_least(0, data_parallel_rank=self.data_parallel_rank, placement_rank=self.placement_rank)
         check_at_least(1, kv_blocks=self.kv_blocks)
         for name in ("kv_events", "kv_replay", "expert_events"):
             endpoint = getattr(self, name)
-            if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
-                raise ConfigError(f"worker {self.id!r}: {name}={endpoint!r} must begin with tcp:// or ipc://")
+            check(
+                endpoint is None or endpoint.startswith(("tcp://", "ipc://")),
+                f"worker {self.id!r}: {name}={endpoint!r} must begin with tcp:// or ipc://",
+            )
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -298,8 +300,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def address(self) -> tuple[str, int]:
         """Host and port of `listen`."""
         host, colon, port = self.listen.rpartition(":")
-        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(f"listen={self.listen!r} must be HOST:PORT, with a port in 0 … 65535")
+        check(
+            colon and port.isascii() and port.isdigit() and int(port) <= 65535,
+            f"listen={self.listen!r} must be HOST:PORT, with a port in 0 … 65535",
+        )
         return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -330,8 +334,12 @@ def read_small_text(path: Path) -> str:
     """Read a file of at most `MAX_BYTES`. Raises TraceError if it is no such text."""
     check_input_file(path)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise TraceError(path, "file", f"has {path.stat().st_size} bytes, must have at most {MAX_BYTES}")
+        check_file(
+            path.stat().st_size <= MAX_BYTES,
+            path,
+            "file",
+            f"has {path.stat().st_size} bytes, must have at most {MAX_BYTES}",
+        )
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
@@ -357,11 +365,9 @@ def _value(text: str, path: Path) -> Any:
     """Parse a file. Aliases, repeated keys and deep nesting are refused: a loader would follow or drop them."""
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
-        if isinstance(event, yaml.AliasEvent):
-            raise TraceError(path, _line(event), "has an alias")
+        check_file(not isinstance(event, yaml.AliasEvent), path, _line(event), "has an alias")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise TraceError(path, _line(event), f"is nested more than {MAX_DEPTH} deep")
+        check_file(depth <= MAX_DEPTH, path, _line(event), f"is nested more than {MAX_DEPTH} deep")
     _check_repeated(yaml.compose(text, Loader=LOADER), path)
     return yaml.load(text, Loader=LOADER)
 
@@ -370,10 +376,8 @@ def _check_repeated(node: Any, path: Path) -> None:
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise TraceError(path, _line(key), "has a key that is not a name")
-            if key.value in seen:
-                raise TraceError(path, f"{_line(key)}: {key.value}", "is there twice")
+            check_file(isinstance(key, yaml.ScalarNode), path, _line(key), "has a key that is not a name")
+            check_file(key.value not in seen, path, f"{_line(key)}: {key.value}", "is there twice")
             seen.add(str(key.value))
             _check_repeated(value, path)
     elif isinstance(node, yaml.SequenceNode):

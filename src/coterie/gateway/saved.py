@@ -17,6 +17,7 @@ import msgspec
 from coterie.errors import ConfigError, check, check_input_file
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_distinct_ids
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.traces.store import replaced
 
 FORMAT, VERSION = "coterie-gateway-state", 1
 MOST_BYTES = 16 << 20
@@ -94,19 +95,12 @@ class _Head(msgspec.Struct):
 def save_state(path: str | Path, state: SavedState) -> None:
     """Replace the file atomically; it is on the disk when this returns. Raises ConfigError if it cannot be written."""
     file = Path(path)
-    data = msgspec.json.format(msgspec.json.encode(state))
-    part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        with part.open("wb") as stream:
-            stream.write(data + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(file)
+        with replaced(file, f".{file.name}.{os.getpid()}.tmp") as stream:
+            stream.write(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
         _sync_folder(file.parent)
     except OSError as error:
         raise ConfigError(f"{file}: the gateway's state cannot be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def lock_state(path: str | Path) -> int:

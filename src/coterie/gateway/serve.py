@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from coterie.errors import ConfigError, InputError, check
+from coterie.errors import InputError, check, check_given
 from coterie.gateway.access import Keys
 from coterie.gateway.config import GatewayConfig, read_config
 from coterie.gateway.exchange.pool import DECODE, PREFILL
@@ -216,11 +216,10 @@ class RunningGateway:
         self.parts.log.reloaded(changed)
 
     async def _reload(self) -> list[str]:
-        if self.path is None:
-            raise ConfigError("the gateway was started without a config file")
+        path = check_given(self.path, "the gateway was started without a config file")
         # In a thread: reading fits and compiling may take seconds, which would block the event loop.
         before, saved = self.parts.config, self.parts.changes
-        config, keys = await asyncio.to_thread(self._checked, self.path, before, saved)
+        config, keys = await asyncio.to_thread(self._checked, path, before, saved)
         self.parts.reconfigure(config, self.parts.changes.after_reload(before, config))
         self.gateway.configure(config, keys)
         self.server.limits = self.gateway.http_limits

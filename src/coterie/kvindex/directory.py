@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coterie.errors import InputError, check, check_at_least
+from coterie.errors import InputError, check, check_at_least, check_given
 from coterie.kvindex import _tables
 from coterie.kvindex.identity import NO_CONTEXTS, contexts, event_contexts, event_tokens, hash_keys, writeable
 from coterie.wire.kv_events import BlockHash, BlockRemoved, BlockStored, KVEvent
@@ -257,9 +257,8 @@ class KVDirectory:
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise InputError(f"token_ids has shape {tokens.shape} and dtype {tokens.dtype}, expected integers [token]")
         words = writeable(np.ascontiguousarray(tokens, np.int64).view(np.uint64))
-        keys = contexts(len(words) // self.block_size, lora, cache_salt, extra_keys)
-        if keys is None:
-            raise InputError("extra_keys hold a value that msgpack cannot encode")
+        encoded = contexts(len(words) // self.block_size, lora, cache_salt, extra_keys)
+        keys = check_given(encoded, "extra_keys hold a value that msgpack cannot encode", InputError)
         depth = np.zeros(self.num_workers, np.int64)
         _tables.match_tokens(self._contents.entries, words, keys, self._weights, depth)
         return depth * self.block_size

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 
-from coterie.errors import CoterieError, InputError
+from coterie.errors import CoterieError, InputError, check
 from coterie.kvindex.directory import KVDirectory
 from coterie.wire.framing import REPLAY_END, Frame
 from coterie.wire.kv_events import decode_kv_events
@@ -44,8 +44,7 @@ class Follower:
         For a first message or after a restart these are all numbers below `seq`, at most MOST_GAP.
         """
         self.directory.check_worker(worker)
-        if not 0 <= seq < REPLAY_END:
-            raise InputError(f"seq={seq} must be at least 0 and below {REPLAY_END}")
+        check(0 <= seq < REPLAY_END, f"seq={seq} must be at least 0 and below {REPLAY_END}", InputError)
         expected = self._next[worker]
         if expected is None or not 0 <= seq - expected <= MOST_GAP:
             expected = max(0, seq - MOST_GAP)

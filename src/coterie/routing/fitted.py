@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.step import StepModel, in_order
-from coterie.errors import ConfigError, InputError, TraceError, check, check_at_least, check_within, require_fitted
+from coterie.errors import (
+    ConfigError,
+    InputError,
+    TraceError,
+    check,
+    check_at_least,
+    check_file,
+    check_within,
+    require_fitted,
+)
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing.base import Router, routers
 from coterie.routing.calibration import Calibration, activation_probabilities, calibration, counted_tokens
@@ -183,11 +192,11 @@ class RouterFit:
         if footprint is None:
             return self.learned
         learned, tracked = self.learned.of_shape(footprint), fleet.missed.shape[1]
-        if not tracked:
-            raise ConfigError("the fleet tracks no experts: make it with fitted.fleet(places)")
-        if tracked != footprint.size:
+        if tracked != footprint.size:  # no check: this is part of a decision
             raise ConfigError(
                 f"{learned.model} was fitted for {footprint.size} expert indices; the fleet has {tracked}"
+                if tracked
+                else "the fleet tracks no experts: make it with fitted.fleet(places)"
             )
         return learned
 
@@ -232,10 +241,8 @@ class RouterFit:
         found: dict[str, Any] = {name: np.array(arrays[name]) for name in _STORED}
         for name, array in found.items():
             dtype = np.dtype(np.int64 if name == "layers" else np.float32)
-            if array.dtype != dtype:
-                raise TraceError(file, name, f"is {array.dtype}; expected {dtype}")
-            if not np.isfinite(array).all():
-                raise TraceError(file, name, "holds NaN or infinity")
+            check_file(array.dtype == dtype, file, name, f"is {array.dtype}; expected {dtype}")
+            check_file(np.isfinite(array).all(), file, name, "holds NaN or infinity")
         seen = arrays.get("seen")
         if seen is not None and (seen.dtype != np.uint64 or seen.ndim != 1):
             raise TraceError(file, "seen", f"is {seen.dtype} of {seen.ndim} dimensions; expected uint64 of 1")
@@ -263,16 +270,21 @@ class RouterFit:
             raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
             raise TraceError(file, "contents", str(error)) from None
-        if model is not None and fitted.model != model:
-            raise InputError(f"{file} was fitted for model {fitted.model!r}; the fleet serves {model!r}")
-        if workers is not None and fitted.workers != workers:
-            raise InputError(f"{file} was fitted for {fitted.workers} workers; the fleet has {workers}: fit it again")
+        check(
+            model in (None, fitted.model),
+            f"{file} was fitted for model {fitted.model!r}; the fleet serves {model!r}",
+            InputError,
+        )
+        check(
+            workers in (None, fitted.workers),
+            f"{file} was fitted for {fitted.workers} workers; the fleet has {workers}: fit it again",
+            InputError,
+        )
         return fitted
 
     def check_workers(self, workers: int) -> None:
         """Raise ConfigError if the fleet has another number of workers."""
-        if workers != self.workers:
-            raise ConfigError(f"the router was fitted for {self.workers} workers; the fleet has {workers}")
+        check(workers == self.workers, f"the router was fitted for {self.workers} workers; the fleet has {workers}")
 
 
 _STORED = ("weights", "layers", "centroids", "profiles", "shares", "before", "after", "inward", "outward")

@@ -224,14 +224,6 @@ class Fleet:
             self.in_flight[worker] = in_flight
             self._shift(worker, None, 0)
 
-    def refine(self, request_id: str, profile: NDArray[np.float32]) -> None:
-        """Replace a running request's profile by a better one, measured in its own decode."""
-        known, logs = self._known(request_id), _logs(self._checked(profile))
-        self._tracking = True
-        self._residents[request_id] = known._replace(logs=logs)
-        self._shift(known.worker, known.logs, -1, refresh=False)
-        self._shift(known.worker, logs, 1)
-
     def take_over(self, other: Fleet, priors: bool = False) -> None:
         """Copy the requests of `other` into this empty fleet. Each stays on its row, which this fleet must have.
 
@@ -265,12 +257,15 @@ class Fleet:
             for total, part in zip(sums.values(), (1, context, uncomputed, logs is not None, logs), strict=True):
                 total[worker] += 0 if part is None else part
         for name, total in sums.items():
-            if not np.array_equal(getattr(self, name), total):
-                raise AssertionError(f"fleet.{name} differs from its requests' sum")
-        if (self.in_flight < self.running).any() or (self.peak < self.running).any():
-            raise AssertionError("fleet.in_flight and fleet.peak must be at least fleet.running")
-        if not np.isfinite(self._prior).all():
-            raise AssertionError("a prior of the fleet is not finite")
+            right = np.array_equal(getattr(self, name), total)
+            check(right, f"fleet.{name} differs from its requests' sum", AssertionError)
+        least = np.minimum(self.in_flight, self.peak)
+        check(
+            (least >= self.running).all(),
+            "fleet.in_flight and fleet.peak must be at least fleet.running",
+            AssertionError,
+        )
+        check(np.isfinite(self._prior).all(), "a prior of the fleet is not finite", AssertionError)
 
     def _known(self, request_id: str) -> _Resident:
         if request_id not in self._residents:
@@ -278,16 +273,18 @@ class Fleet:
         return self._residents[request_id]
 
     def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
-        if not self.tracks_experts:
-            raise ConfigError("the fleet tracks no experts but a request has a profile: make the fleet with a prior")
-        if profile.shape != self.missed.shape[1:]:
-            raise ConfigError(f"profile has shape {profile.shape}; the fleet has {self.missed.shape[1]} expert indices")
+        check(
+            self.tracks_experts, "the fleet tracks no experts but a request has a profile: make the fleet with a prior"
+        )
+        check(
+            profile.shape == self.missed.shape[1:],
+            f"profile has shape {profile.shape}; the fleet has {self.missed.shape[1]} expert indices",
+        )
         profile = np.ascontiguousarray(profile, np.float32)
-        if not _probable(profile):
-            raise ConfigError(f"profile must hold finite numbers in 0 … {MOST_ACTIVATIONS}")
+        check(_probable(profile), f"profile must hold finite numbers in 0 … {MOST_ACTIVATIONS}")
         return profile
 
-    def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int, refresh: bool = True) -> None:
+    def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) a request's logarithms, and update the workers' expert values."""
         if not self._tracking:
             return
@@ -295,20 +292,19 @@ class Fleet:
             mine = self._logs[worker]
             (np.add if sign > 0 else np.subtract)(mine, logs, out=mine)
             self._profiled[worker] += sign
-        if refresh:
-            self._mean = _refresh(
-                worker,
-                self._mean,
-                self.alive,
-                self.in_flight,
-                self.places,
-                self._profiled,
-                self._logs,
-                self._prior_logs,
-                self.expected,
-                self.distinct,
-                self.missed,
-            )
+        self._mean = _refresh(
+            worker,
+            self._mean,
+            self.alive,
+            self.in_flight,
+            self.places,
+            self._profiled,
+            self._logs,
+            self._prior_logs,
+            self.expected,
+            self.distinct,
+            self.missed,
+        )
 
 
 @njit()

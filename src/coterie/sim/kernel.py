@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 
 Action = Callable[[], None]
 
@@ -47,8 +47,7 @@ class Simulation:
 
     def run(self, until_s: float = math.inf) -> None:
         """Run events until none is left, or up to and including `until_s`; the clock stays at the last event run."""
-        if not until_s >= self.now_s:
-            raise ConfigError(f"until_s={until_s} must be a number not before now_s={self.now_s}")
+        check(until_s >= self.now_s, f"until_s={until_s} must be a number not before now_s={self.now_s}")
         heap = self._heap
         while heap and heap[0][0] <= until_s:
             self.now_s, _, action = heappop(heap)

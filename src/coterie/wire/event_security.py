@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.utils.z85
 
-from coterie.errors import UnavailableError
+from coterie.errors import UnavailableError, check
 
 _ZAP = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
@@ -56,8 +56,11 @@ def secure_subscriber(socket: zmq.Socket[Any], secret: str) -> None:
 
 
 def _check_curve() -> None:
-    if not zmq.has("curve"):
-        raise UnavailableError("this build of ZMQ has no CURVE: install pyzmq from PyPI, or use no fleet secret")
+    check(
+        zmq.has("curve"),
+        "this build of ZMQ has no CURVE: install pyzmq from PyPI, or use no fleet secret",
+        UnavailableError,
+    )
 
 
 class _Zap:

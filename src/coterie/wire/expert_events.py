@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import CoterieError, InputError
+from coterie.errors import CoterieError, InputError, check
 from coterie.types import Placement, narrowest_uint
 
 TOPIC = b"experts"
@@ -61,11 +61,12 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
         **fields: Any,
     ) -> RequestExperts:
         """Make an event from arrays [token, layer, k], [token] and [token]; raises InputError if shapes disagree."""
-        if expert_ids.ndim != 3 or not len(expert_ids) == len(token_ids) == len(known):
-            raise InputError(
-                f"expert_ids {expert_ids.shape} must be [token, layer, k] with one row a token; "
-                f"token_ids has {len(token_ids)}, known {len(known)}"
-            )
+        check(
+            expert_ids.ndim == 3 and len(expert_ids) == len(token_ids) == len(known),
+            f"expert_ids {expert_ids.shape} must be [token, layer, k] with one row a token; "
+            f"token_ids has {len(token_ids)}, known {len(known)}",
+            InputError,
+        )
         all_known = bool(known.all())
         if not all_known:
             expert_ids = np.where(known[:, None, None], expert_ids, 0)
@@ -83,15 +84,19 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
 
     def ids(self) -> NDArray[np.unsignedinteger]:
         """Decode expert ids [token, layer, k]; raises InputError if bytes and shape disagree or an id is too large."""
-        if not 1 <= self.top_k <= self.num_experts <= MAX_EXPERTS or not self.layer_ids:
-            raise InputError(
-                f"num_experts={self.num_experts}, top_k={self.top_k}, {len(self.layer_ids)} layers: "
-                f"expected 1 <= top_k <= num_experts <= {MAX_EXPERTS} and a layer"
-            )
+        check(
+            1 <= self.top_k <= self.num_experts <= MAX_EXPERTS and self.layer_ids,
+            f"num_experts={self.num_experts}, top_k={self.top_k}, {len(self.layer_ids)} layers: "
+            f"expected 1 <= top_k <= num_experts <= {MAX_EXPERTS} and a layer",
+            InputError,
+        )
         dtype = narrowest_uint(self.num_experts - 1).newbyteorder("<")
         shape = (len(self.tokens()), len(self.layer_ids), self.top_k)
-        if len(self.expert_ids) != math.prod(shape) * dtype.itemsize:
-            raise InputError(f"expert_ids has {len(self.expert_ids)} bytes; {dtype.name} {shape} is expected")
+        check(
+            len(self.expert_ids) == math.prod(shape) * dtype.itemsize,
+            f"expert_ids has {len(self.expert_ids)} bytes; {dtype.name} {shape} is expected",
+            InputError,
+        )
         ids = np.frombuffer(self.expert_ids, dtype)
         if ids.size and int(ids.max()) >= self.num_experts:
             raise InputError(f"expert_ids holds {ids.max()}, expected 0 … {self.num_experts - 1}")
@@ -99,8 +104,9 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
 
     def tokens(self) -> NDArray[np.int32]:
         """Decode the token ids, [token]."""
-        if len(self.token_ids) % 4:
-            raise InputError(f"token_ids has {len(self.token_ids)} bytes, not a multiple of 4")
+        check(
+            len(self.token_ids) % 4 == 0, f"token_ids has {len(self.token_ids)} bytes, not a multiple of 4", InputError
+        )
         return np.frombuffer(self.token_ids, "<i4")
 
     def seen(self) -> NDArray[np.bool_]:
@@ -108,8 +114,11 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
         count = len(self.tokens())
         if not self.known:
             return np.ones(count, np.bool_)
-        if len(self.known) != -(-count // 8):
-            raise InputError(f"known has {len(self.known)} bytes for {count} tokens, expected {-(-count // 8)}")
+        check(
+            len(self.known) == -(-count // 8),
+            f"known has {len(self.known)} bytes for {count} tokens, expected {-(-count // 8)}",
+            InputError,
+        )
         return np.unpackbits(np.frombuffer(self.known, np.uint8), count=count).astype(np.bool_)
 
 
@@ -129,8 +138,11 @@ class ExpertLoad(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     def load(self) -> NDArray[np.uint32]:
         """Decode the counts: [layer, expert] tokens."""
         shape = (len(self.layer_ids), self.num_experts)
-        if min(shape) < 1 or len(self.counts) != 4 * math.prod(shape):
-            raise InputError(f"counts has {len(self.counts)} bytes; uint32 {shape} is expected")
+        check(
+            min(shape) >= 1 and len(self.counts) == 4 * math.prod(shape),
+            f"counts has {len(self.counts)} bytes; uint32 {shape} is expected",
+            InputError,
+        )
         return np.frombuffer(self.counts, "<u4").reshape(shape)
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError
+from coterie.errors import InputError, check
 from coterie.types import narrowest_uint
 
 KEY = "coterie_footprint"
@@ -83,26 +83,30 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
         data = inflate.decompress(packed.counts, size + 1)  # the extra byte detects a longer stream cheaply
     except zlib.error as error:
         raise InputError(f"is a damaged footprint: {error}") from None
-    if len(data) != size or not inflate.eof or inflate.unused_data:
-        raise InputError(f"is a footprint of {len(data)} bytes or more, expected {size} and no more")
+    check(
+        len(data) == size and inflate.eof and not inflate.unused_data,
+        f"is a footprint of {len(data)} bytes or more, expected {size} and no more",
+        InputError,
+    )
     counts = np.frombuffer(data, f"<u{packed.itemsize}").reshape(packed.layers, packed.experts)
     return WireFootprint(counts, tuple(packed.layer_ids), packed.tokens, packed.missing)
 
 
 def _check_header(packed: _Packed) -> None:
-    if packed.version != VERSION:
-        raise InputError(f"is a footprint of version {packed.version}, expected {VERSION}")
+    check(packed.version == VERSION, f"is a footprint of version {packed.version}, expected {VERSION}", InputError)
     shape_ok = packed.layers > 0 and packed.experts > 0 and packed.layers * packed.experts <= MAX_COUNTS
-    if not shape_ok or packed.itemsize not in (1, 2, 4, 8) or len(packed.layer_ids) != packed.layers:
-        raise InputError(
-            f"is a footprint of {packed.layers} layers ({len(packed.layer_ids)} named) x {packed.experts} experts x "
-            f"{packed.itemsize} bytes"
-        )
-    if packed.tokens < 0 or packed.missing < 0 or min(packed.layer_ids) < 0:
-        raise InputError(
-            f"is a footprint of {packed.tokens} tokens, {packed.missing} missing, from layer {min(packed.layer_ids)}: "
-            "each must be at least 0"
-        )
+    check(
+        shape_ok and packed.itemsize in (1, 2, 4, 8) and len(packed.layer_ids) == packed.layers,
+        f"is a footprint of {packed.layers} layers ({len(packed.layer_ids)} named) x {packed.experts} experts x "
+        f"{packed.itemsize} bytes",
+        InputError,
+    )
+    check(
+        packed.tokens >= 0 and packed.missing >= 0 and min(packed.layer_ids) >= 0,
+        f"is a footprint of {packed.tokens} tokens, {packed.missing} missing, from layer {min(packed.layer_ids)}: "
+        "each must be at least 0",
+        InputError,
+    )
 
 
 def check_possible(footprint: WireFootprint, shape: tuple[int, ...] | None = None, top_k: int | None = None) -> None:
@@ -112,8 +116,7 @@ def check_possible(footprint: WireFootprint, shape: tuple[int, ...] | None = Non
     [layer, expert] and `top_k` its experts per token; None if not known.
     """
     counts, tokens = footprint.counts, footprint.tokens
-    if shape is not None and counts.shape != shape:
-        raise InputError(f"is a footprint {counts.shape}; the model's is {shape}")
+    check(shape in (None, counts.shape), f"is a footprint {counts.shape}; the model's is {shape}", InputError)
     if not 0 < tokens <= MOST_TOKENS or counts.max() > tokens:  # a token activates an expert at most once
         raise InputError(f"is a footprint of {tokens} tokens, with {counts.max()} activations of one expert")
     per_token = counts.sum(axis=1, dtype=np.float64) / tokens

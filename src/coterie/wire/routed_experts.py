@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError
+from coterie.errors import InputError, check
 
 SGLANG_DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
 """NumPy dtype of each name in SGLang's ``routed_experts_dtype``, a field that some answers omit."""
@@ -33,15 +33,13 @@ def decode_npy(data: bytes) -> NDArray[Any]:
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
         version = np.lib.format.read_magic(stream)
-        if version not in readers:
-            raise InputError(f"is .npy version {version}, expected (1, 0) or (2, 0)")
+        check(version in readers, f"is .npy version {version}, expected (1, 0) or (2, 0)", InputError)
         shape, fortran, dtype = readers[version](stream)
     except InputError:
         raise
     except Exception as error:  # NumPy's header parser raises any exception on a damaged header
         raise InputError(f"is not a .npy file: {error!r}") from None
-    if dtype.hasobject:
-        raise InputError("holds pickled objects, expected numbers")
+    check(not dtype.hasobject, "holds pickled objects, expected numbers", InputError)
     start, count = stream.tell(), math.prod(shape)
     if min(shape, default=0) < 0 or len(data) - start != count * dtype.itemsize:
         raise InputError(f"has {len(data) - start} bytes of data; {dtype} {shape} needs {count * dtype.itemsize}")
@@ -54,8 +52,11 @@ def decode_npy(data: bytes) -> NDArray[Any]:
 def decode_vllm(payload: str | bytes) -> NDArray[np.integer]:
     """Decode vLLM's ``choices[i].routed_experts`` to expert ids [token, layer, k]."""
     ids = decode_npy(_decode_base64(payload))
-    if ids.ndim != 3 or ids.dtype.kind not in "ui":
-        raise InputError(f"is {ids.dtype} {ids.shape}, expected integers [token, layer, k]")
+    check(
+        ids.ndim == 3 and ids.dtype.kind in "ui",
+        f"is {ids.dtype} {ids.shape}, expected integers [token, layer, k]",
+        InputError,
+    )
     return ids
 
 
@@ -65,8 +66,11 @@ def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str 
         raise InputError(f"has dtype {dtype!r}, expected one of {', '.join(SGLANG_DTYPES)}")
     data, code = _decode_base64(payload), np.dtype(SGLANG_DTYPES[dtype or "int32"])
     row = num_layers * top_k * code.itemsize
-    if row < 1 or len(data) % row:
-        raise InputError(f"has {len(data)} bytes, not a multiple of {num_layers} layers x {top_k} {code.name}")
+    check(
+        row >= 1 and len(data) % row == 0,
+        f"has {len(data)} bytes, not a multiple of {num_layers} layers x {top_k} {code.name}",
+        InputError,
+    )
     return np.frombuffer(data, code).reshape(-1, num_layers, top_k)
 
 

@@ -31,7 +31,6 @@ def test_without_variables_nothing_is_recorded_and_headers_pass() -> None:
     assert span.child("decode") is NO_SPAN
     assert span.outgoing(CLIENT) is CLIENT
     span.note(pool="decode")
-    span.event("first token")
     span.end("timeout")
     spans.close()
 
@@ -91,7 +90,6 @@ def test_a_request_is_a_tree_in_the_clients_trace(spans: Spans, memory: InMemory
     decode = request.child("decode")
     decode.note(pool="decode", worker="w1", reason="cheapest", cached_tokens=64, prompt_tokens=100, fallback=None)
     sent = decode.outgoing(CLIENT)
-    decode.event("first token")
     decode.end()
     request.note(status=200, output_tokens=7, outcome="ok")
     request.end()
@@ -109,7 +107,6 @@ def test_a_request_is_a_tree_in_the_clients_trace(spans: Spans, memory: InMemory
         "coterie.cached_tokens": 64,
         "gen_ai.usage.input_tokens": 100,
     }
-    assert [event.name for event in inner.events] == ["first token"]
     assert sent[:2] == [(b"host", b"gateway"), (b"x-request-id", b"7")]
     assert dict(sent[2:]) == {
         b"traceparent": f"00-{TRACE}-{inner.context.span_id:016x}-01".encode(),

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from coterie.batching.base import Loads
-from coterie.errors import ConfigError, CoterieError, InputError
+from coterie.errors import ConfigError, CoterieError, InputError, check
 
 T = TypeVar("T", bound=Hashable)
 
@@ -204,8 +204,11 @@ class RequestView(ServerView[T]):
             share = self.share(request)
             if share is not None:
                 self._shape = self._shape or share.shape
-                if share.shape != self._shape:
-                    raise InputError(f"a load of shape {share.shape}; those before have {self._shape}")
+                check(
+                    share.shape == self._shape,
+                    f"a load of shape {share.shape}; those before have {self._shape}",
+                    InputError,
+                )
         except Exception as error:
             self.report.failed("the load of a request", error)
             share = None

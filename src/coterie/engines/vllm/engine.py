@@ -14,7 +14,7 @@ import torch
 
 from coterie.engines.vllm.capture import StepCapture
 from coterie.engines.vllm.interfaces import fits
-from coterie.errors import UnavailableError
+from coterie.errors import UnavailableError, check
 
 
 def check_supported(config: Any) -> None:
@@ -23,21 +23,32 @@ def check_supported(config: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise UnavailableError(f"{name}={size} must be 1: a position's experts would lie in parts")
-    if getattr(parallel, "use_ubatching", False):
-        raise UnavailableError("a step that is split in two (ubatching, DBO) runs the hook twice: turn that off")
+    check(
+        not getattr(parallel, "use_ubatching", False),
+        "a step that is split in two (ubatching, DBO) runs the hook twice: turn that off",
+        UnavailableError,
+    )
     owners = config.model_config, getattr(config, "aux_output_config", None)  # of vLLM 0.26; of 0.32 and 0.33
-    if any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
-        raise UnavailableError("--enable-return-routed-experts takes the same hook: turn that off")
-    if config.device_config.device_type == "cpu" and not config.model_config.enforce_eager:
-        raise UnavailableError("on a CPU the compiled model leaves the hooks out: start vLLM with --enforce-eager")
-    if not config.model_config.get_num_experts():
-        raise UnavailableError(f"{config.model_config.model} has no experts")
+    check(
+        not any(getattr(owner, "enable_return_routed_experts", False) for owner in owners),
+        "--enable-return-routed-experts takes the same hook: turn that off",
+        UnavailableError,
+    )
+    check(
+        config.device_config.device_type != "cpu" or config.model_config.enforce_eager,
+        "on a CPU the compiled model leaves the hooks out: start vLLM with --enforce-eager",
+        UnavailableError,
+    )
+    check(config.model_config.get_num_experts(), f"{config.model_config.model} has no experts", UnavailableError)
 
 
 def attention_group(kv_cache_config: Any) -> tuple[int, int]:
     """Return index and block size of the KV cache group that keeps every token: no sliding window, no draft model."""
-    if not fits("capture", "experts are not captured"):
-        raise UnavailableError("this vLLM lacks an interface that the capture needs")
+    check(
+        fits("capture", "experts are not captured"),
+        "this vLLM lacks an interface that the capture needs",
+        UnavailableError,
+    )
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
@@ -68,8 +79,7 @@ def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
         if isinstance(module, MoERunner) or (hasattr(module, "capture_fn") and hasattr(module, "layer_id"))
     }
     layers = sorted(layer for layer in layer_ids if layer < last)
-    if not layers:
-        raise UnavailableError(f"{config.model_config.model} has no MoE layer that vLLM lets be watched")
+    check(layers, f"{config.model_config.model} has no MoE layer that vLLM lets be watched", UnavailableError)
     return layers
 
 

@@ -27,7 +27,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from coterie.engines.recording import FLUSH_S, Sending, check_listening
-from coterie.errors import CoterieError, InputError, UnavailableError
+from coterie.errors import CoterieError, InputError, UnavailableError, check
 from coterie.net.access import SECRET_VARIABLE, read_secret
 from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model, server_url
 from coterie.prompts import Prompt
@@ -81,12 +81,13 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
             poller.register(socket, zmq.POLLIN)
-        if not poller.poll(int(timeout_s * 1000)):
-            raise UnavailableError(
-                f"no expert events from {self.endpoint} within {timeout_s:g} s: is the server started with "
-                f"CoterieConnector and the setting 'events' (vLLM) or --expert-events (coterie worker), and is "
-                f"{SECRET_VARIABLE} the same there and here?"
-            )
+        check(
+            poller.poll(int(timeout_s * 1000)),
+            f"no expert events from {self.endpoint} within {timeout_s:g} s: is the server started with "
+            f"CoterieConnector and the setting 'events' (vLLM) or --expert-events (coterie worker), and is "
+            f"{SECRET_VARIABLE} the same there and here?",
+            UnavailableError,
+        )
         if self._monitor.poll(0):
             recv_monitor_message(self._monitor)
         return bool(self._socket.poll(int(min(timeout_s, GREETING_S) * 1000)))
@@ -120,8 +121,7 @@ async def hear(client: Client, subscriber: Subscriber, body: Mapping[str, Any], 
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         answer = await client.post(completion_path(chat=False), body, "hear")
-        if answer.problem is not None:
-            raise UnavailableError(f"{client.url}: {answer.problem}")
+        check(answer.problem is None, f"{client.url}: {answer.problem}", UnavailableError)
         if await asyncio.to_thread(lambda: any(isinstance(e, RequestExperts) for e in subscriber.events(EVENT_S))):
             return
     raise UnavailableError(f"no expert events from {subscriber.endpoint} within {timeout_s:g} s")
@@ -182,8 +182,9 @@ def record_vllm(
             sink.close()
     if sink.problem is not None:
         raise sink.problem
-    if sink.writer is None:
-        raise UnavailableError(f"{url}: nothing was recorded: {_why_nothing(prompts, tally, sink)}")
+    check(
+        sink.writer is not None, f"{url}: nothing was recorded: {_why_nothing(prompts, tally, sink)}", UnavailableError
+    )
     missed = max(0, tally.done - sink.written - sink.unknown) if prompts else 0
     if missed:
         tally.problems["answered, but its expert event never came"] += missed
@@ -303,8 +304,11 @@ class EventSink:
             )
             self.writer = ActivationWriter(self.out, meta)
         meta = self.writer.meta
-        if (event.num_experts, event.top_k, len(event.layer_ids)) != (meta.num_experts, meta.top_k, meta.num_layers):
-            raise InputError(f"{event.model} has another shape than {meta.model}: record one at a time")
+        check(
+            (event.num_experts, event.top_k, len(event.layer_ids)) == (meta.num_experts, meta.top_k, meta.num_layers),
+            f"{event.model} has another shape than {meta.model}: record one at a time",
+            InputError,
+        )
         phase = np.where(np.arange(len(known)) < event.prompt_tokens, PREFILL, DECODE).astype(np.uint8)
         row = RequestTrace(
             prompt_tokens=np.array([event.prompt_tokens]),

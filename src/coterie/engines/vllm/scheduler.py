@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from coterie.batching.waiting import Chooser
 from coterie.engines.vllm.interfaces import fits
 from coterie.engines.waiting_settings import OrderingSettings
-from coterie.errors import ConfigError, check
+from coterie.errors import check
 from coterie.wire.expert_events import ExpertMap
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def read_settings(additional_config: object) -> OrderingSettings:
     ours = (additional_config if isinstance(additional_config, Mapping) else {}).get("coterie", {})
     check(isinstance(ours, Mapping), f"additional-config coterie: found {ours!r}, expected an object with 'scheduler'")
     unknown = sorted(set(ours) - {"scheduler"})
-    if unknown:
-        raise ConfigError(f"additional-config coterie: unknown {', '.join(map(repr, unknown))}; known: 'scheduler'")
+    check(not unknown, f"additional-config coterie: unknown {', '.join(map(repr, unknown))}; known: 'scheduler'")
     return OrderingSettings.parse(ours.get("scheduler", {}), WHERE)
 
 

@@ -141,11 +141,11 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def _check_paying(self) -> None:
-        if self.window > self.horizon:
-            raise ConfigError(
-                f"window={self.window} must be at most horizon={self.horizon}: vLLM would count steps of the last map "
-                "under the experts of the new one"
-            )
+        check(
+            self.window <= self.horizon,
+            f"window={self.window} must be at most horizon={self.horizon}: vLLM would count steps of the last map "
+            "under the experts of the new one",
+        )
         check_not_negative(planning_s=self.planning_s)
         self.rebalancing_settings()
 

@@ -153,17 +153,24 @@ class BlockTable:
         empty, cached = set(self._empty), set(self._cached)
         used = {block for block, users in enumerate(self._users) if users > 0}
         whole = len(empty) + len(cached) + len(used)
-        if whole != self.num_blocks or empty | cached | used != set(range(self.num_blocks)):
-            raise AssertionError(f"{len(empty)} empty + {len(cached)} cached + {len(used)} used of {self.num_blocks}")
-        if min(self._users) < 0:
-            raise AssertionError(f"a block has {min(self._users)} users")
+        check(
+            whole == self.num_blocks and empty | cached | used == set(range(self.num_blocks)),
+            f"{len(empty)} empty + {len(cached)} cached + {len(used)} used of {self.num_blocks}",
+            AssertionError,
+        )
+        check(min(self._users) >= 0, f"a block has {min(self._users)} users", AssertionError)
         hashed = {block: digest for block, digest in enumerate(self._digest) if digest is not None}
-        if {digest: block for block, digest in hashed.items()} != self._by_digest or len(hashed) != len(
-            self._by_digest
-        ):
-            raise AssertionError("a hash leads to a block that does not have it")
-        if not cached <= set(hashed) or empty & set(hashed):
-            raise AssertionError("a cached block has no hash, or an empty one has")
+        by_digest = {digest: block for block, digest in hashed.items()}
+        check(
+            by_digest == self._by_digest and len(hashed) == len(by_digest),
+            "a hash leads to a block that does not have it",
+            AssertionError,
+        )
+        check(
+            cached <= set(hashed) and not empty & set(hashed),
+            "a cached block has no hash, or an empty one has",
+            AssertionError,
+        )
 
     def _forget(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         """Make the evicted blocks, with their hashes, unfindable."""

@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape
-from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
+from coterie.control.advice import AdviceSettings, PlacementAdvisor
 from coterie.control.replay import InputLog
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, CoterieError
-from coterie.gateway.config import AdviseSection, ControlSection
+from coterie.errors import ConfigError, CoterieError, check_given
+from coterie.gateway.config import AdviseSection
 from coterie.gateway.control.matching import Matcher, SentRequests
 from coterie.gateway.control.messages import ControlView, FromLoop, HeatMap, SetUp, Swapped, Told, UseFit
 from coterie.gateway.control.streams import ExpertStreams, message_bytes
@@ -73,9 +73,8 @@ class Driver:
         self._epoch_s = time.time() - now_s
         self._no_advice: str | None = None
         self._log = _new_log(asked.section.log)
-        if asked.spec.fit is None:
-            raise ConfigError(f"router {asked.spec.router!r} uses no fit: nothing is learned, expert maps are followed")
-        fit = RouterFit.load(asked.spec.fit)
+        nothing = f"router {asked.spec.router!r} uses no fit: nothing is learned, expert maps are followed"
+        fit = RouterFit.load(check_given(asked.spec.fit, nothing))
         shape = LoopShape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
         self.loop = ControlLoop(
             shape,
@@ -88,7 +87,8 @@ class Driver:
             log=self._log,
             now_s=now_s,
         )
-        self._applier = Applier(asked.section)
+        self._refused = 0
+        """Number of the advice whose plan could not be written."""
         self._bind(asked)
         self.matcher = Matcher(shape, sent)
         self.most_bytes = message_bytes(shape)
@@ -142,12 +142,32 @@ class Driver:
                 self._fit_s = result[1]
         self.matcher.expire(now_s)
         tick = self.loop.tick(now_s)
-        self._events += [*tick.events, *self._applier.carry_out(self.loop, now_s)]
+        self._events += [*tick.events, *self._write_plan(now_s)]
         if tick.job is not None:
             threading.Thread(target=self._fit, args=(tick.job,), name="coterie-fit", daemon=True).start()
         if tick.use is not None:
             self._use(tick.use, now_s)
         self._tell(now_s, streams)
+
+    def _write_plan(self, now_s: float) -> list[ControlEvent]:
+        """Write the advised plan to the placement map, if the config has `apply`.
+
+        A plan is written only after it has been evaluated on a window of loads that it was not made from.
+        """
+        advice, section = self.loop.advice, self._section
+        if not section.apply or section.map is None or advice is None or advice.plan is None:
+            return []
+        # Pending: written already; its workers load it.
+        if advice.id == self._refused or advice.gain_next_pct is None or advice.state == "pending":
+            return []
+        path = Path(section.map)
+        try:
+            advice.write(path)
+        except (CoterieError, OSError) as error:
+            self._refused = advice.id
+            return [ControlEvent(now_s, "plan_kept", f"plan {advice.id} cannot be written to {path}: {error}")]
+        self.loop.written(advice.id, str(path), section.confirm_s)
+        return []
 
     def _bind(self, fleet: SetUp) -> None:
         rows = {entry.worker: entry.row for entry in fleet.streams if entry.row is not None}
@@ -311,32 +331,6 @@ def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> Plac
     return PlacementAdvisor(shape, topology, objective, placement, settings)
 
 
-class Applier:
-    """Writes plans to the placement map, if the config has `apply`.
-
-    A plan is written only after it has been evaluated on a window of loads that it was not made from.
-    """
-
-    def __init__(self, section: ControlSection) -> None:
-        self._path = Path(section.map) if section.apply and section.map is not None else None
-        self._wait_s = section.confirm_s
-        self._refused = 0
-
-    def carry_out(self, loop: ControlLoop, now_s: float) -> list[ControlEvent]:
-        advice = loop.advice
-        if self._path is None or advice is None or advice.plan is None or advice.id == self._refused:
-            return []
-        if advice.gain_next_pct is None or advice.state == "pending":  # pending: written; its workers load it
-            return []
-        try:
-            advice.write(self._path)
-        except (CoterieError, OSError) as error:
-            self._refused = advice.id
-            return [ControlEvent(now_s, "plan_kept", f"plan {advice.id} cannot be written to {self._path}: {error}")]
-        loop.written(advice.id, str(self._path), self._wait_s)
-        return []
-
-
 def shown_advice(advisor: PlacementAdvisor, epoch_s: float) -> dict[str, Any] | None:
     """Return the current advice as plain values, or the last written one if the current one has no plan."""
     advice = advisor.advice
@@ -345,10 +339,6 @@ def shown_advice(advisor: PlacementAdvisor, epoch_s: float) -> dict[str, Any] | 
     if advice is None:
         return None
     maps = {worker: seen.version for worker, seen in advisor.reports.items()}
-    return _advice_values(advice, epoch_s) | {"maps": maps, "in_force": max(maps.values(), default=None)}
-
-
-def _advice_values(advice: Advice, epoch_s: float) -> dict[str, Any]:
     return {
         "id": advice.id,
         "at_s": advice.at_s + epoch_s,
@@ -367,6 +357,8 @@ def _advice_values(advice: Advice, epoch_s: float) -> dict[str, Any]:
         "map_version": advice.map_version,
         "before": _ranks(advice.rank_s_before),
         "after": _ranks(advice.rank_s_after),
+        "maps": maps,
+        "in_force": max(maps.values(), default=None),
     }
 
 

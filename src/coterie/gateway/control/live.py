@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.errors import CoterieError, InputError
+from coterie.errors import CoterieError, InputError, check, check_given
 from coterie.gateway.config import ControlSection, WorkerEntry
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
@@ -363,11 +363,11 @@ class LiveControl:
         before = self._pool.spec
         spec = msgspec.structs.replace(before, fit=asked.path)
         try:
-            if not uses_fit(spec):
-                raise InputError(f"router {spec.router!r} uses no fit")
+            check(uses_fit(spec), f"router {spec.router!r} uses no fit", InputError)
             fitted = await asyncio.to_thread(_tried, spec, max(1, len(self._pool.members)))
-            if self._pool.spec != before:
-                raise InputError(f"another router was set meanwhile: {self._pool.spec.router!r}")
+            check(
+                self._pool.spec == before, f"another router was set meanwhile: {self._pool.spec.router!r}", InputError
+            )
             self._pool.keeper.reload(spec, {"fitted": fitted})
         except CoterieError as error:
             self._send(Swapped(asked.generation, asked.fit, str(error)))
@@ -381,7 +381,6 @@ class LiveControl:
 
 def _tried(spec: RouterSpec, workers: int) -> RouterFit:
     """Load the fit of a router, make the router from it and test it; return the fit."""
-    assert spec.fit is not None
-    fitted = RouterFit.load(spec.fit)
+    fitted = RouterFit.load(check_given(spec.fit, f"router {spec.router!r} uses no fit"))
     check_spec(spec, {"fitted": fitted}, workers)
     return fitted

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coterie.errors import InputError
+from coterie.errors import InputError, check
 from coterie.gateway.config import ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.wire.expert_events import ExpertMap
@@ -141,8 +141,11 @@ def pack_message(message: ToLoop | FromLoop) -> bytes:
 
 
 def check_length(length: int) -> int:
-    if length > MOST_BYTES:
-        raise InputError(f"a message of the control loop has {length} bytes, must be at most {MOST_BYTES}")
+    check(
+        length <= MOST_BYTES,
+        f"a message of the control loop has {length} bytes, must be at most {MOST_BYTES}",
+        InputError,
+    )
     return length
 
 

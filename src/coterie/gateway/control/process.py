@@ -89,7 +89,8 @@ class Process:
     def _listen(self) -> None:
         """Handle all messages of the gateway that have arrived."""
         while select.select([self._gateway], [], [], 0.0)[0]:
-            self._obey(self._receive())
+            length = check_length(int.from_bytes(self._exactly(HEAD_BYTES), "big"))
+            self._obey(unpack_message(to_loop, self._exactly(length)))
 
     def _obey(self, message: ToLoop) -> None:
         now_s = time.monotonic()
@@ -118,10 +119,6 @@ class Process:
                 self._tell_map(worker)
             # Last: events would pile up meanwhile. Without a loop too, for the maps that workers report.
             self._streams.follow(message.streams, MOST_MESSAGE if self._driver is None else self._driver.most_bytes)
-
-    def _receive(self) -> ToLoop:
-        length = check_length(int.from_bytes(self._exactly(HEAD_BYTES), "big"))
-        return unpack_message(to_loop, self._exactly(length))
 
     def _exactly(self, count: int) -> bytes:
         data = self._gateway.recv(count, socket.MSG_WAITALL)

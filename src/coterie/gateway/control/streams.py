@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from coterie.control import LoopShape
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError, InputError, check_given
 from coterie.gateway.control.messages import StreamEntry
 from coterie.types import narrowest_uint
 from coterie.wire.event_security import secure_subscriber
@@ -149,9 +149,8 @@ class ExpertStreams:
         try:
             bound_reader(socket, queue_of(most_bytes), most_bytes)
             if entry.secure:
-                if self._secret is None:
-                    raise ConfigError("its events are secure, and there is no fleet secret")
-                secure_subscriber(socket, self._secret)
+                secret = check_given(self._secret, "its events are secure, and there is no fleet secret")
+                secure_subscriber(socket, secret)
             socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
             socket.connect(entry.endpoint)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

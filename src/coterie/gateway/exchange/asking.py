@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from coterie.errors import InputError
+from coterie.errors import InputError, check
 from coterie.gateway.exchange.pool import Member, Pool, WholeAnswer
 from coterie.gateway.signals.messages import NoTokensError
 from coterie.gateway.signals.model_tokenizers import Ids
@@ -72,14 +72,15 @@ class WorkerIds:
 def _read(answer: WholeAnswer, question: Question) -> Ids:
     """Raise NoTokensError if the worker refuses the prompt, InputError if it has not answered the question."""
     status, body = answer
-    if status in REFUSALS or (status == 404 and b'"error"' in body):
-        raise NoTokensError(f"a worker refuses the prompt with HTTP {status}")
-    if status != 200:
-        raise InputError(f"HTTP {status}{' (vLLM needs --enable-scale-out)' if status in ABSENT else ''}")
+    check(
+        status not in REFUSALS and (status != 404 or b'"error"' not in body),
+        f"a worker refuses the prompt with HTTP {status}",
+        NoTokensError,
+    )
+    check(status == 200, f"HTTP {status}{' (vLLM needs --enable-scale-out)' if status in ABSENT else ''}", InputError)
     try:
         rendered = msgspec.json.decode(body, type=_Rendered)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InputError(f"the answer cannot be read: {error}") from None
-    if rendered.features is not None:
-        raise NoTokensError("the prompt holds what is not text")
+    check(rendered.features is None, "the prompt holds what is not text", NoTokensError)
     return read_ids(bytes(rendered.token_ids if question.path == RENDER else rendered.tokens), question.most_ids)

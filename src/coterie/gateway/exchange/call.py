@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from coterie.gateway.watching.spans import NO_SPAN, Span
-from coterie.net.http1.messages import Headers, HttpError
+from coterie.net.http1.messages import Headers, HttpError, check_request
 from coterie.routing.base import Decision
 from coterie.wire.footprints import WireFootprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
@@ -116,11 +116,10 @@ class Outcome(msgspec.Struct):
 def parse_object(data: bytes) -> dict[str, Any]:
     """Parse a request's body; raise HttpError unless it is a JSON object."""
     try:
-        body = msgspec.json.decode(data)
+        body: dict[str, Any] = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise HttpError(400, f"the body must be a JSON object, found {type(body).__name__}")
+    check_request(isinstance(body, dict), 400, f"the body must be a JSON object, found {type(body).__name__}")
     return body
 
 
@@ -184,8 +183,8 @@ def new_name() -> str:
 
 def checked_id(given: bytes) -> str:
     """Return a request id for headers and logs; raise HttpError unless it is short and printable."""
-    if not 0 < len(given) <= MAX_ID or not given.isascii() or not given.decode().isprintable():
-        raise HttpError(400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
+    printable = 0 < len(given) <= MAX_ID and given.isascii() and given.decode().isprintable()
+    check_request(printable, 400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
     return given.decode()
 
 
@@ -220,12 +219,9 @@ def make_call(
         fields = read_fields(data)
     stream = fields.stream or False
     own = None if fields.cache_salt is UNSET else fields.cache_salt
-    if stream is not True and stream is not False:
-        raise HttpError(400, "stream must be true or false", param="stream")
-    if own is not None and not isinstance(own, str):
-        raise HttpError(400, "cache_salt must be a text", param="cache_salt")
-    if fields.model is not None and not isinstance(fields.model, str):
-        raise HttpError(400, "model must be a text", param="model")
+    check_request(stream is True or stream is False, 400, "stream must be true or false", "stream")
+    check_request(own is None or isinstance(own, str), 400, "cache_salt must be a text", "cache_salt")
+    check_request(fields.model is None or isinstance(fields.model, str), 400, "model must be a text", "model")
     if salt is not None:
         own = salt if own is None else f"{salt}/{own}"
         added = fields.cache_salt is UNSET and (fields.messages or fields.prompt)

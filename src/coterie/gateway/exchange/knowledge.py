@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, CoterieError
+from coterie.errors import CoterieError, check
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.exchange.call import Call
 from coterie.gateway.exchange.pool import Pool
@@ -89,8 +89,10 @@ class Knowledge:
 
         Raises ConfigError for a rank that the placement lacks, and for secure events without a fleet secret.
         """
-        if entry.secure_events and self._secret is None:
-            raise ConfigError(f"worker {entry.id!r}: secure_events=true needs the fleet's secret in {SECRET_VARIABLE}")
+        check(
+            not entry.secure_events or self._secret is not None,
+            f"worker {entry.id!r}: secure_events=true needs the fleet's secret in {SECRET_VARIABLE}",
+        )
         rank, seen = entry.placement_rank, self.maps.get(entry.id)
         placement = self._placement if seen is None else seen.placement()
         return None if placement is None or rank is None else mask_of(placement, rank)
@@ -101,8 +103,10 @@ class Knowledge:
         placement = reported.placement()
         known = [one.held.shape[1:] for one in (self._placement, *others) if one is not None]
         for shape in filter(None, (*known, self.footprints.shape)):
-            if shape != placement.held.shape[1:]:
-                raise ConfigError(f"it has {placement.held.shape[1:]} layers and experts, expected {shape}")
+            check(
+                shape == placement.held.shape[1:],
+                f"it has {placement.held.shape[1:]} layers and experts, expected {shape}",
+            )
         mask = mask_of(placement, rank)
         self.maps[worker_id] = reported
         return mask
@@ -208,8 +212,7 @@ class Knowledge:
 
 def mask_of(placement: Placement, rank: int) -> Mask:
     """Return the experts that a rank of a placement holds, as bits. Raises ConfigError for a rank that it lacks."""
-    if not 0 <= rank < placement.num_ranks:
-        raise ConfigError(f"rank={rank} must be at least 0 and below num_ranks={placement.num_ranks}")
+    check(0 <= rank < placement.num_ranks, f"rank={rank} must be at least 0 and below num_ranks={placement.num_ranks}")
     held = np.zeros((placement.num_layers, -(-placement.num_experts // 64) * 64), np.bool_)
     held[:, : placement.num_experts] = placement.held[rank]
     return np.packbits(held, axis=1, bitorder="little").view("<u8").astype(np.uint64)

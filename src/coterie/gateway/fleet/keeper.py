@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import UnavailableError, check
 from coterie.gateway.fleet.spec import (
     Checks,
     Fallback,
@@ -192,8 +192,7 @@ class FleetKeeper:
             if known.worker_id not in exclude:
                 return known
             self.finish(request_id)
-        if not self.members:
-            raise UnavailableError("the pool has no workers")
+        check(self.members, "the pool has no workers", UnavailableError)
         fleet, failure = self._made.fleet, ALL_CLOSED
         hidden = self._hide(exclude) if exclude else NO_ROWS
         if self.open_workers > len(hidden):
@@ -245,8 +244,7 @@ class FleetKeeper:
             (self.open_workers == int(alive.sum()), "number of workers that may be chosen"),
             (np.array_equal(counts, fleet.running), "requests that run"),
         ):
-            if not right:
-                raise AssertionError(f"the keeper and its fleet disagree on the {what}")
+            check(right, f"the keeper and its fleet disagree on the {what}", AssertionError)
 
     def _fall_back(self, exclude: Collection[str], failure: Fallback) -> Choice:
         """Choose the shortest queue among open workers not excluded, else among all not excluded, else among all."""
@@ -302,8 +300,7 @@ class FleetKeeper:
         mine = [row for row in self._left if self._last[row] == worker_id]
         left = [row for row in self._left if self._made.fixed or not self.fleet.running[row]]
         rows = mine or free or left or [self.rows]
-        if rows[0] >= MOST_ROWS:
-            raise ConfigError(f"the pool has {MOST_ROWS} workers, the most it can have: {worker_id!r} cannot join")
+        check(rows[0] < MOST_ROWS, f"the pool has {MOST_ROWS} workers, the most it can have: {worker_id!r} cannot join")
         return rows[0]
 
     def _rows_needed(self) -> int:
@@ -317,8 +314,7 @@ class FleetKeeper:
         """Make a router, test it, and return it with a fleet that has the members' places and speeds."""
         made = make(PoolShape(rows, {worker_id: worker.row for worker_id, worker in members.items()}))
         fleet = made.fleet
-        if len(fleet) < rows:
-            raise ConfigError(f"the fleet has {len(fleet)} rows; the pool needs {rows}")
+        check(len(fleet) >= rows, f"the fleet has {len(fleet)} rows; the pool needs {rows}")
         fleet.local = _masks(members, len(fleet))
         try_out(made)
         fleet.alive[:] = False

@@ -28,7 +28,7 @@ from coterie._numba import njit
 from coterie.costs.lines import DecodeStepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import in_order
-from coterie.errors import ConfigError, CoterieError, check_at_least, check_positive
+from coterie.errors import ConfigError, CoterieError, check, check_at_least, check_positive
 from coterie.models import get_model
 from coterie.placement.maps.formats import read_map
 from coterie.registry import PolicyText
@@ -275,8 +275,9 @@ def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
     rows = max(1, pool.rows)
     fixed = "placement" in taken and isinstance(placement, Placement)
     if fixed and isinstance(placement, Placement):
-        if rows > placement.num_ranks:
-            raise ConfigError(f"the placement has {placement.num_ranks} ranks; the pool has {rows} workers")
+        check(
+            rows <= placement.num_ranks, f"the placement has {placement.num_ranks} ranks; the pool has {rows} workers"
+        )
         rows = placement.num_ranks
     context = {"seed": spec.seed, **given}
     profiles = None

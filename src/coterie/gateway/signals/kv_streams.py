@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ import zmq.asyncio
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from coterie.errors import ConfigError, InputError, check_at_least, check_positive
+from coterie.errors import InputError, check, check_at_least, check_positive
 from coterie.kvindex import Follower, KVDirectory
 from coterie.kvindex.directory import MAX_BLOCKS
 from coterie.wire.framing import REPLAY_END, Frame, bound_reader, from_frames, queue_of
@@ -142,11 +142,15 @@ class KvStreams:
         """
         check_at_least(0, row=row)
         for name, address in (("endpoint", endpoint), ("replay", replay)):
-            if address is not None and not address.startswith(("tcp://", "ipc://")):
-                raise ConfigError(f"{name}={address!r} must begin with tcp:// or ipc://")
+            check(
+                address is None or address.startswith(("tcp://", "ipc://")),
+                f"{name}={address!r} must begin with tcp:// or ipc://",
+            )
         for other in self._streams.values():
-            if other.worker_id == worker_id or other.row == row:
-                raise ConfigError(f"worker {worker_id!r}, row {row}: {other.worker_id!r} has row {other.row} already")
+            check(
+                other.worker_id != worker_id and other.row != row,
+                f"worker {worker_id!r}, row {row}: {other.worker_id!r} has row {other.row} already",
+            )
         if row >= self.directory.num_workers:
             self._follower.grow(max(row + 1, 2 * self.directory.num_workers))
         self.directory.limits[row] = self.directory.max_blocks if kv_blocks is None else kv_blocks
@@ -360,9 +364,5 @@ def compile_directory() -> None:
 
 def _last_run(frames: Sequence[Frame]) -> list[Frame]:
     """Return the messages at the end whose sequence numbers have no gap."""
-    run: list[Frame] = []
-    for frame in reversed(frames):
-        if run and frame.seq != run[-1].seq - 1:
-            break
-        run.append(frame)
-    return run[::-1]
+    run = takewhile(lambda place: place[1].seq == frames[-1].seq - place[0], enumerate(reversed(frames)))
+    return [frame for _, frame in run][::-1]

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from coterie.errors import InputError
+from coterie.errors import InputError, check
 
 _TEXT_FIELDS = {
     "text": "text",
@@ -31,26 +31,23 @@ class NoTokensError(InputError):
 
 def messages_of(body: Mapping[str, Any], *, wrapped: bool, separator: str = "\n") -> list[dict[str, Any]]:
     """Return the messages for a template. `wrapped`: whether the template iterates over content parts itself."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise NoTokensError("messages must be a list of at least one message")
+    messages: Any = body.get("messages")
+    check(isinstance(messages, list) and messages, "messages must be a list of at least one message", NoTokensError)
     return [_message(message, wrapped, separator) for message in messages]
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools with the fields of vLLM's schema, in its order; None if there are none."""
-    tools = body.get("tools")
+    tools: Any = body.get("tools")
     if tools is None:
         return None
-    if not isinstance(tools, list) or not tools:
-        raise NoTokensError("tools must be a list of at least one tool")
+    check(isinstance(tools, list) and tools, "tools must be a list of at least one tool", NoTokensError)
     return [_tool(tool) for tool in tools]
 
 
 def template_settings(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's variables: the body's fields override `chat_template_kwargs`, which override tools."""
-    if body.get("chat_template") is not None:
-        raise NoTokensError("the request brings its own chat template")
+    check(body.get("chat_template") is None, "the request brings its own chat template", NoTokensError)
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, dict) or {"chat_template", "tokenize", "messages", "conversation"} & given.keys():
         raise NoTokensError("chat_template_kwargs must be an object without a template, messages or tokenize")
@@ -91,12 +88,14 @@ def developer_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, wrapped: bool, separator: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise NoTokensError('a message must be an object such as {"role": "user", "content": "…"}')
+    check(
+        isinstance(message, dict) and isinstance(message.get("role"), str),
+        'a message must be an object such as {"role": "user", "content": "…"}',
+        NoTokensError,
+    )
     role, content = message["role"], message.get("content")
     parts = [] if content is None else [content] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise NoTokensError("content must be a text or a list of parts")
+    check(isinstance(parts, list), "content must be a text or a list of parts", NoTokensError)
     texts = [text for part in parts if (text := _text_of(part)) is not None]
     if role == "system":
         texts = list(_without_billing(texts))
@@ -119,11 +118,9 @@ def _text_of(part: Any) -> str | None:
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else None
     field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
-    if field is None:
-        raise NoTokensError("content holds what is not text")
-    text = part.get(field)
-    if text is not None and not isinstance(text, str):
-        raise NoTokensError("content holds a part without a text")
+    check(field is not None, "content holds what is not text", NoTokensError)
+    text: str | None = part.get(field)
+    check(text is None or isinstance(text, str), "content holds a part without a text", NoTokensError)
     return text
 
 
@@ -138,8 +135,7 @@ def _without_billing(texts: Iterable[str]) -> Iterable[str]:
 def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tool calls and reasoning of an assistant's message."""
     calls, reasoning = message.get("tool_calls"), message.get("reasoning")
-    if calls and not isinstance(calls, list):
-        raise NoTokensError("tool_calls must be a list")
+    check(not calls or isinstance(calls, list), "tool_calls must be a list", NoTokensError)
     spoken = {"tool_calls": [_call(call) for call in calls]} if calls else {}
     return spoken if reasoning is None else {**spoken, "reasoning": reasoning, "reasoning_content": reasoning}
 
@@ -158,9 +154,12 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise NoTokensError("a tool must be an object with a function that has a name")
+    function: Any = tool.get("function") if isinstance(tool, dict) else None
+    check(
+        isinstance(function, dict) and isinstance(function.get("name"), str),
+        "a tool must be an object with a function that has a name",
+        NoTokensError,
+    )
     late = tool.get("defer_loading")
     schema = {name: function.get(name) for name in ("name", "description", "parameters")}
     optional = {"strict": function.get("strict"), "defer_loading": function.get("defer_loading", late)}
@@ -174,6 +173,5 @@ def _joined(content: Any) -> str:
 
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise NoTokensError(f"{name} must be true or false")
+    check(value is None or isinstance(value, bool), f"{name} must be true or false", NoTokensError)
     return default if value is None else value

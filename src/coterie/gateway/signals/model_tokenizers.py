@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check, check_given
 from coterie.gateway.signals.messages import NoTokensError, messages_of, template_settings
 
 if TYPE_CHECKING:
@@ -77,10 +77,9 @@ class FolderTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int64)
 
     def chat(self, body: Mapping[str, Any]) -> Ids:
-        if self._template is None:
-            raise NoTokensError(self.inexact_chat)
+        template = check_given(self._template, self.inexact_chat, NoTokensError)
         # The template writes the special tokens itself.
-        return self.encode(self._template.render(body), body.get("add_special_tokens") is True)
+        return self.encode(template.render(body), body.get("add_special_tokens") is True)
 
     def _add_tokens(self, library: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
         """Add the tokens that the config lists and ``tokenizer.json`` lacks, in the order of ids."""
@@ -114,8 +113,7 @@ class TinyTokenizer:
 
     def chat(self, body: Mapping[str, Any]) -> Ids:
         settings = template_settings(body)
-        if settings["continue_final_message"]:
-            raise NoTokensError("continue_final_message needs jinja2")
+        check(not settings["continue_final_message"], "continue_final_message needs jinja2", NoTokensError)
         messages = messages_of(body, wrapped=False, separator=self._separator)
         prompt = self._pairs.apply_chat_template(messages, add_generation_prompt=settings["add_generation_prompt"])
         return self.encode(prompt)
@@ -138,13 +136,12 @@ def load_tokenizer(folder: str | Path, form: Form = "auto", separator: str = "\n
 def _json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; empty if the file does not exist."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must be a JSON object")
+    check(isinstance(value, dict), f"{path} must be a JSON object")
     return value
 
 

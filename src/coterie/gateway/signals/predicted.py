@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, check_at_least, check_share
+from coterie.errors import ConfigError, check, check_at_least
 from coterie.predictors import Predictor, PredictRequest, TokenTable, predictors
 from coterie.routing.fitted import RouterFit
-from coterie.traces.activations import ActivationTrace
 from coterie.wire.footprints import MOST_TOKENS, WireFootprint
 
 Source = Literal["prefix", "predictor", "popularity", "none"]
@@ -37,6 +36,11 @@ RECENT = 4
 """Number of latest requests with a prefix whose mean predicts the next request with that prefix."""
 DECAY = 0.99
 """Weight of the old mean in the moving average over all requests."""
+MIN_SHARE = 0.5
+"""Smallest share of a prompt that a prefix must be to predict it."""
+SAMPLED = 64
+"""Most tokens of a prompt, evenly spread, that the predictor gets: with 64 a token table takes 0.2 ms at 24 layers x
+32 experts, 0.34 ms at 58 x 256."""
 _KEY_BYTES, _ENTRY_BYTES = 160, 400
 
 
@@ -66,25 +70,20 @@ class Footprints:
         predictor: Predictor | None = None,
         popularity: Counts | None = None,
         max_bytes: int = 64 << 20,
-        min_share: float = 0.5,
-        sampled: int = 64,
         seed: int | None = None,
     ) -> None:
         """`popularity` is the mean activations per token, [layer, expert].
 
-        A prefix must be at least `min_share` of the prompt. `max_bytes` limits the memory of earlier requests: the
-        least recently used are dropped first. The predictor gets `sampled` tokens of a prompt, evenly spread: a token
-        table takes 0.2 ms for 64 tokens at 24 layers x 32 experts, 0.34 ms at 58 x 256. A lookup by prefix takes 17 to
-        33 µs, by popularity less than 1 µs.
+        `max_bytes` limits the memory of earlier requests: the least recently used are dropped first. A lookup by
+        prefix takes 17 to 33 µs, by popularity less than 1 µs.
         """
-        check_at_least(1, max_bytes=max_bytes, sampled=sampled, top_k=top_k)
-        check_share(min_share=min_share)
+        check_at_least(1, max_bytes=max_bytes, top_k=top_k)
         self.top_k, self.predictor = top_k, predictor
         self.learned = 0
         """Number of footprints learned."""
         self.last_error = ""
         """Reason why the last prediction failed: it raised, or returned an invalid array; empty if none has."""
-        self._min_share, self._sampled, self._max_bytes = min_share, sampled, max_bytes
+        self._max_bytes = max_bytes
         self._seed = np.random.default_rng(seed).integers(0, 1 << 64, dtype=np.uint64)
         self._known: dict[int, _Known] = {}  # most recently used last
         self._requests_at: dict[int, list[int]] = {}  # key of a prefix → numbers of requests, latest last
@@ -98,8 +97,7 @@ class Footprints:
             None if self._popularity is None else self._popularity.shape,
         ]
         found = {one for one in shapes if one is not None}
-        if len(found) > 1:
-            raise ConfigError(f"footprints have shapes {sorted(found)}; model, predictor and popularity must agree")
+        check(len(found) <= 1, f"footprints have shapes {sorted(found)}; model, predictor and popularity must agree")
         self.shape: tuple[int, ...] | None = next(iter(found), None)
 
     def __len__(self) -> int:
@@ -141,7 +139,7 @@ class Footprints:
         if not self._known:
             return None
         keys = self._keys(ids)
-        shortest = bisect_left(_BOUNDS, self._min_share * len(ids))
+        shortest = bisect_left(_BOUNDS, MIN_SHARE * len(ids))
         for key in reversed([*keys[shortest:-1], keys[-1]]):
             numbers = self._requests_at.get(key)
             if numbers:
@@ -159,8 +157,8 @@ class Footprints:
 
     def _by_predictor(self, ids: NDArray[np.int64] | None, tokens: int, domain: str | None) -> Profile | None:
         assert self.predictor is not None
-        if ids is not None and len(ids) > self._sampled:
-            ids = ids[np.linspace(0, len(ids) - 1, self._sampled).astype(np.int64)]
+        if ids is not None and len(ids) > SAMPLED:
+            ids = ids[np.linspace(0, len(ids) - 1, SAMPLED).astype(np.int64)]
         try:
             request = PredictRequest(token_ids=ids, domain=domain, num_tokens=tokens)
             load = np.asarray(self.predictor.predict(request), np.float32)
@@ -225,14 +223,12 @@ def popularity_of(fit: RouterFit) -> Profile:
     return np.asarray(mean.reshape(learned.shape), np.float32)
 
 
-def open_predictor(name: str | Path, trace: ActivationTrace | None = None) -> Predictor:
-    """Load a fitted token table from a file, or make a predictor by its name and fit it on a trace."""
-    if Path(name).is_file():
-        return TokenTable.load(name)
-    made = predictors.make(str(name))
-    if trace is None:
-        raise ConfigError(f"predictor {str(name)!r} needs a trace to be fitted on, or the file of a fitted token table")
-    return made.fit(trace)
+def open_predictor(path: str | Path) -> Predictor:
+    """Load a fitted token table. Raises InputError, which says so if the path is the name of a predictor instead."""
+    if not Path(path).is_file():
+        predictors.make(str(path))  # raises if no predictor has this name
+        raise ConfigError(f"predictor {str(path)!r} needs a trace to be fitted on, or the file of a fitted token table")
+    return TokenTable.load(path)
 
 
 @njit()

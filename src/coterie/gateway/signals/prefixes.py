@@ -49,8 +49,13 @@ def keys_of_text(text: bytes, length: int, cache_salt: str | None = None, tokens
 
     `tokens` is the prompt's number of tokens; None to estimate it.
     """
-    block_tokens = BLOCK_BYTES / TEXT_BYTES if tokens is None else BLOCK_BYTES * tokens / max(1, length)
-    return PromptKeys(_keys(text, cache_salt), block_tokens, length // TEXT_BYTES if tokens is None else tokens)
+    # Chained by Python's own hash: random per process, and five times as fast as a digest.
+    key, keys, block = hash((_SEED, cache_salt)), [], BLOCK_BYTES
+    for end in range(block, min(len(text), MOST_BLOCKS * block) + 1, block):
+        key = hash((key, text[end - block : end]))
+        keys.append(key)
+    block_tokens = block / TEXT_BYTES if tokens is None else block * tokens / max(1, length)
+    return PromptKeys(keys, block_tokens, length // TEXT_BYTES if tokens is None else tokens)
 
 
 class RoutedPrefixes:
@@ -103,15 +108,6 @@ class RoutedPrefixes:
         """Forget the prefixes of a worker that left or restarted."""
         for key in [key for key, told in self._blocks.items() if told.pop(row, None) is not None and not told]:
             del self._blocks[key]
-
-
-def _keys(data: bytes, cache_salt: str | None) -> list[int]:
-    """Return the chained block keys, by Python's own hash: random per process, and five times as fast as a digest."""
-    key, keys, block = hash((_SEED, cache_salt)), [], BLOCK_BYTES
-    for end in range(block, min(len(data), MOST_BLOCKS * block) + 1, block):
-        key = hash((key, data[end - block : end]))
-        keys.append(key)
-    return keys
 
 
 WINDOW = 16.0

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check, check_given
 from coterie.gateway.signals.messages import NoTokensError, developer_as_system, messages_of, template_settings
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -60,8 +60,7 @@ class ChatTemplate:
     ) -> None:
         self._special, self._separator, self._form = dict(special_tokens or {}), separator, form
         self._templates = {name: _Template(name, source) for name, source in sources.items()}
-        if not self._templates:
-            raise ConfigError("a chat template must be given")
+        check(self._templates, "a chat template must be given")
         self.tells_time = any("strftime_now" in source for source in sources.values())
         """Whether the rendered text depends on the time."""
 
@@ -73,8 +72,11 @@ class ChatTemplate:
         if not template.knows_developers:
             messages = developer_as_system(messages)
         continued = settings.pop("continue_final_message")
-        if continued and settings["add_generation_prompt"]:
-            raise NoTokensError("continue_final_message and add_generation_prompt must not both be true")
+        check(
+            not (continued and settings["add_generation_prompt"]),
+            "continue_final_message and add_generation_prompt must not both be true",
+            NoTokensError,
+        )
         variables = {"tools": None, "documents": None, **self._special, **settings}
         try:
             if continued:
@@ -87,9 +89,7 @@ class ChatTemplate:
 
     def _chosen(self, with_tools: bool) -> _Template:
         template = (self._templates.get(TOOLS) if with_tools else None) or self._templates.get(DEFAULT)
-        if template is None:
-            raise NoTokensError(f"none of the model's chat templates is named {DEFAULT!r}")
-        return template
+        return check_given(template, f"none of the model's chat templates is named {DEFAULT!r}", NoTokensError)
 
 
 class _Template:
@@ -99,7 +99,7 @@ class _Template:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _time_now
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self.compiled = environment.from_string(source)
             tree = environment.parse(source)
@@ -121,27 +121,24 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _time_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _continued(template: _Template, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     """Render the chat up to the end of its last message's text, so that the model continues that message."""
     messages = copy.deepcopy(messages)
     content = messages[-1].get("content")
     if isinstance(content, list):
-        if not content:
-            raise NoTokensError("continue_final_message: the last message has no text")
+        check(content, "continue_final_message: the last message has no text", NoTokensError)
         last: str = content[-1]["text"]
         content[-1]["text"] += _CONTINUE
     else:
         last = content or ""
         messages[-1]["content"] = last + _CONTINUE
-    if not template.reads_content:
-        raise NoTokensError("continue_final_message: the chat template reads no content")
+    check(template.reads_content, "continue_final_message: the chat template reads no content", NoTokensError)
     text = template.compiled.render(messages=messages, **variables)
-    if last.strip() not in text or _CONTINUE.strip() not in text:
-        raise NoTokensError("continue_final_message: the chat template changes the last message")
+    check(
+        last.strip() in text and _CONTINUE.strip() in text,
+        "continue_final_message: the chat template changes the last message",
+        NoTokensError,
+    )
     at = text.rindex(_CONTINUE.strip())
     return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()
 

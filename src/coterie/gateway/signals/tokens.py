@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from coterie.errors import InputError, check_at_least, check_positive
+from coterie.errors import InputError, check, check_at_least, check_positive
 from coterie.gateway.signals.messages import NoTokensError, messages_of
 from coterie.gateway.signals.model_tokenizers import Ids, Tokenizer
 
@@ -253,8 +253,11 @@ class TokenService:
             self.kept_bytes -= _size(self._kept.pop(next(iter(self._kept))))
 
     def _question(self, path: str, body: Mapping[str, Any], ask: bool) -> Question | Tokens:
-        if any(body.get(field) is not None for field in ("truncate_prompt_tokens", "prompt_embeds", "suffix")):
-            raise NoTokensError("the worker cuts the prompt or adds to it, or is given its embeddings")
+        check(
+            all(body.get(field) is None for field in ("truncate_prompt_tokens", "prompt_embeds", "suffix")),
+            "the worker cuts the prompt or adds to it, or is given its embeddings",
+            NoTokensError,
+        )
         if path.endswith("/chat/completions"):
             return self._of_chat(body, ask)
         if path.endswith("/completions"):
@@ -277,8 +280,7 @@ class TokenService:
             prompt = prompt[0]
         if isinstance(prompt, list):
             return Tokens(_given_ids(prompt))
-        if not isinstance(prompt, str):
-            raise NoTokensError("prompt must be one text or a list of token ids")
+        check(isinstance(prompt, str), "prompt must be one text or a list of token ids", NoTokensError)
         if len(prompt) > self._max_bytes:  # a character has at least one byte
             return self._long(len(prompt))
         text = {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens") is not False}
@@ -303,16 +305,21 @@ class TokenService:
 
 def read_ids(raw: bytes, most: int) -> Ids:
     """Return the token ids in a worker's answer, a JSON list; raise InputError if they cannot be a prompt's."""
-    if len(raw) > ID_BYTES * most:
-        raise InputError(f"token ids of {len(raw)} bytes, more than {ID_BYTES * most} for this prompt")
+    check(
+        len(raw) <= ID_BYTES * most,
+        f"token ids of {len(raw)} bytes, more than {ID_BYTES * most} for this prompt",
+        InputError,
+    )
     try:
         ids = np.frombuffer(array("q", msgspec.json.decode(raw, type=list[int])), np.int64)
     except (msgspec.DecodeError, OverflowError, RecursionError, ValueError) as error:
         raise InputError(f"token ids cannot be read: {error}") from None
-    if not 0 < len(ids) <= most:
-        raise InputError(f"{len(ids)} token ids, expected 1 to {most}")
-    if ids.min() < 0 or ids.max() >= MOST_ID:
-        raise InputError(f"token ids from {ids.min()} to {ids.max()}, expected at least 0 and below {MOST_ID}")
+    check(0 < len(ids) <= most, f"{len(ids)} token ids, expected 1 to {most}", InputError)
+    check(
+        ids.min() >= 0 and ids.max() < MOST_ID,
+        f"token ids from {ids.min()} to {ids.max()}, expected at least 0 and below {MOST_ID}",
+        InputError,
+    )
     return ids
 
 

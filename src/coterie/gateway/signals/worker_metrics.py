@@ -28,7 +28,8 @@ KV_USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:toke
 KV_BLOCKS = "coterie_worker_kv_blocks"
 RANKS = ("engine", "dp_rank")
 """Labels with the data-parallel rank."""
-SERIES = re.compile(r"(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)")
+SERIES = re.compile(r"(?:\{(.*)\})?[ \t]+(\S+)")
+"""What follows the name of a metric in its line: labels, if any, and the value."""
 
 Ranked = dict[str | None, float]
 """Data-parallel rank → value; None for series without a rank."""
@@ -84,28 +85,23 @@ def _share_of_blocks(text: bytes) -> Ranked:
 
 def _series(text: bytes, name: str, most: float) -> list[tuple[str, float]]:
     """Return labels and value of every line of a metric. Raises ReportError for values outside of 0 … `most`."""
-    found: list[tuple[str, float]] = []
-    sought, at = b"\n" + name.encode(), 0
-    for _ in range(MOST_SERIES):
-        at = text.find(sought, at)
-        if at < 0:
-            return found
-        at += len(sought)
-        if text[at : at + 1] not in (b" ", b"\t", b"{"):
+    series: list[tuple[str, float]] = []
+    _, *rests = text.split(b"\n" + name.encode(), MOST_SERIES)
+    if len(rests) == MOST_SERIES:
+        raise ReportError("malformed", f"{name} has {MOST_SERIES} lines or more")
+    for rest in rests:
+        if not rest.startswith((b" ", b"\t", b"{")):
             continue  # a longer name
-        end = text.find(b"\n", at, at + MOST_LINE)
-        line = text[at : end if end >= 0 else at + MOST_LINE].decode(errors="replace")
-        series = SERIES.match(line)
+        line = rest[:MOST_LINE].partition(b"\n")[0].decode(errors="replace")
+        labels, number = read.groups("") if (read := SERIES.match(line)) else ("", "")
         try:
-            value = float(series["value"]) if series else None
+            value = float(number)
         except ValueError:
-            value = None
-        if series is None or value is None:
-            raise ReportError("malformed", f"{name}{line[:80]!r} is no line of a metric")
+            raise ReportError("malformed", f"{name}{line[:80]!r} is no line of a metric") from None
         if not 0 <= value <= most:
             raise ReportError("impossible", f"{name}={value:g} must be in 0 … {most:g}")
-        found.append((series["labels"] or "", value))
-    raise ReportError("malformed", f"{name} has {MOST_SERIES} lines or more")
+        series.append((labels, value))
+    return series
 
 
 def _label(labels: str, name: str) -> str | None:

@@ -112,7 +112,7 @@ def _plain(record: _Record) -> dict[str, Any]:
         "pool": record.pool,
         "worker": record.worker,
         # JSON has no infinity: null marks a worker that must not get the request
-        "scores": {id: _finite(scores[row]) for row, id in named if row < len(scores)},
+        "scores": {id: scores[row] if math.isfinite(scores[row]) else None for row, id in named if row < len(scores)},
         "reason": record.decision.reason[:MAX_TEXT],
         "fallback": record.fallback,
         "prompt_tokens": int(record.prompt_tokens),
@@ -135,7 +135,3 @@ def _numbers(values: Any) -> list[Any] | None:
     except ValueError:  # rows of different lengths
         return None
     return rows.tolist() if rows.ndim == 1 and rows.dtype.kind in "iuf" else None
-
-
-def _finite(score: float) -> float | None:
-    return score if math.isfinite(score) else None

@@ -146,7 +146,9 @@ class Histogram:
             return
         counts = self._counts
         if labels not in counts:
-            labels = self._series(labels)
+            labels = self.labels.bounded(labels, len(counts))
+            counts.setdefault(labels, [0] * (len(self.bounds) + 1))
+            self._sums.setdefault(labels, 0.0)
         counts[labels][bisect_left(self.bounds, value)] += 1
         self._sums[labels] += value
 
@@ -160,13 +162,6 @@ class Histogram:
         for key, counts in self._counts.items():
             family.add_metric(key, list(zip(bounds, accumulate(counts), strict=True)), self._sums[key])
         return family
-
-    def _series(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        series = self.labels.bounded(labels, len(self._counts))
-        if series not in self._counts:
-            self._counts[series] = [0] * (len(self.bounds) + 1)
-            self._sums[series] = 0.0
-        return series
 
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"

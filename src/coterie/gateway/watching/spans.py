@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from coterie.errors import ConfigError, UnavailableError, check_one_of
+from coterie.errors import UnavailableError, check, check_one_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -51,9 +51,6 @@ class Span:
         outcome: str | None = None,
     ) -> None:
         """Set attributes; those not given stay unchanged."""
-
-    def event(self, name: str) -> None:
-        """Mark a point in time, such as the first token."""
 
     def child(self, name: str) -> Span:  # noqa: ARG002 (recorded spans use the name)
         """Begin a child span: the exchange with one worker."""
@@ -134,9 +131,6 @@ class _Recorded(_Unsampled):
             if value is not None:
                 self._span.set_attribute(ATTRIBUTES[name], value[:MAX_REASON] if isinstance(value, str) else value)
 
-    def event(self, name: str) -> None:
-        self._span.add_event(name)
-
     def child(self, name: str) -> Span:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -179,8 +173,10 @@ def exporter_kind(environ: Mapping[str, str]) -> str:
 
 def _provider(kind: str, environ: Mapping[str, str]) -> TracerProvider:
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if kind == "otlp" and protocol not in (None, "http/protobuf"):
-        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol!r} must be 'http/protobuf'")
+    check(
+        kind != "otlp" or protocol in (None, "http/protobuf"),
+        f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol!r} must be 'http/protobuf'",
+    )
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

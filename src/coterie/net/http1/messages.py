@@ -135,6 +135,12 @@ class HttpError(CoterieError):
         return b"\n\ndata: " + self.body() + b"\n\n"
 
 
+def check_request(holds: object, status: int, message: str, param: str | None = None) -> None:
+    """Raise HttpError unless `holds`; for problems that can be put into words at once, and cheaply."""
+    if not holds:
+        raise HttpError(status, message, param=param)
+
+
 def _error_type(status: int) -> str:
     named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     return named.get(status, "invalid_request_error" if status < 500 else "server_error")

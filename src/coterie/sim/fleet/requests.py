@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_at_least, check_positive
+from coterie.errors import ConfigError, check, check_at_least, check_given, check_positive
 from coterie.footprints.counting import footprint
 from coterie.routing import Fleet, Router
 from coterie.traces import ActivationTrace, RequestTrace
@@ -156,12 +156,9 @@ def draw_requests(
         prompts = recordings.prompt_tokens if recordings.prompt_tokens is not None else recordings.prompt_rows
         prompt_tokens = np.clip(prompts[recorded], 1, longest_prompt)
         return FleetRequests(recordings, recorded, prompt_tokens, recordings.decode_rows[recorded])
-    if arrivals.arrival_s is None:
-        raise ConfigError("arrivals has no arrival times")
+    arrival_s = check_given(arrivals.arrival_s, "arrivals has no arrival times")
     rows = (int(rng.integers(max(1, len(arrivals) - count + 1))) + np.arange(count)) % len(arrivals)
-    times = np.concatenate(
-        [[0.0], np.cumsum(np.maximum(0.0, np.diff(arrivals.arrival_s, append=arrivals.arrival_s[-1])[rows]))[:-1]]
-    )
+    times = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(arrival_s, append=arrival_s[-1])[rows]))[:-1]])
     if rate is not None:
         check_positive(rate=rate)
         times = times / max(times[-1], 1e-9) * (count - 1) / rate
@@ -187,10 +184,11 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
     for name in ("prompt_tokens", "output_tokens"):
         values = getattr(requests, name)
         check(len(values) == count, f"{name} has {len(values)} requests; recorded has {count}")
-        if values.min() < 1:
-            raise ConfigError(f"{name}={values.min()} must be at least 1 for every request")
-    if not 0 <= requests.recorded.min() <= requests.recorded.max() < len(recordings):
-        raise ConfigError(f"recorded holds numbers outside 0 … {len(recordings) - 1}")
+        check(values.min() >= 1, f"{name}={values.min()} must be at least 1 for every request")
+    check(
+        0 <= requests.recorded.min() <= requests.recorded.max() < len(recordings),
+        f"recorded holds numbers outside 0 … {len(recordings) - 1}",
+    )
     ids = recordings.expert_ids
     check(
         ids.ndim == 3 and ids.shape[1] == spec.num_moe_layers and recordings.num_experts == spec.num_experts,
@@ -198,19 +196,25 @@ def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: in
         f"{spec.num_moe_layers} MoE layers of {spec.num_experts}",
     )
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-    if low < 0 or high >= spec.num_experts:
-        raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {spec.num_experts - 1}")
+    check(
+        low >= 0 and high < spec.num_experts,
+        f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {spec.num_experts - 1}",
+    )
     for row, rows in ((recordings.prompt_row, recordings.prompt_rows), (recordings.decode_row, recordings.decode_rows)):
-        if row.min() < 0 or rows.min() < 1 or int((row + rows).max()) > len(ids):
-            raise ConfigError(f"recordings need at least one token each for prompt and decode within {len(ids)}")
+        check(
+            row.min() >= 0 and rows.min() >= 1 and int((row + rows).max()) <= len(ids),
+            f"recordings need at least one token each for prompt and decode within {len(ids)}",
+        )
     check_at_least(1, in_flight=in_flight, block_tokens=requests.block_tokens)
     check(
         (requests.arrival_s is None) != (in_flight is None),
         "give either requests with arrival_s (open) or in_flight (closed)",
     )
     times = np.zeros(count) if requests.arrival_s is None else requests.arrival_s
-    if len(times) != count or not np.isfinite(times).all() or times[0] < 0:
-        raise ConfigError(f"arrival_s must hold {count} finite times of at least 0")
+    check(
+        len(times) == count and np.isfinite(times).all() and times[0] >= 0,
+        f"arrival_s must hold {count} finite times of at least 0",
+    )
     check(not (np.diff(times) < 0).any(), "arrival_s must not fall")
     check(
         (requests.blocks is None) == (requests.block_offsets is None), "blocks and block_offsets must be given together"
@@ -231,8 +235,7 @@ def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: N
             f"request {row} has {held[row]} blocks; its prompt of {requests.prompt_tokens[row]} tokens has at most "
             f"{most[row]} of {requests.block_tokens}"
         )
-    if len(blocks) and blocks.min() < 0:
-        raise ConfigError(f"blocks holds {blocks.min()}; blocks are numbered from 0")
+    check(blocks.min(initial=0) >= 0, f"blocks holds {blocks.min(initial=0)}; blocks are numbered from 0")
     owner = np.repeat(np.arange(len(requests)), held)
     check(
         len(np.unique(np.stack([owner, blocks]), axis=1).T) == len(blocks),

@@ -15,7 +15,6 @@ prompts and decode of one worker in separate batches, or if several senders comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_one_of
-from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
 from coterie.sim.fleet._loop import advance
@@ -76,9 +74,6 @@ class FleetConfig:
     arrives during a step joins the step after the next."""
     speeds: tuple[float, ...] | None = None
     """[decode worker] speed relative to the step model; 2 halves the step times."""
-    refine_tokens: int = 0
-    """Interval, in decoded tokens, at which a request's profile in the fleet is updated with its activations; the
-    router's profile keeps the weight of one interval. 0 disables updates."""
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -90,7 +85,7 @@ class FleetConfig:
             kv_tokens=self.kv_tokens,
             prefill_kv_tokens=self.prefill_kv_tokens,
         )
-        check_at_least(0, prefill_workers=self.prefill_workers, refine_tokens=self.refine_tokens)
+        check_at_least(0, prefill_workers=self.prefill_workers)
         check(
             not (self.both and self.prefill_workers),
             f"prefill_workers={self.prefill_workers} must be 0 where workers do both",
@@ -117,7 +112,6 @@ def run_fleet(
     fleet: Fleet | None = None,
     until_s: float = np.inf,
     check: bool = False,
-    progress: Callable[[int], None] | None = None,
     controller: FleetController | None = None,
 ) -> FleetRun:
     """Serve all requests, or as many as `until_s` allows.
@@ -139,9 +133,7 @@ def run_fleet(
             f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
             f"{config.decode_workers} without any"
         )
-    driver = _Driver(
-        requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, progress, controller
-    )
+    driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, controller)
     run = driver.serve()
     if check:
         check_fleet(
@@ -171,10 +163,9 @@ class _Driver:
         placement: Placement | None,
         fleet: Fleet,
         until_s: float,
-        progress: Callable[[int], None] | None,
         controller: FleetController | None,
     ) -> None:
-        self.requests, self.router, self.config, self.progress = requests, router, config, progress
+        self.requests, self.router, self.config = requests, router, config
         self.fleet, self.controller = fleet, controller
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
         self.tables = *model.tables(max(most, MOST_DECODING)), *step_counts(model, placement)
@@ -186,7 +177,6 @@ class _Driver:
         self.reported = 0
         self.ended = EndedRequests(requests)
         self.unseen: list[FinishedRequest] = []
-        self.profiles: dict[int, tuple[NDArray[np.float32], int]] = {}
 
     def serve(self) -> FleetRun:
         arrays, c = (*self.world, *self.tables), self.world.c
@@ -217,12 +207,9 @@ class _Driver:
             return
         for request in self.world.r[self.reported : ended, state.ENDING].tolist():
             self.fleet.finish(str(request))
-            self.profiles.pop(request, None)
             if self.controller is not None and self.world.r[request, state.PHASE] == state.DONE:
                 at_s, worker = float(self.world.rt[request, state.FINISH]), int(self.world.r[request, state.DECODER])
                 self.unseen.append(self.ended.finished(request, at_s, worker))
-        if self.progress is not None:
-            self.progress(ended - self.reported)
         self.reported = ended
 
     def control(self, controller: FleetController) -> None:
@@ -239,8 +226,6 @@ class _Driver:
         fleet, config = self.fleet, self.config
         if config.both or config.kv_tokens is not None:
             self.show_memory()
-        if config.refine_tokens:
-            self.refine()
         recorded, prompt_tokens = self.recorded[request], self.prompt_tokens[request]
         known = Request(
             str(request),
@@ -252,11 +237,10 @@ class _Driver:
         )
         decision: Decision = self.router.route(known, fleet)
         worker = int(decision.worker)
-        if not 0 <= worker < config.decode_workers:
-            raise ConfigError(f"the router chose worker {worker}; it must be in 0 … {len(fleet) - 1}")
+        check(
+            0 <= worker < config.decode_workers, f"the router chose worker {worker}; it must be in 0 … {len(fleet) - 1}"
+        )
         fleet.admit(known.id, worker, prompt_tokens, decision.profile)
-        if config.refine_tokens and decision.profile is not None:
-            self.profiles[request] = (decision.profile, 0)
         return worker
 
     def show_memory(self) -> None:
@@ -273,20 +257,6 @@ class _Driver:
         if not len(blocks):
             return None
         return np.array([state.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
-
-    def refine(self) -> None:
-        """Update the profiles of requests that decoded at least `refine_tokens` since their last update."""
-        every, recordings = self.config.refine_tokens, self.requests.recordings
-        for request, (profile, seen) in self.profiles.items():
-            decoded = int(self.world.r[request, state.DECODED])
-            if decoded - seen < every:
-                continue
-            recorded = self.requests.recorded[request]
-            rows = recordings.decode_row[recorded] + np.arange(decoded) % recordings.decode_rows[recorded]
-            counts = footprint(recordings.expert_ids[rows], recordings.num_experts).ravel()
-            mixed = (counts + np.float32(every) * profile) / np.float32(every + decoded)
-            self.fleet.refine(str(request), mixed.astype(np.float32))
-            self.profiles[request] = (profile, decoded)
 
     def result(self) -> FleetRun:
         c, f, w, _ = self.world[:4]

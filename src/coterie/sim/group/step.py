@@ -84,10 +84,10 @@ class LockstepGroup:
 
         expert_ids are [token, layer, k], `home` [token] is the rank of each token, `batches` has one batch per rank.
         """
-        if expert_ids.shape[1] != self.placement.num_layers or len(expert_ids) != len(home):
-            raise ConfigError(
-                f"expert_ids has shape {expert_ids.shape}; expected [{len(home)}, {self.placement.num_layers}, k]"
-            )
+        check(
+            expert_ids.shape[1] == self.placement.num_layers and len(expert_ids) == len(home),
+            f"expert_ids has shape {expert_ids.shape}; expected [{len(home)}, {self.placement.num_layers}, k]",
+        )
         counts = np.bincount(home, minlength=self.ranks).tolist()
         if counts != [batch.tokens for batch in batches]:
             raise ConfigError(f"ranks have {counts} tokens; batches have {[batch.tokens for batch in batches]}")

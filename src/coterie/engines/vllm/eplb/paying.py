@@ -28,7 +28,7 @@ from coterie.costs.presets import step_model
 from coterie.engines.vllm.eplb.base import EplbRound, MapDecision, Slots, as_slots, short_hash
 from coterie.engines.vllm.eplb.files import WatchedFile
 from coterie.engines.vllm.settings import EplbSettings
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check
 from coterie.models import get_model
 from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Plan, Planner, Rebalancer, planners
 from coterie.placement.scenarios import at_mean, load_scenarios
@@ -94,8 +94,7 @@ def checked(planner: str, plan: Plan) -> Plan:
 
 
 def _check_split(planner: str, split: str) -> None:
-    if split != EQUAL:
-        raise ConfigError(f"split={split!r} of planner {planner!r} must be {EQUAL!r}: vLLM spreads tokens evenly")
+    check(split == EQUAL, f"split={split!r} of planner {planner!r} must be {EQUAL!r}: vLLM spreads tokens evenly")
 
 
 logger = logging.getLogger("vllm.coterie")

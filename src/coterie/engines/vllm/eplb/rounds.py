@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import Counter
 
 from coterie.engines.vllm.eplb.base import (
@@ -91,22 +92,10 @@ def count_round(decision: MapDecision, moves: int, slowest_s: float, asking_s: f
 logger = logging.getLogger("vllm.coterie")  # a child of vLLM's logger, so that its handlers print the messages
 
 
-@dataclass(slots=True)
-class RoundCounters:
-    """Counters of this rank since the start."""
-
-    rounds: int = 0
-    """Rounds with load."""
-    kept: int = 0
-    """Rounds with load that moved nothing."""
-    plans: int = 0
-    moves: int = 0
-    maps: int = 0
-    """Maps applied from `load_map`."""
-    failures: int = 0
-    """Failures of planner or files. If planning fails, the rank keeps the map, or with when=always uses vLLM's own."""
-    disagreements: int = 0
-    """Rounds abandoned because ranks had different maps."""
+COUNTED = ("rounds", "kept", "plans", "moves", "maps", "failures", "disagreements")
+"""Counters of a rank: rounds with load; those that moved nothing; plans; moves; maps applied from `load_map`; failures
+of planner or files, after which the rank keeps the map, or with when=always uses vLLM's own; rounds abandoned because
+ranks had different maps."""
 
 
 class Rounds:
@@ -114,7 +103,8 @@ class Rounds:
 
     def __init__(self, settings: EplbSettings) -> None:
         self.settings = settings
-        self.counters = RoundCounters()
+        self.counters = collections.Counter(dict.fromkeys(COUNTED, 0))
+        """Counters of this rank since the start."""
         self.last: MapDecision | None = None
         self._prices = EplbPrices(settings)
         self._prices.check()
@@ -148,7 +138,7 @@ class Rounds:
 
     def decide(self, asked: EplbRound) -> MapDecision:
         """Return this rank's decision for a round."""
-        if self.settings.when != "always" and asked.whole and not _usable(asked.tokens):
+        if self.settings.when != "always" and asked.whole and not _usable(asked.tokens).all():
             return MapDecision(_old(asked), f"the load is {_nonsense(asked.tokens)}", "bad_load")
         current = carry_over(asked)
         if not asked.tokens.any():
@@ -204,7 +194,7 @@ class Rounds:
         if slots is None:
             return None
         self._files.taken()
-        self.counters.maps += 1
+        self.counters["maps"] += 1
         if group.rank == 0:
             series()["maps_loaded"].inc()
         return MapDecision(slots, f"the map of {self.settings.load_map}")
@@ -212,7 +202,7 @@ class Rounds:
     def _disagreed(
         self, decision: MapDecision, asked: EplbRound, vllms: Callable[[], Slots], group: RearrangingGroup
     ) -> MapDecision:
-        self.counters.disagreements += 1
+        self.counters["disagreements"] += 1
         if group.rank == 0:
             series()["disagreements"].inc()
         self._files.forget_initial()  # most likely cause: a file that not all ranks have
@@ -240,11 +230,11 @@ class Rounds:
         self, asked: EplbRound, decision: MapDecision, agreement: Agreement, asking_s: float, group: RearrangingGroup
     ) -> None:
         counters = self.counters
-        counters.rounds += 1
+        counters["rounds"] += 1
         moves = count_moves(asked.old, decision.slot_experts, asked.num_ranks)
-        counters.moves += moves
-        counters.kept += not moves
-        counters.plans += decision.planning_s > 0
+        counters["moves"] += moves
+        counters["kept"] += not moves
+        counters["plans"] += decision.planning_s > 0
         if group.rank == 0:
             count_round(decision, moves, agreement.slowest_s, asking_s)
             self._tell(moves, decision)
@@ -253,7 +243,7 @@ class Rounds:
 
     def _tell(self, moves: int, decision: MapDecision) -> None:
         """Log a round; of consecutive rounds that keep the map for the same reason, only the first."""
-        since = "since the start: " + ", ".join(f"{name} {value}" for name, value in asdict(self.counters).items())
+        since = "since the start: " + ", ".join(f"{name} {value}" for name, value in self.counters.items())
         if moves or self.settings.when == "always":
             self._logged_kind = ""
             logger.info("coterie: %d moves (%s%s); %s", moves, decision.reason, _expected(decision), since)
@@ -262,7 +252,7 @@ class Rounds:
             logger.info("coterie: keep, because %s; %s", decision.reason, since)
 
     def _failed(self, message: str) -> None:
-        self.counters.failures += 1
+        self.counters["failures"] += 1
         series()["failures"].inc()
         logger.exception("%s", message)
 
@@ -272,12 +262,12 @@ def _old(asked: EplbRound) -> Slots:
     return asked.old.astype(np.int64)
 
 
-def _usable(tokens: np.ndarray) -> bool:
-    return bool(((tokens >= 0) & (tokens < np.inf)).all())  # NaN fails both comparisons
+def _usable(tokens: np.ndarray) -> NDArray[np.bool_]:
+    return (tokens >= 0) & (tokens < np.inf)  # NaN fails both comparisons
 
 
 def _nonsense(tokens: np.ndarray) -> str:
-    layer, expert = (int(index) for index in np.argwhere(~((tokens >= 0) & (tokens < np.inf)))[0])
+    layer, expert = (int(index) for index in np.argwhere(~_usable(tokens))[0])
     return f"{tokens[layer, expert]} for expert {expert} of layer {layer}; tokens must be finite and not negative"
 
 
