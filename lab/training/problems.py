@@ -1,7 +1,8 @@
 """Word problems with worked answers in the eleven languages of the maths prompts, written for this project.
 
-Ten situations; in each language the same ten, with its own names and things (phrases.json). Counts are drawn from numbers that take
-the same plural in every language here (Russian: 5 to 20, 25 to 30, ...), so that a sentence is right for any draw.
+Ten situations; in each language the same ten, with its own names and things (phrases.json). Counts are drawn from
+numbers that take the same plural in every language here (Russian: 5 to 20, 25 to 30, ...), so that a sentence is right
+for any draw.
 """
 
 from __future__ import annotations
