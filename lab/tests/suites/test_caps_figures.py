@@ -12,7 +12,6 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from coterie.answers.figures import LIGHT, WIDTH_IN
-from coterie_lab.suites.caps import drawing
 from coterie_lab.suites.caps import figures as caps_figures
 from coterie_lab.suites.caps.published import RATES, published
 from coterie_lab.suites.regimes import figures as regimes_figures
@@ -124,12 +123,12 @@ def test_predicted_rates_are_marked() -> None:
 
 def test_a_lone_strategy_of_the_group_has_its_own_line() -> None:
     names = ("fcfs", "best_fit", "lpt_balanced")
-    assert list(drawing.look_of(caps_rows(names))) == ["best_fit", "lpt_balanced"]
-    assert set(drawing.look_of(caps_rows())) == {"latency_aware", "random", "karmarkar_karp", "lpt"}
+    assert list(caps_figures.look_of(caps_rows(names))) == ["best_fit", "lpt_balanced"]
+    assert set(caps_figures.look_of(caps_rows())) == {"latency_aware", "random", "karmarkar_karp", "lpt"}
 
 
 def test_no_two_of_twenty_strategies_look_alike() -> None:
-    look = drawing.styles([f"s{number}" for number in range(20)])
+    look = caps_figures.styles([f"s{number}" for number in range(20)])
     assert len(set(look.values())) == 20
 
 

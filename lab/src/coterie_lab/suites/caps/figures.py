@@ -13,15 +13,31 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from coterie.answers.figures import Theme, write_figure
-from coterie_lab.suites.caps import drawing
-from coterie_lab.suites.caps.drawing import BASE, handle, legend_above, line_handles, published_ends, short_name, signed
+from coterie.answers.figures import MAX_LABEL, Theme, write_figure
+from coterie_lab.suites.caps.published import GREEDY, TOP_SIX
 from coterie_lab.suites.shared import Rows, annotate, distinct_values
 
 NAME = "fig_p99_by_rate"
+BASE = "fcfs"
+GROUP = (*TOP_SIX, "differencing", "power_of_d_dot")
+"""Strategies whose results under bursts are nearly the same."""
+LEAST_GROUP = 4
+"""Smallest group drawn as one band; members of a smaller group have a line each."""
+STYLES = {
+    "latency_aware": ("#1f6fb4", "o"),
+    "random": ("#d9730d", "s"),
+    "karmarkar_karp": ("#2a8c5a", "^"),
+    "lpt": ("#8e4fb0", "v"),
+    "greedy_variance": ("#5b6675", "D"),
+}
+COLORS, MARKERS = ("#b8326f", "#12858f", "#7a5c12", "#6b2f2f"), "PXph*"
+"""Colours and markers of all other strategies: 20 pairs before one repeats."""
+MOST_LISTED = 8
+"""Lines of small print in a corner."""
 FLOOR = -60.0
 """Lowest value of the axis; larger losses are written, since drawing them would flatten all else."""
 
@@ -35,34 +51,78 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
 
 
 def _p99_by_rate(rows: Rows, figure: Figure, theme: Theme) -> None:
-    patterns, look = distinct_values(rows, "pattern"), drawing.look_of(rows)
+    patterns, look = distinct_values(rows, "pattern"), look_of(rows)
     predicted = any(not row["fitted"] for row in rows)
     for axes, pattern in zip(figure.subplots(1, len(patterns), squeeze=False)[0], patterns, strict=True):
         _p99_panel(axes, theme, [row for row in rows if row["pattern"] == pattern], look)
         axes.set(title=f"{pattern} arrivals", xlabel="requests a second" + ("  (* predicted, not fitted)" * predicted))
     figure.axes[0].set_ylabel("cut of P99 against fcfs (%)")
-    handles = line_handles(look)
-    group = drawing.grouped(rows)
+    handles = [handle(short_name(name), color, marker, ms=5, ls="-") for name, (color, marker) in look.items()]
+    group = grouped(rows)
     if group:
         label = f"{len(group)} others, least to most"
         handles.append(Patch(facecolor=theme.grid, edgecolor=theme.muted, lw=0.8, label=label))
-    if any(published_ends(row, "p99_reduction_pct") for row in rows):
+    if any(published_p99(row) for row in rows):
         handles.append(handle("published", theme.text, "D", mfc=theme.background, ms=6))
     if any(row["strategy"] in look and row["p99_reduction_low"] is not None for row in rows):
-        handles.append(drawing.whisker_handle(theme))
-    legend_above(figure, handles)
+        handles.append(handle("95% over seeds", theme.muted, "|", ms=10, mew=1.0))
+    sizes = {"fontsize": 8.5, "handlelength": 2.2, "columnspacing": 1.4}
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), **sizes)
+
+
+def look_of(rows: Rows) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each strategy that has a line of its own."""
+    group = grouped(rows)
+    return styles([name for name in distinct_values(rows, "strategy") if name != BASE and name not in group])
+
+
+def grouped(rows: Rows) -> list[str]:
+    members = [name for name in distinct_values(rows, "strategy") if name in GROUP]
+    return members if len(members) >= LEAST_GROUP else []
+
+
+def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    known = {name: style for name, style in STYLES.items() if name in names}
+    others = [name for name in names if name not in known]
+    return known | {
+        name: (COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]) for place, name in enumerate(others)
+    }
+
+
+def handle(label: str, color: str, marker: str, **style: Any) -> Any:
+    """A marker in a legend; without a line unless `ls` is given."""
+    return Line2D([], [], label=label, color=color, marker=marker, **({"ls": "none"} | style))
+
+
+def short_name(name: str) -> str:
+    return name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def published_p99(row: dict[str, Any]) -> tuple[float, float] | None:
+    """The ends of the published cut of P99, which are one number where that is known."""
+    value = (row.get("published") or {}).get("p99_reduction_pct")
+    if value is None:
+        return None
+    return (float(value[0]), float(value[1])) if isinstance(value, list | tuple) else (float(value), float(value))
 
 
 def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, str]]) -> None:
     rates = distinct_values(rows, "rate")
     at = {rate: place for place, rate in enumerate(rates)}  # evenly spaced, whatever the rates
     axes.axhline(0.0, color=theme.text, lw=1.2)
-    group = np.array([drawing.p99_cuts(rows, name, rates) for name in drawing.grouped(rows)])
+    cuts = {(row["strategy"], row["rate"]): row["p99_reduction_pct"] for row in rows}
+    group = np.array([[cuts.get((name, rate), np.nan) for rate in rates] for name in grouped(rows)], np.float64)
     if group.size:
         axes.fill_between(range(len(rates)), group.min(axis=0), group.max(axis=0), color=theme.grid, lw=0)
         axes.plot(range(len(rates)), group.T, color=theme.muted, lw=0.6, marker="_", ms=7, alpha=0.8)
     lost: dict[str, list[tuple[float, float]]] = {}
-    for shift, (name, (color, marker)) in zip(drawing.shifts(len(look)), look.items(), strict=True):
+    # Shifted along the axis, so that whiskers do not hide each other.
+    shifts = (np.arange(len(look)) - (len(look) - 1) / 2) * min(0.04, 0.3 / max(len(look), 1))
+    for shift, (name, (color, marker)) in zip(shifts, look.items(), strict=True):
         mine = [row for row in rows if row["strategy"] == name]
         x = [at[row["rate"]] + shift for row in mine]
         y = np.array([row["p99_reduction_pct"] for row in mine])
@@ -80,8 +140,12 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
     _rate_ticks(axes, rows, rates, brackets)
     annotate(axes, BASE, (axes.get_xlim()[1], 0), (0, -2), ha="right", va="top", fontsize=8)
     if lost:
-        below = drawing.shortened_list(_below(name, spots) for name, spots in lost.items())
-        drawing.write_in_corner(axes, theme, ["below the axis", *below])
+        below = [_below(name, spots) for name, spots in lost.items()]
+        more = [f"and {len(below) - MOST_LISTED} more"] if len(below) > MOST_LISTED else []
+        words = "\n".join(["below the axis", *below[:MOST_LISTED], *more])
+        style = {"ha": "right", "va": "bottom", "fontsize": 7, "color": theme.muted, "zorder": 7}
+        box = {"facecolor": theme.background, "edgecolor": "none", "pad": 1.5}
+        annotate(axes, words, (1, 0), (-2, 3), xycoords="axes fraction", bbox=box, **style)
     axes.grid(axis="y")
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
 
@@ -100,8 +164,9 @@ def _published_p99(
     ends_at: dict[float, list[float]] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for row in rows:
-        ends = published_ends(row, "p99_reduction_pct")
-        if ends and drawing.is_of_rate(row):
+        ends = published_p99(row)
+        # Of other strategies only the range over all rates is known.
+        if ends and row["strategy"] in (TOP_SIX if row["pattern"] == "bursty" else GREEDY):
             ends_at.setdefault(row["rate"], []).extend(ends)
         elif ends:
             ranges[row["strategy"]] = ends
