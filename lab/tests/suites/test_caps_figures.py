@@ -12,7 +12,6 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from coterie.answers.figures import LIGHT, WIDTH_IN
-from coterie_lab.suites.caps import drawing
 from coterie_lab.suites.caps import figures as caps_figures
 from coterie_lab.suites.caps.published import RATES, published
 from coterie_lab.suites.regimes import figures as regimes_figures
@@ -27,19 +26,15 @@ STRATEGIES: tuple[str, ...] = (
     "karmarkar_karp",
 )
 STRATEGIES += ("latency_aware", "lpt", "lpt_balanced", "norm_minimizing", "power_of_d", "power_of_d_dot", "random")
-CAPS = ("fig1_p99_by_rate", "fig2_ours_vs_published", "fig3_strategies", "fig4_percentiles")
 
 
 def caps_row(
     pattern: Any, rate: Any, strategy: Any, gain: float = 10.0, half: float | None = 2.0, known: bool = True
 ) -> Any:
     row = {"pattern": pattern, "rate": rate, "strategy": strategy, "fitted": rate in (150.0, 300.0)}
-    for place, field in enumerate(("p50_ms", "p90_ms", "p99_ms", "p999_ms")):
-        row[field] = rate * (place + 1) * (1 - gain / 400)
     gain = 0.0 if strategy == "fcfs" else gain
     low, high = (None, None) if half is None else (gain - half, gain + half)
     row |= {"p99_reduction_pct": gain, "p99_reduction_low": low, "p99_reduction_high": high}
-    row |= {"throughput_gain_pct": gain / 3, "imbalance_reduction_pct": gain / 4}
     return row | {"published": published(pattern, rate, strategy) if known else None}
 
 
@@ -58,7 +53,7 @@ def caps_rows(
 
 
 def filled(fill: Any, *numbers: Any) -> Figure:
-    figure = Figure(layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, 4.0), layout="constrained")
     fill(*numbers, figure, LIGHT)
     return figure
 
@@ -71,13 +66,13 @@ def contents(paths: Any) -> dict[Any, Any]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path: Path) -> None:
+def test_the_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     first, again = tmp_path / "a", tmp_path / "b"
     first.mkdir()
     again.mkdir()
     rows = caps_rows(rates=(150.0, 200.0), patterns=("bursty",))
     paths = caps_figures.draw_figures(first, rows)
-    assert [path.name for path in paths] == [f"{name}.{kind}" for name in CAPS for kind in ("pdf", "png")]
+    assert [path.name for path in paths] == [f"{caps_figures.NAME}.{kind}" for kind in ("pdf", "png")]
     assert sorted(first.iterdir()) == sorted(paths)
     for name, data in contents(paths).items():
         assert data.startswith(b"%PDF-" if name.endswith("pdf") else b"\x89PNG"), name
@@ -89,32 +84,24 @@ def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("rows", "missing"),
+    "rows",
     [
-        (caps_rows(("fcfs", "latency_aware"), (200.0,), half=None, patterns=("bursty",)), (CAPS[1],)),
-        (caps_rows(("fcfs", "best_fit", "a_users_own_strategy_of_long_name"), (150.0, 160.0), known=False), (CAPS[1],)),
-        (caps_rows(("fcfs", "random"), (300.0,), patterns=("bursty",)), ()),
-        (caps_rows(("fcfs", "power_of_d"), (200.0,), patterns=("poisson",)), (CAPS[2],)),
-        (caps_rows(("fcfs",), (7.5,)), CAPS[:3]),
-        (caps_rows(("fcfs", *"abcdef"), tuple(np.linspace(1.0, 1e4, 12)), patterns=("bursty",)), (CAPS[1],)),
-        ([], CAPS),
+        caps_rows(("fcfs", "latency_aware"), (200.0,), half=None, patterns=("bursty",)),
+        caps_rows(("fcfs", "best_fit", "a_users_own_strategy_of_long_name"), (150.0, 160.0), known=False),
+        caps_rows(("fcfs", "random"), (300.0,), patterns=("bursty",)),
+        caps_rows(("fcfs", "power_of_d"), (200.0,), patterns=("poisson",)),
+        caps_rows(("fcfs", *"abcdef"), tuple(np.linspace(1.0, 1e4, 12)), patterns=("bursty",)),
     ],
-    ids=["one seed", "a user's own", "one published range", "poisson", "only fcfs", "many", "nothing"],
+    ids=["one seed", "a user's own", "one published range", "poisson", "many"],
 )
-def test_any_part_of_the_evaluation_can_be_drawn(
-    rows: list[Any], missing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_part_of_the_evaluation_can_be_drawn(rows: list[Any]) -> None:
     """Filled and laid out; the files are the test above."""
+    filled(caps_figures._p99_by_rate, rows).draw_without_rendering()
 
-    def lay_out(fill: Any, folder: Path, name: str, height_in: Any) -> list[Any]:
-        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-        fill(figure, LIGHT)
-        figure.draw_without_rendering()
-        return [folder / f"{name}.png"]
 
-    monkeypatch.setattr(caps_figures, "write_figure", lay_out)
-    paths = caps_figures.draw_figures(tmp_path, rows)
-    assert sorted({path.stem for path in paths}) == sorted(set(CAPS) - set(missing))
+def test_without_a_comparison_nothing_is_drawn(tmp_path: Path) -> None:
+    assert caps_figures.draw_figures(tmp_path, caps_rows(("fcfs",), (7.5,))) == caps_figures.draw_figures(tmp_path, [])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_loss_below_the_axis_is_written() -> None:
@@ -136,64 +123,13 @@ def test_predicted_rates_are_marked() -> None:
 
 def test_a_lone_strategy_of_the_group_has_its_own_line() -> None:
     names = ("fcfs", "best_fit", "lpt_balanced")
-    assert list(drawing.look_of(caps_rows(names))) == ["best_fit", "lpt_balanced"]
-    assert set(drawing.look_of(caps_rows())) == {"latency_aware", "random", "karmarkar_karp", "lpt"}
+    assert list(caps_figures.look_of(caps_rows(names))) == ["best_fit", "lpt_balanced"]
+    assert set(caps_figures.look_of(caps_rows())) == {"latency_aware", "random", "karmarkar_karp", "lpt"}
 
 
 def test_no_two_of_twenty_strategies_look_alike() -> None:
-    look = drawing.styles([f"s{number}" for number in range(20)])
+    look = caps_figures.styles([f"s{number}" for number in range(20)])
     assert len(set(look.values())) == 20
-
-
-def test_every_published_number_is_compared_once() -> None:
-    pairs = caps_figures._pairs(caps_rows())
-    p99 = [pair for pair in pairs if pair.field == "p99_reduction_pct"]
-    # Six strategies and four, each at four rates; three and one of which only the range over the rates is known.
-    assert sum(pair.rate is not None for pair in p99) == 6 * 4 + 4 * 4
-    assert [pair.strategy for pair in p99 if pair.rate is None] == ["karmarkar_karp", "lpt", "random", "power_of_d"]
-    assert len(pairs) - len(p99) == 2 * 9, "throughput and imbalance of nine strategies"
-
-
-@pytest.mark.parametrize(
-    ("rate", "ours", "theirs", "off"),
-    [
-        (150.0, (41.9, 41.9), (46.9, 46.9), 5.0),
-        (150.0, (-17.0, -17.0), (-19.0, -16.0), 0.0),
-        (150.0, (1.0, 1.0), (-19.0, -16.0), 17.0),
-        (None, (10.0, 20.0), (10.6, 20.6), 0.6),
-        (None, (10.0, 25.0), (15.0, 40.0), 15.0),
-        (None, (18.0, 18.0), (15.0, 40.0), 0.0),  # one rate of a range over four
-    ],
-)
-def test_distance_to_the_published_number(
-    rate: float | None, ours: tuple[float, float], theirs: tuple[float, float], off: float
-) -> None:
-    pair = caps_figures.Pair("p99_reduction_pct", "bursty", "s", rate, True, ours, ours, theirs)
-    assert pair.off == pytest.approx(off)
-
-
-def test_what_is_outside_the_band_is_named() -> None:
-    rows = [row for row in caps_rows() if row["published"]]
-    for row in rows:  # all as published
-        for field in caps_figures.NEAR:
-            found = drawing.published_ends(row, field)
-            row[field] = sum(found) / 2 if found else 0.0
-    by = {(row["pattern"], row["rate"], row["strategy"]): row for row in rows}
-    for name in ("random", "karmarkar_karp", "lpt", "power_of_d"):  # a range needs its ends
-        pattern = "poisson" if name == "power_of_d" else "bursty"
-        low, high = by[pattern, 300.0, name]["published"]["p99_reduction_pct"]
-        by[pattern, 300.0, name]["p99_reduction_pct"], by[pattern, 200.0, name]["p99_reduction_pct"] = low, high
-
-    def listed() -> list[str]:
-        texts = words(filled(caps_figures._against_published, caps_figures._pairs(rows)))
-        return [text for text in texts if text.startswith("outside")]
-
-    assert listed() == []
-    by["bursty", 200.0, "best_fit"]["p99_reduction_pct"] -= 5.1
-    by["bursty", 250.0, "best_fit"]["p99_reduction_pct"] -= 4.9
-    for rate in RATES:
-        by["bursty", rate, "lpt"]["throughput_gain_pct"] += 3.0
-    assert listed() == ["outside the band\nbursty 200: best_fit", "outside the band\nthroughput: lpt"]
 
 
 def regime_row(

@@ -22,6 +22,7 @@ from coterie_lab.suites.eldr import published as eldr_published
 from coterie_lab.suites.eldr import suite as eldr
 from coterie_lab.suites.eldr.analysis import analyse, domain_unions, phase_correlation
 from coterie_lab.suites.eldr.cells import LIMIT_ROUTER, Assigned, Cell, CellResult, find_limit, serve_cell
+from coterie_lab.suites.eldr.figures import draw_figures
 from coterie_lab.suites.eldr.fleets import (
     ROUTERS,
     Outcome,
@@ -112,7 +113,7 @@ def test_other_signatures_and_clusters_are_routed_by(source: Any, bench: Bench) 
     assert not np.array_equal(gates, bench.requests.recordings.footprint)
 
 
-def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path) -> None:
+def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path, tmp_path: Path) -> None:
     found = [serve_cell(Cell("gpt-oss-20b", 3, 16, seed), data_dir, 260) for seed in (0, 1)]
     assert set(found[0].outcomes) == {*ROUTERS, LIMIT_ROUTER}
     rows = main_rows("gpt-oss-20b", 3, 16, [one.outcomes for one in found]) + limit_rows(3, found)
@@ -124,6 +125,7 @@ def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path) -> None
     assert limit["share"] == 1
     json.dumps(rows)
     assert any("union clusters reach" in note for note in notes_of(rows))
+    assert [path.name for path in draw_figures(tmp_path, rows)] == ["eldr_loads.pdf", "eldr_loads.png"]
 
 
 def test_more_in_flight_than_recordings_is_refused(source: Any) -> None:
@@ -213,7 +215,7 @@ def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, 
     assert {row["routing"] for row in found.rows} == {"synthetic"}
     assert all(set(row) >= set(FIELDS.split()) for row in found.rows)
     assert "COTERIE_DATA" in found.notes[0]
-    assert (tmp_path / "eldr_trends.png").stat().st_size > 0
+    assert list(tmp_path.iterdir()) == [], "the figure is of recorded routing"
 
 
 def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path) -> None:

@@ -51,7 +51,6 @@ MIGRATION = _suite(
     "Remote experts under replication, swaps and both on real routing, and replicas against KV cache, beside an "
     "article's tables.",
     ("trace", "trace_format", "batch", "seed"),
-    writes_files=True,
 )
 LATENCY_OPTIMAL = _suite(
     "latency_optimal",

@@ -103,6 +103,15 @@ def known_model(name: str) -> ModelSpec | None:
         return None
 
 
+def behind_best(rows: Sequence[Row], claim: str, where: Callable[[Row], str]) -> list[str]:
+    """Say in how many cells latency_aware does as the claim says, and by how much it is behind elsewhere."""
+    ours = [row for row in rows if row["strategy"] == "latency_aware"]
+    behind = [row for row in ours if (row["behind_best_low"] or 0.0) > 0.0]
+    words = [f"behind {row['best']} by {row['behind_best_pct']:.1f}% {where(row)}" for row in behind]
+    counted = f"latency_aware {claim} in {len(ours) - len(behind)} of {len(ours)} cells"
+    return ["; ".join([counted, *words]) + "."] if ours else []
+
+
 # Columns of printed tables.
 
 

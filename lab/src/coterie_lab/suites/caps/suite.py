@@ -30,7 +30,7 @@ from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import RunSummary, SpreadExecution, run_batches, summarise_run
 from coterie.traces.store import write_json
 from coterie_lab.suites.caps.published import GREEDY, RATES, REQUESTS, SEEDS, TOP_SIX, published
-from coterie_lab.suites.shared import as_is, gain, run_cells, spread
+from coterie_lab.suites.shared import as_is, behind_best, gain, run_cells, spread
 
 NAME = "caps"
 PATTERNS = ("bursty", "poisson")
@@ -150,19 +150,8 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...], st
                     f"{min(ours):+.1f} to {max(ours):+.1f}% P99, published {words}% "
                     f"({'fitted' if rate in FITTED_RATES else 'predicted'})."
                 )
-    ours = [row for row in rows if row["strategy"] == "latency_aware"]
-    if ours:
-        behind = [row for row in ours if (row["behind_best_low"] or 0.0) > 0.0]
-        notes.append(
-            f"latency_aware has the best P99, or one not told apart from it, in {len(ours) - len(behind)} of "
-            f"{len(ours)} cells"
-            + "".join(
-                f"; behind {row['best']} by {row['behind_best_pct']:.1f}% at {row['pattern']} {row['rate']:g}/s"
-                for row in behind
-            )
-            + "."
-        )
-    return notes
+    claim = "has the best P99, or one not told apart from it,"
+    return notes + behind_best(rows, claim, lambda row: f"at {row['pattern']} {row['rate']:g}/s")
 
 
 def _range(row: Row, field: str) -> str:

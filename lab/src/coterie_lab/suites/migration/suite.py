@@ -13,15 +13,12 @@ The remote share says nothing about how evenly ranks are loaded, nor about what 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from coterie.answers.figures import Theme, write_figure
 from coterie.answers.suites import Column, Report, SuiteOptions, SuiteResult, SuiteTable
 from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us
 from coterie.placement.holdings import Held, held_by, remote_share
@@ -84,9 +81,6 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
             popularity = np.sum([requests.sum(axis=0) for requests in domains.requests.values()], axis=0)
     memory = memory_rows(popularity, options.seed)
     notes = [*_remote_notes(rows), *memory_notes(memory), *notes]
-    if options.out is not None and rows:
-        options.out.mkdir(parents=True, exist_ok=True)
-        draw_figure(options.out, [row for row in rows if row["table"] == "remote"])
     return SuiteResult(NAME, rows + memory, notes)
 
 
@@ -336,29 +330,3 @@ TABLES = (
         sizes="ours",
     ),
 )
-
-
-def draw_figure(folder: Path, rows: Rows) -> list[Path]:
-    """Write PDF and PNG: remote share by strategy, every model beside the published numbers, a panel per traffic."""
-    return write_figure(partial(_fill, rows), folder, "fig_migration", 3.4)
-
-
-def _fill(rows: Rows, figure: Figure, theme: Theme) -> None:
-    traffics, models = distinct_values(rows, "traffic"), distinct_values(rows, "model")
-    panels = figure.subplots(1, len(traffics), sharey=True, squeeze=False)[0]
-    for panel, traffic in zip(panels, traffics, strict=True):
-        has_published = any(row["published"] for row in rows if row["traffic"] == traffic)
-        if has_published:
-            theirs = [PUBLISHED[name][0] for name in ORDER]
-            panel.plot(ORDER, theirs, color=theme.muted, ls="--", marker="s", ms=4, lw=1.2, label="published")
-        for color, marker, model in zip(theme.series, "o^Dv", models, strict=False):
-            mine = _remote_by_strategy(rows, model, traffic)
-            panel.plot(ORDER, [mine[name] for name in ORDER], color=color, marker=marker, ms=5, lw=1.4, label=model)
-        panel.set_title(traffic if traffic == "at random" else f"by domain, {traffic}")
-        panel.grid(axis="y")
-        panel.set_ylim(45, 95)
-        panel.tick_params(axis="x", labelrotation=35)
-        for label in panel.get_xticklabels():
-            label.set(ha="right", rotation_mode="anchor")
-    panels[0].set_ylabel("remote activations, %")
-    panels[0].legend(fontsize=8, loc="lower left")

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from coterie.answers.figures import Theme, write_figure
-from coterie_lab.suites.caps.drawing import short_name, signed
+from coterie_lab.suites.caps.figures import short_name, signed
 from coterie_lab.suites.shared import Rows, annotate, distinct_values
 
 NAME = "fig_regimes"

@@ -54,7 +54,17 @@ from coterie.types import ModelSpec, Placement, Topology
 from coterie_lab.suites.caps.suite import compared_strategies
 from coterie_lab.suites.eldr.fleets import TRACES
 from coterie_lab.suites.eldr.synthetic import MOONCAKE, load_arrivals
-from coterie_lab.suites.shared import as_is, distinct_values, gain, mean_of, plain, run_cells, savings, spread
+from coterie_lab.suites.shared import (
+    as_is,
+    behind_best,
+    distinct_values,
+    gain,
+    mean_of,
+    plain,
+    run_cells,
+    savings,
+    spread,
+)
 
 NAME = "regimes"
 ARRIVALS = {"azure": "azure-2023/AzureLLMInferenceTrace_code.csv", "mooncake": MOONCAKE}
@@ -371,19 +381,10 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
             verdicts = [verdict(row) for row in rows if row["regime"] == regime and row["strategy"] == name]
             counts.append(f"{name} " + "/".join(str(verdicts.count(kind)) for kind in ("helps", "nothing", "hurts")))
         notes.append(f"{regime}, cells where P99 is helped/untouched/hurt (the rest is unclear): {', '.join(counts)}.")
-    ours = [row for row in rows if row["strategy"] == "latency_aware"]
-    if ours:
-        behind = [row for row in ours if (row["behind_best_low"] or 0.0) > 0.0]
-        notes.append(
-            f"latency_aware is best or within noise of the best P99 in {len(ours) - len(behind)} of {len(ours)} cells"
-            + "".join(
-                f"; behind {row['best']} by {row['behind_best_pct']:.1f}% in {row['regime']} {row['model']} "
-                f"{row['arrivals']} {row['order']} {row['load']:g}"
-                for row in behind
-            )
-            + "."
-        )
-    return notes
+    kind = ("regime", "model", "arrivals", "order", "load")
+    return notes + behind_best(
+        rows, "is best or within noise of the best P99", lambda row: "in " + " ".join(str(row[key]) for key in kind)
+    )
 
 
 def _table(regime: str) -> SuiteTable:

@@ -103,16 +103,16 @@ def _shown_rate(row: Row) -> bool:
 
 
 def _columns(*columns: str | tuple[str, Callable[[Row], Any]]) -> tuple[Column, ...]:
-    """Make columns: a key to show as it is, or a heading and a function of the row."""
-    return tuple(Column(one, _text(one)) if isinstance(one, str) else Column(*one) for one in columns)
+    """Make columns: keys to show as they are, with spaces between, or a heading and a function of the row."""
+    given = ([(key, _text(key)) for key in one.split()] if isinstance(one, str) else [one] for one in columns)
+    return tuple(Column(*column) for one in given for column in one)
 
 
 TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Local activations of unseen requests on 8 ranks, %; 12.5 by chance",
         _columns(
-            "trace",
-            "items",
+            "trace items",
             ("planner", _planner),
             "schedule",
             ("local, %", _with_ends("local_activation_rate", scale=100)),
@@ -123,10 +123,7 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Above the proven optimum of small instances, %",
         _columns(
-            "trace",
-            "items",
-            "ranks",
-            "planner",
+            "trace items ranks planner",
             ("proven", lambda row: f"{row['proven']} of {row['instances']}"),
             ("by", _text("measure")),
             ("above", _with_ends("gap")),
@@ -137,11 +134,9 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Exchange in a MoE layer at the rate of chance, 8 ranks of an H200",
         _columns(
-            "model",
-            "phase",
+            "model phase",
             ("tokens a rank", _text("tokens_per_rank")),
-            "link",
-            "dispatch",
+            "link dispatch",
             ("layer, us", _number("layer_us", 0)),
             ("exchange, % of layer", _number("communication_pct")),
             ("% of step", _number("communication_of_step_pct")),
@@ -151,10 +146,7 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Attention data parallel: rate within 5 x the lightest latency, against the best baseline, %",
         _columns(
-            "trace",
-            "link",
-            "dispatch",
-            "planner",
+            "trace link dispatch planner",
             ("local, %", _number("local_activation_rate", 1, 100)),
             ("TTFT limit", _with_ends("ttft_over_best")),
             ("E2E limit", _with_ends("e2e_over_best")),
@@ -164,11 +156,9 @@ TABLES: Sequence[SuiteTable] = (
     SuiteTable(
         "Attention tensor parallel, one request a second: latency saved against the best baseline, %",
         _columns(
-            "trace",
-            "link",
+            "trace link",
             ("prompt", _text("prompt_tokens")),
-            "planner",
-            "collectives",
+            "planner collectives",
             ("TTFT p99, ms", _number("ttft_p99_ms", 2)),
             ("saved", _with_ends("ttft_saved")),
             ("by the shuffle alone", _with_ends("ttft_saved_by_shuffle")),
