@@ -18,7 +18,7 @@ from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
 from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
-from coterie.net.http1.messages import HttpError, HttpRequest, check_request
+from coterie.net.http1.messages import HttpError, HttpRequest, check_http
 from coterie.net.http1.responder import Responder
 
 KNOWN = (
@@ -66,7 +66,7 @@ class Admin:
         if method not in ("GET", "HEAD", "DELETE") and head != "reload":
             kind = (request.header(b"content-type") or b"").partition(b";")[0].strip()
             # CSRF: a foreign web page cannot send JSON without preflight.
-            check_request(kind == b"application/json", 415, "Content-Type must be application/json")
+            check_http(kind == b"application/json", 415, "Content-Type must be application/json")
         try:
             working = way(request, responder, unquote(name))
             if working is not None:
@@ -82,7 +82,7 @@ class Admin:
         """Send the last routing decisions and control-loop events; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
         asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
         last = asked.get("last", "100")
-        check_request(
+        check_http(
             last.isascii() and last.isdigit() and len(last) < 9,
             400,
             f"last={last[:20]!r} must be a number of decisions",

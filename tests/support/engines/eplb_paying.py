@@ -68,12 +68,12 @@ class Engine:
         """[step, layer, expert] tokens, the rest of a window."""
         import torch
 
-        before, received = self.rounds.counters.rounds, self.communicator.received
+        before, received = self.rounds.counters["rounds"], self.communicator.received
         for step in steps:
             each = torch.from_numpy(np.array(step)) / RANKS / self.held.logical_replica_count
             self.held.expert_load_pass.copy_(torch.gather(each, 1, self.held.physical_to_logical_map))
             self.state.step()
-        assert self.rounds.counters.rounds == before + 1, "vLLM asks once, after the last step"
+        assert self.rounds.counters["rounds"] == before + 1, "vLLM asks once, after the last step"
         came = torch.tensor([self.communicator.received - received])
         torch.distributed.all_reduce(came)
         self.model.map = self.held.physical_to_logical_map.clone()
@@ -121,7 +121,7 @@ def files(own: Any, folder: Path, settings: dict[str, Any]) -> list[dict[str, An
         for _ in range(2):
             record = engine.serve(loads[1])
             counters = engine.rounds.counters
-            found.append({**record, "maps": counters.maps, "failures": counters.failures})
+            found.append({**record, "maps": counters["maps"], "failures": counters["failures"]})
     return found
 
 
@@ -151,7 +151,7 @@ def one_rank_s_file(own: Any, folder: Path, rank: int, settings: dict[str, Any])
             advise(path, loads[-1])
         torch.distributed.barrier()
         record = engine.serve(loads[0], WINDOW if found else WINDOW // 4)
-        found.append({**record, "disagreements": engine.rounds.counters.disagreements})
+        found.append({**record, "disagreements": engine.rounds.counters["disagreements"]})
     return found
 
 
@@ -164,7 +164,7 @@ def lost_state(own: Any, rank: int, settings: dict[str, Any]) -> list[dict[str, 
             assert engine.rounds._payoff is not None
             engine.rounds._payoff.forget()
         record = engine.serve(loads[0] if number < 3 else loads[-1], steps)
-        found.append({**record, "disagreements": engine.rounds.counters.disagreements})
+        found.append({**record, "disagreements": engine.rounds.counters["disagreements"]})
     return found
 
 

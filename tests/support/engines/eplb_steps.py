@@ -60,7 +60,7 @@ def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         engine = Engine(own, STEPS, **given, **settings)
         engine.state.expert_rearrangement_step = 0
         record = engine.serve_steps(served)
-        found[name] = {**record, "said": list(said), "failures": engine.rounds.counters.failures}
+        found[name] = {**record, "said": list(said), "failures": engine.rounds.counters["failures"]}
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from coterie.gateway.watching.spans import NO_SPAN, Span
-from coterie.net.http1.messages import Headers, HttpError, check_request
+from coterie.net.http1.messages import Headers, HttpError, check_http
 from coterie.routing.base import Decision
 from coterie.wire.footprints import WireFootprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
@@ -119,7 +119,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
         body: dict[str, Any] = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None
-    check_request(isinstance(body, dict), 400, f"the body must be a JSON object, found {type(body).__name__}")
+    check_http(isinstance(body, dict), 400, f"the body must be a JSON object, found {type(body).__name__}")
     return body
 
 
@@ -184,7 +184,7 @@ def new_name() -> str:
 def checked_id(given: bytes) -> str:
     """Return a request id for headers and logs; raise HttpError unless it is short and printable."""
     printable = 0 < len(given) <= MAX_ID and given.isascii() and given.decode().isprintable()
-    check_request(printable, 400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
+    check_http(printable, 400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
     return given.decode()
 
 
@@ -219,9 +219,9 @@ def make_call(
         fields = read_fields(data)
     stream = fields.stream or False
     own = None if fields.cache_salt is UNSET else fields.cache_salt
-    check_request(stream is True or stream is False, 400, "stream must be true or false", "stream")
-    check_request(own is None or isinstance(own, str), 400, "cache_salt must be a text", "cache_salt")
-    check_request(fields.model is None or isinstance(fields.model, str), 400, "model must be a text", "model")
+    check_http(stream is True or stream is False, 400, "stream must be true or false", "stream")
+    check_http(own is None or isinstance(own, str), 400, "cache_salt must be a text", "cache_salt")
+    check_http(fields.model is None or isinstance(fields.model, str), 400, "model must be a text", "model")
     if salt is not None:
         own = salt if own is None else f"{salt}/{own}"
         added = fields.cache_salt is UNSET and (fields.messages or fields.prompt)

@@ -27,7 +27,7 @@ import msgspec
 
 from coterie.gateway.page.snapshot import PageQuery, heat, snapshot
 from coterie.gateway.parts import GatewayParts
-from coterie.net.http1.messages import Headers, HttpError, HttpRequest, check_request
+from coterie.net.http1.messages import Headers, HttpError, HttpRequest, check_http
 from coterie.net.http1.responder import Responder
 
 PREFIX = "/page/"
@@ -164,8 +164,8 @@ def asked_for(query: str) -> PageQuery:
     except ValueError:
         raise HttpError(400, "the query has too many fields") from None
     for name, values in fields.items():
-        check_request(name in ("heat", "pool", "worker"), 400, f"{name[:40]!r} is not known; known: heat, pool, worker")
-        check_request(
+        check_http(name in ("heat", "pool", "worker"), 400, f"{name[:40]!r} is not known; known: heat, pool, worker")
+        check_http(
             len(values[-1]) <= MOST_NAME, 400, f"{name} has {len(values[-1])} characters, more than {MOST_NAME}", name
         )
     return PageQuery(**{name: values[-1] for name, values in fields.items()})

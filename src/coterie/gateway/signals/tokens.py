@@ -275,7 +275,7 @@ class TokenService:
         return self._sized(time.strftime("%Y-%m-%d").encode() if dated else b"chat", "", chat)
 
     def _of_text(self, body: Mapping[str, Any]) -> Question | Tokens:
-        prompt = body.get("prompt")
+        prompt: Any = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, list):

@@ -135,7 +135,7 @@ class HttpError(CoterieError):
         return b"\n\ndata: " + self.body() + b"\n\n"
 
 
-def check_request(holds: object, status: int, message: str, param: str | None = None) -> None:
+def check_http(holds: object, status: int, message: str, param: str | None = None) -> None:
     """Raise HttpError unless `holds`; for problems that can be put into words at once, and cheaply."""
     if not holds:
         raise HttpError(status, message, param=param)
