@@ -442,7 +442,7 @@ def one_rank_fails(own: Any) -> dict[str, Any]:
     model = Model()
     record = rearrange(model, policy, drifting_loads()[0])
     counters = policy.rounds.counters
-    return {**record, "failures": counters.failures, "disagreements": counters.disagreements}
+    return {**record, "failures": counters["failures"], "disagreements": counters["disagreements"]}
 
 
 if __name__ == "__main__":
