@@ -394,7 +394,7 @@ def test_untested_version_and_unknown_model(fleet: Fleet, tmp_path: Path) -> Non
     settings = {"footprint": "always", "load_interval_s": 0.2}
     future, plain = fleet.start(
         {
-            "future": {"settings": settings, "env": {"PYTHONCOMPLETIONS": str(patch)}},
+            "future": {"settings": settings, "env": {"PYTHONPATH": str(patch)}},
             "dense": {"settings": settings, "model": dense},
         }
     )
