@@ -34,6 +34,9 @@ ROUNDS = 6
 WINDOW = 4
 """Steps of EplbState's window, and between two rearrangements."""
 
+DEVICE = os.environ.get("EPLB_DEVICE", "cpu")
+"""Where the weights and EplbState's tensors are; with cuda, on one GPU for all ranks, nothing is stood in for."""
+
 TIMEOUT_S = 240
 """Timeout of a whole run: minutes on busy cores, seconds on idle ones; ranks that wait for each other wait for ever."""
 
@@ -120,7 +123,8 @@ def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from coterie.engines.vllm import EPLB_VARIABLE
     from coterie.engines.vllm.plugin import NAME, register
 
-    stand_in()
+    if DEVICE == "cpu":
+        stand_in()
     own = EPLB_POLICIES["default"]
     register()
     assert EPLB_POLICIES["default"] is own, "nothing unless asked"
@@ -163,7 +167,7 @@ class HostEvent:
 def join(rank: int, store: Path) -> None:
     from vllm.distributed import parallel_state
 
-    parallel_state.init_distributed_environment(RANKS, rank, f"file://{store}", rank, "gloo")
+    parallel_state.init_distributed_environment(RANKS, rank, f"file://{store}", 0, "gloo")
     for name in ("_EP", "_EPLB"):
         group = parallel_state.init_model_parallel_group(
             [list(range(RANKS))], rank, "gloo", group_name=name.strip("_").lower(), use_device_communicator=False
@@ -178,7 +182,7 @@ def expert(layer: int, number: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(1000 * layer + number)
     up = torch.randn(2 * INNER, HIDDEN, generator=generator) / HIDDEN**0.5
     down = torch.randn(HIDDEN, INNER, generator=generator) / INNER**0.5
-    return up, down
+    return up.to(DEVICE), down.to(DEVICE)
 
 
 class Model:
@@ -202,7 +206,7 @@ class Model:
             for layer in range(LAYERS)
         ]
         generator = torch.Generator().manual_seed(7)
-        self.hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+        self.hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(DEVICE)
         self.chosen = torch.rand(LAYERS, TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
         self.dense = self.dense_output()
 
@@ -235,7 +239,7 @@ class Model:
         for layer in range(LAYERS):
             for number in range(EXPERTS):
                 rows = (self.chosen[layer] == number).any(dim=1)
-                out[layer, rows] += mlp(self.hidden[rows], *expert(layer, number))
+                out[layer, rows] += mlp(self.hidden[rows], *expert(layer, number)).cpu()
         return out
 
     def parallel_output(self) -> Any:
@@ -251,7 +255,7 @@ class Model:
             slots = slots_of[layer][chosen, turn % replicas[layer][chosen]]  # [token, k]
             for local in range(PER_RANK):
                 rows = (slots == self.rank * PER_RANK + local).any(dim=1)
-                out[layer, rows] += mlp(self.hidden[rows], *(t[local] for t in self.expert_weights[layer]))
+                out[layer, rows] += mlp(self.hidden[rows], *(t[local] for t in self.expert_weights[layer])).cpu()
         torch.distributed.all_reduce(out)
         return out
 
@@ -365,12 +369,12 @@ def engine_state(settings: dict[str, Any], own: Any, folder: Path) -> dict[str, 
     EPLB_POLICIES["default"] = make_policy(own, Rounds(EplbSettings(**{**settings, **files})))
     config = EPLBConfig(window_size=WINDOW, step_interval=WINDOW, use_async=False, communicator="torch_gloo")
     parallel = SimpleNamespace(eplb_config=config, enable_elastic_ep=False, num_ubatches=1)
-    state, model = EplbState(parallel, torch.device("cpu")), Model()
+    state, model = EplbState(parallel, torch.device(DEVICE)), Model()
     state.add_model(model, SimpleNamespace(compute_hash=lambda: "model", model="model"))
     held = state.model_states["model"]
 
     def snapshot() -> dict[str, Any]:
-        model.map = held.physical_to_logical_map.clone()
+        model.map = held.physical_to_logical_map.to("cpu", copy=True)
         return model.check()
 
     published = Published(folder, model) if model.rank == 0 else None
@@ -379,7 +383,7 @@ def engine_state(settings: dict[str, Any], own: Any, folder: Path) -> dict[str, 
     for name, load in zip(("first", "second"), drifting_loads(), strict=False):
         state.expert_rearrangement_step = 0
         for _ in range(WINDOW):
-            each = torch.from_numpy(load) / WINDOW / RANKS / held.logical_replica_count
+            each = torch.from_numpy(load).to(DEVICE) / WINDOW / RANKS / held.logical_replica_count
             held.expert_load_pass.copy_(torch.gather(each, 1, held.physical_to_logical_map))
             state.step()
         torch.distributed.barrier()
