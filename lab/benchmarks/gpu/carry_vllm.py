@@ -34,7 +34,7 @@ model-hosting-container-standards jmespath einops cloudpickle sentencepiece prot
 python-multipart httptools highspy sse-starlette pydantic-settings python-dotenv pyjwt attrs aiohttp aiosignal
 aiohappyeyeballs frozenlist multidict yarl propcache httpx2 httpcore2 truststore opentelemetry-api mcp-types uvicorn
 click cffi cryptography pycparser requests regex charset-normalizer certifi urllib3 idna packaging pyyaml supervisor
-tqdm typing-extensions numba llvmlite"""
+tqdm typing-extensions"""
 """Packages that a machine with torch and transformers alone may lack; what it has itself comes first on its path."""
 EMPTY = ("xgrammar", "llguidance")
 
@@ -42,8 +42,8 @@ EMPTY = ("xgrammar", "llguidance")
 def download(packages: list[str], folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", PYTHON, "--platform", PLATFORM]
-    command += ["--platform", "manylinux2014_x86_64", "--platform", "manylinux_2_17_x86_64"]
-    subprocess.run([*command, "--platform", "manylinux_2_27_x86_64", "-d", str(folder), *packages], check=True)
+    command += ["--platform", "manylinux2014_x86_64", "--platform", "manylinux_2_17_x86_64", "-d", str(folder)]
+    subprocess.run([*command, *packages], check=True)
 
 
 def wanted(name: str) -> bool:

@@ -1,35 +1,34 @@
 """The plugin in real vLLM on a GPU: what it captures under CUDA graphs, what that costs, and the scheduler.
 
-    python lab/benchmarks/gpu/plugin.py run own|plugin|ordered MODEL OUT.npz    # a process each, at the same time if wanted
-    python lab/benchmarks/gpu/plugin.py same OWN.npz OTHER.npz                  # tokens and experts of two runs
+    python lab/benchmarks/gpu/plugin.py run MODEL SEEN.json        # ids beside those of vLLM's own capturer
+    python lab/benchmarks/gpu/plugin.py ordered MODEL SEEN.json    # the scheduler, given the footprints of SEEN.json
     python lab/benchmarks/gpu/plugin.py cost MODEL [ROUNDS]
 
-MODEL is a folder; without weights in it, they are random. `own` has vLLM return its routed experts, `plugin` has the
-connector, and `ordered` also the scheduler, which is given the footprints that `plugin` wrote to PLUGIN_FOOTPRINTS.
-`cost` captures every graph twice, with the hook and without, and times decode steps of 16 rows in turn.
+MODEL is a folder. Without weights in it they are random, and every step has a routing drawn anew. `cost` captures every
+graph twice, with the hook and without, and times decode steps of 16 rows with one and the other in turn.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coterie.engines.calibration.calibrate import model_config
-from coterie.engines.calibration.imposed import ENVIRONMENT, ImposedEngine
+from coterie.engines.calibration.imposed import ENVIRONMENT, ImposedEngine, ImposedRouting
 
-REQUESTS, PLACES, ANSWER, SHARED = 160, 20, 40, 64
+REQUESTS, PLACES, ANSWER, SHARED, STEP_TOKENS = 160, 20, 40, 64, 256
 CONTEXT, ROWS, STEPS, KV_BYTES = 512, 16, 60, 8 << 30
 EVENTS = "ipc:///tmp/coterie-plugin-{}"
-FOOTPRINTS = "PLUGIN_FOOTPRINTS"
 CONNECTOR = {"kv_connector": "CoterieConnector", "kv_role": "kv_both"}
+ORDER = {"strategy": "latency_aware", "device": "h200", "window_size": 64}
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -58,134 +57,155 @@ class Listener(threading.Thread):
                 if hasattr(event, "request_id"):
                     self.events[event.request_id.rsplit("-", 1)[0]] = event
 
+    def wait(self, count: int) -> dict[str, Any]:
+        until = time.monotonic() + 60
+        while len(self.events) < count and time.monotonic() < until:
+            time.sleep(0.05)
+        self.stopping = True
+        return self.events
 
-def run(how: str, folder: Path, out: Path) -> None:
-    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    import torch
+
+class Capturers:
+    """vLLM's own capturer behind the plugin's hooks, in this process; what it saw, by request."""
+
+    def __init__(self, own: bool = True) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        initialize, execute = GPUModelRunner.initialize_kv_cache, GPUModelRunner.execute_model
+        self.steps: list[tuple[list[tuple[str, int]], Any]] = []
+        self.routing: ImposedRouting | None = None
+
+        def initialized(runner: Any, *args: Any, **kwargs: Any) -> None:
+            initialize(runner, *args, **kwargs)
+            self.runner = runner
+            if not own:
+                return
+            self.own = RoutedExpertsCapturer(runner.scheduler_config.max_num_batched_tokens, runner.vllm_config)
+            for module in runner.model.modules():
+                if isinstance(module, MoERunner) and (ours := module.router.capture_fn) is not None:
+                    module.router.set_capture_fn(partial(self.both, ours, module.layer_id))
+
+        def executed(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.routing is not None and self.routing.logits is not None:
+                self.routing.logits.normal_()
+            result = execute(runner, scheduled, *args, **kwargs)
+            if not own:
+                return result
+            tokens = scheduled.num_scheduled_tokens
+            rows = [(name.rsplit("-", 1)[0], tokens[name]) for name in runner.input_batch.req_ids if name in tokens]
+            self.steps.append((rows, self.own.device_buffer[: sum(n for _, n in rows)].clone()))
+            return result
+
+        GPUModelRunner.initialize_kv_cache, GPUModelRunner.execute_model = initialized, executed
+
+    def both(self, ours: Any, layer: int, ids: Any) -> None:
+        ours(ids)
+        self.own.capture(layer, ids)
+
+    def by_request(self) -> dict[str, Any]:
+        """Return [token, layer, k] of each request, without the tokens that were cached."""
+        parts: dict[str, list[Any]] = {}
+        for rows, ids in self.steps:
+            start, held = 0, ids.cpu().numpy()
+            for name, count in rows:
+                parts.setdefault(name, []).append(held[start : start + count])
+                start += count
+        return {name: np.concatenate(each) for name, each in parts.items()}
+
+
+def run(folder: Path, seen: Path, ordered: bool) -> None:
+    os.environ.update(ENVIRONMENT)
     import vllm
 
     from coterie.engines.vllm.plugin import register
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.footprints.positions import PositionStore
-    from coterie.wire.footprints import KEY
+    from coterie.wire.footprints import KEY, footprint_of
 
     register()
-    endpoint, settings = EVENTS.format(os.getpid()), dict[str, Any]()
-    if how == "own":
-        settings["enable_return_routed_experts"] = True
-    else:
-        extra = {"footprint": "always", "events": endpoint, "events_queue": 4096, "store": f"plugin-{os.getpid()}"}
-        settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
-    if how == "ordered":
-        settings["scheduler_cls"] = "coterie.engines.vllm.scheduler.ExpertAwareAsyncScheduler"
-        ours = {"strategy": "latency_aware", "device": "h200", "window_size": 64, "decisions": f"{out}.decisions"}
-        settings["additional_config"] = {"coterie": {"scheduler": ours}}
-    config = json.loads((folder / "config.json").read_text())
+    capturers = Capturers()
+    config, spec = model_config(folder)
     weights = {} if list(folder.glob("*.safetensors")) else {"load_format": "dummy"}
+    if weights:
+        ids = np.zeros((1, spec.num_moe_layers, spec.top_k), np.int64)
+        capturers.routing = ImposedRouting(spec, ids, STEP_TOKENS, frozenset())
+        capturers.routing.install()
+    endpoint, store = EVENTS.format(os.getpid()), f"plugin-{os.getpid()}"
+    extra = {"footprint": "always", "events": endpoint, "events_queue": 4096, "store": store}
+    settings: dict[str, Any] = {"kv_transfer_config": {**CONNECTOR, "kv_connector_extra_config": extra}}
+    before = json.loads(seen.read_text()) if ordered else {}
+    if ordered:
+        settings["scheduler_cls"] = "coterie.engines.vllm.scheduler.ExpertAwareAsyncScheduler"
+        settings["additional_config"] = {"coterie": {"scheduler": {**ORDER, "decisions": f"{seen}.decisions"}}}
     engine = vllm.LLM(
         model=str(folder),
         skip_tokenizer_init=True,
         max_num_seqs=PLACES,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=STEP_TOKENS,
         max_model_len=1024,
         kv_cache_memory_bytes=KV_BYTES,
-        enforce_eager=not torch.cuda.is_available(),
+        gpu_memory_utilization=0.25,
         **weights,
         **settings,
     ).llm_engine
-    listener = None if how == "own" else Listener(endpoint)
-    sent = os.environ.get(FOOTPRINTS)
-    known = json.loads(Path(sent).read_text()) if sent and how == "ordered" else {}
-    asked = {"detokenize": False, "temperature": 0.0, "ignore_eos": True, "max_tokens": ANSWER}
+    listener = Listener(endpoint)
+    asked = {"detokenize": False, "temperature": 0.0, "ignore_eos": True}
     for number, prompt in enumerate(prompts(config["vocab_size"])):
         name = f"r{number}"
-        more = {"extra_args": {"kv_transfer_params": {KEY: known[name]}}} if name in known else {}
-        engine.add_request(name, {"prompt_token_ids": prompt}, vllm.SamplingParams(**asked, **more))
+        more = {"extra_args": {"kv_transfer_params": {KEY: before[name]["footprint"]}}} if ordered else {}
+        sampling = vllm.SamplingParams(**asked, **more, max_tokens=ANSWER // 2 + 7 * number % ANSWER)
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
     began, done = time.perf_counter(), dict[str, Any]()
     while engine.has_unfinished_requests():
         done |= {answer.request_id: answer for answer in engine.step() if answer.finished}
-    seconds = time.perf_counter() - began
-    arrays: dict[str, Any] = {}
-    footprints: dict[str, str] = {}
+    seconds, own, events = time.perf_counter() - began, capturers.by_request(), listener.wait(len(done))
+    record: dict[str, Any] = {}
+    checked = wrong = cached = 0
     for name, answer in done.items():
-        tokens = [*answer.prompt_token_ids, *answer.outputs[0].token_ids][:-1]
-        arrays[f"{name} tokens"] = np.array(tokens)
-        if how == "own":
-            parts = [answer.prompt_routed_experts, answer.outputs[0].routed_experts]
-            arrays[f"{name} ids"] = np.concatenate([part for part in parts if part is not None])[: len(tokens)]
-        else:
-            footprints[name] = answer.kv_transfer_params[KEY]
-    if listener is not None:
-        until = time.monotonic() + 60
-        while len(listener.events) < len(done) and time.monotonic() < until:
-            time.sleep(0.05)
-        listener.stopping = True
-        for name, event in listener.events.items():
-            assert event.seen().all(), f"{name}: positions without experts"
-            assert event.tokens().tolist() == arrays[f"{name} tokens"].tolist(), name
-            arrays[f"{name} ids"] = event.ids()
-            arrays[f"{name} footprint"] = _counts(footprints[name])
-        store = PositionStore.attach(ConnectorSettings(store=f"plugin-{os.getpid()}").store_path("", 0))
-        steps, tokens, distinct = store.totals
-        print(f"{how}: {steps} steps, {tokens} tokens, {distinct / steps:.2f} distinct experts a step")
-        if sent and how == "plugin":
-            Path(sent).write_text(json.dumps(footprints))
-    np.savez_compressed(out, **arrays)
-    print(f"{how}: vLLM {vllm.__version__}, {len(done)} requests in {seconds:.1f} s")
-
-
-def _counts(text: str) -> Any:
-    from coterie.wire.footprints import KEY, footprint_of
-
-    footprint = footprint_of({KEY: text})
-    assert footprint is not None
-    assert not footprint.missing
-    return footprint.counts
-
-
-def same(own: Path, other: Path) -> None:
-    with np.load(own) as file:
-        theirs = dict(file)
-    with np.load(other) as file:
-        ours = dict(file)
-    names = [name.removesuffix(" tokens") for name in theirs if name.endswith(" tokens")]
-    equal = total = wrong = footprints = 0
-    for name in names:
-        a, b = theirs[f"{name} tokens"], ours[f"{name} tokens"]
-        alike = int(np.argmin(np.append(a[: len(b)] == b[: len(a)], False)))
-        equal += alike == len(a) == len(b)
-        x, y = theirs[f"{name} ids"][:alike], ours[f"{name} ids"][:alike]
-        if y.shape[1] != x.shape[1]:
-            sys.exit(f"{name}: ids are {x.shape} and {y.shape}")
-        total, wrong = total + x[..., 0].size, wrong + int((np.sort(x) != np.sort(y)).any(axis=2).sum())
-        if f"{name} footprint" in ours:
-            ids = ours[f"{name} ids"]
-            counts = np.stack([np.bincount(layer.ravel(), minlength=int(ids.max()) + 1) for layer in ids.swapaxes(0, 1)])
-            footprints += np.array_equal(ours[f"{name} footprint"][:, : counts.shape[1]], counts)
+        tokens, event = [*answer.prompt_token_ids, *answer.outputs[0].token_ids][:-1], events[name]
+        footprint, ids = footprint_of(answer.kv_transfer_params), event.ids()
+        assert footprint is not None
+        assert event.seen().all()
+        assert event.tokens().tolist() == tokens
+        counts = [np.bincount(layer.ravel(), minlength=spec.num_experts) for layer in ids.swapaxes(0, 1)]
+        np.testing.assert_array_equal(footprint.counts, counts)
+        theirs = own[name][: len(tokens) - event.cached_tokens]
+        assert len(theirs) == len(tokens) - event.cached_tokens
+        wrong += int((ids[event.cached_tokens :] != theirs).any(axis=2).sum())
+        checked, cached = checked + theirs[..., 0].size, cached + event.cached_tokens
+        record[name] = {"footprint": answer.kv_transfer_params[KEY], "tokens": tokens}
+    steps, _, distinct = PositionStore.attach(ConnectorSettings(store=store).store_path("", 0)).totals
     print(
-        f"{equal} of {len(names)} requests have the same tokens; of {total} token-layers before the first other token "
-        f"{wrong} have other experts; {footprints} footprints are the counts of their ids"
+        f"vLLM {vllm.__version__}, {spec.name}: {len(done)} requests, {steps} steps, {seconds:.1f} s; of {checked} "
+        f"token-layers {wrong} have other experts than by vLLM's own capturer ({cached} cached tokens not compared); "
+        f"{len(done)} footprints are the counts of their ids; {distinct / steps / spec.num_moe_layers:.2f} distinct "
+        "experts a step and layer"
     )
+    if ordered:
+        equal = sum(before[name]["tokens"] == record[name]["tokens"] for name in record)
+        print(f"{equal} of {len(record)} requests have the tokens of {seen}")
+    else:
+        seen.write_text(json.dumps(record))
 
 
 def cost(folder: Path, rounds: int) -> None:
     os.environ.update(ENVIRONMENT)
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from coterie.engines.vllm.plugin import register
 
     register()
+    capturers = Capturers(own=False)
     config, spec = model_config(folder)
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((4096, spec.num_moe_layers, spec.num_experts)))[..., : spec.top_k]
     engine = ImposedEngine(
         config, spec, ids, (CONTEXT,), 2 * CONTEXT, ROWS, kv_transfer_config=KVTransferConfig(**CONNECTOR)
     )
-    runner = next(one for one in gc.get_objects() if isinstance(one, GPUModelRunner))
-    connector = get_kv_transfer_group()
-    writer = connector._writer
+    runner, writer = capturers.runner, get_kv_transfer_group()._writer
     graphs = {True: dict(runner.model.concrete_cudagraph_entries)}
     assert graphs[True], "no full graph of decode steps"
     runner.model.concrete_cudagraph_entries.clear()
@@ -199,8 +219,10 @@ def cost(folder: Path, rounds: int) -> None:
         for on in (True, False) if rng.random() < 0.5 else (False, True):
             runner.model.concrete_cudagraph_entries = dict(graphs[on])
             writer.store.enabled = on
+            time.sleep(0.05)  # the steps before are written by a thread
             before = writer.store.totals[1]
             steps = engine.decode(CONTEXT, at)
+            time.sleep(0.05)
             kept = writer.store.totals[1] - before
             assert (kept > 0) == on, f"capture {on}: {kept} tokens were kept"
             if number:  # the first round warms up
@@ -221,10 +243,8 @@ def cost(folder: Path, rounds: int) -> None:
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["run", ("own" | "plugin" | "ordered") as how, folder, out]:
-            run(how, Path(folder), Path(out))
-        case ["same", own, other]:
-            same(Path(own), Path(other))
+        case ["run" | "ordered" as how, folder, seen]:
+            run(Path(folder), Path(seen), how == "ordered")
         case ["cost", folder, *rounds]:
             cost(Path(folder), int(rounds[0]) if rounds else 40)
         case _:
