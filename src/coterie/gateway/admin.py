@@ -23,7 +23,7 @@ from coterie.net.http1.responder import Responder
 
 KNOWN = (
     "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /advice, "
-    "/workers, /routers, /reload, /comparison, /live"
+    "/workers, /routers, /reload, /comparison, /switchback, /live"
 )
 MOST_DECISIONS = 10_000
 
@@ -54,6 +54,7 @@ class Admin:
                 "GET": lambda _, to, __: _send(to, {"comparison": self.parts.comparison}),
                 "PUT": self._set_comparison,
             },
+            "switchback": {"GET": lambda _, to, __: _send(to, {"switchback": self.parts.described_switchback()})},
             "live": {"GET": lambda request, to, _: self._live.stream(request, to)},
         }
         ways = every.get(head)
@@ -133,7 +134,10 @@ class Admin:
         _send(responder, {"removed": name})
 
     async def _set_router(self, request: HttpRequest, responder: Responder, name: str) -> None:
-        """Swap a pool's router; settings that the body leaves out (the fit, the model) stay as they are."""
+        """Swap a pool's router; settings that the body leaves out (the fit, the model) stay as they are.
+
+        With ``?alone=1`` it takes no turns with the shortest queue, until a router is set without.
+        """
         if name not in self.parts.pools:
             raise UnknownNameError("pool", name, list(self.parts.pools))
         before = msgspec.to_builtins(self.parts.pools[name].spec)
@@ -145,6 +149,7 @@ class Admin:
         # In a thread first: reading a fit and compiling may take seconds, which would block the event loop.
         await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name].members)))
         self.parts.set_router(name, spec)
+        self.parts.alone = "alone" in parse_qs(request.query)
         self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
         _send(responder, {"pool": name, "router": spec.router})
 

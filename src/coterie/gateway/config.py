@@ -22,6 +22,7 @@ import msgspec
 import yaml
 
 from coterie.control.base import ControlSettings
+from coterie.control.switchback import SwitchbackSettings
 from coterie.costs.movement import Movement
 from coterie.errors import (
     ConfigError,
@@ -279,6 +280,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     health: HealthSettings = HealthSettings()
     control: ControlSection = ControlSection()
     """Settings of the loop that re-fits the decode router and advises on placement."""
+    switchback: SwitchbackSettings = SwitchbackSettings()
+    """Settings of the turns by which the decode router's gain is measured on this fleet."""
     state: str | None = None
     """File in which workers and routers set at run time are saved across restarts."""
     decisions: int = 1000

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from coterie.control.switchback import SwitchbackSettings
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.embedded import EmbeddedWorker, embedded_fleet
 from coterie.errors import ConfigError
@@ -22,6 +23,9 @@ PLACES = 16
 ADVISED = ControlSection(score="experts", advise=AdviseSection(ranks=4))
 """Control loop of an embedded fleet. Fits are compared by distinct experts, as coterie-tiny's decode times are near
 zero. Placement advice is for a group of four ranks."""
+
+
+NO_TURNS = SwitchbackSettings(enabled=False)
 
 
 class EmbeddedFleet(NamedTuple):
@@ -42,6 +46,7 @@ class EmbeddedFleet(NamedTuple):
         decode: RouterSpec | None = None,
         limits: LimitSettings = LimitSettings(),  # noqa: B008 (frozen)
         control: ControlSection = ADVISED,
+        switchback: SwitchbackSettings = NO_TURNS,
     ) -> GatewayConfig:
         """Return the config of a gateway in front of these workers."""
         entries = [
@@ -66,6 +71,7 @@ class EmbeddedFleet(NamedTuple):
             tokenizer=str(tiny_model_path()),
             limits=limits,
             control=control,
+            switchback=switchback,
         )
 
 

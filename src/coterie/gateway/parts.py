@@ -6,9 +6,11 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
+from coterie.control.switchback import BASELINE, Switchback
 from coterie.errors import ConfigError, CoterieError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.control.live import LiveControl, is_wanted
@@ -36,6 +38,8 @@ from coterie.wire.expert_events import ExpertMap
 
 MODELS_S = 10.0
 """Seconds that a worker has to send its list of models."""
+TURN_S = 1.0
+"""Seconds between two looks at whose turn it is."""
 ASKED_SHARE = 0.9
 """Share of `tokenise_s` in which a worker must make token ids: a silent one is named before the request goes on."""
 
@@ -82,6 +86,13 @@ class GatewayParts:
         """Comparison of routers that the dashboard shows, complete or not; None if none was sent."""
         self.control: LiveControl | None = None
         """The loop that re-fits the decode router; None if it is off."""
+        self.switchback: Switchback | None = None
+        """Turns between the decode router and the shortest queue; None if none are taken."""
+        self.alone = False
+        """Whether somebody compares routers now, so that no turns are taken."""
+        self._turned: tuple[object, ...] = ()
+        """Router and settings that the turns are for."""
+        self._turning: asyncio.Task[None] | None = None
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._started = False
         self._ending: set[asyncio.Task[None]] = set()
@@ -93,9 +104,13 @@ class GatewayParts:
             self.add_worker(entry)
         self._started = True
         self._refresh_control()
+        self._turning = asyncio.create_task(self._take_turns(), name="switchback")
 
     async def close(self) -> None:
         self._started = False
+        if self._turning is not None:
+            self._turning.cancel()
+            await asyncio.gather(self._turning, return_exceptions=True)
         await asyncio.gather(*self._ending)
         if self.control is not None:
             await self.control.close()
@@ -219,6 +234,40 @@ class GatewayParts:
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
+    async def _take_turns(self) -> None:
+        while True:
+            await asyncio.sleep(TURN_S)
+            self.turn()
+
+    def turn(self) -> None:
+        """Let the decode pool's router or the shortest queue choose, whoever's turn it is; a change starts anew."""
+        pool, settings = self.pools[DECODE], self.config.switchback
+        turns = settings.enabled and not self.alone and pool.spec.router.partition(":")[0] != BASELINE
+        if not turns or len(pool.members) < 2:
+            self.switchback, pool.keeper.baseline, self._turned = None, False, ()
+            return
+        now_s = pool.clock()
+        if self.switchback is None or self._turned != (pool.spec, settings):
+            self.switchback, self._turned = Switchback(settings, pool.rng, now_s), (pool.spec, settings)
+        said = self.switchback.tick(now_s, pool.meter.totals())
+        pool.keeper.baseline = self.switchback.baseline
+        if said is not None:
+            self.log.control("switchback", f"{pool.spec.router}: {said}", {})
+
+    def described_switchback(self) -> dict[str, Any] | None:
+        """Return what the turns have measured, as plain values; None if none are taken."""
+        turns = self.switchback
+        if turns is None:
+            return None
+        return {
+            "router": self.pools[DECODE].spec.router,
+            "state": turns.state,
+            "pairs": turns.pairs,
+            "of": turns.settings.pairs,
+            "verdict": turns.verdict(),
+            "changes": {name: change._asdict() for name, change in turns.changes.items()},
+        }
+
     def change(self, changes: SavedState) -> None:
         """Store changes made at run time, in the state file if there is one. Raises ConfigError if writing fails."""
         self.changes = changes
@@ -324,6 +373,9 @@ class GatewayParts:
             metrics.queue_length: lambda: self.line.waiting,
             metrics.tokenised: lambda: {(outcome,): count for outcome, count in knowledge.tokens.counters.items()},
             metrics.kv_events: self._kv_events,
+            metrics.switchback_pairs: lambda: 0 if self.switchback is None else self.switchback.pairs,
+            metrics.switchback_left: lambda: self.switchback is not None and self.switchback.state == "left",
+            metrics.switchback_change: self._switchback_change,
         }
         by_worker: dict[Gauge, Callable[[Pool, Member], float | None]] = {
             metrics.worker_running: lambda pool, member: pool.keeper.running(member.entry.id),
@@ -357,6 +409,15 @@ class GatewayParts:
                 stream.counters["malformed"] + stream.directory.counters.undecodable for stream in streams
             ),
             ("refused",): sum(stream.directory.counters.refused for stream in streams),
+        }
+
+    def _switchback_change(self) -> dict[tuple[str, ...], float]:
+        changes = {} if self.switchback is None else self.switchback.changes
+        return {
+            (measure, bound): value
+            for measure, change in changes.items()
+            for bound, value in (("mean", change.percent), ("low", change.low), ("high", change.high))
+            if value is not None
         }
 
     def _each(self, value: Callable[[Pool, Member], float | None]) -> dict[tuple[str, ...], float]:

@@ -208,11 +208,11 @@ async def measure(
         if settings.routers:
             pool = await stack.enter_async_context(put_back(admin, settings.pool))
             for router in settings.routers:  # a router that the gateway refuses must raise before any request is sent
-                await use_router(admin, pool, router)
+                await use_router(admin, pool, router, alone=True)
         for number, name in enumerate(settings.contenders):
             server = 0 if settings.routers else number
             marker = f"{settings.marker}{number}" if settings.marker else ""
-            swap = partial(use_router, admin, pool, name) if settings.routers else None
+            swap = partial(use_router, admin, pool, name, alone=True) if settings.routers else None
             measured.contenders.append(Contender(name, _sender(clients[server], askings[server], marker), swap))
         blocks = settings.blocks if len(measured.contenders) > 1 else 1
         await compare(measured.contenders, requests, pace, blocks, rng, report, workers)
@@ -281,12 +281,16 @@ async def routers_in_use(gateway: Client) -> dict[str, str]:
     return in_use
 
 
-async def use_router(gateway: Client, pool: str, wanted: str, spec: Mapping[str, Any] | None = None) -> None:
+async def use_router(
+    gateway: Client, pool: str, wanted: str, spec: Mapping[str, Any] | None = None, alone: bool = False
+) -> None:
     """Swap a pool's router; raise with the gateway's reason if it refuses the name or a setting.
 
-    `spec` holds further configuration of the router, such as the file of its fit.
+    `spec` holds further configuration of the router, such as the file of its fit. `alone`: it takes no turns with the
+    shortest queue, until a router is set without this.
     """
-    status, text = await gateway.call("PUT", f"/routers/{pool}", {**(spec or {}), "router": wanted})
+    path = f"/routers/{pool}{'?alone=1' if alone else ''}"
+    status, text = await gateway.call("PUT", path, {**(spec or {}), "router": wanted})
     if status == 200:
         return
     try:

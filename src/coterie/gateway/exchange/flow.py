@@ -184,7 +184,7 @@ class Flow(ABC):
             prefilled = body is not None and not seen
             sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint, prefilled)
             if not call.stream:
-                pool.computed(sent)  # such an answer comes whole: nothing shows when its prompt was computed
+                pool.came(sent)  # such an answer comes whole: nothing shows when its prompt was computed
             ok: bool | None = None
             try:
                 data = call.raw if body is None else body(sent.member, seen)
@@ -192,7 +192,7 @@ class Flow(ABC):
                 if may_retry(answer.status):
                     tries = tries or Tries(pool, self.health)
                 if tries is None or not tries.refused(sent.member.entry.id, answer.status):
-                    relayed = await self.pass_on(answer, call, sink, partial(pool.computed, sent))
+                    relayed = await self.pass_on(answer, call, sink, partial(pool.came, sent))
                     ok = self.did_its_part(sent, relayed.problem or answer.status)
                     return Delivered(sent, answer.status, relayed)
                 ok = self.did_its_part(sent, answer.status)
@@ -256,14 +256,14 @@ class Flow(ABC):
             if span is not call.span:
                 span.end(problem)
 
-    def pass_on(
-        self, answer: Answer, call: Call, sink: Responder, begun: Callable[[], None] | None = None
-    ) -> Awaitable[Relayed]:
-        """Pass a worker's answer on; `begun` is called at the first piece of a stream."""
+    def pass_on(self, answer: Answer, call: Call, sink: Responder, came: Callable[[int], None]) -> Awaitable[Relayed]:
+        """Pass a worker's answer on; `came` is called with the number of tokens of each piece."""
         own = (REQUEST_ID, call.id.encode())
         stream = is_event_stream(answer.headers)
         return (
-            pass_stream(answer, sink, own, begun) if stream else pass_whole(answer, sink, own, self.limits.answer_bytes)
+            pass_stream(answer, sink, own, came)
+            if stream
+            else pass_whole(answer, sink, own, self.limits.answer_bytes, came)
         )
 
     async def back_off(self, failures: int) -> None:

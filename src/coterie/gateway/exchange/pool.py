@@ -17,6 +17,7 @@ import msgspec
 from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.exchange.meter import Meter
 from coterie.gateway.fleet.health import Attempt, Breaker, Health, HealthSettings
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
@@ -135,6 +136,7 @@ class Pool:
         self.ids: list[str | None] = []
         """Worker id of each row. The list is replaced, never changed in place: records of decisions share it."""
         self.clock = clock
+        self.meter = Meter(clock)
         self.needed = True
         """Whether requests cannot do without this pool. If so, and no worker is open, they wait for a closed one."""
         self.context_tokens = 0
@@ -179,11 +181,13 @@ class Pool:
         attempt = member.breaker.sent(now)
         if attempt.probe:
             self.refresh(member)
+        self.meter.sent(key)
         return Sent(key, member, choice, attempt)
 
-    def computed(self, sent: Sent) -> None:
-        """Note that a request's prompt is computed."""
-        self.keeper.computed(sent.key)
+    def came(self, sent: Sent, tokens: int = 0) -> None:
+        """Note that tokens of a request's answer came. The first call says that its prompt is computed."""
+        if self.meter.came(sent.key, tokens):
+            self.keeper.computed(sent.key)
 
     def reported(self, member: Member, report: WorkerReport | None, error: str = "") -> None:
         """Take what a worker's metrics say; None if they cannot be read, because of `error`, or are not asked for.
@@ -194,6 +198,9 @@ class Pool:
         now, member.report_error = self.clock(), error
         if report is not None:
             member.reported_s = now
+            if member.report is not None and report.steps >= member.report.steps:  # else the worker has restarted
+                self.meter.experts += report.experts - member.report.experts
+                self.meter.steps += report.steps - member.report.steps
         elif now - member.reported_s < STALE_REPORTS * member.health.settings.metrics_every_s:
             return
         member.report = report
@@ -217,6 +224,7 @@ class Pool:
     def ended(self, sent: Sent, ok: bool | None) -> None:
         """End a request at its worker. `ok`: whether the worker did its part; None if unknown (the client left)."""
         self.keeper.finish(sent.key)
+        self.meter.ended(sent.key)
         breaker, now = sent.member.breaker, self.clock()
         closed = breaker.changes_at is None
         if ok is None:

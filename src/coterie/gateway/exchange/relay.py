@@ -67,21 +67,24 @@ class Relayed(msgspec.Struct, frozen=True):
         return (self.last_s - self.first_s) / (self.events - 1) if self.events > 2 else None
 
 
-async def pass_whole(answer: Answer, sink: Responder, own: tuple[bytes, bytes], limit: int) -> Relayed:
+async def pass_whole(
+    answer: Answer, sink: Responder, own: tuple[bytes, bytes], limit: int, came: Callable[[int], None]
+) -> Relayed:
     """Read the whole answer, then send it with the header `own`. Raises UpstreamError before anything is sent."""
     body = await answer.read(limit)
-    now = time.monotonic()
+    now, usage = time.monotonic(), usage_of(body)
+    came(0 if usage is None else usage.completion_tokens)
     sink.send(answer.status, body, b"", head_of(answer, own))
-    return Relayed(now, now, 1, usage_of(body))
+    return Relayed(now, now, 1, usage)
 
 
 async def pass_stream(
-    answer: Answer, sink: Responder, own: tuple[bytes, bytes], begun: Callable[[], None] | None = None
+    answer: Answer, sink: Responder, own: tuple[bytes, bytes], came: Callable[[int], None]
 ) -> Relayed:
     """Send each piece as it arrives. Raises UpstreamError if the stream breaks before the first piece.
 
-    `begun` is called at the first piece. A stream that ends without ``[DONE]`` is broken too: a failing worker or proxy
-    may close it properly.
+    `came` is called with the number of events of each piece: workers send about one per token. A stream that ends
+    without ``[DONE]`` is broken too: a failing worker or proxy may close it properly.
     """
     first = last = 0.0
     events, usage_piece, tail = 0, b"", b""
@@ -92,10 +95,10 @@ async def pass_stream(
                 usage_piece = piece
             if not sink.started:
                 first = last
-                if begun is not None:
-                    begun()
                 sink.start(answer.status, head_of(answer, own))
-            events += piece.count(b"\n\n")
+            found = piece.count(b"\n\n")
+            events += found
+            came(found)
             tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (tail + piece)[-TAIL_BYTES:]
             sink.write(piece)
             await sink.drain()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from functools import partial
 from urllib.parse import urlsplit
 
 from coterie.gateway.config import GatewayConfig
@@ -96,13 +97,13 @@ class SglangPairFlow(Flow):
             if answer.status >= 400:
                 await _refuse(answer)
             await answer.read(self.limits.answer_bytes)
-            self.prefill.computed(prefill)
+            self.prefill.came(prefill)
 
         async def decoded() -> tuple[int, Relayed]:
             answer = await self.ask(decode, call, body, self.limits.first_token_s)
             if may_retry(answer.status):
                 await _refuse(answer)
-            return answer.status, await self.pass_on(answer, call, sink)
+            return answer.status, await self.pass_on(answer, call, sink, partial(self.decode.came, decode))
 
         first, second = asyncio.create_task(prefilled()), asyncio.create_task(decoded())
         try:

@@ -192,7 +192,9 @@ class VllmPairFlow(Flow):
                 answer = await self.ask(sent, call, asked, self.limits.prefill_s)
                 status = answer.status
                 if 400 <= status < 500 and not may_retry(status):  # the request itself is at fault
-                    await pass_whole(answer, sink, (REQUEST_ID, call.id.encode()), self.limits.answer_bytes)
+                    await pass_whole(
+                        answer, sink, (REQUEST_ID, call.id.encode()), self.limits.answer_bytes, lambda _: None
+                    )
                     ok = True
                     return Outcome(status, None, sent.member.entry.id, decision=sent.choice.decision)
                 data = await answer.read(self.limits.answer_bytes)

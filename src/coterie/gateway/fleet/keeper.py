@@ -100,6 +100,9 @@ class FleetKeeper:
         """Number of workers that may be chosen."""
         self.requests: dict[str, Choice] = {}
         """Requests admitted and not finished; read-only for callers."""
+        self.baseline = False
+        """Whether the shortest queue chooses, for a comparison. The router is asked all the same: the fleet keeps the
+        profiles of requests, and needs them when the router chooses again."""
         self._shortest = JoinShortestQueue()
         self._checks = Checks()
         self._make = _maker(spec, context)
@@ -199,6 +202,8 @@ class FleetKeeper:
             try:
                 asked = self._checks.checked(wanted, fleet)
                 decision = self._made.router.route(asked, fleet)
+                if self.baseline:
+                    decision = self._shortest.route(asked, fleet)._replace(profile=decision.profile)
                 row = checked_row(decision, fleet)
                 for hidden_row in hidden:
                     fleet.alive[hidden_row] = True

@@ -58,6 +58,7 @@ def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, A
         "minute": minute,
         "series": parts.watcher.recent.series(now_s),
         "comparison": parts.comparison,
+        "switchback": parts.described_switchback(),
         "loop": loop,
     }
 

@@ -26,6 +26,8 @@ RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "coterie_work
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "coterie_worker_waiting")
 KV_USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 KV_BLOCKS = "coterie_worker_kv_blocks"
+EXPERTS, EXPERT_STEPS = "coterie_worker_distinct_experts_sum", "coterie_worker_distinct_experts_steps_total"
+MOST_COUNTED = float(1 << 53)
 RANKS = ("engine", "dp_rank")
 """Labels with the data-parallel rank."""
 SERIES = re.compile(r"(?:\{(.*)\})?[ \t]+(\S+)")
@@ -50,6 +52,10 @@ class WorkerReport(NamedTuple):
     waiting: int
     kv_used: float
     """Share of KV blocks in use; 0 if not reported."""
+    experts: float = 0.0
+    """Distinct experts of a mean layer, summed over `steps`; 0 if not reported."""
+    steps: float = 0.0
+    """Decode steps since the worker's start."""
 
 
 def read_report(text: bytes, rank: int | None = None) -> WorkerReport:
@@ -60,8 +66,16 @@ def read_report(text: bytes, rank: int | None = None) -> WorkerReport:
         raise ReportError("unknown", f"none of {', '.join(RUNNING)} is there")
     waiting = _first(text, WAITING, MOST_REQUESTS) or {}
     used = _first(text, KV_USED, 1) or _share_of_blocks(text)
+    experts = [
+        value for labels, value in _series(text, EXPERTS, MOST_COUNTED) if _label(labels, "over_layers") == "mean"
+    ]
+    steps = [value for _, value in _series(text, EXPERT_STEPS, MOST_COUNTED)]
     return WorkerReport(
-        round(_of_rank(running, rank, sum)), round(_of_rank(waiting, rank, sum)), _of_rank(used, rank, fmean)
+        round(_of_rank(running, rank, sum)),
+        round(_of_rank(waiting, rank, sum)),
+        _of_rank(used, rank, fmean),
+        sum(experts),
+        sum(steps),
     )
 
 

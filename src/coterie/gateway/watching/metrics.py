@@ -312,6 +312,16 @@ class Metrics(Collector):
             "kv_claims_believed", "Share of the worker's cached tokens, by its KV events, that is believed", worker=None
         )
 
+        self.switchback_change = Gauge(
+            "switchback_change_percent",
+            "Change by the decode router against the shortest queue, measured in turns, and the ends of its interval",
+            measure=None,
+            bound=None,
+        )
+        self.switchback_pairs = Gauge("switchback_pairs", "Pairs of blocks in which it was measured")
+        self.switchback_left = Gauge(
+            "switchback_left", "1 while the shortest queue routes because the router was worse"
+        )
         self.control_events = Counter("control_events_total", "Decisions of the control loop", kind=(*KINDS, OTHER))
         self.control_refits = Counter(
             "control_refits_total", "Fits that the control loop made", outcome=("taken", "kept", "failed")

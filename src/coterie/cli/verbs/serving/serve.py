@@ -101,6 +101,7 @@ def _serve_file(path: Path, check: bool, json: bool) -> None:
 
 
 def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, check: bool, json: bool) -> None:
+    from coterie.control.switchback import SwitchbackSettings
     from coterie.gateway.embedded import decode_router, run_embedded
     from coterie.gateway.serve import check_config, run_gateway
     from coterie.gateway.watching.logs import Log
@@ -110,7 +111,8 @@ def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Pa
         raise ConfigError("--check is for config files")
     typer.echo("Starting one prefill and three decode workers of coterie-tiny", err=True)
     with run_embedded() as fleet:
-        config = fleet.config(f"127.0.0.1:{8000 if port is None else port}", decode=spec)
+        turns = SwitchbackSettings(enabled=not demo)  # the demo compares routers itself
+        config = fleet.config(f"127.0.0.1:{8000 if port is None else port}", decode=spec, switchback=turns)
         check_config(config)
         if not demo:
             run_gateway(config, None, _ready(config, json), access=fleet.access)

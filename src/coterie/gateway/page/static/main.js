@@ -9,6 +9,7 @@ import { heatPanel } from "./heat.js";
 import { latencyPanel } from "./latency.js";
 import { placementPanel } from "./placement.js";
 import { Stream } from "./stream.js";
+import { switchbackPanel } from "./switchback.js";
 
 const KEY = "coterie-key";
 const THEME = "coterie-theme";
@@ -103,6 +104,6 @@ keyForm.addEventListener("submit", (event) => {
 
 const ask = (query) => stream.ask(query);
 const heat = heatPanel(ask);
-const panels = [fleetPanel(), latencyPanel(), comparisonPanel(), placementPanel(), decisionsPanel(ask), eventsPanel()];
+const panels = [fleetPanel(), latencyPanel(), switchbackPanel(), comparisonPanel(), placementPanel(), decisionsPanel(ask), eventsPanel()];
 stream.key = remembered(tab, KEY);
 stream.open();
