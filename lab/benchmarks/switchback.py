@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.control.switchback import Switchback, SwitchbackSettings, Totals
+from coterie.control import Switchback, SwitchbackSettings, Totals
 
 TICK_S = 0.1
 WORKERS, PLACES = 4, 96

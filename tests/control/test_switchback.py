@@ -128,6 +128,15 @@ def test_what_is_said_and_measured() -> None:
     assert pool.turns.changes["ttft"].router == pytest.approx(0.2)
 
 
+def test_what_was_measured_before_a_change_is_kept_beside_it() -> None:
+    pool = Pool(0.95)
+    pool.tick(1200)
+    before = pool.turns.changes["tpot"]
+    pool.turns.restart(pool.totals.seconds)
+    assert pool.turns.before == before
+    assert f"before it {before.percent:+.1f}%" in pool.turns.verdict()
+
+
 def test_an_idle_pool_is_not_judged() -> None:
     turns = Switchback(SwitchbackSettings(), np.random.default_rng(0))
     for second in range(7200):

@@ -16,6 +16,7 @@ from coterie.control.base import (
 from coterie.control.loop import ControlLoop
 from coterie.control.replay import InputLog, replay
 from coterie.control.scoring import FitComparison, Scorer
+from coterie.control.switchback import Switchback, SwitchbackSettings, Totals
 
 __all__ = [
     "KINDS",
@@ -34,6 +35,9 @@ __all__ = [
     "PlacementAdvisor",
     "RequestSeen",
     "Scorer",
+    "Switchback",
+    "SwitchbackSettings",
     "Tick",
+    "Totals",
     "replay",
 ]

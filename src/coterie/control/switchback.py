@@ -140,17 +140,20 @@ class Switchback:
 
     def __init__(self, settings: SwitchbackSettings, rng: Generator, now_s: float = 0.0) -> None:
         self.settings = settings
+        self.changes: Mapping[str, Change] = {}
+        """Measure → its change, as of the last pair."""
         self._rng = rng
         self._retries = 0
         self.restart(now_s)
 
     def restart(self, now_s: float) -> None:
-        """Forget what was measured: the router, or what it routes, has changed. It routes alone for one block first."""
+        """Begin anew: the router was fitted anew, or does worse than before. It routes alone for one block first."""
         self.state: Literal["measuring", "watching", "left"] = "measuring"
         """`measuring`: half and half; `watching`: mostly the router; `left`: the shortest queue alone."""
         self.baseline = False
-        self.changes: Mapping[str, Change] = {}
-        """Measure → its change, as of the last pair."""
+        self.before = self.changes.get(self.settings.measure)
+        """Change of the measure that the router is judged by before the last restart; None if none was measured."""
+        self.changes = {}
         self._pairs: list[tuple[Mapping[str, float], Mapping[str, float]]] = []
         """Means of the router's block and of the shortest queue's."""
         self._seen: dict[bool, Mapping[str, float]] = {}
@@ -242,7 +245,9 @@ class Switchback:
 
     def verdict(self) -> str:
         """Return what has been measured by now, as a sentence without its full stop."""
-        change = self.changes.get(self.settings.measure)
+        change, before = self.changes.get(self.settings.measure), self.before
+        if change is None and before is not None:
+            return f"no pair of blocks has been measured since the change; before it {before.percent:+.1f}%"
         if change is None:
             return "no pair of blocks has been measured yet"
         name, counted = MEASURES[self.settings.measure], f"{self.pairs} pair{'s' if self.pairs > 1 else ''} of blocks"

@@ -91,7 +91,7 @@ class GatewayParts:
         self.alone = False
         """Whether somebody compares routers now, so that no turns are taken."""
         self._turned: tuple[object, ...] = ()
-        """Router and settings that the turns are for."""
+        """Router, settings and fit that the turns are for."""
         self._turning: asyncio.Task[None] | None = None
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._started = False
@@ -247,8 +247,12 @@ class GatewayParts:
             self.switchback, pool.keeper.baseline, self._turned = None, False, ()
             return
         now_s = pool.clock()
-        if self.switchback is None or self._turned != (pool.spec, settings):
-            self.switchback, self._turned = Switchback(settings, pool.rng, now_s), (pool.spec, settings)
+        wanted = (msgspec.structs.replace(pool.spec, fit=None), settings, pool.spec.fit)
+        if self.switchback is None or self._turned[:2] != wanted[:2]:
+            self.switchback = Switchback(settings, pool.rng, now_s)
+        elif self._turned != wanted:
+            self.switchback.restart(now_s)
+        self._turned = wanted
         said = self.switchback.tick(now_s, pool.meter.totals())
         pool.keeper.baseline = self.switchback.baseline
         if said is not None:
@@ -265,6 +269,7 @@ class GatewayParts:
             "pairs": turns.pairs,
             "of": turns.settings.pairs,
             "verdict": turns.verdict(),
+            "before": turns.before,
             "changes": {name: change._asdict() for name, change in turns.changes.items()},
         }
 
