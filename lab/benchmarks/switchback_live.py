@@ -1,9 +1,9 @@
 """A switchback on a live fleet: a router that is worse on purpose, the one that ships, and what the turns cost.
 
 One prefill and three decode workers of coterie-tiny behind `coterie serve`, under the closed loop of `coterie load`.
-Blocks take 10 s, since a request takes about one. At first the last worker is slow: its process is paused for a third of
-the time. The router `last_worker`, which this file registers as a plugin, sends it every request; the shortest queue a
-third. Then all workers are alike, and the router is the one that ships. The cost is the ratio of median TPOT and TTFT
+Blocks take 10 s, since a request takes about one. At first the last worker is slow: its process is paused for a third
+of the time. The router `last_worker`, which this file registers as a plugin, sends it every request; the shortest queue
+a third. Then all workers are alike, and the router is the one that ships. The cost is the ratio of median TPOT and TTFT
 with turns to those without, in interleaved runs of a minute: the shortest queue has a sixth of it, three times what it
 has once a comparison is over.
 
@@ -46,7 +46,7 @@ class LastWorker:
     """Routes to the last worker."""
 
     def route(self, _: Request, fleet: Fleet) -> Decision:
-        scores = -1.0 * np.arange(len(fleet))
+        scores = -np.arange(len(fleet), dtype=np.float64)
         return Decision(int(np.flatnonzero(fleet.alive)[-1]), scores, "the last one")
 
 
