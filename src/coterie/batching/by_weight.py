@@ -92,7 +92,8 @@ def sides_of(totals: Loads) -> NDArray[np.bool_]:
     side = np.zeros(count, np.bool_)
     for merge in range(count - 2, -1, -1):
         side[lost[merge]] = not side[kept[merge]]
-    return side == side[0]
+    same: NDArray[np.bool_] = side == side[0]
+    return same
 
 
 @njit()
