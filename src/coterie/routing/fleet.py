@@ -248,24 +248,6 @@ class Fleet:
         self._mean = -1.0  # differs from any mean: the next line recomputes the values of all workers
         self._shift(0, None, 0)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a worker's sums differ from those over the requests in the fleet."""
-        names = ("running", "context_tokens", "prefill_tokens", "_profiled", "_logs")
-        sums = {name: np.zeros_like(getattr(self, name)) for name in names}
-        for worker, context, uncomputed, logs in self._residents.values():
-            for total, part in zip(sums.values(), (1, context, uncomputed, logs is not None, logs), strict=True):
-                total[worker] += 0 if part is None else part
-        for name, total in sums.items():
-            right = np.array_equal(getattr(self, name), total)
-            check(right, f"fleet.{name} differs from its requests' sum", AssertionError)
-        least = np.minimum(self.in_flight, self.peak)
-        check(
-            (least >= self.running).all(),
-            "fleet.in_flight and fleet.peak must be at least fleet.running",
-            AssertionError,
-        )
-        check(np.isfinite(self._prior).all(), "a prior of the fleet is not finite", AssertionError)
-
     def _known(self, request_id: str) -> _Resident:
         if request_id not in self._residents:
             raise ConfigError(f"request {request_id!r} is not in the fleet")
