@@ -40,7 +40,6 @@ LATER = {
 NAMES = {
     "coterie._compiled_files.ByContent": "the Makefile names it in an environment variable of Numba",
     "coterie.gateway.control.streams.ExpertStreams.last_seq": "tests wait for it, so that none waits by the clock",
-    "coterie.gateway.fleet.keeper.FleetKeeper.check_integrity": "invariants of the books, which tests check",
 }
 """Names without a use in product code that stay, as `module.name` or `module.Class.method`: reason."""
 

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from numpy.random import default_rng
 
+from books import check_keeper
 from canned_workers import Act, Canned, answer, canned_workers, events, held, resets, says, stalls
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.exchange.pool import DECODE, STALE_REPORTS, Member, Pool
@@ -214,7 +215,7 @@ def test_a_worker_that_runs_more_than_its_places_has_more() -> None:
     for running, waiting, places in ((3, 9, 4), (6, 0, 6), (2, 0, 6), (1 << 20, 0, 1 << 20)):
         pool.reported(member, WorkerReport(running, waiting, 0.0))
         assert pool.keeper.fleet.places.tolist() == [places]
-        pool.keeper.check_integrity()
+        check_keeper(pool.keeper)
     pool.remove("a")
     pool.add(member)
     assert pool.keeper.fleet.places.tolist() == [4]

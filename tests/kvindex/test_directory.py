@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from books import check_directory
 from coterie import kvindex
 from coterie.errors import ConfigError, InputError
 from coterie.kvindex import HeldBlocks, KVDirectory
@@ -156,7 +157,7 @@ def test_second_hash_for_one_content_is_no_hit_by_tokens() -> None:
     blocks.cleared(0)
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens([1, 2])[0] == 2
-    blocks.check_integrity()
+    check_directory(blocks)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_many_workers(num_workers: int) -> None:
     blocks.drop_worker(num_workers - 1)
     expected[-1] = 0
     np.testing.assert_array_equal(blocks.match_tokens(tokens), 2 * expected)
-    blocks.check_integrity()
+    check_directory(blocks)
 
 
 def test_grows_and_empties() -> None:
@@ -222,13 +223,13 @@ def test_grows_and_empties() -> None:
     assert blocks.match(hashes).tolist() == [5000] * 3
     for start in range(0, 5000, 2):
         blocks.removed(0, removed(hashes[start : start + 1]))
-    blocks.check_integrity()
+    check_directory(blocks)
     assert blocks.held(0).hits == 2500
     assert blocks.match_tokens(tokens).tolist() == [0, 10_000, 10_000]
     for worker in range(3):
         blocks.cleared(worker)
     assert len(blocks) == 0
-    blocks.check_integrity()
+    check_directory(blocks)
 
 
 def test_a_worker_holds_no_more_blocks_than_it_may() -> None:
@@ -246,7 +247,7 @@ def test_a_worker_holds_no_more_blocks_than_it_may() -> None:
     blocks.removed(0, removed([12]))
     blocks.stored(0, stored([13], [7, 8]))
     assert blocks.held(0).hits == 3, "room again"
-    blocks.check_integrity()
+    check_directory(blocks)
 
 
 def test_marks_of_ambiguous_contents_are_bounded_too() -> None:
@@ -271,7 +272,7 @@ def test_blocks_that_wait_for_a_parent_are_bounded() -> None:
     assert blocks.counters.refused == 1
     blocks.stored(0, stored([1], [3, 4]))
     assert blocks.held(0).waiting == 0
-    blocks.check_integrity()
+    check_directory(blocks)
 
 
 def test_wrong_settings_and_arguments() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from books import check_fleet
 from coterie.errors import ConfigError
 from coterie.routing import Fleet
 from coterie.routing.fleet import MOST_CERTAIN, PRIOR_WINDOW, UNIT, _logs, _spread
@@ -174,7 +175,7 @@ def test_what_is_refused_leaves_no_trace(context: Any, profile: np.ndarray | Non
         fleet.admit("new", 1, context, profile)
     for name, value in before.items():
         np.testing.assert_array_equal(getattr(fleet, name), value, err_msg=name)
-    fleet.check_integrity()
+    check_fleet(fleet)
     fleet.admit("new", 1, 3)
     fleet.finish("new")
 
@@ -192,7 +193,7 @@ def test_a_fleet_takes_over_another(requests: list[tuple[int, bool, int]], seed:
     new.take_over(old, priors=True)
     plain.take_over(old)
     for fleet in (new, plain):
-        fleet.check_integrity()
+        check_fleet(fleet)
         assert fleet.running[:3].tolist() == old.running.tolist()
         assert fleet.context_tokens[:3].tolist() == old.context_tokens.tolist()
         assert fleet.routed == len(requests)

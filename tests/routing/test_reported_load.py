@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from books import check_fleet
 from coterie.errors import ConfigError
 from coterie.routing import Fleet, Request, Router, routers
 from coterie.testing import check_router
@@ -47,7 +48,7 @@ def test_reports_of_own_requests_change_no_decision(name: str) -> None:
         for worker in np.flatnonzero(rng.random(WORKERS) < 0.3).tolist():
             reported.observe(worker, int(rng.integers(0, reported.peak[worker] + 1)))
         np.testing.assert_array_equal(reported.in_flight, reported.running)
-        reported.check_integrity()
+        check_fleet(reported)
 
 
 @pytest.mark.parametrize("name", BY_LOAD)
@@ -107,11 +108,11 @@ def test_counts_follow_their_definition(actions: list[tuple[str, int, int]]) -> 
         assert fleet.running.tolist() == [running[at] for at in range(3)]
         assert fleet.in_flight.tolist() == [running[at] + others[at] for at in range(3)]
         assert fleet.prefill_tokens.tolist() == uncomputed
-        fleet.check_integrity()
+        check_fleet(fleet)
     larger = Fleet([9] * 4)
     larger.take_over(fleet)
     assert larger.in_flight[:3].tolist() == fleet.in_flight.tolist()
-    larger.check_integrity()
+    check_fleet(larger)
 
 
 def test_tokens_to_compute_are_within_the_context() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from books import check_fleet
 from coterie.costs.presets import step_model
 from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request
@@ -88,4 +89,4 @@ def test_a_swap_holds_from_the_next_decision_and_loses_no_request() -> None:
     assert (run.decoder[run.arrival_s < controller.swapped_s] == 0).all()
     assert (run.decoder[run.arrival_s > controller.swapped_s] == 1).all()
     assert (run.decoder == 1).sum() >= 20
-    controller.fleet.check_integrity()
+    check_fleet(controller.fleet)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from books import check_keeper
 from canned_workers import Canned
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
@@ -106,7 +107,7 @@ def idle(found: Run) -> None:
     """Nothing is left of any request."""
     parts = found.running.parts
     for pool in parts.pools.values():
-        pool.keeper.check_integrity()
+        check_keeper(pool.keeper)
         assert not pool.keeper.requests
         assert pool.keeper.fleet.running.sum() == 0
         assert pool.keeper.fleet.context_tokens.sum() == 0

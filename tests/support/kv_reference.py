@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from books import check_directory
 from coterie.kvindex import HeldBlocks, KVDirectory
 from coterie.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
@@ -173,7 +174,7 @@ PROMPTS = [[(number >> bit) & 1 for bit in range(6)] for number in range(64)]
 
 
 def check_same(blocks: KVDirectory, reference: ReferenceDirectory, chains: list[list[Any]]) -> None:
-    blocks.check_integrity()
+    check_directory(blocks)
     for prompt in PROMPTS:
         assert blocks.match_tokens(prompt).tolist() == reference.match_tokens(prompt)
     for lora, salt in (("ada", None), (None, "salt"), ("ada", "salt")):

@@ -2,7 +2,7 @@
 
     COTERIE_DATA=… python lab/benchmarks/gpu/padding.py pack padding.npz     # recorded experts for gpt-oss-20b
     python lab/benchmarks/gpu/padding.py coterie-tiny auto padding.npz OUT.jsonl
-    python lab/benchmarks/gpu/padding.py gpt-oss-20b mxfp4 padding.npz OUT.jsonl [--seconds 150] [--graphs decode]
+    python lab/benchmarks/gpu/padding.py gpt-oss-20b mxfp4 padding.npz OUT.jsonl
     python lab/benchmarks/gpu/padding.py table OUT.jsonl
 
 One load of vLLM has graphs for every batch size up to 64. A step is sent to the size that the default sizes would pad
@@ -58,11 +58,9 @@ def default_size(rows: int) -> int:
     return min(size for size in DEFAULT_SIZES if size >= rows)
 
 
-def pad_table(default: bool, largest: int) -> list[int]:
-    """Padded size of each batch size, by the default sizes or one by one up to `MOST`."""
-    above = [*range(MOST, 256, 8), *range(256, largest + 1, 16)]
-    small = [0, *((default_size(rows) if default else rows) for rows in range(1, MOST + 1))]
-    return small + [next(size for size in above if size >= rows) for rows in range(MOST + 1, largest + 1)]
+def pad_table(default: bool) -> list[int]:
+    """Padded size of each batch size, by the default sizes or one by one."""
+    return [0, *((default_size(rows) if default else rows) for rows in range(1, MOST + 1))]
 
 
 class Step(NamedTuple):
@@ -240,7 +238,7 @@ def texts(rng: np.random.Generator) -> list[list[int]]:
 
 
 class Engine:
-    def __init__(self, model: str, dtype: str, ids: Any, given: argparse.Namespace) -> None:
+    def __init__(self, model: str, dtype: str, ids: Any) -> None:
         from vllm import LLM
 
         self.tiny, self.rng = model == TINY.name, np.random.default_rng(0)
@@ -256,12 +254,6 @@ class Engine:
             self.prompts = self.rng.integers(10, config["vocab_size"] - 2000, (256, CONTEXT)).tolist()
         self.hooks = Hooks(config, None if self.tiny else ids)
         install(self.hooks)
-        sizes = [*range(1, MOST + 1), *(size for size in range(MOST + 8, 256, 8) if size <= given.largest)]
-        sizes += range(256, given.largest + 1, 16)
-        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
-        if given.graphs == "decode":
-            compilation["cudagraph_mode"] = "FULL_DECODE_ONLY"
-        options = {"attention_backend": given.attention} if given.attention else {}
         self.llm = LLM(
             model=str(folder),
             load_format="auto" if self.tiny else "dummy",
@@ -271,12 +263,11 @@ class Engine:
             max_num_seqs=MOST,
             max_model_len=LONGEST,
             gpu_memory_utilization=0.05 if self.tiny else 0.9,  # More would be millions of KV blocks, made one by one.
-            compilation_config=compilation,
+            compilation_config={"cudagraph_capture_sizes": [*range(1, MOST + 1)]},
             dtype="auto" if self.tiny else "bfloat16",
-            **options,
         )
         self.core, self.count = self.llm.llm_engine, 0
-        self.hooks.tables = {default: pad_table(default, given.largest) for default in (True, False)}
+        self.hooks.tables = {default: pad_table(default) for default in (True, False)}
         if not self.tiny:
             self.llm.apply_model(redraw)
 
@@ -468,7 +459,7 @@ def measure(given: argparse.Namespace) -> None:
     began = time.perf_counter()
     with np.load(given.jobs) as file:
         ids = file["ids"]
-    engine = Engine(given.model, given.dtype, ids, given)
+    engine = Engine(given.model, given.dtype, ids)
     with given.out.open("w") as out:
 
         def keep(job: str, row: dict[str, Any]) -> None:
@@ -495,9 +486,6 @@ def measure(given: argparse.Namespace) -> None:
         if not engine.tiny:
             jobs = [("equal", rows) for rows in EQUAL_ROWS[1:5]] + jobs[2 + len(EQUAL_ROWS) :] + jobs[:2]
         for job, what in jobs:
-            if time.perf_counter() - began > given.seconds:
-                print("out of time at", job, what, flush=True)
-                break
             if job == "choice":
                 rows = engine.choices(what)
                 for row in rows:
@@ -563,10 +551,6 @@ def main() -> None:
     parser.add_argument("dtype")
     parser.add_argument("jobs", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--seconds", type=float, default=200.0, help="No job starts later.")
-    parser.add_argument("--graphs", choices=("all", "decode"), default="all", help="decode: no graphs for mixed steps.")
-    parser.add_argument("--largest", type=int, default=MOST, help="Largest graph; 512 is vLLM's default.")
-    parser.add_argument("--attention", help="Attention backend, if vLLM's own choice fails.")
     given = parser.parse_args()
     if given.model == "pack":
         pack(Path(given.dtype))

@@ -228,13 +228,13 @@ def cost(folder: Path, rounds: int) -> None:
             if number:  # the first round warms up
                 periods = [step.period_us for step in steps if step.period_us]
                 times[on].append((float(np.median([step.us for step in steps])), float(np.median(periods))))
-    with_hook, without = np.array(times[True]), np.array(times[False])
+    captured, bare = np.array(times[True]), np.array(times[False])
     report: dict[str, Any] = {"model": spec.name, "dtype": spec.weight_dtype, "software": engine.version}
     for column, name in enumerate(("gpu", "wall")):
-        ratios = with_hook[:, column] / without[:, column]
+        ratios = captured[:, column] / bare[:, column]
         draws = np.median(rng.choice(ratios, (4000, rounds)), axis=1)
         report[name] = {
-            "off_us": round(float(np.median(without[:, column])), 1),
+            "off_us": round(float(np.median(bare[:, column])), 1),
             "on_over_off": round(float(np.median(ratios)), 5),
             "ci95": np.quantile(draws, (0.025, 0.975)).round(5).tolist(),
         }

@@ -12,11 +12,8 @@ from gpu import padding
 
 def test_graph_sizes_of_a_batch() -> None:
     assert [padding.default_size(rows) for rows in (1, 3, 5, 9, 17, 64)] == [1, 4, 8, 16, 24, 64]
-    default, single = padding.pad_table(True, 512), padding.pad_table(False, 512)
-    assert (default[9], single[9]) == (16, 9)
-    assert default[65:] == single[65:]
-    assert (default[65], default[300], default[512], len(default)) == (72, 304, 512, 513)
-    assert len(padding.pad_table(True, padding.MOST)) == padding.MOST + 1
+    default, single = padding.pad_table(True), padding.pad_table(False)
+    assert (default[9], single[9], len(default)) == (16, 9, padding.MOST + 1)
 
 
 @pytest.fixture

@@ -46,12 +46,7 @@ class Lpt(Skipping):
 @helper()
 def heaviest_first(requests: Indices, totals: Loads) -> None:
     """Sort requests in place by falling total; requests of equal total keep their order."""
-    for i in range(1, len(requests)):
-        request, j = requests[i], i
-        while j > 0 and totals[requests[j - 1]] < totals[request]:
-            requests[j] = requests[j - 1]
-            j -= 1
-        requests[j] = request
+    requests[:] = requests[np.argsort(-totals[requests], kind="mergesort")]
 
 
 @njit()
@@ -80,32 +75,25 @@ class KarmarkarKarp(Skipping):
 def sides_of(totals: Loads) -> NDArray[np.bool_]:
     """Return [request] whether it is on the oldest request's side, by the differencing method; ties by age."""
     count = len(totals)
-    values = totals.copy()
-    ranked = np.empty(count, np.int64)
-    for request in range(count):
-        ranked[request] = request
-    heaviest_first(ranked, values)
+    ranked = np.argsort(-totals, kind="mergesort")
+    values = totals[ranked]
     kept, lost = np.empty(count, np.int64), np.empty(count, np.int64)
     for merge in range(count - 1):
         # The larger request represents the pair from now on: its value is the difference, which may sort further back.
-        first, second = ranked[merge], ranked[merge + 1]
-        kept[merge], lost[merge] = first, second
-        values[first] -= values[second]
-        at = merge + 1
-        while at + 1 < count and (
-            values[ranked[at + 1]] > values[first]
-            or (values[ranked[at + 1]] == values[first] and ranked[at + 1] < first)
-        ):
-            ranked[at] = ranked[at + 1]
+        first, difference, at = ranked[merge], values[merge] - values[merge + 1], merge + 1
+        kept[merge], lost[merge] = first, ranked[at]
+        while at + 1 < count and values[at + 1] > difference:
+            ranked[at], values[at] = ranked[at + 1], values[at + 1]
             at += 1
-        ranked[at] = first
+        while at + 1 < count and values[at + 1] == difference and ranked[at + 1] < first:
+            ranked[at], values[at] = ranked[at + 1], values[at + 1]
+            at += 1
+        ranked[at], values[at] = first, difference
     side = np.zeros(count, np.bool_)
     for merge in range(count - 2, -1, -1):
         side[lost[merge]] = not side[kept[merge]]
-    oldest = side[0]
-    for request in range(count):
-        side[request] = side[request] == oldest
-    return side
+    same: NDArray[np.bool_] = side == side[0]
+    return same
 
 
 @njit()

@@ -24,7 +24,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import check, check_one_of, require_fitted
+from coterie.errors import ConfigError, check, check_one_of, require_fitted
 
 Weighting = Literal["count_idf", "count", "gate", "binary"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
@@ -127,12 +127,10 @@ class Signature:
     def transform(self, counts: Counts) -> NDArray[np.float32]:
         """Return the signature [index in kept layers] of counts [layer, expert]; all 0 if the weighted counts are."""
         weights, layers = require_fitted(self.kept_, "the signature")
-        check(
-            counts.shape == weights.shape,
-            f"footprint has shape {counts.shape}; the signature was fitted for {weights.shape}",
-        )
+        if counts.shape != weights.shape:  # no check: this is part of a decision
+            raise ConfigError(f"footprint has shape {counts.shape}; the signature was fitted for {weights.shape}")
         out = np.empty(len(layers) * weights.shape[1], np.float32)
-        _transform(np.asarray(counts, np.float32), weights, layers, self.weighting == "binary", out)
+        _transform(counts, weights, layers, self.weighting == "binary", out)
         return out
 
     def transform_all(self, counts: Counts) -> NDArray[np.float32]:
@@ -190,18 +188,19 @@ def _centred_ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
 
 @njit(fastmath=True)
 def _transform(
-    counts: NDArray[np.float32],
+    counts: NDArray[Any],
     weights: NDArray[np.float32],
     layers: NDArray[np.int64],
     binary: bool,
     out: NDArray[np.float32],
 ) -> None:
+    """Fill `out` from counts of any dtype: most layers are not kept, and need no conversion."""
     experts = weights.shape[1]
     total = np.float32(0.0)
     for row in range(len(layers)):
         layer, at = layers[row], row * experts
         for expert in range(experts):
-            count = counts[layer, expert]
+            count = np.float32(counts[layer, expert])
             if binary:
                 count = np.float32(1.0) if count > 0 else np.float32(0.0)
             value = count * weights[layer, expert]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coterie.errors import InputError, check, check_at_least, check_given
+from coterie.errors import InputError, check_at_least, check_given
 from coterie.kvindex import _tables
 from coterie.kvindex.identity import NO_CONTEXTS, contexts, event_contexts, event_tokens, hash_keys, writeable
 from coterie.wire.kv_events import BlockHash, BlockRemoved, BlockStored, KVEvent
@@ -276,19 +276,6 @@ class KVDirectory:
         """Bytes of all tables, without waiting blocks."""
         held = sum(state.held.entries.nbytes for state in self._workers)
         return self._hashes.entries.nbytes + self._contents.entries.nbytes + held
-
-    def check_integrity(self) -> None:
-        """Raise InputError if the tables contradict each other; for tests and idle times."""
-        for name, table in (("hashes", self._hashes), ("contents", self._contents)):
-            rows = table.entries[table.entries[:, 0] != 0]
-            check(
-                len(rows) == table.used[0] and rows[:, 2:].any(axis=1).all(),
-                f"{name}: {len(rows)} rows, {table.used[0]} counted, or one without a worker",
-                InputError,
-            )
-        by_worker = sum(state.blocks for state in self._workers)
-        bits = int(np.bitwise_count(self._hashes.entries[:, 2:]).sum())
-        check(by_worker == bits, f"workers hold {by_worker} blocks, the table of hashes says {bits}", InputError)
 
     def check_worker(self, worker: int) -> None:
         if not 0 <= worker < self.num_workers:

@@ -284,7 +284,8 @@ class RouterFit:
 
     def check_workers(self, workers: int) -> None:
         """Raise ConfigError if the fleet has another number of workers."""
-        check(workers == self.workers, f"the router was fitted for {self.workers} workers; the fleet has {workers}")
+        if workers != self.workers:  # no check: this is part of a decision
+            raise ConfigError(f"the router was fitted for {self.workers} workers; the fleet has {workers}")
 
 
 _STORED = ("weights", "layers", "centroids", "profiles", "shares", "before", "after", "inward", "outward")

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from books import check_keeper
 from coterie.errors import ConfigError, UnavailableError
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import Made, RouterSpec, prices_of
@@ -52,7 +53,7 @@ def test_every_router_works_by_name(name: str) -> None:
     assert not keeper.fallbacks
     for one in [*(f"r{n}" for n in range(8)), *(f"s{n}" for n in range(8))]:
         assert keeper.finish(one)
-    keeper.check_integrity()
+    check_keeper(keeper)
     assert not keeper.fleet.running.any()
 
 
@@ -94,7 +95,7 @@ def test_closed_and_excluded_workers() -> None:
     choice = keeper.route("d", Request(), exclude=["w0", "stranger"])
     assert (choice.worker_id, choice.fallback) == ("w2", None)
     assert keeper.fallbacks == {"all_closed": 2, "all_excluded": 1}
-    keeper.check_integrity()
+    check_keeper(keeper)
 
 
 def test_a_retry_moves_a_request() -> None:
@@ -138,7 +139,7 @@ def test_rows_stay_with_their_workers() -> None:
     assert keeper.join("a", 4) == 4
     assert keeper.ids == ["e", "b", "c", "d", "a"]
     assert keeper.fleet.places.tolist() == [4, 9, 4, 4, 4]
-    keeper.check_integrity()
+    check_keeper(keeper)
 
 
 def test_a_fit_serves_more_workers_and_fewer() -> None:
@@ -152,7 +153,7 @@ def test_a_fit_serves_more_workers_and_fewer() -> None:
     rows = [keeper.route(f"r{n}", Request("", 1, counts)).row for n, counts in enumerate(FOOTPRINTS)]
     assert not keeper.fallbacks
     assert set(rows) >= set(range(WORKERS, WORKERS + 3)), "the repeated rows share their cluster's requests"
-    keeper.check_integrity()
+    check_keeper(keeper)
 
 
 def test_what_a_worker_learned_stays_when_the_pool_grows() -> None:
@@ -165,7 +166,7 @@ def test_what_a_worker_learned_stays_when_the_pool_grows() -> None:
     for name in ("running", "context_tokens", "_logs", "_prior", "_profiled"):
         np.testing.assert_array_equal(before[name], after[name][:WORKERS], err_msg=name)
     assert keeper.fleet.routed == 8
-    keeper.check_integrity()
+    check_keeper(keeper)
 
 
 def test_reload_keeps_requests_and_refuses_what_cannot_be_made() -> None:
@@ -176,7 +177,7 @@ def test_reload_keeps_requests_and_refuses_what_cannot_be_made() -> None:
     keeper.reload(RouterSpec(router="round_robin"))
     assert keeper.rows == 3, "rows that the fit had and nobody used are gone"
     assert keeper.fleet.running.tolist() == running[:3].tolist()
-    keeper.check_integrity()
+    check_keeper(keeper)
     refused = [
         RouterSpec(router="join_shortest"),
         RouterSpec(router="locality_band"),
@@ -196,7 +197,7 @@ def test_reload_keeps_requests_and_refuses_what_cannot_be_made() -> None:
     keeper.reload(RouterSpec(router="latency_aware"), context())
     for number in range(5):
         assert keeper.finish(f"r{number}")
-    keeper.check_integrity()
+    check_keeper(keeper)
 
 
 def test_a_plugin_that_fails_on_a_plain_request_is_refused() -> None:
@@ -255,7 +256,7 @@ def test_labels_name_workers() -> None:
     assert keeper.join("later", 9) == 0
     chosen = {keeper.route(f"s{number}", Request(domain="code")).worker_id for number in range(6)}
     assert chosen == {"b", "later"}
-    keeper.check_integrity()
+    check_keeper(keeper)
 
 
 def test_masks_of_experts() -> None:
@@ -276,7 +277,7 @@ def test_masks_of_experts() -> None:
     keeper.leave("w0")
     keeper.leave("w2")
     assert keeper.fleet.local is None
-    keeper.check_integrity()
+    check_keeper(keeper)
 
 
 def test_the_same_seed_gives_the_same_choices() -> None:

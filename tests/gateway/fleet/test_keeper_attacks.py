@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from books import check_keeper
 from coterie.errors import UnavailableError
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import Made, RouterSpec
@@ -91,7 +92,7 @@ def test_a_broken_router_falls_back_to_the_shortest_queue(what: str) -> None:
     assert choice.fallback in ((None, "router_error") if reason == NOT_CHECKED else (reason,))
     assert keeper.fallbacks == {reason: 1}
     assert "text" not in choice.decision.reason
-    keeper.check_integrity()
+    check_keeper(keeper)
     assert keeper.finish("bad")
     after = state(keeper)
     for name in before.keys() - {"routed", "in_round"}:
@@ -146,7 +147,7 @@ def test_a_strange_request_is_served_and_leaves_no_trace(name: str, what: str) -
     choice = keeper.route("strange", Request("", **{"prompt_tokens": 100, **values}))
     assert choice.fallback in ((None, "router_error") if reason == NOT_CHECKED else (reason,))
     assert choice.worker_id in keeper.members
-    keeper.check_integrity()
+    check_keeper(keeper)
     assert keeper.finish("strange")
     after = state(keeper)
     if choice.fallback is not None:  # otherwise it is learned from, as any request

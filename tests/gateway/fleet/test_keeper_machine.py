@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from books import check_keeper
 from coterie.errors import ConfigError, UnavailableError
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
@@ -141,7 +142,7 @@ class KeeperMachine(RuleBasedStateMachine):
     @invariant()
     def counts_are_the_model_s(self) -> None:
         keeper = self.keeper
-        keeper.check_integrity()
+        check_keeper(keeper)
         assert len(keeper.requests) == len(self.running)
         counts = Counter(row for row, _ in self.running.values())
         assert keeper.fleet.running.tolist() == [counts[row] for row in range(keeper.rows)]
@@ -157,7 +158,7 @@ class KeeperMachine(RuleBasedStateMachine):
             assert self.keeper.finish(request)
         assert not self.keeper.fleet.running.any()
         assert not self.keeper.fleet._logs.any()
-        self.keeper.check_integrity()
+        check_keeper(self.keeper)
 
 
 TestKeeper = KeeperMachine.TestCase

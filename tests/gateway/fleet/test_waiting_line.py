@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from books import check_line
 from coterie.errors import ConfigError
 from coterie.gateway.fleet.waiting import SPARE, Refused, WaitingLine
 
@@ -200,7 +201,7 @@ class LineMachine(RuleBasedStateMachine):
     def the_line_is_the_list(self) -> None:
         if not hasattr(self, "line"):
             return
-        self.line.check_integrity()
+        check_line(self.line)
         assert self.line.in_use == len(self.running)
         assert self.line.waiting == len(self.waiting)
         assert all(one.got == "place" for one in self.running), "no wake-up is lost"
@@ -262,14 +263,14 @@ def test_the_first_in_line_blocks_nobody_once_gone(how: str) -> None:
         else:
             loop.now += 3.0
         await asyncio.wait([first])
-        line.check_integrity()
+        check_line(line)
         line.give_back()
         await asyncio.wait([others[0]])
         assert [one.done() for one in others] == [True, False]
         assert (line.in_use, line.waiting) == (1, 1)
         line.give_back()
         await asyncio.wait([others[1]])
-        line.check_integrity()
+        check_line(line)
         assert isinstance(first.exception() if how == "late" else None, Refused | None)
 
     run(work)

@@ -14,6 +14,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from books import check_directory
 from coterie.errors import ConfigError
 from coterie.gateway.signals.kv_streams import BURST_S, SHARE, KvStreams, _Stream
 from coterie.kvindex import follower
@@ -185,7 +186,7 @@ def test_workers_join_and_leave_and_rows_grow(publisher: Publisher) -> None:
                 streams.join("another", 200, publisher.endpoint)
             with pytest.raises(ConfigError, match="must begin with tcp"):
                 streams.join("wrong", 3, "http://host:5557")
-            streams.directory.check_integrity()
+            check_directory(streams.directory)
         for other in others:
             other.close()
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.random import Generator, default_rng
+from numpy.random import default_rng
 from numpy.typing import NDArray
 
+from co_cluster_cases import brute_force, some_items
 from coterie.errors import ConfigError
 from coterie.placement import CoCluster, Items, Load, SemMoe, planners
 from coterie.placement.co_clustering import cost, local_activations, median_imbalance
@@ -20,20 +20,6 @@ from coterie.placement.co_clustering.descent import descend_ranks
 from coterie.placement.planning.packing import fill_spare, pack_even, room_of
 from coterie.types import Placement, Topology
 from v3_prices import v3_prices
-
-
-def some_items(
-    rng: Generator, count: int, experts: int, layers: int = 1, *, one_rank: bool = False, themes: int = 0
-) -> Items:
-    """Items whose activations are drawn; with `themes`, items of a theme prefer the same experts."""
-    tokens = np.ceil(rng.lognormal(2.0, 1.0, count))
-    share = rng.gamma(0.5, 1.0, (count, layers, experts)) + 1e-6
-    if themes:
-        prefers = rng.integers(0, themes, (layers, experts))[None] == rng.integers(0, themes, count)[:, None, None]
-        share *= np.where(prefers, 1.0, 0.05)
-    counts = np.minimum(2 * share / share.sum(axis=2, keepdims=True), 1.0) * tokens[:, None, None]
-    return Items.of_counts(counts, tokens, one_rank=one_rank)
-
 
 sizes = st.fixed_dictionaries(
     {
@@ -100,16 +86,6 @@ def test_items_that_make_no_sense_are_refused(arrays: Any, words: str) -> None:
 
 
 # The alternating algorithm.
-
-
-def brute_force(items: Items, experts: int, ranks: int, theta: float) -> float:
-    """The least cost of all placements of one layer and all ranks of items."""
-    least = np.inf
-    for placed in set(permutations(np.repeat(np.arange(ranks), experts // ranks).tolist())):
-        for label in product(range(ranks), repeat=len(items)):
-            found = cost(items, np.array([placed]), np.array([label]), ranks, theta)
-            least = min(least, float(found[0]))
-    return least
 
 
 def test_the_alternating_algorithm_is_near_the_optimum_on_average() -> None:

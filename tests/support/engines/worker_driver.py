@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import transformers_models as models
+from books import check_blocks
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.model import PackedModel
@@ -68,7 +69,7 @@ class Driver:
                 break
         else:
             raise AssertionError("it never ends")
-        self.engine.blocks.check_integrity()
+        check_blocks(self.engine.blocks)
 
     def tokens(self, key: str) -> list[int]:
         return [token for output in self.outputs[key] for token in output.token_ids]

@@ -148,30 +148,6 @@ class BlockTable:
         events, self._events = self._events, []
         return events
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and is found under its own hash only."""
-        empty, cached = set(self._empty), set(self._cached)
-        used = {block for block, users in enumerate(self._users) if users > 0}
-        whole = len(empty) + len(cached) + len(used)
-        check(
-            whole == self.num_blocks and empty | cached | used == set(range(self.num_blocks)),
-            f"{len(empty)} empty + {len(cached)} cached + {len(used)} used of {self.num_blocks}",
-            AssertionError,
-        )
-        check(min(self._users) >= 0, f"a block has {min(self._users)} users", AssertionError)
-        hashed = {block: digest for block, digest in enumerate(self._digest) if digest is not None}
-        by_digest = {digest: block for block, digest in hashed.items()}
-        check(
-            by_digest == self._by_digest and len(hashed) == len(by_digest),
-            "a hash leads to a block that does not have it",
-            AssertionError,
-        )
-        check(
-            cached <= set(hashed) and not empty & set(hashed),
-            "a cached block has no hash, or an empty one has",
-            AssertionError,
-        )
-
     def _forget(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         """Make the evicted blocks, with their hashes, unfindable."""
         for block, digest in evicted:

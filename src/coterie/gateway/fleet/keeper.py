@@ -231,26 +231,6 @@ class FleetKeeper:
         if request_id in self.requests:
             self._made.fleet.computed(request_id)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if ids, rows, requests and the fleet disagree."""
-        fleet = self.fleet
-        fleet.check_integrity()
-        rows = {worker_id: worker.row for worker_id, worker in self.members.items()}
-        listed = {worker_id: row for row, worker_id in enumerate(self._ids) if worker_id is not None}
-        alive = np.zeros(len(fleet), np.bool_)
-        for worker in self.members.values():
-            alive[worker.row] = worker.open
-        counts = np.bincount([choice.row for choice in self.requests.values()], minlength=len(fleet))
-        for right, what in (
-            (rows == listed, "rows of workers"),
-            (len(self._ids) == len(self._last) == len(fleet), "number of rows"),
-            (set(self._left) <= {row for row, there in enumerate(self._ids) if there is None}, "rows that are free"),
-            (np.array_equal(alive, fleet.alive), "workers that may be chosen"),
-            (self.open_workers == int(alive.sum()), "number of workers that may be chosen"),
-            (np.array_equal(counts, fleet.running), "requests that run"),
-        ):
-            check(right, f"the keeper and its fleet disagree on the {what}", AssertionError)
-
     def _fall_back(self, exclude: Collection[str], failure: Fallback) -> Choice:
         """Choose the shortest queue among open workers not excluded, else among all not excluded, else among all."""
         fleet, excluded = self._made.fleet, set(exclude)

@@ -18,7 +18,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from coterie.errors import CoterieError, check, check_at_least, check_not_negative
+from coterie.errors import CoterieError, check_at_least, check_not_negative
 
 OBSERVED = 64
 """Number of recently freed places over which the service rate is measured."""
@@ -126,20 +126,6 @@ class WaitingLine:
             return 1
         passed = asyncio.get_running_loop().time() - self._freed[0]
         return max(1, min(math.ceil((self.waiting + 1) * passed / len(self._freed)), LONGEST_RETRY_S))
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a waiter is miscounted, or waits although its place is free."""
-        queued = [waiter for waiter in self._line if waiter.queued]
-        check(
-            len(queued) == self.waiting and self.in_use >= 0,
-            f"{len(queued)} requests wait, {self.waiting} counted; {self.in_use} places in use",
-            AssertionError,
-        )
-        check(
-            not queued or self.in_use >= self.places or queued[0].future.done(),
-            "the first request waits though its place is free",
-            AssertionError,
-        )
 
     def _free(self) -> None:
         self.in_use -= 1

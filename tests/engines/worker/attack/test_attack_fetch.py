@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from attacked_worker import KEY, SECRET, Attacked, attacked, hostile, model, remote, whole
+from books import check_blocks
 from coterie.engines.worker.metrics import METRICS
 from coterie.engines.worker.model import RequestRows
 from coterie.engines.worker.transfer import Prefilled, numpy_codec
@@ -50,7 +51,7 @@ async def outputs_are_right(worker: Attacked, params: dict[str, Any]) -> str:
     before = {outcome: worker.counted("kv_fetch_total", outcome) for outcome in OUTCOMES}
     assert (await worker.complete(PROMPT, COUNT, kv_transfer_params=params)).tokens == right()
     assert (await worker.complete(PROMPT, COUNT)).tokens == right()
-    worker.server.engine.blocks.check_integrity()
+    check_blocks(worker.server.engine.blocks)
     (outcome,) = (outcome for outcome in OUTCOMES if worker.counted("kv_fetch_total", outcome) > before[outcome])
     return outcome
 
