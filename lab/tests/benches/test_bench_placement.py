@@ -10,10 +10,24 @@ import numpy as np
 import pytest
 
 from coterie.answers.suites import benches
+from coterie.cli.output import out
+from coterie.cli.verbs.bench import bench_command
 from coterie.placement import planners
 from coterie_lab.benches import placement as bench_placement
 from coterie_lab.benches import placement_steps
-from coterie_lab.benches.placement import BASELINES, SIZES, TRIALS, Contest, Size, Trial, drifted, move_row, try_out
+from coterie_lab.benches.placement import (
+    BASELINES,
+    BOUNDS,
+    SIZES,
+    TRIALS,
+    Contest,
+    Size,
+    Trial,
+    drifted,
+    move_row,
+    try_out,
+)
+from coterie_lab.benches.timing import Row
 
 NAMED = ["planner", "split", "layers", "experts", "slots", "ranks", "median_ms", "balancedness", "moves", "duplicates"]
 
@@ -24,7 +38,20 @@ def test_the_stale_map_is_as_uneven_as_published() -> None:
         assert low < problem.balance(problem.rank_s(problem.current.slot_experts)) < high, size.setting
 
 
-def test_every_planner_and_comparison_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_fits(rows: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal of 80 columns shows these rows with no word cut."""
+    monkeypatch.setitem(benches._items, "these", lambda _report: rows)
+    monkeypatch.setattr(out, "_width", 80)
+    bench_command("these", json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line]
+
+
+def test_every_planner_and_comparison_has_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The whole group, at a size that takes no time."""
     small = (Size(40, 4, 0.98), Size(32, 4, 0.98, 0.7, "linear"))
     monkeypatch.setattr(bench_placement, "EXPERTS", 32)
@@ -36,10 +63,14 @@ def test_every_planner_and_comparison_has_a_row(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench_placement, "REPEATS", 1)
     monkeypatch.setattr(bench_placement, "drifted", lambda size, seed: drifted(size, seed, 2, 32))
     monkeypatch.setattr(bench_placement, "CONTESTS", (Contest(small[0], "optimal", 1, 0.5),))
-    monkeypatch.setattr(bench_placement, "_objective_rows", lambda *_: [])
+    together = {"planner": "latency_optimal", "against": "latency_optimal_ilp's bound"}
+    monkeypatch.setattr(bench_placement, "_objective_rows", lambda *_: [together])
     told = []
-    rows = benches["placement"](lambda *at: told.append(at))
+    *all_rows, last = benches["placement"](lambda *at: told.append(at))
     assert told
+    assert last == together
+    check_fits(all_rows, monkeypatch, capsys)
+    rows = [row for row in all_rows if "planner" in row]
     assert all(set(NAMED) <= set(row) for row in rows)
     assert all(row["duplicates"] == 0 for row in rows if row["planner"] not in BASELINES)
     found = [(row["planner"], row["split"], row["slots"]) for row in rows]
@@ -48,6 +79,8 @@ def test_every_planner_and_comparison_has_a_row(monkeypatch: pytest.MonkeyPatch)
     wanted += [("keep", "optimal", 40), ("latency_optimal", "optimal", 40), ("latency_optimal_ilp", "optimal", 40)]
     assert sorted(found) == sorted(wanted)
     assert all(name in planners for name, _, _ in wanted if name != "keep")
+    apart = [(row["split"], row["slots"], "attainable" in row) for row in all_rows if "planner" not in row]
+    assert apart == [("equal", 40, True), ("optimal", 40, True), ("equal", 32, True), ("optimal", 40, False)]
 
 
 def test_moves_at_the_same_balance_are_at_least_the_bound() -> None:
@@ -57,8 +90,13 @@ def test_moves_at_the_same_balance_are_at_least_the_bound() -> None:
     assert row["balancedness"] >= SIZES[1].target_balance
 
 
-def test_excess_is_over_the_bound_of_closed_layers() -> None:
+def test_excess_is_over_the_bound_of_closed_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     outcome = try_out(Trial("small", 16, 20, 4, layers=2, prices={"horizon": 100.0}), seconds=2.0)
+    larger = {name: value * 2 for name, value in outcome.row.items() if not isinstance(value, str)}
+    other = outcome.row | larger | {"trial": "mixed speeds, two nodes"}
+    check_fits(bench_placement.in_two([outcome.row, other], ("trial",), BOUNDS), monkeypatch, capsys)
     assert outcome.row["closed"] == len(outcome.excess)
     assert all(excess >= -1e-6 for excess in outcome.excess), "nothing is below a bound"
 

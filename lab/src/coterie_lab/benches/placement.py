@@ -9,7 +9,7 @@ program closed. Rows count the others too, but do not use them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -31,6 +31,9 @@ ROWS_A_STEP = 65_536.0
 REPEATS = 21
 HORIZON, MOVE_PRICE = 1e6, 100.0
 """Horizon and price that make balance come first and moves second."""
+EXCESS = ("mean_excess_pct", "worst_excess_pct")
+BOUNDS = ("ilp_moves", "closed", *EXCESS, "worst_gap_pct", "saved_pct", "moving_pct", "setting")
+"""What the integer program says of a plan, in rows of their own."""
 
 
 class Size(NamedTuple):
@@ -92,8 +95,21 @@ def balance_first(target_balance: float) -> Objective:
 
 def bench_placement(report: Report) -> list[Row]:
     """Planners, then plans over scenarios, then moves and objective against the integer program; about five minutes."""
-    over = scenario_rows(report, LAYERS, EXPERTS, ROWS_A_STEP)
-    return [*_planner_rows(report), *over, *_move_rows(report), *_objective_rows(report)]
+    size = ("split", "slots", "ranks")
+    planned = in_two(_planner_rows(report), size, ("attainable", "seeds", "setting"))
+    over = list(scenario_rows(report, LAYERS, EXPERTS, ROWS_A_STEP))
+    heuristic = ("heuristic_moves", "heuristic_balancedness", "ratio", "least_moves", "closed", "setting")
+    moved = in_two(_move_rows(report), (*size, "layers"), heuristic)
+    *tried, together = _objective_rows(report)
+    return [*planned, *over, *moved, *in_two(tried, ("trial",), BOUNDS), together]
+
+
+def in_two(rows: Iterable[Row], names: tuple[str, ...], apart: tuple[str, ...]) -> list[Row]:
+    """Put some columns into rows of their own, beside those that name a row: one table of all is too wide to read."""
+    rows = list(rows)
+    others = [{key: row[key] for key in (*names, *apart)} for row in rows]
+    plans = [{key: value for key, value in row.items() if key not in apart} for row in rows]
+    return plans + [row for index, row in enumerate(others) if row not in others[:index]]
 
 
 def _planner_rows(report: Report) -> Iterator[Row]:
@@ -307,26 +323,28 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
     proof = best.proven
     excess = (ours / proof.bound_s - 1)[proof.closed].tolist()
     shape = (trial.layers, trial.experts, trial.slots, trial.ranks)
-    row = plan_row("latency_optimal", trial.split, shape, spent, plan.balance_after, len(plan.moves)) | {
-        "duplicates": plan.placement.duplicates,
-        "ilp_moves": len(best.moves),
-        "closed": len(excess),
-        **_percent(excess),
-        "worst_gap_pct": round(100 * float(proof.gap.max()), 2),
-        "saved_pct": round(100 * float(1 - ours.sum() / kept.sum()), 1),
-        "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2),
-        "setting": _words(trial, problem),
-    }
+    row = (
+        {"trial": trial.name}
+        | plan_row("latency_optimal", trial.split, shape, spent, plan.balance_after, len(plan.moves))
+        | {
+            "duplicates": plan.placement.duplicates,
+            "ilp_moves": len(best.moves),
+            "closed": len(excess),
+            **_percent(excess),
+            "worst_gap_pct": round(100 * float(proof.gap.max()), 2),
+            "saved_pct": round(100 * float(1 - ours.sum() / kept.sum()), 1),
+            "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2),
+            "setting": _words(trial, problem),
+        }
+    )
     return Outcome(excess, row)
 
 
 def _percent(excess: Sequence[float]) -> Row:
-    return {
-        "mean_excess_pct": round(100 * fmean(excess), 3) if excess else None,
-        "worst_excess_pct": round(100 * max(excess), 3) if excess else None,
-    }
+    of_all = (fmean(excess), max(excess)) if excess else (None, None)
+    return {name: pct if pct is None else round(100 * pct, 3) for name, pct in zip(EXCESS, of_all, strict=True)}
 
 
 def _words(trial: Trial, problem: Problem) -> str:
     prices = ", ".join(f"{name} {value:g}" for name, value in ({"horizon": 300.0} | trial.prices).items())
-    return f"{trial.name}: {problem.even.mean() * 1e3:.2f} ms a layer, Zipf {trial.exponent}, {prices}"
+    return f"{problem.even.mean() * 1e3:.2f} ms a layer, Zipf {trial.exponent}, {prices}"

@@ -76,10 +76,10 @@ def print_result(result: DemoResult, json: bool) -> None:
         f"The same {result.served} requests under {len(result.rows)} routers, compared at equal batch sizes",
         [
             "router",
-            "experts per layer\nin a token's step",
-            "fewer than round robin\n(95% interval)",
-            f"predicted ms\nper step, {result.hardware}",
-            "measured here:\nCPU ms per step",
+            "experts of\na layer in a\ntoken's step",
+            "fewer than\nround robin\n(95% interval)",
+            f"predicted\nms a step,\n{result.hardware}",
+            "measured\nhere: CPU\nms a step",
         ],
         [
             [

@@ -284,10 +284,10 @@ def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -
         row = report.rows[0]
         print_table(
             f"{row.name}, ms with 95% intervals",
-            ["", *_STATISTICS],
+            ["", *(WORDS[name] for name in row.summary.metrics)],
             [
-                [WORDS[name], *(_interval(getattr(times, key), 1e3) for key in _STATISTICS)]
-                for name, times in row.summary.metrics.items()
+                [key, *(_interval(getattr(times, key), 1e3) for times in row.summary.metrics.values())]
+                for key in _STATISTICS
             ],
         )
     for row in report.rows:

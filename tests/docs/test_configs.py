@@ -1,0 +1,49 @@
+"""Files of the gateway that pages show are files that it takes, and vLLM's own parser takes the commands for vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from coterie.gateway.access import Keys
+from coterie.gateway.config import parse_config
+from pages import PAGES
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(*languages: str) -> Iterator[tuple[str, str]]:
+    for page, path in PAGES.items():
+        yield from ((page, text) for language, text in BLOCK.findall(path.read_text()) if language in languages)
+
+
+@pytest.mark.parametrize(("page", "text"), list(blocks("yaml")))
+def test_the_gateway_reads_it(page: str, text: str) -> None:
+    if text.startswith("- {name:"):
+        assert Keys.load([{"name": "x", "sha256": "0" * 64}])  # hashes of the page are cut: only its fields are checked
+        assert set(re.findall(r"(\w+):", text)) <= {"name", "sha256", "rate", "burst", "admin"}
+        return
+    config = parse_config(text, PAGES[page])
+    assert config.workers or config.control is not None
+
+
+def vllm_commands() -> list[tuple[str, str]]:
+    """Commands that start vLLM, without the variables before them."""
+    shown = []
+    for page, block in blocks("", "bash", "sh"):
+        text = block.replace("\\\n", " ")
+        for start in (match.start() for match in re.finditer(r"^(?:\$ )?vllm serve ", text, re.M)):
+            quoted, end = False, start
+            while end < len(text) and (quoted or text[end] != "\n"):
+                quoted ^= text[end] == "'"
+                end += 1
+            shown.append((page, text[start:end].removeprefix("$ ")))
+    return shown
+
+
+def test_vllm_is_started_by_its_command() -> None:
+    pages = {page for page, _ in vllm_commands()}
+    assert {"docs/quickstart-vllm", "docs/engines/vllm", "docs/engines/deepseek"} <= pages
+    assert [page for page, block in blocks("", "bash", "sh") if "vllm.entrypoints" in block] == []
