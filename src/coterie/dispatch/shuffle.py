@@ -64,7 +64,16 @@ def shuffle_schedule(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | N
     """
     wanted, sure = _checked(ranks, num_ranks, confidence)
     per_rank = -(-len(wanted) // num_ranks)
-    order, inverse = _align(wanted, sure, num_ranks, per_rank)
+    grouped, ends = _grouped(wanted, sure, num_ranks)
+    counts = np.diff(ends, prepend=0)
+    # Tokens whose confidence is below their rank's bar leave, and the first `ties` tokens at the bar.
+    bars = np.full(num_ranks, -np.inf)
+    ties = np.zeros(num_ranks, np.int64)
+    for rank in np.flatnonzero(counts > per_rank):
+        own, surplus = grouped[ends[rank] - counts[rank] : ends[rank]], counts[rank] - per_rank
+        bars[rank] = np.partition(own, surplus - 1)[surplus - 1]  # by NumPy: Numba takes 8 s to compile its own
+        ties[rank] = surplus - np.count_nonzero(own < bars[rank])
+    order, inverse = _align(wanted, sure, per_rank, bars, ties, np.minimum(counts, per_rank))
     return ShuffleSchedule(order, per_rank, inverse)
 
 
@@ -86,28 +95,23 @@ def _checked(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None) -> 
 
 
 @njit()
-def _align(wanted: Ints, sure: Floats, num_ranks: int, per_rank: int) -> tuple[Ints, Ints]:
-    """Return order and inverse, in a few passes: tokens that leave a full rank are selected, not sorted."""
-    homes = wanted.copy()
-    counts = np.zeros(num_ranks, np.int64)
+def _grouped(wanted: Ints, sure: Floats, num_ranks: int) -> tuple[Floats, Ints]:
+    """Return the confidences by rank, and [rank] where those of a rank end."""
+    starts = np.zeros(num_ranks, np.int64)
     for rank in wanted:
-        counts[rank] += 1
-    ends = np.cumsum(counts)
-    grouped = np.empty(len(wanted))  # confidences, by rank
-    filled = ends - counts
+        starts[rank] += 1
+    starts = np.cumsum(starts) - starts
+    grouped = np.empty(len(wanted))
     for token, rank in enumerate(wanted):
-        grouped[filled[rank]] = sure[token]
-        filled[rank] += 1
-    # Tokens whose confidence is below their rank's bar leave, and the first `ties` tokens at the bar.
-    bars = np.full(num_ranks, -np.inf)
-    ties = np.zeros(num_ranks, np.int64)
-    for rank in range(num_ranks):
-        surplus = counts[rank] - per_rank
-        if surplus > 0:
-            own = grouped[ends[rank] - counts[rank] : ends[rank]]
-            bars[rank] = np.partition(own, surplus - 1)[surplus - 1]
-            ties[rank] = surplus - (own < bars[rank]).sum()
-            counts[rank] = per_rank
+        grouped[starts[rank]] = sure[token]
+        starts[rank] += 1
+    return grouped, starts
+
+
+@njit()
+def _align(wanted: Ints, sure: Floats, per_rank: int, bars: Floats, ties: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Return order and inverse, in a few passes; `counts` [rank] tokens stay, and grow as others move."""
+    num_ranks, homes = len(bars), wanted.copy()
     moves = np.zeros(len(wanted), np.bool_)
     for token, rank in enumerate(wanted):
         if sure[token] < bars[rank]:

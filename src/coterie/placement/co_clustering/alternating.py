@@ -165,11 +165,12 @@ def _alternate(
         _schedule(first, frequency, experts, weights, by_frequency, none, scales, seeds[group], label, num_ranks)
         together = np.zeros((each, num_experts, num_experts))
         _count_pairs(first, frequency, experts, weights, together)
-        placed = np.empty((each, num_experts), np.int64)
         for turn in range(len(ranks)):
             activations = np.zeros((each, num_experts, num_ranks))
             for item in range(len(frequency)):
                 add_item(item, label[item], first, frequency, experts, weights, activations)
+            # Written in place: for an array assignment Numba compiles its error message for 9 s.
+            placed, label = expert_ranks[turn, first:last], ranks[turn, group]
             for layer in range(first, last):
                 at = layer - first
                 _place(hot[layer], order[layer], together[at], activations[at], room, scales, placed[at])
@@ -177,8 +178,6 @@ def _alternate(
             nobody = np.full(num_ranks, -1, np.int64)
             _schedule(first, frequency, experts, weights, by_frequency, placed, scales, nobody, label, num_ranks)
             _tune(first, frequency, experts, weights, placed, drawn[group, turn], scales[4], label, num_ranks)
-            ranks[turn, group] = label
-            expert_ranks[turn, first:last] = placed
 
 
 @helper()

@@ -103,16 +103,15 @@ def _descend(
     for group in which:
         first, last = group * each, (group + 1) * each
         for start in range(len(tried)):
-            placed, price = tried[start, first:last], np.zeros(ranks)
-            kept, best = placed.copy(), -np.inf
+            kept, price = tried[start, first:last], np.zeros(ranks)
+            placed, best = kept.copy(), -np.inf
             for turn in range(TURNS):
                 _local(first, trust, experts, weights, placed, scores)
                 value = _assign(frequency, scores, price, label, ratio, PRICE_STEPS if turn == 0 else PRICE_STEPS // 5)
                 value -= PENALTY * _overload(load[first:last], most[first:last], placed)
                 if value > best + 1e-6 * abs(best) or turn == 0:
                     best = value
-                    kept[:] = placed
-                    labels[start, group] = label
+                    _keep(placed, label, kept, labels[start, group])
                 elif turn > RISES:
                     break
                 penalty = PENALTY * 0.25 ** max(RISES - turn, 0)
@@ -124,8 +123,17 @@ def _descend(
                     moved |= _fixed_swaps(activations[at], load[first + at], most[first + at], penalty, placed[at])
                 if not moved and turn >= RISES:
                     break
-            placed[:] = kept
             values[start, group] = best
+
+
+@helper()
+def _keep(placed: NDArray[Any], label: NDArray[Any], best_placed: NDArray[Any], best_label: NDArray[Any]) -> None:
+    """Copy ranks of experts and items in loops: for an array assignment Numba compiles its error message for 9 s."""
+    for layer in range(len(placed)):
+        for expert in range(placed.shape[1]):
+            best_placed[layer, expert] = placed[layer, expert]
+    for item in range(len(label)):
+        best_label[item] = label[item]
 
 
 @helper()
@@ -244,9 +252,12 @@ def _set_prices(frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[An
             value += frequency[item] * most
         if value < best:
             best = value
-            kept[:] = price
-        price += step / (1.0 + 0.3 * turn) * (tokens / even - 1.0)
-    price[:] = kept
+            for rank in range(ranks):
+                kept[rank] = price[rank]
+        for rank in range(ranks):
+            price[rank] += step / (1.0 + 0.3 * turn) * (tokens[rank] / even - 1.0)
+    for rank in range(ranks):
+        price[rank] = kept[rank]
 
 
 @helper()
@@ -316,10 +327,10 @@ def _answering_swaps(
             if value <= best + 1e-6 * abs(best) and turn > 0:
                 break
             best = value
-            chosen[first:last] = placed
-            labels[group] = label
-            for rank in range(ranks):
-                scores[:, rank] -= price[rank]
+            _keep(placed, label, chosen[first:last], labels[group])
+            for item in range(count):
+                for rank in range(ranks):
+                    scores[item, rank] -= price[rank]
             for layer in range(first, last):
                 _answering_layer(
                     layer,
