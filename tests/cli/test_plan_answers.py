@@ -234,12 +234,12 @@ except SystemExit as done:
     assert not done.code
 loaded = {"numpy", "numba", "scipy", "matplotlib"} & {*sys.modules}
 assert not loaded, loaded
-from coterie.cli.verbs.plan import DTYPES, FROM_PYTHON, PLANNERS, SPLITS
+from coterie.cli.verbs.plan import DTYPES, LEARNERS, PLANNERS, SPLITS
 from typing import get_args
 from coterie.placement import planners
 from coterie.types import WeightDtype
 from coterie.placement.planning.latency_optimal import LatencyOptimal
-assert sorted([*PLANNERS, *FROM_PYTHON]) == planners.names(), planners.names()
+assert sorted([*PLANNERS, *LEARNERS]) == planners.names(), planners.names()
 assert get_args(WeightDtype) == DTYPES
 for name in SPLITS:
     planners.make("latency_optimal", {"objective": None}, split=name)
