@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # NumPy and numba take a second to import: done only to make 
     from coterie.costs.movement import Movement
     from coterie.types import WeightDtype
 
-PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
+PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin", "swaps")
 """Built-in planners that need only a load. Listed here for --help: importing the registry takes a second."""
 LEARNERS = ("co_cluster", "moetuner", "sem_moe")
 """Built-in planners that learn from the requests of an activation trace as well."""
