@@ -56,6 +56,8 @@ class PlanOptions:
     nodes: int = 1
     slots: int | None = None
     speeds: str | None = None
+    links: Path | None = None
+    """File with a row of GB/s to every rank for each rank; None takes one link inside a node and one between nodes."""
     current: Path | None = None
     planner: str = "latency_optimal"
     split: str | None = None
@@ -141,7 +143,8 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     if load.steps is not None and load.steps.sized:
         own = load.tokens.sum(axis=1).mean() / load.spec.top_k
         options = replace(options, batch=max(1, round(float(own))))
-    topology = Topology(options.ranks, options.ranks // options.nodes, speeds=_speeds(options.speeds, options.ranks))
+    speeds, links = _speeds(options.speeds, options.ranks), _links(options.links)
+    topology = Topology(options.ranks, options.ranks // options.nodes, speeds=speeds, bytes_per_s=links)
     given = None if options.current is None else _current(options, options.current, load)
     slots = _slots(options, load.spec.num_experts, load.spec.name) if given is None else given.placement.num_slots
     model = step_model(load.spec, options.preset, options.dtype, topology=topology)
@@ -327,6 +330,14 @@ def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--speeds={text} must be {ranks} numbers with commas between them") from None
+
+
+def _links(path: Path | None) -> tuple[tuple[float, ...], ...]:
+    try:
+        rows = np.zeros((0, 0)) if path is None else np.loadtxt(path, ndmin=2)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--links={path} must be rows of GB/s with spaces between them: {error}") from None
+    return tuple(map(tuple, (1e9 * rows).tolist()))
 
 
 def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:

@@ -148,6 +148,14 @@ def plan_command(
             help="Relative speed of each rank, such as 1,1,0.5,0: 1 is the preset's speed, 0 a rank that is down.",
         ),
     ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(
+            "--links",
+            help="Text file with a row for each rank: GB/s from it to every rank, one direction; its own is not used. "
+            "Default: one link inside a node, one between nodes.",
+        ),
+    ] = None,
     requests: RequestsOption = None,
     phase: PhaseOption = None,
     bursts: BurstsOption = 0.0,
@@ -206,6 +214,7 @@ def plan_command(
         nodes=nodes,
         slots=slots,
         speeds=speeds,
+        links=links,
         current=current,
         planner=planner,
         split=split,
