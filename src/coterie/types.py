@@ -192,7 +192,7 @@ class Topology:
     @property
     def near(self) -> NDArray[np.bool_]:
         """[source, target] whether both ranks are on one node."""
-        return self.rank_nodes[:, None] == self.rank_nodes
+        return np.equal.outer(self.rank_nodes, self.rank_nodes)
 
     @property
     def rates(self) -> NDArray[np.float64]:

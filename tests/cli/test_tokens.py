@@ -83,6 +83,24 @@ def test_transitions_say_how_layers_follow(run: Run, tmp_path: Path) -> None:
     refused(run(trace), "name a file: --output for the table, or --transitions")
 
 
+def test_other_predictors_are_scored_beside_the_table(run: Run, tmp_path: Path) -> None:
+    """A prompt repeats one of five tokens: an earlier request of the same prompt tells its experts exactly."""
+    trace, file = traced(tmp_path, 40), tmp_path / "loads.safetensors"
+    published = "similar_prefix:similarity=0.8"
+    scores = json.loads(run(trace, "-o", file, "--predictor", published, "--predictor", "prefix", "--json").out)[
+        "scores"
+    ]
+    assert list(scores) == ["requests", "token_table", "popularity", published, "prefix"]
+    assert scores[published] == pytest.approx(1.0)
+    shown = run(trace, "-o", file, "--predictor", published)
+    assert "popularity, the same for all" in shown.out
+    assert published in shown.out
+    refused(
+        run(trace, "-o", file, "--predictor", "similar"), "Unknown predictor 'similar'. Did you mean 'similar_prefix'?"
+    )
+    refused(run(trace, "-o", file, "--predictor", "similar_prefix:likeness=1"), "has no setting 'likeness'")
+
+
 def test_table_and_transitions_of_coterie_tiny(run: Run, tmp_path: Path) -> None:
     table, flows = tmp_path / "loads.safetensors", tmp_path / "flows.npy"
     ran = run(save_tiny_trace(tmp_path / "tiny"), "-o", table, "--transitions", flows)

@@ -34,6 +34,9 @@ MOST_SCORED, MOST_TOKENS = 200, 20_000
 """Most requests, and about as many tokens, that are scored."""
 
 
+TITLES = {"token_table": "token table", "popularity": "popularity, the same for all"}
+
+
 def tokens_command(
     trace: Annotated[Path, typer.Argument(help="Activation trace with token ids, in any known format.")],
     output: Annotated[
@@ -48,6 +51,14 @@ def tokens_command(
             "the other in the next layer. Needs no token ids.",
         ),
     ] = None,
+    predictor: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--predictor",
+            help="Predictor to score beside the table, such as similar_prefix:similarity=0.8 or recent_popularity; "
+            "repeat for several.",
+        ),
+    ] = None,
     from_: FromOption = None,
     model: TraceModelOption = None,
     num_experts: NumExpertsOption = None,
@@ -59,8 +70,10 @@ def tokens_command(
     The table predicts a request's load from its prompt, before the request runs. With --transitions, also or only: how
     a layer's experts lead to the next layer's. Both are scored on held-out requests.
     """
-    from coterie.predictors import TokenTable
+    from coterie.predictors import TokenTable, predictors
 
+    for name in predictor or ():
+        predictors.check(name)
     check(output is not None or transitions is not None, "name a file: --output for the table, or --transitions")
     if output is not None:
         check_output(output, "--output", "a token table", TokenTable.load, [trace])
@@ -74,7 +87,7 @@ def tokens_command(
             found["next"] = shell("coterie", "plan", trace, "--planner", "moetuner")
         if output is not None:
             report("Counting tokens", 1, 2)
-            table = _write_table(opened, trace, output, seed)
+            table = _write_table(opened, trace, output, seed, predictor or [])
             found |= table | {"verdict": " ".join([table["verdict"], *filter(None, [found.get("verdict")])])}
     if json_output:
         print_json(found)
@@ -83,21 +96,21 @@ def tokens_command(
         print_table(
             f"Experts of the answer, predicted from the prompt: {scored['requests']} held-out requests",
             ["predictor", "cosine with the recorded load"],
-            [["token table", scored["token_table"]], ["popularity, the same for all", scored["popularity"]]],
+            [[TITLES.get(name, name), score] for name, score in scored.items() if name != "requests"],
         )
     files = {"Table": output, "Transitions": transitions}
     print_lines(*(f"{what}: {file} ({file.stat().st_size:,} bytes)" for what, file in files.items() if file))
     print_verdict(found["verdict"], found["next"])
 
 
-def _write_table(opened: ActivationTrace, trace: Path, output: Path, seed: int) -> dict[str, Any]:
+def _write_table(opened: ActivationTrace, trace: Path, output: Path, seed: int, others: list[str]) -> dict[str, Any]:
     from coterie.predictors import TokenTable
 
     check(
         opened.arrays()[0].token_ids is not None,
         f"{trace} has no token ids, which a token table needs; coterie record keeps them",
     )
-    scored = _scores(opened, seed)
+    scored = _scores(opened, seed, others)
     table = TokenTable().fit(opened)
     part = output.with_name(output.name + ".part")
     part.unlink(missing_ok=True)
@@ -138,7 +151,7 @@ def _write_transitions(opened: ActivationTrace, file: Path, seed: int) -> dict[s
     }
 
 
-def _scores(trace: ActivationTrace, seed: int) -> dict[str, Any] | None:
+def _scores(trace: ActivationTrace, seed: int, others: list[str]) -> dict[str, Any] | None:
     """Compute the cosine of predicted and recorded decode loads on held-out requests; None if there are too few."""
     import numpy as np
 
@@ -161,7 +174,7 @@ def _scores(trace: ActivationTrace, seed: int) -> dict[str, Any] | None:
         asked.append(PredictRequest(token_ids=tokens.token_ids[rows][phases[number] == PREFILL]))
         truth.append(footprint(tokens.expert_ids[rows][phases[number] == DECODE], trace.meta.num_experts))
     scores: dict[str, Any] = {"requests": len(held)}
-    for name in ("token_table", "popularity"):
+    for name in (*TITLES, *others):
         predictor = predictors.make(name).fit(trace, rest)
         scores[name] = float(cosine(np.stack([predictor.predict(one) for one in asked]), np.stack(truth)).mean())
     return scores
