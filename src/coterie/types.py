@@ -166,6 +166,9 @@ class Topology:
     exchange: tuple[Link, Link, Link] | None = None
     """Measured all-to-all: few rows inside a node, rows between nodes, many rows inside a node, where a token is sent
     once to a rank. None prices it by `intra` and `inter`."""
+    bytes_per_s: tuple[tuple[float, ...], ...] = ()
+    """[source][target] bytes per second from rank to rank, for moves and for rows between known ranks; the diagonal is
+    not used. Latencies stay those of `intra` and `inter`, and so do the bytes per second if it is empty."""
 
     def __post_init__(self) -> None:
         check_at_least(1, num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
@@ -173,6 +176,8 @@ class Topology:
         check(count in (0, self.num_ranks), f"speeds has {count} values; num_ranks={self.num_ranks}")
         check_not_negative(**{f"speeds[{rank}]": speed for rank, speed in enumerate(self.speeds)})
         check(not count or any(self.speeds), "speeds are all 0; at least one rank must be alive")
+        square = not self.bytes_per_s or {len(self.bytes_per_s), *map(len, self.bytes_per_s)} == {self.num_ranks}
+        check(square and (self.rates > 0).all(), f"bytes_per_s must be [{self.num_ranks}][{self.num_ranks}], above 0")
 
     @property
     def rank_speeds(self) -> NDArray[np.float64]:
@@ -183,6 +188,19 @@ class Topology:
     def rank_nodes(self) -> NDArray[np.int64]:
         """[rank] node that holds the rank."""
         return np.arange(self.num_ranks) // self.ranks_per_node
+
+    @property
+    def near(self) -> NDArray[np.bool_]:
+        """[source, target] whether both ranks are on one node."""
+        return np.equal.outer(self.rank_nodes, self.rank_nodes)
+
+    @property
+    def rates(self) -> NDArray[np.float64]:
+        """[source, target] bytes per second from rank to rank; that of `intra` from a rank to itself."""
+        by_node = np.where(self.near, self.intra.bytes_per_s, self.inter.bytes_per_s)
+        rates = np.array(self.bytes_per_s) if self.bytes_per_s else by_node
+        np.fill_diagonal(rates, self.intra.bytes_per_s)
+        return rates
 
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node

@@ -12,6 +12,7 @@ from command_line import Run, refused, runner
 from coterie.engines.waiting_settings import LoadSource
 from coterie.traces import ActivationTrace, RequestTrace, TraceMeta
 from coterie.types import DECODE, PREFILL
+from tiny_traces import save_tiny_trace
 
 
 @pytest.fixture
@@ -63,3 +64,49 @@ def test_refusals(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     refused(run(trace, "-o", tmp_path / "mine.txt"), "is not a token table")
     assert (tmp_path / "mine.txt").read_text() == "keep"
+
+
+def test_transitions_say_how_layers_follow(run: Run, tmp_path: Path) -> None:
+    """Token t activates t and t + 1 in both layers: its experts tell those of the next layer exactly."""
+    trace, file = traced(tmp_path, 40, with_tokens=False), tmp_path / "flows.npy"
+    ran = run(trace, "--transitions", file, "--json")
+    assert ran.code == 0, ran.err
+    found, flows = json.loads(ran.out), np.load(file)
+    assert found["next_layer"]["transitions"] == pytest.approx(1.0)
+    assert found["next_layer"]["popularity"] < 0.7
+    assert found["next"] == f"coterie plan {trace} --planner moetuner"
+    assert flows.shape == (1, 8, 8)
+    assert flows.sum() == 400 * 2 * 2, "pairs of the experts of 400 tokens"
+    assert np.array_equal(np.flatnonzero(flows[0, 0]), [0, 1]), "expert 0 is of token 0 alone"
+    refused(run(trace, "--transitions", file), "exists already")
+    refused(run(trace, "--transitions", tmp_path / "flows.txt"), "must end in .npy")
+    refused(run(trace), "name a file: --output for the table, or --transitions")
+
+
+def test_other_predictors_are_scored_beside_the_table(run: Run, tmp_path: Path) -> None:
+    """A prompt repeats one of five tokens: an earlier request of the same prompt tells its experts exactly."""
+    trace, file = traced(tmp_path, 40), tmp_path / "loads.safetensors"
+    published = "similar_prefix:similarity=0.8"
+    scores = json.loads(run(trace, "-o", file, "--predictor", published, "--predictor", "prefix", "--json").out)[
+        "scores"
+    ]
+    assert list(scores) == ["requests", "token_table", "popularity", published, "prefix"]
+    assert scores[published] == pytest.approx(1.0)
+    shown = run(trace, "-o", file, "--predictor", published)
+    assert "popularity, the same for all" in shown.out
+    assert published in shown.out
+    refused(
+        run(trace, "-o", file, "--predictor", "similar"), "Unknown predictor 'similar'. Did you mean 'similar_prefix'?"
+    )
+    refused(run(trace, "-o", file, "--predictor", "similar_prefix:likeness=1"), "has no setting 'likeness'")
+
+
+def test_table_and_transitions_of_coterie_tiny(run: Run, tmp_path: Path) -> None:
+    table, flows = tmp_path / "loads.safetensors", tmp_path / "flows.npy"
+    ran = run(save_tiny_trace(tmp_path / "tiny"), "-o", table, "--transitions", flows)
+    assert ran.code == 0, ran.err
+    assert f"Table: {table}" in ran.out
+    assert f"Transitions: {flows}" in ran.out
+    assert "a request's experts better" in ran.out
+    assert "transitions find" in ran.out
+    assert np.load(flows).shape == (7, 32, 32)

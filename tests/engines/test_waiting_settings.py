@@ -24,6 +24,8 @@ def test_settings_that_are_wrong_are_one_line() -> None:
         ({}, "strategy"),
         ({"strategy": "lpt", "window_size": 0}, "window_size=0 must be at least 1"),
         ({"strategy": "lpt", "max_skips": 0}, "max_skips=0"),
+        ({"strategy": "lpt", "min_batch_trigger": 0}, "min_batch_trigger=0 must be at least 1"),
+        ({"strategy": "lpt", "scheduling_interval_ms": -1}, "scheduling_interval_ms=-1"),
         ({"strategy": "lpt", "phase": "both"}, "phase"),
         ("lpt", "object"),
     ):

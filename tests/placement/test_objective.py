@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
+from coterie.costs.exchange import row_trips_s
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError
 from coterie.models import get_model
@@ -245,6 +247,10 @@ def test_moves_over_links_that_take_no_time_still_count() -> None:
         Load(np.ones((1, 4))), Topology(2, intra=at_once), Placement.linear(1, 4, 2)
     )
     assert problem.score(np.array([[2, 3, 0, 1]], np.int32)).moves[0] == 4
+    both = Placement(np.array([[0, 1, 2, 0, 1, 3]], np.int32), 2, 4)
+    problem = v3_prices(expert_bytes=0.0).problem(Load(np.ones((1, 4))), Topology(2, intra=at_once), both)
+    assert problem.source[0, :, :2].tolist() == [[0, 0], [1, 1]], "a rank's own copy is no move"
+    assert not len(problem.moves(np.array([[1, 0, 2, 1, 0, 3]], np.int32)))
 
 
 @pytest.mark.parametrize("ranks", [8, 32])
@@ -266,3 +272,33 @@ def test_prices_of_a_model_tell_what_it_tells(name: str, ranks: int) -> None:
 def test_one_expert_on_every_rank() -> None:
     problem = v3_prices().problem(Load(np.array([[3.0]])), Topology(2), Placement.linear(1, 1, 2, 2))
     assert problem.rank_s(problem.current.slot_experts).tolist() == [[1.5 * v3_prices().row_s] * 2]
+
+
+def test_moves_come_over_the_fastest_links_of_a_matrix() -> None:
+    """Ranks 0 and 1 hold expert 0; rank 2 is ten times nearer to rank 1, and rank 3 as near to both."""
+    rates = np.full((4, 4), 50e9)
+    rates[1, 2] = 500e9
+    topology = Topology(4, bytes_per_s=tuple(map(tuple, rates)))
+    current = Placement(np.array([[0, 1, 0, 2, 3, 4, 5, 1]], np.int32), 4, 6)
+    problem = Objective(row_s=1e-6, expert_bytes=44e6).problem(Load(np.ones((1, 6))), topology, current)
+    assert problem.source[0, :, 0].tolist() == [0, 1, 1, 0]
+    assert problem.load_in[0, :, 0] == pytest.approx([0.0, 0.0, 2e-6 + 44e6 / 500e9, 2e-6 + 44e6 / 50e9])
+    moves = problem.moves(np.array([[0, 1, 0, 2, 0, 4, 5, 0]], np.int32))
+    assert moves.source.tolist() == [1, 0], "the second sends less in this layer"
+    back = row_trips_s(topology, 1e6)
+    assert back[1, 2] == back[2, 1] == pytest.approx(1e6 / 500e9 + 1e6 / 50e9), "there and back"
+    assert not np.diag(back).any()
+    with pytest.raises(ConfigError, match=r"bytes_per_s must be \[4\]\[4\]"):
+        Topology(4, bytes_per_s=((1.0, 1.0), (1.0, 1.0)))
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
+def test_a_matrix_of_the_links_by_node_changes_nothing(ranks_per_node: int) -> None:
+    rng, plain = np.random.default_rng(0), Topology(8, ranks_per_node)
+    matrix = replace(plain, bytes_per_s=tuple(map(tuple, np.minimum(plain.rates, 1e12))))
+    current = Placement(np.sort(np.stack([rng.permutation(16) % 12 for _ in range(3)]), axis=1).astype(np.int32), 8, 12)
+    load, objective = Load(rng.random((3, 12))), Objective(row_s=1e-6, expert_bytes=44e6, row_bytes=4096.0)
+    one, other = (objective.problem(load, topology, current) for topology in (plain, matrix))
+    assert np.array_equal(one.source, other.source)
+    assert np.array_equal(one.load_in, other.load_in)
+    assert np.array_equal(one.unit, other.unit)

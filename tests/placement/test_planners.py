@@ -359,3 +359,18 @@ def test_the_page_lists_every_planner_and_format() -> None:
 
     page = (DOCS / "placement.md").read_text()
     assert [name for name in (*planners, *map_formats) if f"`{name}`" not in page] == []
+
+
+def test_swaps_are_of_the_busiest_and_idlest_and_rolled_back() -> None:
+    """Layer 1: ranks of 9 + 4 and 5 + 0. Layer 2: 9 + 1 and 2 + 2, where every swap makes the busiest rank busier."""
+    objective, topology = v3_prices(expert_bytes=0.0, horizon=1000.0), Topology(2)
+    current = Placement.linear(2, 4, 2)
+    load = Load(np.array([[9.0, 4.0, 5.0, 0.0], [9.0, 1.0, 2.0, 2.0]]), 1)
+    plan = planners.make("swaps", {"objective": objective}).plan(load, topology, current)
+    np.testing.assert_array_equal(plan.placement.rank_load(load.tokens), [[9, 9], [10, 4]])
+    assert len(plan.moves) == 2, "the first layer swaps 9 for 5; no swap of the second lowers its busiest rank"
+    dear = planners.make("swaps", {"objective": replace(objective, expert_bytes=1e15)}).plan(load, topology, current)
+    assert not len(dear.moves), "a swap whose movement costs more than it saves is rolled back"
+    spare = planners.make("swaps", {"objective": objective})
+    with pytest.raises(ConfigError, match="a rank is gone"):
+        spare.plan(load, Topology(2, speeds=(1.0, 0.0)), Placement.linear(2, 4, 2, 8))

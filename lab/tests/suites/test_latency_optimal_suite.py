@@ -7,12 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coterie.placement import Load
 from coterie.types import Placement
 from coterie_lab.suites.latency_optimal import sweep
 from coterie_lab.suites.latency_optimal.domains import DomainSetting, Fleet, rank_shares, serve, shifting
 from coterie_lab.suites.latency_optimal.suite import SWEEP, TABLE, _sweep_row, policies
-from coterie_lab.suites.latency_optimal.swaps import PublishedSwaps
 from coterie_lab.suites.latency_optimal.sweep import DriftSetting, Policy, SweepSetting, busiest_rank, run_seed
 
 SMALL = SweepSetting(DriftSetting(experts=32, half_life=60.0), ranks=4, layers=2, warm_up=100, iterations=200, short=20)
@@ -43,19 +41,6 @@ def test_the_busiest_rank_by_loops() -> None:
     placement = Placement(np.array([rng.permutation(8) for _ in range(2)], np.int32), 4, 8)
     expected = [sum(placement.rank_load(load)[layer].max() for layer in range(2)) for load in loads]
     np.testing.assert_allclose(busiest_rank(loads, placement), expected)
-
-
-def test_the_published_heuristic_swaps_busiest_and_idlest_and_rolls_back() -> None:
-    """Layer 1: ranks of 9 + 4 and 5 + 0. Layer 2: 9 + 1 and 2 + 2, where every swap makes the busiest rank busier."""
-    objective = replace(SMALL.objective, expert_bytes=0.0, horizon=1000.0)
-    topology = replace(SMALL, ranks=2).topology
-    current = Placement(np.array([[0, 1, 2, 3], [0, 1, 2, 3]], np.int32), 2, 4)
-    load = Load(np.array([[9.0, 4.0, 5.0, 0.0], [9.0, 1.0, 2.0, 2.0]]), 1)
-    plan = PublishedSwaps(objective).plan(load, topology, current)
-    np.testing.assert_array_equal(plan.placement.rank_load(load.tokens), [[9, 9], [10, 4]])
-    assert len(plan.moves) == 2, "the first layer swaps 9 for 5; no swap of the second lowers its busiest rank"
-    dear = PublishedSwaps(replace(objective, expert_bytes=1e15)).plan(load, topology, current)
-    assert not len(dear.moves), "a swap whose movement costs more than it saves is rolled back"
 
 
 def test_rounds_are_planned_on_the_past_and_charged() -> None:

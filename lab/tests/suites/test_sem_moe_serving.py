@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.answers.suites import SuiteOptions
-from coterie.footprints.counting import footprint
+from coterie.footprints.counting import footprint, transitions
 from coterie.sim.fleet.requests import Recordings
 from coterie.sim.group.serving import GroupPrices, ServeSettings
 from coterie.types import INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement
@@ -18,7 +18,6 @@ from coterie_lab.suites.sem_moe import contenders, latency, serving
 from coterie_lab.suites.sem_moe.choosing import CHOSEN, Trial, choose, halves, take
 from coterie_lab.suites.sem_moe.contenders import RANKS, Contender, ServingBench, fitted_counts, serving_of
 from coterie_lab.suites.sem_moe.published import E2E_P50, TEXT_GAINS, TTFT_P99
-from coterie_lab.suites.sem_moe.samples import transitions_of
 
 SPEC = ModelSpec("small", 3, 16, 2, 2048, 64, 8, 8, 32, 1000, first_moe_layer=1)
 LAYERS, ROWS, FIT = 2, 24, 64
@@ -91,7 +90,7 @@ def test_affinity_and_masks(seed: int) -> None:
 
 def test_what_planners_learn_from() -> None:
     one = bench()
-    counts, flows = fitted_counts(one), transitions_of(one.fit.expert_ids, 16)
+    counts, flows = fitted_counts(one), transitions(one.fit.expert_ids, 16)
     assert counts.sum() == one.fit.expert_ids.size
     assert np.array_equal(counts.sum(axis=0), one.load.tokens)
     assert flows.sum() == len(one.fit.expert_ids) * (LAYERS - 1) * 2 * 2

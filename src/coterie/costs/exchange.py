@@ -206,11 +206,9 @@ def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE
 
 def row_trips_s(topology: Topology, row_bytes: float) -> Array:
     """Return [source, rank] seconds to send a row to a rank and back, without latency."""
-    nodes = topology.rank_nodes
-    near = nodes[:, None] == nodes[None, :]
-    seconds = 2.0 * row_bytes * np.where(near, 1 / topology.intra.bytes_per_s, 1 / topology.inter.bytes_per_s)
-    np.fill_diagonal(seconds, 0.0)
-    return np.asarray(seconds)
+    byte_s = 1 / topology.rates
+    np.fill_diagonal(byte_s, 0.0)
+    return np.asarray(row_bytes * (byte_s + byte_s.T))
 
 
 # Ring collectives of tensor parallelism: reduce-scatter, all-gather, and all-reduce, which is one after the other. In a

@@ -37,12 +37,15 @@ def transfer_s(link: Link, nbytes: float) -> float:
 
 def link_between(topology: Topology, source: int, target: int) -> Link:
     """Return the link from one rank to another."""
-    return topology.intra if topology.node_of(source) == topology.node_of(target) else topology.inter
+    link = topology.intra if topology.node_of(source) == topology.node_of(target) else topology.inter
+    return link._replace(bytes_per_s=topology.bytes_per_s[source][target]) if topology.bytes_per_s else link
 
 
 def load_s(topology: Topology, nbytes: float) -> NDArray[np.float64]:
-    """Return [3] seconds to load `nbytes` on a rank: from its own node, from another node, from the host."""
-    return np.array([transfer_s(link, nbytes) for link in (topology.intra, topology.inter, topology.host)])
+    """Return [source, rank] seconds to load `nbytes`; over `intra` from a rank to itself. The last row is the host."""
+    latency_s = np.where(topology.near, topology.intra.latency_s, topology.inter.latency_s)
+    host_s = np.full((1, topology.num_ranks), transfer_s(topology.host, nbytes))
+    return np.concatenate([latency_s + nbytes / topology.rates, host_s])
 
 
 class Contention(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, SpreadCost
 from coterie.batching.waiting import Chooser, DecisionFile, RequestView
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, InputError, check, check_at_least
+from coterie.errors import ConfigError, InputError, check, check_at_least, check_not_negative
 from coterie.models import model_from_config
 from coterie.predictors import PredictRequest, TokenTable
 from coterie.types import Placement, Topology
@@ -40,6 +40,12 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Requests selected at once, or the number of free places if that is larger. With 1, an engine that frees one place
     at a time always takes the oldest request.
     """
+    min_batch_trigger: int = 1
+    """Number of waiting requests at which they start; fewer start once the oldest has waited an interval. CAPS has 16:
+    a strategy then has requests to choose from, which a short queue pays for by waiting. 1 holds none back.
+    """
+    scheduling_interval_ms: float = 100.0
+    """Longest time, in milliseconds, that a request is held back for `min_batch_trigger`."""
     max_skips: int | None = DEFAULT_MAX_SKIPS
     """Times a request may be passed over before it must be selected; null sets no limit."""
     phase: Literal["decode", "prefill"] = "decode"
@@ -58,7 +64,9 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     def __post_init__(self) -> None:
-        check_at_least(1, window_size=self.window_size, batch_size=self.batch_size, max_skips=self.max_skips)
+        sizes = {"window_size": self.window_size, "batch_size": self.batch_size, "max_skips": self.max_skips}
+        check_at_least(1, **sizes, min_batch_trigger=self.min_batch_trigger)
+        check_not_negative(scheduling_interval_ms=self.scheduling_interval_ms)
 
     @classmethod
     def parse(cls, given: object, where: str) -> OrderingSettings:

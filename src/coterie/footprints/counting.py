@@ -16,6 +16,8 @@ from coterie._numba import njit
 from coterie.errors import ConfigError, check
 
 Ids = NDArray[np.integer]
+PAIRED = 1 << 14
+"""Tokens whose pairs of experts are counted at a time: 8 MB at top-8."""
 
 
 def footprint(expert_ids: Ids, num_experts: int) -> NDArray[np.uint32]:
@@ -51,6 +53,31 @@ def accumulate_load(expert_ids: Ids, out: NDArray[Any]) -> None:
 def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
     """Return [layer] the number of experts that at least one token activates: those a decode step must stream."""
     return np.asarray((footprint(expert_ids, num_experts) > 0).sum(axis=1), np.int64)
+
+
+def transitions(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
+    """Return [layer - 1, expert, expert] the tokens that activate the one, and the other in the next layer."""
+    out = np.zeros((max(_layers(expert_ids) - 1, 0), num_experts, num_experts), np.int64)
+    for start in range(0, len(expert_ids), PAIRED):
+        ids = expert_ids[start : start + PAIRED].astype(np.int64)
+        for layer, counts in enumerate(out):
+            pairs = ids[:, layer, :, None] * num_experts + ids[:, layer + 1, None, :]
+            counts += np.bincount(pairs.ravel(), minlength=counts.size).reshape(counts.shape)
+    return out
+
+
+def next_layer_recall(counts: NDArray[np.int64], expert_ids: Ids) -> dict[str, float]:
+    """Return the share of a token's experts in the next layer that are among its top-k guesses.
+
+    A guess by the `transitions` [layer - 1, expert, expert] sums those of the token's experts in this layer.
+    """
+    hits: dict[str, list[float]] = {"transitions": [], "popularity": []}
+    for layer, flows in enumerate(counts.astype(np.float64)):
+        rows = (flows / np.maximum(flows.sum(axis=1, keepdims=True), 1.0))[expert_ids[:, layer]].sum(axis=1)
+        for name, scores in (("transitions", rows), ("popularity", np.broadcast_to(flows.sum(axis=0), rows.shape))):
+            guessed = np.argsort(-scores, axis=1, kind="stable")[:, : expert_ids.shape[2]]
+            hits[name].append(float((guessed[:, :, None] == expert_ids[:, layer + 1, None, :]).any(axis=1).mean()))
+    return {name: float(np.mean(shares)) for name, shares in hits.items()}
 
 
 def _layers(expert_ids: Ids) -> int:

@@ -18,8 +18,8 @@ def moves_between(
 ) -> Moves:
     """Return the moves that fill `slot_experts` [layer, slot], without copies inside a rank and moves to dead ranks.
 
-    The source is a holder on the same node if there is one, else on another node, else the host. Among equally near
-    holders the one that sends least in the layer is chosen, so that a hot expert's replicas do not queue at one sender.
+    The source is a holder with the fastest link, else the host. Among equally near holders the one that sends least in
+    the layer is chosen, so that a hot expert's replicas do not queue at one sender.
     """
     speeds, per_rank = topology.rank_speeds, current.slots_per_rank
     changed = (slot_experts != current.slot_experts) & np.repeat(speeds > 0, per_rank)[None, :]
@@ -30,7 +30,6 @@ def moves_between(
         current.slot_experts,
         current.num_experts,
         speeds,
-        topology.rank_nodes,
         load_s(topology, expert_bytes),
         layer,
         slot,
@@ -47,7 +46,6 @@ def _fill_sources(
     slot_experts: NDArray[np.int32],
     experts: int,
     speeds: NDArray[np.float64],
-    nodes: NDArray[np.int64],
     links: NDArray[np.float64],
     layer: NDArray[np.int64],
     slot: NDArray[np.int64],
@@ -82,18 +80,16 @@ def _fill_sources(
             for move in range(start, end):
                 if copies[expert[move]] != count:
                     continue
-                rank, sender, best = slot[move] // per_rank, HOST, 0
+                rank, sender = slot[move] // per_rank, HOST
                 at = first[expert[move]]
                 while at >= 0:
                     holder = at // per_rank
-                    price = sends[holder] + (0 if nodes[holder] == nodes[rank] else len(layer))
-                    if holder == rank:
-                        price = -1
-                    if sender == HOST or price < best:
-                        sender, best = holder, price
+                    slower = links[holder, rank] - links[sender, rank]
+                    idler = slower == 0.0 and sends[holder] < sends[sender]
+                    if sender != rank and (holder == rank or sender == HOST or slower < 0.0 or idler):
+                        sender = holder
                     at = after[at]
-                source[move] = sender
-                seconds[move] = links[2] if sender == HOST else links[0 if nodes[sender] == nodes[rank] else 1]
+                source[move], seconds[move] = sender, links[sender, rank]
                 if sender not in (HOST, rank):
                     sends[sender] += 1
         start = end

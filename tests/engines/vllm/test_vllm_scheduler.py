@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
+from coterie.batching.waiting import BatchTrigger
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.waiting_settings import OrderingSettings
 from coterie.errors import ConfigError
@@ -411,11 +412,39 @@ def test_remaining_tokens_are_the_load_of_a_prefill(table_file: Path) -> None:
 
 
 @pytest.mark.usefixtures("imported")
+def test_a_short_queue_is_held_back_and_counted() -> None:
+    """vLLM asks a queue whether it is empty to start requests, and how long it is to know whether any are left."""
+    from coterie.engines.vllm import scheduler as module
+
+    class Base:
+        def schedule(self) -> bool:
+            return bool(waiting)
+
+    class Mixed(module.ExpertAwareMixin, Base):
+        def __init__(self) -> None:
+            self._queues, self._trigger = (waiting,), BatchTrigger(3, 3600.0)
+
+    _, waiting, _ = queues(state("fcfs"), min_batch_trigger=3)
+    one = Mixed()
+    for number, starts in enumerate((False, False, True)):
+        waiting.add_request(request(number))
+        assert one.schedule() is starts
+        assert len(waiting) == number + 1
+    waiting.remove_requests([waiting.peek_request()])
+    stopped = request(9)
+    stopped.num_preemptions = 1
+    assert one.schedule() is False
+    waiting.prepend_request(stopped)
+    waiting.remove_requests([next(one for one in waiting if one is not stopped)])
+    assert one.schedule() is True, "a preempted request is not held back"
+
+
+@pytest.mark.usefixtures("imported")
 def test_settings_of_the_scheduler() -> None:
     from coterie.engines.vllm.scheduler import read_settings
 
     found = read_settings({"coterie": {"scheduler": {"strategy": "lpt", "window_size": 16}}, "other": 1})
-    assert (found.strategy, found.window_size, found.max_skips) == ("lpt", 16, 64)
+    assert (found.strategy, found.window_size, found.max_skips, found.min_batch_trigger) == ("lpt", 16, 64, 1)
     for config, words in (
         ({"coterie": {"scheduler": {"strategy": "lpt", "windows": 1}}}, "settings: strategy, options, window_size"),
         ({"coterie": {"schedule": {}}}, "unknown 'schedule'; known: 'scheduler'"),

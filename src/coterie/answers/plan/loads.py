@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.answers.plan.learning import ItemKind, Learned
 from coterie.answers.plan.samples import Sample, Sampling, of_domains, of_requests, of_windows
 from coterie.errors import ConfigError, InputError, TraceError, check, check_file, check_input_file
 from coterie.footprints.counting import accumulate_load
@@ -52,10 +53,19 @@ class Parts(NamedTuple):
     scored_steps: Sample | None = None
     domains: Sample | None = None
     """Domains of the part to score on; None unless plans are over domains or mixtures of domains."""
+    learned: tuple[Learned, Learned] | None = None
+    """Requests of the part to plan on, and of the part to score on; None for a load table."""
 
     def of_layers(self, rows: slice) -> Parts:
-        steps = (None if one is None else one.layers(rows) for one in self[3:])
-        return Parts(None if self.planned is None else self.planned[rows], self.scored[rows], self.what, *steps)
+        return Parts(
+            None if self.planned is None else self.planned[rows],
+            self.scored[rows],
+            self.what,
+            self.planned_steps and self.planned_steps.layers(rows),
+            self.scored_steps and self.scored_steps.layers(rows),
+            self.domains and self.domains.layers(rows),
+            self.learned and (self.learned[0].of_layers(rows), self.learned[1].of_layers(rows)),
+        )
 
 
 class WindowLoad(NamedTuple):
@@ -74,6 +84,8 @@ class WindowLoad(NamedTuple):
     """Reason why the load is not divided, in words, if `parts` is None."""
     steps: Sample | None = None
     """Single steps to plan for; None plans for the mean step."""
+    learned: Learned | None = None
+    """Requests that planners may learn from; None for a load table."""
 
 
 Make = Callable[..., WindowLoad]
@@ -82,11 +94,17 @@ MEAN = Sampling()
 
 
 def read_load(
-    path: Path, format: str | None, model: str | None, window: str | None, sampling: Sampling = MEAN
+    path: Path,
+    format: str | None,
+    model: str | None,
+    window: str | None,
+    sampling: Sampling = MEAN,
+    items: ItemKind = "requests",
 ) -> WindowLoad:
     """Read the load of a trace in any known format: the whole trace, or the chosen windows of a load table.
 
-    `window` is as in :func:`~coterie.traces.load.choose_windows`; `sampling` chooses the steps to plan for.
+    `window` is as in :func:`~coterie.traces.load.choose_windows`; `sampling` chooses the steps to plan for, and
+    `items` what planners that learn from requests get.
     """
     trace = read_trace(path, format, ReadOptions(model=model if model is None or not Path(model).exists() else None))
     said = trace.model if isinstance(trace, LoadTable) else getattr(getattr(trace, "meta", None), "model", "unknown")
@@ -103,6 +121,10 @@ def read_load(
         for option, value in (("--window", window), ("--over", sampling.over)):
             check(value is None, f"{option}={value} chooses from a load table; {path} holds activations")
         load, ids = _of_activations(make, path, trace, sampling), trace.meta.layer_ids
+        everyone = np.arange(trace.num_requests)
+        learned, *halves = (Learned(trace, chosen, items) for chosen in (everyone, everyone[::2], everyone[1::2]))
+        parts = load.parts and load.parts._replace(learned=(halves[0], halves[1]))
+        load = load._replace(learned=learned, parts=parts)
     else:
         raise ConfigError(f"{path} holds requests without their experts: a load or an activation trace is needed")
     rows, (layers, experts) = slice(None), load.tokens.shape
@@ -125,6 +147,7 @@ def read_load(
         tokens=load.tokens[rows],
         parts=load.parts and load.parts.of_layers(rows),
         steps=load.steps and load.steps.layers(rows),
+        learned=load.learned and load.learned.of_layers(rows),
     )
 
 

@@ -7,13 +7,14 @@ slots, and as a baseline it would make any plan look better.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
+from coterie.answers.plan.learning import ItemKind, Learned, Locality, check_tables
 from coterie.answers.plan.loads import MEAN, WindowLoad, read_load, read_sources
 from coterie.answers.plan.memory import RankMemory
 from coterie.answers.plan.pricing import DomainRow, HeldOutReport, Placed, Pricing, Scoring, gain_pct
@@ -24,6 +25,7 @@ from coterie.costs.presets import load_preset, step_model
 from coterie.errors import ConfigError, check, check_one_of, check_positive, refuse
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, SearchProgress
+from coterie.registry import Offers
 from coterie.types import Placement, Topology, WeightDtype
 
 T = TypeVar("T")
@@ -54,6 +56,8 @@ class PlanOptions:
     nodes: int = 1
     slots: int | None = None
     speeds: str | None = None
+    links: Path | None = None
+    """File with a row of GB/s to every rank for each rank; None takes one link inside a node and one between nodes."""
     current: Path | None = None
     planner: str = "latency_optimal"
     split: str | None = None
@@ -69,6 +73,10 @@ class PlanOptions:
     """Tokens per step over all ranks; ignored if steps are drawn from requests, which have their own sizes."""
     sampling: Sampling = MEAN
     """Steps to plan for."""
+    items: ItemKind = "requests"
+    """Items that planners which place experts beside them learn from."""
+    tables: Path | None = None
+    """Folder to write tables of the trace to."""
 
 
 class BatchRow(NamedTuple):
@@ -109,6 +117,8 @@ class Planned:
     domains: list[DomainRow]
     """Balancedness on the mix and on the worst domain; empty unless the plan is over domains or mixtures of domains."""
     batches: list[BatchRow]
+    locality: Locality | None
+    """Local activations with items on the ranks of their experts; None unless the planner learns from items."""
 
     @property
     def map(self) -> PlacementMap:
@@ -125,11 +135,16 @@ class Planned:
 
 def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned:
     _check(options)
-    load = read_load(options.load, options.load_format, options.model, options.window, options.sampling)
+    load = read_load(options.load, options.load_format, options.model, options.window, options.sampling, options.items)
+    check(
+        load.learned is not None or not _learns(options.planner),
+        f"planner {options.planner} learns from requests, of an activation trace; {options.load} is a load table",
+    )
     if load.steps is not None and load.steps.sized:
         own = load.tokens.sum(axis=1).mean() / load.spec.top_k
         options = replace(options, batch=max(1, round(float(own))))
-    topology = Topology(options.ranks, options.ranks // options.nodes, speeds=_speeds(options.speeds, options.ranks))
+    speeds, links = _speeds(options.speeds, options.ranks), _links(options.links)
+    topology = Topology(options.ranks, options.ranks // options.nodes, speeds=speeds, bytes_per_s=links)
     given = None if options.current is None else _current(options, options.current, load)
     slots = _slots(options, load.spec.num_experts, load.spec.name) if given is None else given.placement.num_slots
     model = step_model(load.spec, options.preset, options.dtype, topology=topology)
@@ -145,16 +160,19 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
             parts=None,
             whole_because="its sources are those of the whole load",
         )
-    pricing = Pricing(model, topology, load.tokens, settings, sources, options.movement, load.steps)
+    check_tables(options.tables, load.learned)
+    learned = {} if load.learned is None else load.learned.offers()
+    pricing = Pricing(model, topology, load.tokens, settings, sources, options.movement, load.steps, learned)
     in_order = _in_order(load, topology)
     start = given or Placed(Placement.linear(len(load.tokens), load.spec.num_experts, options.ranks, slots))
     asking = _Round(options, load, pricing, given or in_order or start, start, _layers_done(report, load.layer_ids))
-    asking.warm_up()
+    if not _learns(options.planner):  # what was learned is of all layers, and the warm-up has one
+        asking.warm_up()
     plan = asking.plan(pricing, options.batch, start)
     no_spare = None
     if in_order is not None and slots > load.spec.num_experts:
         no_spare = asking.plan(pricing, options.batch, in_order)
-    held_out, domains = asking.scored(plan, no_spare, in_order)
+    held_out, domains, locality = asking.scored(plan, no_spare, in_order)
     return Planned(
         options=options,
         load=load,
@@ -167,6 +185,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
         held_out=held_out,
         domains=domains,
         batches=asking.rows(plan, no_spare),
+        locality=locality,
     )
 
 
@@ -191,31 +210,41 @@ class _Round:
 
     def plan(self, on: Pricing, batch: int, begin: Placed) -> Plan:
         shares = () if begin.shares is None else (begin.shares,)
-        return self._planner(batch).plan(on.load(batch), on.topology, begin.placement, *shares)
+        planner = self._planner(batch, on.learned)
+        return planner.plan(on.load(batch), on.topology, begin.placement, *shares)
 
     def warm_up(self) -> None:
         """Plan one empty layer, so that the planning time does not include compiling or loading machine code."""
         placement = self.start.placement
         empty = Placement(placement.slot_experts[:1], placement.num_ranks, placement.num_experts)
         nothing = Load(np.zeros((1, placement.num_experts)))
-        self._planner(self.options.batch).plan(nothing, self.pricing.topology, empty)
+        self._planner(self.options.batch, {}).plan(nothing, self.pricing.topology, empty)
 
     def scored(
         self, plan: Plan, no_spare: Plan | None, in_order: Placed | None
-    ) -> tuple[HeldOutReport | None, list[DomainRow]]:
-        """Score plans made on one part of the load on the other part; None and empty if the load is not divided."""
+    ) -> tuple[HeldOutReport | None, list[DomainRow], Locality | None]:
+        """Score plans made on one part of the load on the other part; if the load is not divided, only locality."""
         batch = self.options.batch
         if self.load.parts is None:
-            return None, []
+            return None, [], self._locality(Placed.of(plan), self.load.learned, held_out=False)
         score = Scoring(self.load.parts, self.pricing, batch, self.now, lambda on, begin: self.plan(on, batch, begin))
         made, mean = score.of_part(plan, self.start), score.for_the_mean(self.start)
         beside = None if no_spare is None or in_order is None else score.of_part(no_spare, in_order)
-        return score.held_out(made, mean, beside), score.domains(made, mean)
+        local = self._locality(made, self.load.parts.learned and self.load.parts.learned[1], held_out=True)
+        return score.held_out(made, mean, beside), score.domains(made, mean), local
+
+    def _locality(self, made: Placed, learned: Learned | None, held_out: bool) -> Locality | None:
+        """Return the locality on some requests, if the planner places experts beside items."""
+        if learned is None or "items" not in planners.parameters(self.options.planner):
+            return None
+        now, after = (learned.local_share(placed.placement) for placed in (self.now, made))
+        return Locality(self.options.items, now, after, held_out)
 
     def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
         """Price the plan at other batch sizes; also plan for each of them if planning takes milliseconds."""
         spare = self.start.placement.num_slots > self.start.placement.num_experts
-        quick = not spare and "time_limit_s" not in planners.parameters(self.options.planner)
+        slow = _learns(self.options.planner) or "time_limit_s" in planners.parameters(self.options.planner)
+        quick = not spare and not slow
         price, rows = self.pricing, []
         others = () if price.steps is not None and price.steps.sized else BATCHES
         for tokens in sorted({*others, self.options.batch}):
@@ -236,8 +265,8 @@ class _Round:
             )
         return rows
 
-    def _planner(self, batch: int) -> Planner:
-        return _planner(self.options, self.pricing.objective(batch), self.progress)
+    def _planner(self, batch: int, learned: Mapping[str, Callable[[], Any]]) -> Planner:
+        return _planner(self.options, self.pricing.objective(batch), self.progress, learned)
 
 
 def _check(options: PlanOptions) -> None:
@@ -260,6 +289,7 @@ def _check(options: PlanOptions) -> None:
     if options.dtype is not None:
         check_one_of(get_args(WeightDtype), dtype=options.dtype)
     check_one_of(get_args(Movement), movement=options.movement)
+    check_one_of(get_args(ItemKind), items=options.items)
     check_positive(memory=options.memory_gb)
     planners.check(options.planner)
     load_preset(options.preset)
@@ -302,6 +332,14 @@ def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
         raise ConfigError(f"--speeds={text} must be {ranks} numbers with commas between them") from None
 
 
+def _links(path: Path | None) -> tuple[tuple[float, ...], ...]:
+    try:
+        rows = np.zeros((0, 0)) if path is None else np.loadtxt(path, ndmin=2)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--links={path} must be rows of GB/s with spaces between them: {error}") from None
+    return tuple(map(tuple, (1e9 * rows).tolist()))
+
+
 def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
     """Read the current placement from a file, with the layers of the load and the shares, if the file has any."""
     spec = load.spec
@@ -320,11 +358,13 @@ def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
 
 
 def _learns(planner: str) -> bool:
-    """Return whether the planner needs more than a load (items or transitions), which this command does not have."""
+    """Return whether the planner needs more than a load: items or transitions, from the requests of a trace."""
     return bool({"items", "transitions"} & {*planners.parameters(planner)})
 
 
-def _planner(options: PlanOptions, objective: Objective, progress: Progress) -> Planner:
+def _planner(
+    options: PlanOptions, objective: Objective, progress: Progress, learned: Mapping[str, Callable[[], Any]]
+) -> Planner:
     known = planners.parameters(options.planner)
     asked = {"split": options.split, "max_moves": options.max_moves, "time_limit_s": options.time_limit}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -335,6 +375,7 @@ def _planner(options: PlanOptions, objective: Objective, progress: Progress) -> 
             raise ConfigError(
                 f"planner {options.planner} has no {option}; {', '.join(able)} {'have' if len(able) > 1 else 'has'} it"
             )
-    if "time_limit_s" in known:
+    if "time_limit_s" in known and not _learns(options.planner):  # the default of one that learns is 2 s
         given.setdefault("time_limit_s", TIME_LIMIT_S)
-    return planners.make(options.planner, {"objective": objective, "progress": progress}, **given)
+    context = Offers(learned, objective=lambda: objective, progress=lambda: progress)
+    return planners.make(options.planner, context, **given)

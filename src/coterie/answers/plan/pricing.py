@@ -5,9 +5,9 @@ A plan is also scored on a part of the load that it was not made on: gain, balan
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,8 @@ class Pricing:
     """How the engine moves weights: whether it stops for moves or stages them."""
     steps: Sample | None = None
     """Single steps, over which times and balancedness are averaged; None prices the mean step."""
+    learned: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Functions that return what planners may learn from the requests of the load, by the parameter's name."""
 
     def load(self, batch: int) -> Load:
         if self.steps is not None:
@@ -147,14 +149,19 @@ class Scoring:
         """Plan on the part to plan on; `whole` itself if it is scored on windows outside of its load."""
         if self.parts.planned is None:
             return Placed.of(whole)
-        part = replace(self.pricing, tokens=self.parts.planned, steps=self.parts.planned_steps)
-        return Placed.of(self.plan(part, begin))
+        return Placed.of(self.plan(replace(self._part(), steps=self.parts.planned_steps), begin))
 
     def for_the_mean(self, begin: Placed) -> Placed | None:
         """Plan for the mean step of the part to plan on; None if plans are not for single steps."""
         if self.parts.planned is None or self.parts.planned_steps is None:
             return None
-        return Placed.of(self.plan(replace(self.pricing, tokens=self.parts.planned, steps=None), begin))
+        return Placed.of(self.plan(replace(self._part(), steps=None), begin))
+
+    def _part(self) -> Pricing:
+        """Return the pricing of the part to plan on."""
+        assert self.parts.planned is not None
+        learned = {} if self.parts.learned is None else self.parts.learned[0].offers()
+        return replace(self.pricing, tokens=self.parts.planned, learned=learned)
 
     def held_out(self, made: Placed, mean: Placed | None, no_spare: Placed | None) -> HeldOutReport:
         unseen = replace(self.pricing, tokens=self.parts.scored, steps=self.parts.scored_steps)

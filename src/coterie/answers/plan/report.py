@@ -8,6 +8,7 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
+from coterie.answers.plan.learning import Locality
 from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
 from coterie.answers.plan.pricing import gain_pct
 from coterie.costs.cells import preset_names
@@ -95,6 +96,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "not_held_out": planned.load.whole_because or None,
         "batches": [row._asdict() | {"gain_pct": row.gain_pct} for row in planned.batches],
         "memory": {name: getattr(planned.memory, name) for name in MEMORY},
+        "locality": None if planned.locality is None else planned.locality._asdict(),
     }
 
 
@@ -138,7 +140,22 @@ def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, di
 
 
 def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
-    """Say in one sentence whether the plan pays, at which batch size, and how certain that is."""
+    """Say whether the plan pays, at which batch size, and how certain that is; then what is local under it."""
+    return _pays(planned, found) + _local(planned.locality, found["ranks"])
+
+
+def _local(locality: Locality | None, ranks: int) -> str:
+    if locality is None:
+        return ""
+    sent = "Requests" if locality.items == "requests" else "Tokens"
+    unseen = "requests it was not made on" if locality.held_out else "the requests it was made on"
+    return (
+        f" {sent} sent to the ranks of their experts would find {locality.after:.1%} of these there, "
+        f"{locality.now:.1%} today and {1 / ranks:.1%} by chance, on {unseen}."
+    )
+
+
+def _pays(planned: Planned, found: dict[str, Any]) -> str:
     where = f"{counted(found['ranks'], 'rank')} of {found['preset']} in {found['dtype']}"
     at = f"at {found['batch']:,} tokens a step on {where}"
     sure = _sure(found)
@@ -163,7 +180,12 @@ def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
     """Return the next command to run."""
-    options = planned.options
+    options, local = planned.options, planned.locality
+    if local is not None and local.after > local.now and found["slots"] == found["experts"]:
+        if "written" in found:
+            return shlex.join(["coterie", "place", "apply", found["written"], "MODEL", "-o", "MODEL-placed"])
+        tables = " --tables tables" if planned.load.learned is not None and planned.load.learned.has_tokens else ""
+        return f"{command(options)} -o placement.json{tables}"
     if _spare_slots_cost(found):
         return f"{command(options, slots=None, split=None, current=None)} --to vllm -o placement.json"
     steps = found["break_even_steps"]

@@ -2,6 +2,7 @@
 
 from coterie.batching.waiting.choosing import Chooser
 from coterie.batching.waiting.queue import ChosenBatch, WaitingList
+from coterie.batching.waiting.trigger import BatchTrigger
 from coterie.batching.waiting.views import (
     BatchDecision,
     DecisionFile,
@@ -14,6 +15,7 @@ from coterie.batching.waiting.views import (
 
 __all__ = [
     "BatchDecision",
+    "BatchTrigger",
     "Chooser",
     "ChosenBatch",
     "DecisionFile",

@@ -32,15 +32,16 @@ from coterie.errors import check, check_new_file
 from coterie.units import counted, shown_s
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: done only to make a plan
+    from coterie.answers.plan.learning import ItemKind
     from coterie.answers.plan.plans import BatchRow, Planned
     from coterie.answers.plan.samples import Brought, Over
     from coterie.costs.movement import Movement
     from coterie.types import WeightDtype
 
-PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
+PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin", "swaps")
 """Built-in planners that need only a load. Listed here for --help: importing the registry takes a second."""
-FROM_PYTHON = ("co_cluster", "moetuner", "sem_moe")
-"""Built-in planners that need more than a load, and a token schedule to profit from their placements."""
+LEARNERS = ("co_cluster", "moetuner", "sem_moe")
+"""Built-in planners that learn from the requests of an activation trace as well."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
 """Values of ``WeightDtype``, listed here for --help: importing it would import NumPy."""
 SPLITS = ("equal", "weighted", "optimal")
@@ -51,7 +52,7 @@ class PlannersInHelp(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        added = sorted({point.name for point in entry_points(group="coterie.planners")} - {*PLANNERS, *FROM_PYTHON})
+        added = sorted({point.name for point in entry_points(group="coterie.planners")} - {*PLANNERS, *LEARNERS})
         if added:
             typer.echo(f" Planners of other packages: {', '.join(added)}")
 
@@ -75,8 +76,21 @@ def plan_command(
         typer.Option("--current", help="Current placement, in any known format. Default: experts in order."),
     ] = None,
     planner: Annotated[
-        str, typer.Option("--planner", help=f"Planner to use: {', '.join(PLANNERS)}, or one that a package adds.")
+        str,
+        typer.Option(
+            "--planner",
+            help=f"Planner to use: {', '.join(PLANNERS)}; of an activation trace also {', '.join(LEARNERS)}; or one "
+            "that a package adds. NAME:key=value sets it.",
+        ),
     ] = "latency_optimal",
+    items: Annotated[
+        str,
+        typer.Option(
+            "--items",
+            help="What co_cluster and sem_moe place experts beside: requests, each on one rank (router semantic), or "
+            "tokens, each id on a rank of every layer.",
+        ),
+    ] = "requests",
     split: Annotated[
         str | None,
         typer.Option("--split", help=f"How replicas share tokens: {', '.join(SPLITS)}. Default: the planner's."),
@@ -134,6 +148,14 @@ def plan_command(
             help="Relative speed of each rank, such as 1,1,0.5,0: 1 is the preset's speed, 0 a rank that is down.",
         ),
     ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(
+            "--links",
+            help="Text file with a row for each rank: GB/s from it to every rank, one direction; its own is not used. "
+            "Default: one link inside a node, one between nodes.",
+        ),
+    ] = None,
     requests: RequestsOption = None,
     phase: PhaseOption = None,
     bursts: BurstsOption = 0.0,
@@ -155,9 +177,18 @@ def plan_command(
     out_file: Annotated[
         Path | None, typer.Option("-o", "--out", help="File to write the placement to; it must not exist.")
     ] = None,
+    tables: Annotated[
+        Path | None,
+        typer.Option(
+            "--tables",
+            help="Folder to write tables of an activation trace to, new or empty: tokens.safetensors, the experts of "
+            "token ids (a gateway's predictor), and ranks.safetensors, the ranks of tokens under the placement.",
+        ),
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Plan the placement of experts: savings per batch size, moves, memory, and whether the plan pays."""
+    from coterie.answers.plan.learning import write_tables
     from coterie.answers.plan.plans import PlanOptions, make_plan
     from coterie.answers.plan.report import next_command, plan_verdict, summary
     from coterie.answers.plan.samples import Sampling
@@ -183,6 +214,7 @@ def plan_command(
         nodes=nodes,
         slots=slots,
         speeds=speeds,
+        links=links,
         current=current,
         planner=planner,
         split=split,
@@ -196,6 +228,8 @@ def plan_command(
         memory_gb=memory,
         batch=batch,
         sampling=Sampling(requests, cast("Brought | None", phase), bursts, cast("Over | None", over), steps),
+        items=cast("ItemKind", items),
+        tables=tables,
     )
     with reporting("Planning") as report:
         planned = make_plan(options, report)
@@ -203,6 +237,8 @@ def plan_command(
     if out_file is not None:
         written = write_map(out_file, planned.map, to)
         found |= {"written": str(out_file), "format": to, "left_out": list(written.left_out)}
+    if tables is not None and planned.load.learned is not None:
+        found |= {"tables": [str(file) for file in write_tables(tables, planned.load.learned, planned.map.placement)]}
     if save_scenarios is not None:
         write_scenarios(save_scenarios, planned.pricing.load(planned.options.batch))
         found |= {"scenarios": str(save_scenarios)}
@@ -393,6 +429,7 @@ def _print_moves(found: dict[str, Any]) -> None:
         left = [name for name in found["left_out"] if name == "shares"]
         note = f"; {found['format']} cannot store shares: the engine splits tokens its own way" if left else ""
         lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
+    lines += [f"Table written: {file}" for file in found.get("tables", ())]
     if "scenarios" in found:
         lines.append(f"Steps written: {found['scenarios']}")
     print_lines(*lines)

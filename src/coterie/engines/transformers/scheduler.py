@@ -112,6 +112,7 @@ def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any 
         taken is None or issubclass(taken, ExpertAwareScheduler),
         f"name={name!r} is a scheduler of the library; known: {', '.join(sorted(SCHEDULER_MAPPING))}",
     )
+    check(settings.min_batch_trigger == 1, "min_batch_trigger: only vLLM's scheduler holds requests back")
     cost = None
     if settings.device is not None:
         check(model is not None, f"device={settings.device!r} needs the model: its shape decides what a step takes")

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from coterie.batching.waiting import Chooser
+from coterie.batching.waiting import BatchTrigger, Chooser
 from coterie.engines.vllm.interfaces import fits
 from coterie.engines.waiting_settings import OrderingSettings
 from coterie.errors import check
@@ -64,6 +64,9 @@ class ExpertAwareMixin:
         settings = read_settings(mine.vllm_config.additional_config)
         self._chooser, queues = chosen_queues(self, settings, partial(logger.warning, "coterie: %s"))
         self._settings, self._queues = settings, tuple(queues.values())
+        self._trigger: BatchTrigger[Any] = BatchTrigger(
+            settings.min_batch_trigger, settings.scheduling_interval_ms / 1000.0
+        )
         vars(mine).update(queues)
         logger.info(
             "coterie: %s orders the waiting requests: %d at a time of a window of %d, skipped at most %s times each",
@@ -75,12 +78,19 @@ class ExpertAwareMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_map()
+        held = bool(self._queues) and self._holds([request for queue in self._queues for request in queue])
         for queue in self._queues:
             queue.order.refresh()
+            queue.held = held
         if self._chooser is not None and time.monotonic() > self._next_report:
             self._report(asdict(self._chooser.counters))
         base: Any = super()
         return base.schedule(*args, **kwargs)
+
+    def _holds(self, waiting: list[Any]) -> bool:
+        """Return whether the waiting requests are held back; preempted ones never are."""
+        preempted = any(request.num_preemptions > 0 for request in waiting)
+        return self._trigger.holds(waiting, time.monotonic()) and not preempted
 
     def _follow_map(self) -> None:
         """Price steps under the expert map in force, if it is new; one that does not fit is logged and left out."""

@@ -75,6 +75,8 @@ class ChosenQueue(RequestQueue):
             urgent=view.urgent,
             blocked=view.blocked,
         )
+        self.held = False
+        """Whether none of the requests may start in this step: vLLM then finds the queue empty, but counts it."""
 
     def add_request(self, request: Any) -> None:
         self.order.push(request)
@@ -101,7 +103,7 @@ class ChosenQueue(RequestQueue):
         self.order.remove(requests)
 
     def __bool__(self) -> bool:
-        return len(self.order) > 0
+        return len(self.order) > 0 and not self.held
 
     def __len__(self) -> int:
         return len(self.order)

@@ -273,8 +273,8 @@ def _switch(
 
 
 def _nearest(holders: Sequence[int], rank: int, planned: int | None, topology: Topology, sends: Counter[int]) -> int:
-    node = topology.node_of(rank)
-    return min(holders, key=lambda h: (h != rank, topology.node_of(h) != node, h != planned, sends[h], h), default=HOST)
+    rates = topology.rates[:, rank]
+    return min(holders, key=lambda h: (h != rank, -rates[h], h != planned, sends[h], h), default=HOST)
 
 
 def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:

@@ -33,7 +33,6 @@ def fill(
     each: Array,
     speeds: Array,
     slot_experts: NDArray[np.int32],
-    nodes: NDArray[np.int64],
     links: Array,
     unit: Array,
     share: Array,
@@ -49,7 +48,7 @@ def fill(
         _fill_unit(tokens[layer], alone[layer], known, each, speeds, unit[layer])
         if touch_s > 0.0:
             _fill_share(tokens[layer], alone[layer], touch_s, row_s, known, each, speeds, share[layer])
-        fill_sources(slot_experts[layer], speeds, nodes, links, load_in[layer], source[layer])
+        fill_sources(slot_experts[layer], speeds, links, load_in[layer], source[layer])
         fill_bounds(
             unit[layer],
             share[layer],
@@ -107,38 +106,29 @@ def _fill_share(
 
 @njit()
 def fill_sources(
-    slot_experts: NDArray[np.int32],
-    speeds: Array,
-    nodes: NDArray[np.int64],
-    links: Array,
-    load_in: Array,
-    source: NDArray[np.int16],
+    slot_experts: NDArray[np.int32], speeds: Array, links: Array, load_in: Array, source: NDArray[np.int16]
 ) -> None:
-    """Fill the cheapest source of each expert for each rank, and its link seconds.
+    """Fill the cheapest source of each expert for each rank, and its link seconds, from `links` [source, rank].
 
-    The source is the rank itself, else the first holder on its node, else the first holder, else the host.
+    The source is the rank itself, else the holder with the fastest link, the first if tied; without one the host.
     """
     ranks, experts = source.shape
     per_rank = len(slot_experts) // ranks
-    first, near = np.full(experts, HOST, np.int16), np.full((nodes[-1] + 1, experts), HOST, np.int16)
-    for slot in range(len(slot_experts) - 1, -1, -1):
-        rank = slot // per_rank
-        if speeds[rank] > 0.0:
-            first[slot_experts[slot]] = rank
-            near[nodes[rank], slot_experts[slot]] = rank
     for rank in range(ranks):
-        at, seconds = source[rank], load_in[rank]
-        if rank > 0 and nodes[rank] == nodes[rank - 1]:
-            copy_row(at, near[nodes[rank]])
+        at, seconds, differs = source[rank], load_in[rank], rank == 0
+        for holder in range(ranks):
+            differs = differs or links[holder, rank] != links[holder, rank - 1]
+        if not differs:  # most ranks: they have the links of the rank before, on the same node
+            copy_row(at, source[rank - 1])
             copy_row(seconds, load_in[rank - 1])
-        else:
-            here = near[nodes[rank]]
-            for expert in range(experts):
-                close, gone = here[expert] != HOST, first[expert] == HOST
-                seconds[expert] = links[0] if close else (links[2] if gone else links[1])
-                if not close:
-                    here[expert] = first[expert]
-            copy_row(at, here)
+            continue
+        for expert in range(experts):
+            at[expert], seconds[expert] = HOST, links[ranks, rank]
+        for slot in range(len(slot_experts)):
+            holder, expert = slot // per_rank, slot_experts[slot]
+            faster = at[expert] == HOST or links[holder, rank] < seconds[expert]
+            if speeds[holder] > 0.0 and faster:
+                at[expert], seconds[expert] = holder, links[holder, rank]
     for slot in range(len(slot_experts)):
         if speeds[slot // per_rank] > 0.0:
             source[slot // per_rank, slot_experts[slot]] = slot // per_rank

@@ -118,7 +118,6 @@ class Objective:
             per_token,
             speeds,
             current.slot_experts,
-            topology.rank_nodes,
             load_s(topology, self.expert_bytes),
             unit,
             share,
@@ -368,9 +367,9 @@ class Problem:
         unit = self.unit[layers]
         load_in, source = np.empty(unit.shape), np.empty(unit.shape, np.int16)
         links = load_s(self.topology, self.objective.expert_bytes)
-        speeds, nodes = self.topology.rank_speeds, self.topology.rank_nodes
+        speeds = self.topology.rank_speeds
         for index, row in enumerate(current.slot_experts):
-            fill_sources(row, speeds, nodes, links, load_in[index], source[index])
+            fill_sources(row, speeds, links, load_in[index], source[index])
         return replace(
             self,
             current=current,

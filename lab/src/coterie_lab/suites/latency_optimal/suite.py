@@ -27,7 +27,6 @@ from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResul
 from coterie.placement import LatencyOptimalIlp, Load, Plan, planners
 from coterie.types import Placement, balancedness
 from coterie_lab.suites.latency_optimal.domains import MODEL, DomainSetting, domain_rows
-from coterie_lab.suites.latency_optimal.swaps import PublishedSwaps
 from coterie_lab.suites.latency_optimal.sweep import Policy, SweepSetting, run_seed
 from coterie_lab.suites.shared import as_is, gain, number, plain, run_cells, spread
 
@@ -97,8 +96,8 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     # Each move has a price, so that a planner reaches the published balance with as few moves as possible.
     target = TABLE[SWAPS]["balance"]
     objective = replace(setting.objective, horizon=1000.0, target_balance=target, move_price=1 / setting.ranks)
-    own, theirs = (planners.make(name, {"objective": objective}) for name in ("latency_optimal", "eplb"))
-    contenders = {"eplb": theirs, SWAPS: PublishedSwaps(objective), "latency_optimal": own}
+    named = {"eplb": "eplb", SWAPS: "swaps", "latency_optimal": "latency_optimal"}
+    contenders = {title: planners.make(name, {"objective": objective}) for title, name in named.items()}
     chosen = np.linspace(0, layers - 1, ILP_LAYERS).astype(int)
     few = objective.problem(Load(drawn[0][chosen], window), topology, _layers_of(current, chosen))
     rows = [_balance_row("none", current, drawn, None)]

@@ -19,7 +19,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.dispatch.requests import schedule_requests
 from coterie.errors import ConfigError
-from coterie.footprints.counting import footprint
+from coterie.footprints.counting import footprint, transitions
 from coterie.models import get_model
 from coterie.placement import Items, Load, Objective, planners
 from coterie.placement.holdings import held_by
@@ -28,7 +28,6 @@ from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_as
 from coterie.types import Link, ModelSpec, Placement, Topology
 from coterie_lab.suites.eldr.fleets import TRACES
-from coterie_lab.suites.sem_moe.samples import transitions_of
 from coterie_lab.suites.shared import joined_by
 
 RANKS = 8
@@ -166,7 +165,7 @@ def default_contenders(
     counts = fitted_counts(bench)
     offered = {
         "items": Items.of_counts(counts, counts[:, 0].sum(axis=1) / bench.spec.top_k, one_rank=True),
-        "transitions": transitions_of(bench.fit.expert_ids, bench.spec.num_experts),
+        "transitions": transitions(bench.fit.expert_ids, bench.spec.num_experts),
         "seed": bench.seed,
         **(context or {}),
     }

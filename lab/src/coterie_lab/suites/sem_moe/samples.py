@@ -15,7 +15,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.footprints.counting import footprint
+from coterie.footprints.counting import footprint, transitions
 from coterie.placement import Items
 from coterie.predictors import TokenTable
 from coterie.predictors.token_table import ONE
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
     """[tested, layer, expert] activations of tested tokens or requests."""
     known: Array
     """[tested, layer, expert] expected activations per token."""
-    transitions: Array | None = None
+    transitions: NDArray[np.integer] | None = None
     """[layer - 1, expert, expert] fitted tokens; None if layers do not follow each other."""
     fitted: Array | None = None
     """[token, layer, expert] activations of fitted tokens, where layers follow each other and items are tokens."""
@@ -82,7 +82,7 @@ def token_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Genera
         test_load,
         _dense(tokens.expert_ids[drawn], experts),
         expected[at],
-        transitions_of(tokens.expert_ids[fitted], experts),
+        transitions(tokens.expert_ids[fitted], experts),
         _dense(tokens.expert_ids[fitted], experts),
     )
 
@@ -106,7 +106,7 @@ def request_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Gene
         truth.sum(axis=0),
         truth,
         heads / np.minimum(lengths[test], HEAD)[:, None, None],
-        transitions_of(tokens.expert_ids[_tokens_of(offsets, fit)], experts),
+        transitions(tokens.expert_ids[_tokens_of(offsets, fit)], experts),
     )
 
 
@@ -150,13 +150,4 @@ def _load(ids: NDArray[np.integer], experts: int) -> NDArray[np.float64]:
 def _dense(ids: NDArray[np.integer], experts: int) -> NDArray[np.float32]:
     out = np.zeros((len(ids), ids.shape[1], experts), np.float32)
     np.put_along_axis(out, ids.astype(np.int64), 1.0, axis=2)
-    return out
-
-
-def transitions_of(ids: NDArray[np.integer], experts: int) -> NDArray[np.float64]:
-    """Count tokens of ids [token, layer, k] by pairs of experts in successive layers: [layer - 1, expert, expert]."""
-    out = np.empty((ids.shape[1] - 1, experts, experts))
-    for layer in range(len(out)):
-        pairs = ids[:, layer, :, None].astype(np.int64) * experts + ids[:, layer + 1, None, :]
-        out[layer] = np.bincount(pairs.ravel(), minlength=experts * experts).reshape(experts, experts)
     return out
