@@ -52,14 +52,11 @@ class FitComparison(NamedTuple):
     """Predicted time per output token with the fit in force."""
     candidate_us: float
     requests: int
-    pieces: int
 
     @property
     def words(self) -> str:
-        return (
-            f"{100 * self.saving:.2f}% of the decode time of {self.requests} newer requests, at least "
-            f"{100 * self.bound:.2f}% in {self.pieces} pieces"
-        )
+        sure = "beyond chance" if self.bound > 0 else "no more than chance gives"
+        return f"{100 * self.saving:.2f}% of the predicted decode time of {self.requests} requests new to both, {sure}"
 
     def values(self) -> dict[str, float | str]:
         return {
@@ -96,7 +93,7 @@ class Scorer:
         savings = 1.0 - after / before
         half = float(stdtrit(pieces - 1, sure) * savings.std(ddof=1) / np.sqrt(pieces))
         mean = float(savings.mean())
-        return FitComparison(mean, mean - half, float(old.mean()), float(new.mean()), len(requests), pieces)
+        return FitComparison(mean, mean - half, float(old.mean()), float(new.mean()), len(requests))
 
     def token_us(
         self, fit: RouterFit, requests: Sequence[Kept], workers: int, logs: Sequence[NDArray[np.float32]] | None = None

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from canned_workers import canned_workers
+from coterie.control import KINDS
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.control.driver import MOST_CELLS, as_map
 from coterie.gateway.control.messages import ControlView, HeatMap
-from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_DECISIONS, PageQuery, heat, snapshot, verdict
+from coterie.gateway.page.snapshot import CHANGES, MOST_CANDIDATES, MOST_DECISIONS, PageQuery, heat, snapshot, verdict
 from coterie.gateway.parts import GatewayParts
 from coterie.routing import Decision
 from gateway_runs import FAST, config_of, gateway, run
@@ -21,6 +22,7 @@ from shown_control import ShownControl, full_view
 
 NOW = 1_700_000_000.0
 MINUTE = {"seconds": 60.0, "ended": 0, "failed": 0, "ttft_ms": {"p50": None}, "tpot_ms": {"p50": None}}
+QUIET: dict[str, Any] = {"events": [], "advice": None}
 MOST_BYTES = 700_000
 """Most bytes of a snapshot of the largest fleet, with every text at its longest."""
 
@@ -154,19 +156,27 @@ def row(id: str, open: bool = True, running: int = 0) -> dict[str, Any]:
     ],
 )
 def test_the_verdict_says_how_the_fleet_is(workers: list[dict[str, Any]], begin: str) -> None:
-    assert verdict(workers, MINUTE, [], []).startswith(begin)
-    assert verdict(workers, MINUTE, [], []).endswith("Nothing has been routed yet.")
+    said = verdict(workers, MINUTE, QUIET, None)
+    assert said.startswith(begin)
+    open = bool(workers) and all(one["open"] for one in workers)
+    assert said.endswith("Nothing is to be done.") == open
+    assert ("To do: " in said) != open
 
 
-def test_the_verdict_says_what_was_last_decided() -> None:
-    decisions = [
-        {"pool": "prefill", "worker": "p", "reason": "cached."},
-        {"pool": "decode", "worker": "d", "reason": "x" * 500},
-    ]
-    events = [{"kind": "refit_taken", "reason": "fewer experts"}, {"kind": "no_drift", "reason": "none"}]
+def test_the_verdict_says_what_happened_and_what_is_to_be_done() -> None:
+    def told(*kinds: str, state: str = "advised") -> dict[str, Any]:
+        return {"events": [{"kind": kind, "reason": "0.23% in 8 pieces"} for kind in kinds], "advice": {"state": state}}
+
     minute = {**MINUTE, "ended": 9, "failed": 2, "ttft_ms": {"p50": 1234.0}, "tpot_ms": {"p50": 4.567}}
-    said = verdict([row("a")], minute, decisions, events)
+    turns = {"router": "latency_aware", "pairs": 12, "verdict": "TPOT is 6.3% lower than by the shortest queue"}
+    said = verdict([row("a")], minute, told("drift", "refit_taken", "no_drift"), turns)
     assert "9 ended in the last 60 s, 2 of them without an answer (medians: TTFT 1.23 s, TPOT 4.57 ms)." in said
-    assert "The last request went to d: xxx" in said
-    assert said.endswith("The loop last decided (refit taken): fewer experts.")
+    assert "latency_aware against the shortest queue: TPOT is 6.3% lower" in said
+    assert said.endswith("The router was fitted anew to the present traffic. Nothing is to be done.")
+    assert "pieces" not in said
     assert len(said) < 500
+    assert verdict([row("a")], MINUTE, told("plan_made"), None).endswith("set control.apply.")
+    assert verdict([row("a")], MINUTE, told("plan_made", state="pending"), None).endswith("Nothing is to be done.")
+    assert "To do: look after a; read why" in verdict([row("a", open=False)], MINUTE, told("refit_failed"), None)
+    for kind in CHANGES:
+        assert kind in KINDS, "the loop has such an event"

@@ -43,11 +43,11 @@ def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, A
     """Return the values of all panels but the heat map; `now_s` is the time in seconds since 1970."""
     last = parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)
     decisions = [_decision(decision) for decision in last]
-    workers, loop = _workers(parts), _loop(parts)
+    workers, loop, switchback = _workers(parts), _loop(parts), parts.described_switchback()
     minute = parts.watcher.recent.over(now_s, MINUTE_S)
     return {
         "at_s": now_s,
-        "verdict": verdict(workers, minute, decisions, loop["events"]),
+        "verdict": verdict(workers, minute, loop, switchback),
         "workers": workers[:MOST_WORKERS],
         "workers_left_out": max(0, len(workers) - MOST_WORKERS),
         "pools": [{"name": name, "router": cut(pool.spec.router, 100)} for name, pool in parts.pools.items()],
@@ -58,7 +58,7 @@ def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, A
         "minute": minute,
         "series": parts.watcher.recent.series(now_s),
         "comparison": parts.comparison,
-        "switchback": parts.described_switchback(),
+        "switchback": switchback,
         "loop": loop,
     }
 
@@ -212,12 +212,39 @@ def _rounded(value: object, digits: int = 5) -> float | None:
 Told = Mapping[str, Any]
 
 
-def verdict(workers: Sequence[Told], minute: Told, decisions: Sequence[Told], events: Sequence[Told]) -> str:
-    """Summarise a snapshot in a few sentences: the workers, the last minute, the last decision, the loop's last event.
+CHANGES = {
+    "drift": "The traffic has changed, and the router is being fitted anew",
+    "refit_taken": "The router was fitted anew to the present traffic",
+    "refit_kept": "A new fit of the router would gain too little, so the present one stays",
+    "refit_failed": "The router could not be fitted anew; the present fit stays",
+    "swap_failed": "A new fit could not be put in force; the present one stays",
+    "fall_back": "The fit before did better than the last one and is in force again",
+    "plan_made": "Moving experts would save time",
+    "plan_kept": "Moving experts would not pay, so they stay",
+    "plan_confirmed": "The last plan for the experts is in force",
+    "plan_not_taken": "The engine has not taken the last plan for the experts",
+}
+"""Kind of an event of the loop → what it did, in words for a reader who knows nothing of it."""
+TO_DO = {
+    **dict.fromkeys(("refit_failed", "swap_failed", "plan_not_taken"), "read why under What the control loop decided"),
+    "plan_made": "apply the plan under Placement, or set control.apply",
+}
 
-    `decisions` are newest first, `events` newest last.
-    """
-    return f"{_fleet(workers)}{_minute(minute)}. {_decided(decisions)}{_changed(events)}"
+
+def verdict(workers: Sequence[Told], minute: Told, loop: Told, switchback: Told | None) -> str:
+    """Summarise a snapshot in a few sentences: the workers, the last minute, the router, the loop, what to do."""
+    kinds = [one["kind"] for one in loop["events"] if one["kind"] in CHANGES]
+    if (loop["advice"] or {}).get("state") == "pending":
+        kinds = [kind for kind in kinds if kind != "plan_made"]  # it is being applied
+    away = [str(worker["id"]) for worker in workers if not worker["open"]]
+    to_do = [f"look after {_cut(', '.join(away), 60)}"] if away else [] if workers else ["add a worker"]
+    to_do += [TO_DO[kind] for kind in kinds[-1:] if kind in TO_DO]
+    said = [f"{_fleet(workers)}{_minute(minute)}"]
+    if switchback is not None and switchback["pairs"]:
+        said.append(f"{_cut(switchback['router'], 60)} against the shortest queue: {switchback['verdict']}")
+    said += [CHANGES[kind] for kind in kinds[-1:]]
+    said.append(f"To do: {'; '.join(to_do)}" if to_do else "Nothing is to be done")
+    return f"{'. '.join(said)}."
 
 
 def _fleet(workers: Sequence[Told]) -> str:
@@ -245,22 +272,6 @@ def _minute(minute: Told) -> str:
         if minute[key]["p50"] is not None
     ]
     return f"{said} (medians: {', '.join(medians)})" if medians else said
-
-
-def _decided(decisions: Sequence[Told]) -> str:
-    last = next((one for one in decisions if one["pool"] == "decode"), decisions[0] if decisions else None)
-    if last is None:
-        return "Nothing has been routed yet."
-    return f"The last request went to {_cut(last['worker'], 40)}: {_cut(last['reason'], 120)}."
-
-
-def _changed(events: Sequence[Told]) -> str:
-    kinds = {"refit_taken", "fall_back", "refit_kept", "refit_failed", "swap_failed", "drift", "plan_made", "plan_kept"}
-    kinds |= {"plan_confirmed", "plan_not_taken"}
-    last = next((one for one in reversed(events) if one.get("kind") in kinds), None)
-    if last is None:
-        return ""
-    return f" The loop last decided ({str(last['kind']).replace('_', ' ')}): {_cut(last.get('reason'), 120)}."
 
 
 def _cut(value: object, most: int) -> str:
