@@ -83,14 +83,14 @@ def test_the_page_shows_both_and_says_what_is_counted(run: Run, load: Path) -> N
         "memory of a rank: experts 2.54 GB, replicas 635 MB, staging at least 26.4 MB; a device has 150 GB",
         "for KV cache, workspace and other weights (16-bit: 899 MB shared by ranks, 3.59 GB on each)",
         "no spare slots",
-        "gain without spare slots",
+        " spare slots ┃",
         "8,192 (--batch)",
         "Held out: planned on 1 of its windows, scored on the other 1.",
         "\nNext: coterie plan ",
     ):
         assert said in ran.out
     assert ran.out.index("planned for") < ran.out.index("Time of every rank")
-    assert "gain of a plan for this batch" in run("plan", load, "--ranks", 4).out
+    assert "gain of" in run("plan", load, "--ranks", 4).out, "beside a plan for this batch alone"
 
 
 @pytest.mark.parametrize("window", [None, "law"])

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from coterie.gateway.access import Keys
 from coterie.gateway.config import parse_config
-from pages import PAGES
-
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-
-
-def blocks(*languages: str) -> Iterator[tuple[str, str]]:
-    for page, path in PAGES.items():
-        yield from ((page, text) for language, text in BLOCK.findall(path.read_text()) if language in languages)
+from pages import PAGES, blocks, vllm_commands
 
 
 @pytest.mark.parametrize(("page", "text"), list(blocks("yaml")))
@@ -27,20 +19,6 @@ def test_the_gateway_reads_it(page: str, text: str) -> None:
         return
     config = parse_config(text, PAGES[page])
     assert config.workers or config.control is not None
-
-
-def vllm_commands() -> list[tuple[str, str]]:
-    """Commands that start vLLM, without the variables before them."""
-    shown = []
-    for page, block in blocks("", "bash", "sh"):
-        text = block.replace("\\\n", " ")
-        for start in (match.start() for match in re.finditer(r"^(?:\$ )?vllm serve ", text, re.M)):
-            quoted, end = False, start
-            while end < len(text) and (quoted or text[end] != "\n"):
-                quoted ^= text[end] == "'"
-                end += 1
-            shown.append((page, text[start:end].removeprefix("$ ")))
-    return shown
 
 
 def test_vllm_is_started_by_its_command() -> None:

@@ -6,19 +6,10 @@ import re
 
 import pytest
 
-from pages import PAGES, ROOT
+from pages import PAGES, guides
 
-GUIDES = ("Start here", "Guides", "Engines")
-"""Sections of docs/README.md; reference pages and results are looked up, not followed."""
 NEXT = re.compile(r"\n\n## Next\n\n```\n(?P<command>\S.*)\n```\n\n(?P<sentence>[A-Z][^\n]*\.)\n\Z")
 PROGRAMS = ("coterie ", "python ", "curl ")
-
-
-def guides() -> list[str]:
-    sections = re.split(r"^## (.+)$", (ROOT / "docs/README.md").read_text(), flags=re.M)
-    texts = [text for heading, text in zip(sections[1::2], sections[2::2], strict=True) if heading in GUIDES]
-    links = [link for text in texts for link in re.findall(r"^\| \[[^]]+\]\(([^)#]+)\.md\)", text, re.M)]
-    return [f"docs/{link}" for link in links if not link.startswith("..")]
 
 
 @pytest.mark.parametrize("page", guides())

@@ -6,15 +6,11 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from pages import vllm_commands
 from vllm_servers import needs_vllm
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
-
-from test_configs import vllm_commands
 
 PARSE = """
 import json, sys
