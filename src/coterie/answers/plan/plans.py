@@ -16,7 +16,7 @@ import numpy as np
 
 from coterie.answers.plan.learning import ItemKind, Learned, Locality, check_tables
 from coterie.answers.plan.loads import MEAN, WindowLoad, read_load, read_sources
-from coterie.answers.plan.memory import RankMemory
+from coterie.answers.plan.memory import RankMemory, device_bytes
 from coterie.answers.plan.pricing import DomainRow, HeldOutReport, Placed, Pricing, Scoring, gain_pct
 from coterie.answers.plan.samples import Sampling
 from coterie.answers.suites import Report
@@ -148,7 +148,9 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     given = None if options.current is None else _current(options, options.current, load)
     slots = _slots(options, load.spec.num_experts, load.spec.name) if given is None else given.placement.num_slots
     model = step_model(load.spec, options.preset, options.dtype, topology=topology)
-    memory = RankMemory(load.spec, model.dtype, slots, options.ranks, _device_bytes(options))
+    given_bytes = None if options.memory_gb is None else options.memory_gb * 1e9
+    has = given_bytes or device_bytes(load_preset(options.preset))
+    memory = RankMemory(load.spec, model.dtype, slots, options.ranks, has)
     memory.check(options.preset)
     asked = {"horizon": options.horizon, "target_balance": options.target_balance}
     settings = {name: value for name, value in asked.items() if value is not None}
@@ -305,13 +307,6 @@ def _slots(options: PlanOptions, experts: int, name: str) -> int:
         }
     )
     return slots
-
-
-def _device_bytes(options: PlanOptions) -> float | None:
-    if options.memory_gb is not None:
-        return options.memory_gb * 1e9
-    known = load_preset(options.preset).measurement.hardware.get("memory_bytes")
-    return float(known) if isinstance(known, int | float) and known > 0 else None
 
 
 def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:

@@ -18,7 +18,17 @@ from coterie.placement import HOST, Plan
 from coterie.types import Topology
 from coterie.units import counted
 
-MEMORY = ("experts_bytes", "replicas_bytes", "staging_bytes", "rest_bytes", "device_bytes", "left_bytes", "fits")
+MEMORY = (
+    "experts_bytes",
+    "replicas_bytes",
+    "staging_bytes",
+    "rest_bytes",
+    "device_bytes",
+    "left_bytes",
+    "fits",
+    "kv_tokens",
+    "replica_kv_tokens",
+)
 """Fields of the memory of a rank in the report."""
 SMALL_PCT = 1.0
 """Gain in percent below which a plan hardly pays: the price model is no more exact than this."""
