@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from coterie.answers.plan.learning import ItemKind, Learned, Locality, check_tables
+from coterie.answers.plan.learning import ItemKind, LocalShares, SeenRequests, check_tables
 from coterie.answers.plan.loads import MEAN, WindowLoad, read_load, read_sources
 from coterie.answers.plan.memory import RankMemory, device_bytes
 from coterie.answers.plan.pricing import DomainRow, HeldOutReport, Placed, Pricing, Scoring, gain_pct
@@ -117,7 +117,7 @@ class Planned:
     domains: list[DomainRow]
     """Balancedness on the mix and on the worst domain; empty unless the plan is over domains or mixtures of domains."""
     batches: list[BatchRow]
-    locality: Locality | None
+    locality: LocalShares | None
     """Local activations with items on the ranks of their experts; None unless the planner learns from items."""
 
     @property
@@ -224,7 +224,7 @@ class _Round:
 
     def scored(
         self, plan: Plan, no_spare: Plan | None, in_order: Placed | None
-    ) -> tuple[HeldOutReport | None, list[DomainRow], Locality | None]:
+    ) -> tuple[HeldOutReport | None, list[DomainRow], LocalShares | None]:
         """Score plans made on one part of the load on the other part; if the load is not divided, only locality."""
         batch = self.options.batch
         if self.load.parts is None:
@@ -235,12 +235,12 @@ class _Round:
         local = self._locality(made, self.load.parts.learned and self.load.parts.learned[1], held_out=True)
         return score.held_out(made, mean, beside), score.domains(made, mean), local
 
-    def _locality(self, made: Placed, learned: Learned | None, held_out: bool) -> Locality | None:
+    def _locality(self, made: Placed, learned: SeenRequests | None, held_out: bool) -> LocalShares | None:
         """Return the locality on some requests, if the planner places experts beside items."""
         if learned is None or "items" not in planners.parameters(self.options.planner):
             return None
         now, after = (learned.local_share(placed.placement) for placed in (self.now, made))
-        return Locality(self.options.items, now, after, held_out)
+        return LocalShares(self.options.items, now, after, held_out)
 
     def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
         """Price the plan at other batch sizes; also plan for each of them if planning takes milliseconds."""
