@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from command_line import Run
+from command_line import Run, refused
 from coterie.answers.fleet.simulation import FleetReport, FleetRow, FleetSettings, simulate_fleet
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError
@@ -65,6 +65,15 @@ def test_every_router_is_compared(run: Run, folder: Path, tmp_path: Path) -> Non
     again = run("fleet", folder, *SMALL, "--splits", 1, "--router", "latency_aware", "--out", out)
     assert again.code == 0, "its own result is replaced"
     assert "one split" in again.out
+
+
+def test_settings_follow_a_routers_name_and_memory_is_said(run: Run, folder: Path) -> None:
+    found = answer(run, folder, *SMALL, "--splits", 1, "--router", "joint:experts=0", "--router", "joint")
+    fleet = found["fleets"][0]
+    assert {row["router"] for row in fleet["rows"]} == {"join_shortest_queue", "joint:experts=0", "joint"}
+    assert any("a decoder holds the KV cache of about" in note for note in fleet["notes"])
+    for verb in (("fleet", folder, *SMALL), ("demo",)):
+        refused(run(*verb, "--router", "joint:expert=0"), "'joint' has no setting 'expert'; did you mean 'experts'?")
 
 
 def test_a_strangers_file_is_not_replaced(run: Run, folder: Path, tmp_path: Path) -> None:

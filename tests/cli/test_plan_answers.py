@@ -208,6 +208,21 @@ def test_memory_of_a_rank() -> None:
     assert RankMemory(memory.spec, "fp8", 288, 8, None).fits is None
 
 
+def test_replicas_and_kv_cache_share_the_memory(run: Run, load: Path) -> None:
+    """A replica more on each rank leaves the KV cache as many tokens less as it is said to take the place of."""
+    one, more = (RankMemory(get_model("glm-5.2"), "fp8", slots, 8, 150e9) for slots in (256, 264))
+    assert one.replica_kv_tokens == pytest.approx(75 * 3 * 6144 * 2048 / (2 * 576 * 78))
+    assert one.kv_tokens is not None
+    assert more.kv_tokens is not None
+    assert one.kv_tokens - more.kv_tokens == pytest.approx(one.replica_kv_tokens)
+    assert RankMemory(one.spec, "fp8", 256, 8, None).kv_tokens is None
+    assert RankMemory(one.spec, "fp8", 256, 8, 100e9).kv_tokens == 0
+    arguments = ("plan", load, "--ranks", 4, "--planner", "popularity")
+    found = json.loads(run(*arguments, "--json").out)["memory"]
+    said = f"KV cache of {found['kv_tokens']:,.0f} tokens a rank; a spare slot takes that of"
+    assert f"{said} {found['replica_kv_tokens']:,.0f}" in run(*arguments).out
+
+
 TOO_LARGE: dict[str, tuple[tuple[object, ...], str]] = {
     "slots": (("--slots", 4294967296), "536870912 slots a rank must be at most num_experts=32"),
     "ranks": (("--ranks", 4294967296, "--slots", 4294967296), "--ranks=4294967296 must be at most 1024"),

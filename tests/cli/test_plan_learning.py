@@ -104,6 +104,19 @@ def test_items_may_be_token_ids(run: Run, trace: Path) -> None:
     assert tokens["after"] > requests["after"], "a token has a rank in every layer, a request one for all"
 
 
+@pytest.mark.parametrize("planner", ["co_cluster", "moetuner"])
+def test_real_routing(run: Run, data_dir: Path, tmp_path: Path, planner: str) -> None:
+    routing, file = data_dir / "activations" / "gpt-oss-20b" / "routing.npz", tmp_path / "placement.json"
+    ran = run("plan", routing, "--planner", planner, "-o", file, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    found = json.loads(ran.out)
+    assert found["held_out"]["gain_pct"] > 10.0, "on requests that it was not made on"
+    assert read_map(file).placement.num_ranks == 8
+    if planner == "co_cluster":
+        assert found["locality"]["after"] > 1.2 * found["locality"]["now"]
+    refused(run("plan", routing, "--planner", planner, "--tables", tmp_path / "t"), "needs token ids")
+
+
 def test_refusals(run: Run, trace: Path, tmp_path: Path) -> None:
     load = save_load(tmp_path / "load")
     refused(run("plan", load, "--planner", "co_cluster"), "co_cluster learns from requests", "is a load table")

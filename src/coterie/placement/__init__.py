@@ -15,6 +15,7 @@ from coterie.placement.planning.flashlb import FlashLb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.placement.planning.moetuner import MoeTuner
+from coterie.placement.planning.swaps import Swaps
 from coterie.placement.triggers.drift import DriftEstimator
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.registry import import_modules
@@ -50,6 +51,7 @@ __all__ = [
     "RoundRobin",
     "Score",
     "SemMoe",
+    "Swaps",
     "map_formats",
     "planners",
     "read_map",

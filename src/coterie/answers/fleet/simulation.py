@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
+from coterie.answers.plan.memory import RankMemory
 from coterie.answers.runs import WORTH_PCT, error_bars, interval
 from coterie.answers.suites import Report
 from coterie.costs.step import StepModel, in_order
@@ -81,6 +82,8 @@ class FleetSettings:
     requests: int = REQUESTS
     """Requests served per split."""
     seed: int = 0
+    device_bytes: float | None = None
+    """Memory of a device, for a note on the KV cache; None if unknown."""
     fitted: RouterFit | None = None
     """Saved fit to use in all splits, on halves of the requests it was not fitted on; None fits one per split."""
 
@@ -400,6 +403,7 @@ def _notes(
             settings.splits > 1 and np.isinf(overlap)
         ),
         model.caveat: bool(model.caveat),
+        _memory(source.trace, model, settings): settings.device_bytes is not None,
         "The trace has one phase: the first half of a request stands for its prompt.": source.counts.halved,
         "The router's file does not say which requests it was fitted on: savings may look too good.": (
             fitted is not None and fitted.learned.seen is None
@@ -421,6 +425,18 @@ def _notes(
         ),
     }
     return [note for note, holds in notes.items() if holds]
+
+
+def _memory(trace: ActivationTrace, model: StepModel, settings: FleetSettings) -> str:
+    """Say how many requests' KV cache a decoder holds, and how many a replica would displace."""
+    spec, ranks = model.spec, model.topology.num_ranks
+    memory = RankMemory(spec, model.dtype, spec.num_experts, ranks, settings.device_bytes)
+    tokens = float((trace.requests.prompt_tokens + trace.requests.output_tokens).mean())
+    return (
+        f"Memory: a decoder holds the KV cache of about {ranks * (memory.kv_tokens or 0) / tokens:,.0f} requests of "
+        f"{tokens:,.0f} tokens; a replica of an expert, in all layers, takes that of "
+        f"{memory.replica_kv_tokens / tokens:.3g}."
+    )
 
 
 def draw_fleets(reports: Sequence[FleetReport], figure: Figure, theme: Theme) -> None:

@@ -31,7 +31,7 @@ TOKENS, RANKS = "tokens.safetensors", "ranks.safetensors"
 """Files of a folder of tables."""
 
 
-class Locality(NamedTuple):
+class LocalShares(NamedTuple):
     """Shares of activations whose expert is on the rank that their item is sent to."""
 
     items: ItemKind
@@ -42,7 +42,7 @@ class Locality(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Learned:
+class SeenRequests:
     """Requests of a trace that a planner learns from."""
 
     trace: ActivationTrace
@@ -51,7 +51,7 @@ class Learned:
     rows: slice = field(default_factory=lambda: slice(None))
     """Layers of the trace that are planned."""
 
-    def of_layers(self, rows: slice) -> Learned:
+    def of_layers(self, rows: slice) -> SeenRequests:
         return replace(self, rows=rows)
 
     def offers(self) -> dict[str, Callable[[], Any]]:
@@ -88,11 +88,11 @@ class Learned:
         Requests are assigned in rounds of one for each rank, as by the router `semantic`, and know their own experts:
         an upper bound for predicted footprints.
         """
-        items, ranks = self.items(), placement.num_ranks
-        local = np.zeros((len(items), items.num_layers, ranks))
+        items, held = self.items(), placement.held
+        local = np.zeros((len(items), items.num_layers, placement.num_ranks))
         for layer in range(items.num_layers):
-            held = placement.held[:, layer].T[items.experts[:, layer]]  # [item, kept, rank]
-            local[:, layer] = np.einsum("ik,ikr->ir", items.weights[:, layer], held)
+            beside = held[:, layer].T[items.experts[:, layer]]  # [item, kept, rank]
+            local[:, layer] = np.einsum("ik,ikr->ir", items.weights[:, layer], beside)
         if items.one_rank:
             share = local.sum(axis=1)
             found = np.take_along_axis(share, schedule_requests(share).ranks[:, None], axis=1)[:, 0]
@@ -101,7 +101,7 @@ class Learned:
         return float(items.frequency @ found / (items.frequency @ items.weights.sum(axis=(1, 2))))
 
 
-def check_tables(folder: Path | None, learned: Learned | None) -> None:
+def check_tables(folder: Path | None, learned: SeenRequests | None) -> None:
     """Raise before the work if tables cannot be written to the folder; None (nothing is to be written) passes."""
     if folder is None:
         return
@@ -110,7 +110,7 @@ def check_tables(folder: Path | None, learned: Learned | None) -> None:
     given.check_tokens(f"--tables={folder}")
 
 
-def write_tables(folder: Path, learned: Learned, placement: Placement) -> list[Path]:
+def write_tables(folder: Path, learned: SeenRequests, placement: Placement) -> list[Path]:
     """Write the experts of token ids, and the ranks of tokens under the placement; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     table = TokenTable().fit(learned.trace)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.plan.learning import ItemKind, Learned
+from coterie.answers.plan.learning import ItemKind, SeenRequests
 from coterie.answers.plan.samples import Sample, Sampling, of_domains, of_requests, of_windows
 from coterie.errors import ConfigError, InputError, TraceError, check, check_file, check_input_file
 from coterie.footprints.counting import accumulate_load
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     scored_steps: Sample | None = None
     domains: Sample | None = None
     """Domains of the part to score on; None unless plans are over domains or mixtures of domains."""
-    learned: tuple[Learned, Learned] | None = None
+    learned: tuple[SeenRequests, SeenRequests] | None = None
     """Requests of the part to plan on, and of the part to score on; None for a load table."""
 
     def of_layers(self, rows: slice) -> Parts:
@@ -84,7 +84,7 @@ class WindowLoad(NamedTuple):
     """Reason why the load is not divided, in words, if `parts` is None."""
     steps: Sample | None = None
     """Single steps to plan for; None plans for the mean step."""
-    learned: Learned | None = None
+    learned: SeenRequests | None = None
     """Requests that planners may learn from; None for a load table."""
 
 
@@ -122,7 +122,7 @@ def read_load(
             check(value is None, f"{option}={value} chooses from a load table; {path} holds activations")
         load, ids = _of_activations(make, path, trace, sampling), trace.meta.layer_ids
         everyone = np.arange(trace.num_requests)
-        learned, *halves = (Learned(trace, chosen, items) for chosen in (everyone, everyone[::2], everyone[1::2]))
+        learned, *halves = (SeenRequests(trace, chosen, items) for chosen in (everyone, everyone[::2], everyone[1::2]))
         parts = load.parts and load.parts._replace(learned=(halves[0], halves[1]))
         load = load._replace(learned=learned, parts=parts)
     else:

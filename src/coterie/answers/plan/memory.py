@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coterie.costs.presets import Preset
 from coterie.errors import ConfigError
 from coterie.models import total_params
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, WeightDtype
@@ -68,6 +69,17 @@ class RankMemory:
         return None if self.left_bytes is None else self.left_bytes >= self.rest_bytes / self.ranks
 
     @property
+    def kv_tokens(self) -> float | None:
+        """Tokens whose KV cache fits beside slots, staging and a full copy of the other weights; None if unknown."""
+        left = self.left_bytes
+        return None if left is None else max(0.0, left - self.rest_bytes) / self.spec.kv_bytes_per_token
+
+    @property
+    def replica_kv_tokens(self) -> float:
+        """Tokens whose KV cache takes as much as a replica of one expert in all layers: what a spare slot costs."""
+        return self._slot_bytes / self.spec.kv_bytes_per_token
+
+    @property
     def _slot_bytes(self) -> float:
         return self.spec.num_moe_layers * self.spec.expert_bytes(self.dtype)
 
@@ -100,6 +112,12 @@ class RankMemory:
         if most >= self.spec.num_experts:
             found.append(f"--slots {most} ({gigabytes(self._slot_bytes * most / self.ranks)})")
         return found
+
+
+def device_bytes(preset: Preset) -> float | None:
+    """Return the memory of a preset's device; None if it does not say."""
+    known = preset.measurement.hardware.get("memory_bytes")
+    return float(known) if isinstance(known, int | float) and known > 0 else None
 
 
 def gigabytes(nbytes: float) -> str:

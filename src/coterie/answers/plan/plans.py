@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from coterie.answers.plan.learning import ItemKind, Learned, Locality, check_tables
+from coterie.answers.plan.learning import ItemKind, LocalShares, SeenRequests, check_tables
 from coterie.answers.plan.loads import MEAN, WindowLoad, read_load, read_sources
-from coterie.answers.plan.memory import RankMemory
+from coterie.answers.plan.memory import RankMemory, device_bytes
 from coterie.answers.plan.pricing import DomainRow, HeldOutReport, Placed, Pricing, Scoring, gain_pct
 from coterie.answers.plan.samples import Sampling
 from coterie.answers.suites import Report
@@ -117,7 +117,7 @@ class Planned:
     domains: list[DomainRow]
     """Balancedness on the mix and on the worst domain; empty unless the plan is over domains or mixtures of domains."""
     batches: list[BatchRow]
-    locality: Locality | None
+    locality: LocalShares | None
     """Local activations with items on the ranks of their experts; None unless the planner learns from items."""
 
     @property
@@ -148,7 +148,9 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     given = None if options.current is None else _current(options, options.current, load)
     slots = _slots(options, load.spec.num_experts, load.spec.name) if given is None else given.placement.num_slots
     model = step_model(load.spec, options.preset, options.dtype, topology=topology)
-    memory = RankMemory(load.spec, model.dtype, slots, options.ranks, _device_bytes(options))
+    given_bytes = None if options.memory_gb is None else options.memory_gb * 1e9
+    has = given_bytes or device_bytes(load_preset(options.preset))
+    memory = RankMemory(load.spec, model.dtype, slots, options.ranks, has)
     memory.check(options.preset)
     asked = {"horizon": options.horizon, "target_balance": options.target_balance}
     settings = {name: value for name, value in asked.items() if value is not None}
@@ -222,7 +224,7 @@ class _Round:
 
     def scored(
         self, plan: Plan, no_spare: Plan | None, in_order: Placed | None
-    ) -> tuple[HeldOutReport | None, list[DomainRow], Locality | None]:
+    ) -> tuple[HeldOutReport | None, list[DomainRow], LocalShares | None]:
         """Score plans made on one part of the load on the other part; if the load is not divided, only locality."""
         batch = self.options.batch
         if self.load.parts is None:
@@ -233,12 +235,12 @@ class _Round:
         local = self._locality(made, self.load.parts.learned and self.load.parts.learned[1], held_out=True)
         return score.held_out(made, mean, beside), score.domains(made, mean), local
 
-    def _locality(self, made: Placed, learned: Learned | None, held_out: bool) -> Locality | None:
+    def _locality(self, made: Placed, learned: SeenRequests | None, held_out: bool) -> LocalShares | None:
         """Return the locality on some requests, if the planner places experts beside items."""
         if learned is None or "items" not in planners.parameters(self.options.planner):
             return None
         now, after = (learned.local_share(placed.placement) for placed in (self.now, made))
-        return Locality(self.options.items, now, after, held_out)
+        return LocalShares(self.options.items, now, after, held_out)
 
     def rows(self, plan: Plan, no_spare: Plan | None) -> list[BatchRow]:
         """Price the plan at other batch sizes; also plan for each of them if planning takes milliseconds."""
@@ -305,13 +307,6 @@ def _slots(options: PlanOptions, experts: int, name: str) -> int:
         }
     )
     return slots
-
-
-def _device_bytes(options: PlanOptions) -> float | None:
-    if options.memory_gb is not None:
-        return options.memory_gb * 1e9
-    known = load_preset(options.preset).measurement.hardware.get("memory_bytes")
-    return float(known) if isinstance(known, int | float) and known > 0 else None
 
 
 def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:

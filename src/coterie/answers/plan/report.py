@@ -8,7 +8,7 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
-from coterie.answers.plan.learning import Locality
+from coterie.answers.plan.learning import LocalShares
 from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
 from coterie.answers.plan.pricing import gain_pct
 from coterie.costs.cells import preset_names
@@ -18,7 +18,17 @@ from coterie.placement import HOST, Plan
 from coterie.types import Topology
 from coterie.units import counted
 
-MEMORY = ("experts_bytes", "replicas_bytes", "staging_bytes", "rest_bytes", "device_bytes", "left_bytes", "fits")
+MEMORY = (
+    "experts_bytes",
+    "replicas_bytes",
+    "staging_bytes",
+    "rest_bytes",
+    "device_bytes",
+    "left_bytes",
+    "fits",
+    "kv_tokens",
+    "replica_kv_tokens",
+)
 """Fields of the memory of a rank in the report."""
 SMALL_PCT = 1.0
 """Gain in percent below which a plan hardly pays: the price model is no more exact than this."""
@@ -144,7 +154,7 @@ def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
     return _pays(planned, found) + _local(planned.locality, found["ranks"])
 
 
-def _local(locality: Locality | None, ranks: int) -> str:
+def _local(locality: LocalShares | None, ranks: int) -> str:
     if locality is None:
         return ""
     sent = "Requests" if locality.items == "requests" else "Tokens"
@@ -185,7 +195,7 @@ def next_command(planned: Planned, found: dict[str, Any]) -> str:
         if "written" in found:
             return shlex.join(["coterie", "place", "apply", found["written"], "MODEL", "-o", "MODEL-placed"])
         tables = " --tables tables" if planned.load.learned is not None and planned.load.learned.has_tokens else ""
-        return f"{command(options)} -o placement.json{tables}"
+        return f"{command(options, tables=None)} -o placement.json{tables}"
     if _spare_slots_cost(found):
         return f"{command(options, slots=None, split=None, current=None)} --to vllm -o placement.json"
     steps = found["break_even_steps"]

@@ -37,7 +37,8 @@ def demo_command(
         list[str] | None,
         typer.Option(
             "--router",
-            help="Router to compare with round robin and join_shortest_queue; may be repeated. Default: latency_aware.",
+            help="Router to compare with round robin and join_shortest_queue, such as joint:experts=0; may be "
+            "repeated. Default: latency_aware.",
         ),
     ] = None,
     json: JsonOption = False,

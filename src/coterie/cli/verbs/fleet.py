@@ -43,7 +43,11 @@ def fleet_command(
     ] = 0,
     router: Annotated[
         list[str] | None,
-        typer.Option("--router", help="Router to compare; repeat for several. Default: every registered one."),
+        typer.Option(
+            "--router",
+            help="Router to compare, such as round_robin or joint:experts=0; repeat for several. Default: every "
+            "registered one.",
+        ),
     ] = None,
     base: Annotated[
         str, typer.Option("--base", help="Router that the others are compared with.")
@@ -97,6 +101,7 @@ def fleet_command(
 ) -> None:
     """Serve a trace on a simulated fleet under every router: experts per step, TPOT, TTFT, and whether routing pays."""
     from coterie.answers.fleet.simulation import FleetSettings, draw_fleets, simulate_fleet
+    from coterie.answers.plan.memory import device_bytes
     from coterie.costs.presets import load_preset, step_model
     from coterie.models import model_of
     from coterie.routing import RouterFit, routers
@@ -125,6 +130,7 @@ def fleet_command(
         splits=splits,
         requests=requests,
         seed=seed,
+        device_bytes=device_bytes(device),
         fitted=None if fitted is None else RouterFit.load(fitted, workers=decoders),
     )
     with reporting("Counting requests") as report:

@@ -284,7 +284,12 @@ def _memory(planned: Planned) -> list[str]:
         return [f"{needs}; not checked: the preset does not say what a device has (--memory)", f"  not counted: {rest}"]
     short = "" if memory.fits else ", which is too little"
     left = gigabytes(max(0.0, memory.left_bytes))
-    return [f"{needs}; a device has {device_size(memory.device_bytes)}", f"  left: {left} for {rest}{short}"]
+    return [
+        f"{needs}; a device has {device_size(memory.device_bytes)}",
+        f"  left: {left} for {rest}{short}",
+        f"  beside a full copy: KV cache of {memory.kv_tokens or 0:,.0f} tokens a rank; "
+        f"a spare slot takes that of {memory.replica_kv_tokens:,.0f}",
+    ]
 
 
 def _print_batches(planned: Planned, found: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ def serve_command(
         typer.Option("--port", help="With --embedded: port to listen on; 0 takes any free port.", min=0, max=65535),
     ] = None,
     router: Annotated[
-        str | None, typer.Option("--router", help="With --embedded: router of the decode workers.")
+        str | None,
+        typer.Option("--router", help="With --embedded: router of the decode workers, such as joint:experts=0."),
     ] = None,
     folder: Annotated[
         Path, typer.Option("--out", help="With --demo: folder to write the figure and the recorded trace to.")
