@@ -16,6 +16,9 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
 # Found by the content of the sources: a checkout, which changes their times, compiles nothing again.
 export NUMBA_CACHE_LOCATOR_CLASSES ?= coterie._compiled_files.ByContent,UserProvidedCacheLocator
 
+# Bytecode is kept: each of the processes that a test starts would otherwise read every source file anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install test coverage test-lab test-engines test-long run lint docs bench clean
 

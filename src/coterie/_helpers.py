@@ -2,6 +2,7 @@
 
 Numba optimises every helper, makes machine code of it, and then links its intermediate code into each caller, where it
 is optimised again. Nobody calls a helper's machine code, so it is not made here: compiling takes a fifth less time.
+All other functions are optimised with their module, so Numba's pass over single functions before that is left out.
 
 This changes private methods of Numba, so only for the versions it was tested with. With others, helpers are compiled
 as Numba does it.
@@ -15,6 +16,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
+from numba.core.targetconfig import TargetConfig
 
 TESTED = ((0, 65),)
 """Versions of Numba, up to the minor number."""
@@ -44,6 +46,19 @@ def _is_helper(library: Any) -> bool:
 def _change_numba() -> None:
     finalize, set_env = CPUCodeLibrary.finalize, JITCPUCodegen.set_env
     serialize, unserialize = CPUCodeLibrary.serialize_using_object_code, CPUCodeLibrary._unserialize
+    optimize, equal = CPUCodeLibrary._optimize_functions, TargetConfig.__eq__
+
+    def optimize_if_helper(self: Any, module: Any) -> None:
+        if self.name in _names:
+            optimize(self, module)
+        else:
+            module.data_layout = self._codegen._data_layout
+
+    def equal_values(self: Any, other: object) -> Any:
+        """Compare the options that were set; Numba compares all of them at every call of a NumPy function."""
+        if isinstance(other, TargetConfig) and self._values.keys() == other._values.keys():
+            return self._values == other._values
+        return equal(self, other)
 
     def finalize_unless_helper(self: Any) -> None:
         if not _is_helper(self):
@@ -73,6 +88,9 @@ def _change_numba() -> None:
         library._finalized = True
         return library
 
+    CPUCodeLibrary._optimize_functions = optimize_if_helper
+    TargetConfig.__eq__ = equal_values
+    TargetConfig.__hash__ = lambda self: hash(type(self))  # Numba hashes names of options, the same for all
     CPUCodeLibrary.finalize = finalize_unless_helper
     CPUCodeLibrary.serialize_using_object_code = serialize_unless_helper
     CPUCodeLibrary._unserialize = classmethod(unserialize_helper)
