@@ -59,6 +59,15 @@ def _options(fastmath: bool, division_raises: bool) -> dict[str, Any]:
     return {"cache": True, "fastmath": fastmath, "error_model": errors, "no_cfunc_wrapper": True}
 
 
+@helper()
+def set_bits(word: np.uint64) -> np.uint64:
+    """Return the number of bits that are set; compilers turn this pattern into one instruction."""
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
+
+
 def side_by_side(work: Callable[..., object], count: int, *arguments: Any) -> None:
     """Call compiled `work(indices, *arguments)` on all cores; the calls together cover every index below `count` once.
 

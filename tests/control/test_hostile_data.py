@@ -144,15 +144,6 @@ def test_ten_thousand_hostile_values(fit: RouterFit) -> None:
     bombard(fit, 10_000, 99)
 
 
-def test_workers_of_unknown_names_are_not_believed(fit: RouterFit) -> None:
-    seen = made_requests(np.random.default_rng(1), OLD, 4)
-    loop = loop_of(fit)
-    loop.resize(SHAPE.workers, names=["w0"])
-    drive(loop, seen)
-    assert loop.counters["requests"] == 2
-    assert loop.counters["ignored_unknown_worker"] == 2
-
-
 def test_more_than_a_worker_can_report_between_two_ticks_is_left_out(fit: RouterFit) -> None:
     loop, one = loop_of(fit), made_requests(np.random.default_rng(1), OLD, 1)[0]
     most = loop.settings.per_tick

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from coterie.control.base import ControlEvent, LoadSeen, LoopShape
 from coterie.control.traffic import Kept
 from coterie.control.written import ReportedMap, WrittenPlan, differing
-from coterie.errors import check_at_least, check_given, check_not_negative, check_positive
+from coterie.errors import check_given
 from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
 from coterie.placement.holdings import DemandTracker, Held, held_by, placed
 from coterie.placement.maps.formats import replace_map
@@ -144,11 +144,6 @@ class AdviceSettings:
     planner: str = "latency_optimal"
     rebalancing: RebalancingSettings = DEFAULTS
     actions: ActionSettings = field(default_factory=ActionSettings)
-
-    def __post_init__(self) -> None:
-        check_positive(window_s=self.window_s)
-        check_at_least(1, min_steps=self.min_steps)
-        check_not_negative(cooldown_s=self.cooldown_s)
 
 
 class PlacementAdvisor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,8 @@ def _wrong_load(seen: LoadSeen, shape: LoopShape) -> str | None:
 class Intake:
     """Decides which values the loop uses. Never raises, whatever the values."""
 
-    def __init__(
-        self, shape: LoopShape, settings: ControlSettings, now_s: float, names: Collection[str] | None
-    ) -> None:
+    def __init__(self, shape: LoopShape, settings: ControlSettings, now_s: float) -> None:
         self.shape, self.settings, self.now_s = shape, settings, now_s
-        self.names: frozenset[str] | None = None if names is None else frozenset(names)
         self.counters: Counter[str] = Counter(requests=0, loads=0)
         self.newest_s = now_s
         """Newest time of an accepted value."""
@@ -160,7 +157,6 @@ class Intake:
                 "time": lambda: not is_number(at_s),
                 "future": lambda: at_s > self.now_s + settings.ahead_s,
                 "late": lambda: at_s < max(self.now_s, self.newest_s) - settings.late_s,
-                "unknown_worker": lambda: self.names is not None and worker not in self.names,
                 "doubled": lambda: isinstance(seen, RequestSeen) and seen.request_id in self._ids,
                 "too_many_workers": lambda: worker not in counted and len(counted) >= MOST_WORKERS,
                 "flood": lambda: counted[worker] >= settings.per_tick,

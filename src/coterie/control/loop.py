@@ -13,7 +13,7 @@ candidate was made from, so that only different traffic, or much more of the sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,15 +97,14 @@ class ControlLoop:
         batch: int = 16,
         prices: DecodeStepPrices | None = None,
         advisor: PlacementAdvisor | None = None,
-        names: Collection[str] | None = None,
         now_s: float = 0.0,
         log: LoopLog | None = None,
     ) -> None:
         """Start with `fit` in force.
 
         `make` creates the pool's router from a fit, for scoring. `batch` is the mean number of requests in a worker's
-        step. Without `prices` a step's time is the number of experts it touches. With `names`, values from workers of
-        other names are ignored. `advisor` gets the loads. `log` gets every input (:mod:`coterie.control.replay`).
+        step. Without `prices` a step's time is the number of experts it touches. `advisor` gets the loads. `log` gets
+        every input (:mod:`coterie.control.replay`).
         """
         shape.check()
         check_at_least(1, batch=batch)
@@ -115,7 +114,7 @@ class ControlLoop:
             f"the loop for {shape.num_layers} of {shape.num_experts}",
         )
         self.shape, self.settings, self.batch = shape, settings or ControlSettings(), batch
-        self.intake = Intake(shape, self.settings, now_s, names)
+        self.intake = Intake(shape, self.settings, now_s)
         self.counters = self.intake.counters
         self.traffic = Traffic(shape, self.settings)
         self._log: LoopLog = log or keep_nothing
@@ -257,15 +256,13 @@ class ControlLoop:
         values = {"at_s": now_s} if is_number(now_s) else {}
         self._tell("swap_failed", str(problem)[:500], values, count="swaps_failed")
 
-    def resize(self, workers: int, names: Collection[str] | None = None) -> None:
+    def resize(self, workers: int) -> None:
         """Set the number of decode workers. A candidate or watched fit for another number is dropped."""
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             self.intake.ignore("workers")
             self._log("ignored", reason="workers", worker="")
             return
-        self._log("resize", workers=workers, names=None if names is None else sorted(names))
-        if names is not None:
-            self.intake.names = frozenset(names)
+        self._log("resize", workers=workers)
         if workers == self.shape.workers:
             return
         self.shape = self.intake.shape = self.traffic.shape = self.shape._replace(workers=workers)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import njit, set_bits
 from coterie.errors import ConfigError, check_at_least, check_not_negative
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
@@ -125,14 +125,14 @@ def _add_up(
     """Return the best worker. Fills `scores` [worker] and `shares` [worker], the share of its experts held."""
     asked, most = 0, 1.0
     for word in range(len(bits)):
-        asked += _count(bits[word])
+        asked += int(set_bits(bits[word]))
     sums = np.empty(len(scores))
     for worker in range(len(scores)):
         most = max(most, running[worker] / speeds[worker])
     for worker in range(len(scores)):
         held = 0
         for word in range(len(bits)):
-            held += _count(local[worker, word] & bits[word])
+            held += int(set_bits(local[worker, word] & bits[word]))
         shares[worker] = held / asked if asked else 1.0
         missing = prompt - cached[worker] if len(cached) else prompt
         sums[worker] = (
@@ -172,19 +172,10 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
             for expert in range(len(part)):
                 marked |= np.uint64(part[expert] > low) << np.uint64(expert)
             bits[layer, word] = marked
-            surplus += _count(marked)
+            surplus += int(set_bits(marked))
         for expert in range(len(row) - 1, -1, -1):  # surplus ties are dropped from the last expert on
             if surplus <= 0:
                 break
             if low < row[expert] <= high:
                 bits[layer, expert // 64] ^= np.uint64(1) << np.uint64(expert % 64)
                 surplus -= 1
-
-
-@njit()
-def _count(word: np.uint64) -> int:
-    """Return the number of set bits: sums of pairs, then fours, then bytes in parallel."""
-    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
-    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return int((word * np.uint64(0x0101010101010101)) >> np.uint64(56))

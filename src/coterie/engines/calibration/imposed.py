@@ -92,8 +92,6 @@ class ImposedRouting:
         self.logits: Any = None  # [layer, row, expert]; made at the first call, in the dtype of the router's own
         self.scheduled: dict[str, int] = {}
         self.choose: Choose | None = None
-        self.padding: Any = None
-        """Rows of `ids` for padding rows; None gives them the experts of the first row."""
         self.marks: list[_Marks] = []
         self.pending: int | None = None
         self.follows = False
@@ -120,16 +118,9 @@ class ImposedRouting:
         if chosen is None:
             return
         self.pending, rows = chosen
-        self._write(rows, 0)
-        if padded > len(rows) and self.padding is None:
-            self.logits[:, len(rows) : padded] = self.logits[:, :1]
-        elif padded > len(rows):
-            self._write(self.padding[: padded - len(rows)], len(rows))
-
-    def _write(self, rows: Any, first: int) -> None:
-        out = self.logits[:, first : first + len(rows)]
-        chosen = self.ids[rows].transpose(0, 1)
+        out, chosen = self.logits[:, : len(rows)], self.ids[rows].transpose(0, 1)
         out.fill_(LOW).scatter_(2, chosen, self.values.to(out.dtype).expand(chosen.shape))
+        self.logits[:, len(rows) : padded] = out[:, :1]  # padding rows get the experts of the first row
 
     def timed(self) -> list[TimedStep]:
         """Return the times of the steps since the last call."""
@@ -263,10 +254,9 @@ class ImposedEngine:
         for _ in range(4):  # steps that were scheduled ahead
             self.engine.step()
 
-    def decode(self, context: int, at: Ids, padding: Ids | None = None) -> list[TimedStep]:
+    def decode(self, context: int, at: Ids) -> list[TimedStep]:
         """Time decode steps of requests with `context` cached tokens; step i has the tokens at[i] [row] of `ids`."""
         rows, number = self.routing.tensor(at), -WARM_UP
-        self.routing.padding = None if padding is None else self.routing.tensor(padding)
 
         def choose(tokens: dict[str, int]) -> tuple[int, Any] | None:
             nonlocal number

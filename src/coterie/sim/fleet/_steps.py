@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import helper, njit
+from coterie._numba import helper, njit, set_bits
 from coterie.costs.composition import layers_us, step_us
 from coterie.costs.exchange import arrival_links
 from coterie.costs.experts import OVERLAP, TILE, blended, fixed_us, overlapped_us, tile_size
@@ -216,15 +216,6 @@ def fill_bits(expert_indices: NDArray[np.unsignedinteger], bits: NDArray[np.uint
 
 
 @helper()
-def _ones(word: np.uint64) -> np.uint64:
-    """Return the number of bits that are set; compilers turn this pattern into one instruction."""
-    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
-    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
-
-
-@helper()
 def _count_bits(
     bits: NDArray[np.uint64],
     starts: NDArray[np.uint64],
@@ -274,15 +265,15 @@ def _count_bits(
         union[word] = p0 | p1 | p2 | many
         n0, n1 = p0 & ~many, ~p0 & ~many
         q1, q2, q3 = p1 & ~p2, ~p1 & p2, p1 & p2
-        c1 += _ones(n0 & ~(p1 | p2))
-        c2 += _ones(n1 & q1)
-        c3 += _ones(n0 & q1)
-        c4 += _ones(n1 & q2)
-        c5 += _ones(n0 & q2)
-        c6 += _ones(n1 & q3)
-        c7 += _ones(n0 & q3)
+        c1 += set_bits(n0 & ~(p1 | p2))
+        c2 += set_bits(n1 & q1)
+        c3 += set_bits(n0 & q1)
+        c4 += set_bits(n1 & q2)
+        c5 += set_bits(n0 & q2)
+        c6 += set_bits(n1 & q3)
+        c7 += set_bits(n0 & q3)
         while many:  # indices with counts of eight or more: few, so one by one
-            bit = _ones(~many & (many - np.uint64(1)))  # position of the lowest set bit
+            bit = set_bits(~many & (many - np.uint64(1)))  # position of the lowest set bit
             many &= many - np.uint64(1)
             low = (p0 >> bit & one) | (p1 >> bit & one) << one | (p2 >> bit & one) << two
             high = (p3 >> bit & one) | (p4 >> bit & one) << one | (p5 >> bit & one) << two
@@ -328,9 +319,9 @@ def bit_step_us(
         word_bits = union[begin] & spans[layer, 2]
         touched = np.uint64(0)
         for word in range(begin, last):
-            touched += _ones(word_bits)
+            touched += set_bits(word_bits)
             word_bits = union[np.uint64(word) + np.uint64(1)]
-        touched += _ones(word_bits & spans[layer, 3])
+        touched += set_bits(word_bits & spans[layer, 3])
         distinct += touched
         both = touched + touched_idle * (shape[1] - touched)
         together += blended(p, size, first * both + slope * (activations + both - touched), tile * both, blend)
