@@ -93,7 +93,7 @@ def _draw(exponent: float, tokens: int, seed: int) -> NDArray[np.integer]:
     return np.asarray(generate(settings, np.random.default_rng(seed), tokens=tokens).arrays()[0].expert_ids)
 
 
-def simulate_timeline(timeline: Timeline, exponent: float, ahead: bool = True, check: bool = False) -> FleetRun:
+def simulate_timeline(timeline: Timeline, exponent: float, ahead: bool = True) -> FleetRun:
     """The same requests on one simulated worker of both roles; `exponent` is that of decoded tokens."""
     count = len(timeline.arrival_s)
     prompts, decoded = _draw(SPREAD, count * PROMPT_ROWS, 0), _draw(exponent, count * DECODE_ROWS, 1)
@@ -110,7 +110,7 @@ def simulate_timeline(timeline: Timeline, exponent: float, ahead: bool = True, c
     requests = FleetRequests(recordings, numbers, timeline.prompt_tokens, timeline.output_tokens, timeline.arrival_s)
     config = FleetConfig(both=True, places=PLACES, chunk_tokens=STEP_TOKENS, schedule_ahead=ahead)
     model = step_model(spec, PRESET, "bf16")
-    return run_fleet(requests, model, _OneWorker(), config, fleet=Fleet([PLACES]), check=check)
+    return run_fleet(requests, model, _OneWorker(), config, fleet=Fleet([PLACES]))
 
 
 def choose_exponent(timeline: Timeline, rows: NDArray[np.int64]) -> float:

@@ -20,6 +20,7 @@ from coterie.sim.fleet.metrics import FleetRun, LatencyLimits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import Link, ModelSpec
+from fleet_checks import run_checked
 from fleet_reference import Reference, StepTime
 from fleet_steps import SPEC, by_bits, counted_us
 
@@ -114,7 +115,7 @@ def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
 def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]) -> None:
     """Every time, worker and count, to the last bit."""
     requests, config, in_flight, duplicates = case
-    run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, check=True)  # type: ignore[arg-type]
+    run = run_checked(requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates)
     plain = Reference(requests, SPEC, table_us(requests, config), Emptiest(), config, in_flight, duplicates).run()
     found = (run.step_worker, run.step_start_s, run.step_s, run.step_decoding, run.step_prefill, run.step_distinct)
     assert [tuple(step) for step in np.array(found, np.float64).T.tolist()] == plain.steps
@@ -144,7 +145,7 @@ def test_one_request_by_hand() -> None:
     requests = one_request(10, 3)
     made = requests.recordings
     config = FleetConfig(prefill_workers=1, chunk_tokens=6, link=LINK, step_overhead_s=1e-3)
-    run = run_fleet(requests, MODEL, Emptiest(), config, check=True)
+    run = run_checked(requests, MODEL, Emptiest(), config)
     prompt = [int(made.prompt_row[0] + at % made.prompt_rows[0]) for at in range(10)]
     first = seconds(MODEL, requests, prompt[:6], Batch(prefill_tokens=6)) + 1e-3
     second = seconds(MODEL, requests, prompt[6:], Batch(prefill_tokens=4, prefill_context=6)) + 1e-3
@@ -168,7 +169,7 @@ def test_one_request_by_hand() -> None:
 
 def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt() -> None:
     requests = one_request(10, 3)
-    run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(both=True, chunk_tokens=256), check=True)
+    run = run_checked(requests, MODEL, Emptiest(), FleetConfig(both=True, chunk_tokens=256))
     assert run.first_token_s[0] == run.prefill_end_s[0]
     assert run.step_decoding.tolist() == [0, 1, 1]
     assert run.decoded[0] == 2
@@ -186,7 +187,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
         np.array([0, 1, 0, 1, 2]),
         16,
     )
-    run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=2), check=True)
+    run = run_checked(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=2))
     assert run.cached_tokens.tolist() == [0, 32]
     assert run.prefiller.tolist() == [0, 0]
     assert run.step_prefill.sum() == 32 + 8
@@ -210,7 +211,7 @@ def test_a_decoder_gets_only_the_kv_that_it_lacks() -> None:
             return Decision((0, 1, 0)[len(seen) - 1], np.zeros(len(fleet)), "by turn")
 
     config = FleetConfig(prefill_workers=1, decode_workers=2, link=LINK, kv_tokens=256)
-    run = run_fleet(requests, MODEL, ByTurn(), config, check=True)
+    run = run_checked(requests, MODEL, ByTurn(), config)
     assert seen == [[0, 0], [32, 0], [32, 32]]
     assert run.kept_tokens.tolist() == [0, 0, 32]
     sent = run.ready_s - run.prefill_end_s - LINK.latency_s
@@ -232,7 +233,7 @@ def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker() -> None:
         blocks,
         16,
     )
-    run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=4), check=True)
+    run = run_checked(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=4))
     each = np.bincount(run.prefiller, minlength=4)
     assert each.sum() == count
     assert each.max() - each.min() <= 2
@@ -248,7 +249,7 @@ def closed(count: int, places: int, number: int = 40) -> tuple[FleetRequests, Fl
 
 def test_no_recording_is_in_flight_twice() -> None:
     requests, config = closed(200, 4)
-    run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, check=True)
+    run = run_checked(requests, MODEL, Emptiest(), config, in_flight=12)
     assert np.isfinite(run.finish_s).all()
     assert run.most_in_flight == 12
     order = np.argsort(run.arrival_s, kind="stable")
@@ -256,7 +257,7 @@ def test_no_recording_is_in_flight_twice() -> None:
     crowded = replace(requests, arrival_s=np.zeros(200))
     with pytest.raises(ConfigError, match=r"request \d+ replays recording \d+, which is in flight already"):
         run_fleet(crowded, MODEL, Emptiest(), config)
-    run = run_fleet(crowded, MODEL, Emptiest(), config, duplicates="postpone", check=True)
+    run = run_checked(crowded, MODEL, Emptiest(), config, duplicates="postpone")
     assert run.postponed == 200 - len(np.unique(requests.recorded))
     assert np.isfinite(run.finish_s).all()
 
@@ -304,7 +305,7 @@ def test_waits_at_a_prefill_worker_are_those_of_md1() -> None:
 def test_until_counts_who_is_left() -> None:
     requests, config = closed(300, 4)
     whole = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12)
-    cut = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, until_s=whole.end_s / 2, check=True)
+    cut = run_checked(requests, MODEL, Emptiest(), config, in_flight=12, until_s=whole.end_s / 2)
     done = np.isfinite(cut.finish_s)
     assert cut.end_s == whole.end_s / 2
     assert done.sum() + cut.running + cut.queued == np.isfinite(cut.arrival_s).sum()
@@ -317,7 +318,7 @@ def test_a_faster_decoder_is_faster_and_a_request_too_large_is_dropped() -> None
     slow = run_fleet(requests, MODEL, Emptiest(), FleetConfig())
     fast = run_fleet(requests, MODEL, Emptiest(), FleetConfig(speeds=(2.0,)))
     np.testing.assert_allclose(slow.step_s, 2 * fast.step_s)
-    small = run_fleet(requests, MODEL, Emptiest(), FleetConfig(kv_tokens=12), check=True)
+    small = run_checked(requests, MODEL, Emptiest(), FleetConfig(kv_tokens=12))
     assert small.dropped.all()
     assert not len(small.step_s)
 

@@ -11,12 +11,12 @@ import pytest
 from coterie.costs.presets import step_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet.checks import check_fleet
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests, Recordings
-from coterie.sim.fleet.run import FleetConfig, run_fleet
+from coterie.sim.fleet.run import FleetConfig
 from coterie.sim.invariants import InvariantError
 from coterie.types import ModelSpec
+from fleet_checks import check_run, run_checked
 
 SPEC = ModelSpec(
     "small",
@@ -30,6 +30,9 @@ SPEC = ModelSpec(
     head_dim=64,
     vocab_size=500,
 )
+
+
+CONFIG = FleetConfig(decode_workers=2, prefill_workers=1, places=3)
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,7 @@ def served() -> tuple[FleetRun, FleetRequests]:
     made = Recordings(ids, 8, first, np.full(20, 4), first + 4, np.full(20, 6))
     times = np.sort(rng.random(20)) * 2e-3
     requests = FleetRequests(made, np.arange(20), np.full(20, 30), np.full(20, 6), times)
-    config = FleetConfig(decode_workers=2, prefill_workers=1, places=3)
-    return run_fleet(requests, step_model(SPEC), InTurn(), config, check=True), requests
+    return run_checked(requests, step_model(SPEC), InTurn(), CONFIG), requests
 
 
 def moved(run: FleetRun, field: str, row: int, change: Callable[[float], float]) -> FleetRun:
@@ -81,7 +83,7 @@ BROKEN: dict[str, tuple[str, Callable[[FleetRun], FleetRun]]] = {
 
 
 def check(run: FleetRun, requests: FleetRequests) -> None:
-    check_fleet(run, requests, 3, 256, np.full(3, 1 << 40), both=False, unique=True, whole=True)
+    check_run(run, requests, CONFIG)
 
 
 @pytest.mark.parametrize("name", BROKEN)

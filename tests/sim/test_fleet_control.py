@@ -13,6 +13,7 @@ from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request
 from coterie.sim.fleet.requests import FinishedRequest, FleetRequests, Recordings, RouterSwap
 from coterie.sim.fleet.run import FleetConfig, run_fleet
+from fleet_checks import run_checked
 from fleet_steps import SPEC
 
 MODEL = step_model(SPEC, "h200")
@@ -60,7 +61,7 @@ def requests(count: int = 40) -> FleetRequests:
 def test_watching_changes_nothing() -> None:
     served = requests()
     plain = run_fleet(served, MODEL, Always(0), CONFIG, in_flight=6)
-    watched = run_fleet(served, MODEL, Always(0), CONFIG, in_flight=6, controller=Watching(), check=True)
+    watched = run_checked(served, MODEL, Always(0), CONFIG, in_flight=6, controller=Watching())
     for name, before, after in zip(plain._fields, plain, watched, strict=True):
         assert np.asarray(before).tobytes() == np.asarray(after).tobytes(), name
 
@@ -83,7 +84,7 @@ def test_it_is_told_of_every_request_that_ended_with_its_recorded_experts() -> N
 
 def test_a_swap_holds_from_the_next_decision_and_loses_no_request() -> None:
     controller = Watching(after=10)
-    run = run_fleet(requests(), MODEL, Always(0), CONFIG, in_flight=6, controller=controller, check=True)
+    run = run_checked(requests(), MODEL, Always(0), CONFIG, in_flight=6, controller=controller)
     assert controller.swapped_s is not None
     assert np.isfinite(run.finish_s).all()
     assert (run.decoder[run.arrival_s < controller.swapped_s] == 0).all()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coterie.errors import TraceError, UnavailableError
+from fleet_checks import run_checked
 from fleet_reality import TIMELINE, read_timeline, simulate_timeline, vllm_timeline_rows
 
 
@@ -19,10 +20,11 @@ def test_vllms_timeline_within_ten_percent(data_dir: Path) -> None:
     assert rows["no scheduling ahead"]["worst_error_pct"] > 10.0, "so does when a request may join"
 
 
-def test_the_simulated_timeline_keeps_its_rules(data_dir: Path) -> None:
+def test_the_simulated_timeline_keeps_its_rules(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet_reality.run_fleet", run_checked)
     timeline = read_timeline(data_dir / TIMELINE)
     first = timeline._replace(**{name: column[:40] for name, column in timeline._asdict().items()})
-    run = simulate_timeline(first, 2.0, check=True)
+    run = simulate_timeline(first, 2.0)
     assert np.isfinite(run.finish_s).all()
 
 

@@ -27,7 +27,6 @@ from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
 from coterie.sim.fleet._loop import advance
 from coterie.sim.fleet._steps import MOST_DECODING, WORD, fill_bits, step_counts
-from coterie.sim.fleet.checks import check_fleet
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import (
     EndedRequests,
@@ -111,7 +110,6 @@ def run_fleet(
     placement: Placement | None = None,
     fleet: Fleet | None = None,
     until_s: float = np.inf,
-    check: bool = False,
     controller: FleetController | None = None,
 ) -> FleetRun:
     """Serve all requests, or as many as `until_s` allows.
@@ -134,19 +132,7 @@ def run_fleet(
             f"{config.decode_workers} without any"
         )
     driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, controller)
-    run = driver.serve()
-    if check:
-        check_fleet(
-            run,
-            requests,
-            config.places,
-            config.prefill_places,
-            driver.world.w[state.CAPACITY],
-            config.both,
-            duplicates != "allow",
-            until_s == np.inf,
-        )
-    return run
+    return driver.serve()
 
 
 class _Driver:

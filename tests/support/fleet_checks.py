@@ -4,37 +4,45 @@ times and workers are trusted."""
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.costs.step import StepModel
+from coterie.routing import Router
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests
+from coterie.sim.fleet.run import UNBOUNDED, FleetConfig, run_fleet
 from coterie.sim.invariants import TOLERANCE_S, check_tokens, require_invariant
 
 
-def check_fleet(
-    run: FleetRun,
-    requests: FleetRequests,
-    places: int,
-    prefill_places: int,
-    capacity: NDArray[np.int64],
-    both: bool,
-    unique: bool,
-    whole: bool,
+def run_checked(
+    requests: FleetRequests, model: StepModel, router: Router, config: FleetConfig, **settings: Any
+) -> FleetRun:
+    """Serve the requests as `run_fleet` does, and check the run."""
+    run = run_fleet(requests, model, router, config, **settings)
+    unique, whole = settings.get("duplicates") != "allow", settings.get("until_s", np.inf) == np.inf
+    check_run(run, requests, config, unique=unique, whole=whole)
+    return run
+
+
+def check_run(
+    run: FleetRun, requests: FleetRequests, config: FleetConfig, *, unique: bool = True, whole: bool = True
 ) -> None:
     """Raise an InvariantError that names the broken rule.
 
-    `capacity` is [worker] KV blocks. `unique`: no recording may be in flight twice. `whole`: the run was not cut off at
-    a given time.
+    `unique`: no recording may be in flight twice. `whole`: the run was not cut off at a given time.
     """
+    tokens = [config.prefill_kv_tokens] * run.prefill_workers + [config.kv_tokens] * run.decode_workers
+    capacity = np.array([UNBOUNDED if most is None else most // requests.block_tokens for most in tokens])
     done = np.isfinite(run.finish_s)
     _check_conservation(run, done)
     left = run.queued + run.running
     require_invariant(19, not whole or left == 0, f"the run ended and {left} requests are neither done nor dropped")
     _check_times(run, done)
-    check_tokens(run.decoded[done], run.output_tokens[done] - both)
-    _check_places(run, places, prefill_places, both)
+    check_tokens(run.decoded[done], run.output_tokens[done] - config.both)
+    _check_places(run, config.places, config.prefill_places, config.both)
     for worker in np.flatnonzero(run.kv_most > capacity):
         require_invariant(30, False, f"worker {worker} held {run.kv_most[worker]} of {capacity[worker]} KV blocks")
     steps = _steps_by_worker(run)
