@@ -177,7 +177,8 @@ class Topology:
         check_not_negative(**{f"speeds[{rank}]": speed for rank, speed in enumerate(self.speeds)})
         check(not count or any(self.speeds), "speeds are all 0; at least one rank must be alive")
         square = not self.bytes_per_s or {len(self.bytes_per_s), *map(len, self.bytes_per_s)} == {self.num_ranks}
-        check(square and (self.rates > 0).all(), f"bytes_per_s must be [{self.num_ranks}][{self.num_ranks}], above 0")
+        above = all(rate > 0 for at, row in enumerate(self.bytes_per_s) for rate in row[:at] + row[at + 1 :])
+        check(square and above, f"bytes_per_s must be [{self.num_ranks}][{self.num_ranks}], above 0")
 
     @property
     def rank_speeds(self) -> NDArray[np.float64]:
