@@ -16,6 +16,7 @@ from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.routing import Decision, Fleet, Request
 from gateway_runs import FAST, Run, config_of, gateway, idle, run, settled
+from http1_peers import until
 
 TOKENS = 40
 REPORT = b'coterie_worker_running 0\ncoterie_worker_distinct_experts_sum{over_layers="mean"} %d\n'
@@ -78,6 +79,7 @@ def test_a_worse_router_is_found_and_left() -> None:
             async with gateway(config_of(workers, decode=RouterSpec("round_robin"))) as found:
                 parts = found.running.parts
                 pool = parts.pools[DECODE]
+                await until(lambda: found.open(DECODE) == {"fast", "slow"})  # workers join closed
                 pool.clock, pool.meter = lambda: time.now_s, Meter(lambda: time.now_s)
                 slow = pool.ids.index("slow")
                 pool.keeper.reload(lambda shape: Made("always", Always(slow), Fleet([4] * shape.rows)))
@@ -146,8 +148,7 @@ def test_the_meter_counts_streams_whole_answers_and_experts() -> None:
             polled = msgspec.structs.replace(FAST, metrics_every_s=0.01)
             async with gateway(config_of(workers, health=polled)) as found:
                 meter = found.running.parts.pools[DECODE].meter
-                while found.running.parts.pools[DECODE].members["a"].report is None:
-                    await asyncio.sleep(0.001)
+                await until(lambda: found.running.parts.pools[DECODE].members["a"].report is not None)
                 await found.client.complete(stream=True)
                 await settled(found)
                 totals = meter.totals()
@@ -157,8 +158,7 @@ def test_the_meter_counts_streams_whole_answers_and_experts() -> None:
                 await settled(found)
                 totals = meter.totals()
                 assert (totals.firsts, totals.tokens) == (2, len(events(workers[0])) + 1)
-                while meter.steps < 20:
-                    await asyncio.sleep(0.001)
+                await until(lambda: meter.steps >= 20)
                 assert meter.totals().means()["experts"] == 7
                 assert not meter._waiting
                 assert not meter._decoding
