@@ -113,7 +113,6 @@ def main() -> None:
             f"steps x {effect:g}, {minutes} min: TPOT {truth:+.1f}% alone; left in {left} of {len(runs)} runs; "
             f"interval holds it in {holds} of {len(known)}, shows a gain in {shown}, median width {width:.1f} points"
         )
-    print("Next: the same in a live fleet, docs/switchback.md")
 
 
 if __name__ == "__main__":
