@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from coterie.net.http1.upstream import Upstream
 from coterie.net.http_client import Client
 from coterie.net.processes import ServerProcess, free_port
 from gateway.compare import measure, median_of
+from gateway.faulty.site import parse_metrics
 from gateway.peers import HERE, START_S, start_workers
 
 ON = ControlSection(score="experts", advise=AdviseSection(ranks=4))
@@ -88,27 +88,19 @@ class Switched:
         await asyncio.sleep(1.0)
 
     async def metric(self, client: Client, name: str) -> float:
-        text = (await client.call("GET", "/metrics"))[1]
-        found = re.search(rf"^coterie_gateway_{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        """Return a metric of the gateway, summed over its labels if `name` has none."""
+        found = parse_metrics((await client.call("GET", "/metrics"))[1])
+        return sum(value for key, value in found.items() if f"coterie_gateway_{name}" in (key, key.partition("{")[0]))
 
     async def measure(self, client: Client, state: str, options: argparse.Namespace) -> Cost:
         async with self.page(state):
-            before = await self.requests(client), cpu_s(self.pid)
+            before = await self.metric(client, "requests_total"), cpu_s(self.pid)
             seen = await measure(self.url, options)
-            used, answered = cpu_s(self.pid) - before[1], await self.requests(client) - before[0]
+            used, answered = cpu_s(self.pid) - before[1], await self.metric(client, "requests_total") - before[0]
             start_s, start_cpu_s = time.perf_counter(), cpu_s(self.pid)
             await asyncio.sleep(options.idle_seconds)
             idle = (cpu_s(self.pid) - start_cpu_s) / (time.perf_counter() - start_s)
             return Cost(*seen, 1e3 * used / answered, 100 * idle)
-
-    async def requests(self, client: Client) -> float:
-        """Requests answered so far."""
-        text = (await client.call("GET", "/metrics"))[1]
-        return sum(
-            float(one) for one in re.findall(r"^coterie_gateway_requests_total(?:\{[^}]*\})? (\S+)$", text, re.M)
-        )
 
     @contextlib.asynccontextmanager
     async def page(self, state: str) -> AsyncIterator[None]:
