@@ -29,8 +29,6 @@ START_S = 900.0
 """Three vLLM servers that start together on two busy cores."""
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 """Without them vLLM refuses tools."""
-
-
 WORDS = ["Nine", " ducks", " — 鴨", "."]
 ARGUMENTS = '{"pond": "Größe 3"}'
 USAGE = {"prompt_tokens": 7, "completion_tokens": len(WORDS), "total_tokens": 7 + len(WORDS)}

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -185,7 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--subscribe", metavar="PATH", help="endless answer to read while the loop is on, such as /live"
     )
     parser.add_argument("--stream", action="store_true", help="ask for server-sent events")
-    parser.add_argument("--output", type=Path, help="also write all rounds, as JSON")
     options = parser.parse_args(argv)
     with ExitStack() as started:
         logs = Path(started.enter_context(tempfile.TemporaryDirectory()))
@@ -203,8 +201,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         server = started.enter_context(ServerProcess(argv_of, url, logs / "gateway.log").start(START_S))
         told = uvloop.run(run(Switched(path, configs, url, server.pid, options.subscribe), options))
     print(report(told, options.clients))
-    if options.output is not None:
-        options.output.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":
