@@ -1,23 +1,16 @@
-"""What capturing experts costs: its parts on this machine, and the throughput of a vLLM server with capture on and off.
+"""What capturing experts costs, by part, on this machine.
 
-    python lab/benchmarks/capture_cost.py parts [--model deepseek-v3|DIR] [--tokens 64 8192] [--requests 512 8192]
-    python lab/benchmarks/capture_cost.py server [--rounds 40] [--model DIR]
+    python lab/benchmarks/capture_cost.py [--model deepseek-v3|DIR] [--tokens 64 8192] [--requests 512 8192]
 
-`parts` times, for a model's shape: the hook (all layers of a step, as one CUDA graph on a GPU), the copy of a step to
-the host, the write to the position store, and the fetch of a request's footprint. `server` starts vLLM with the plugin
-on, sends the same requests round after round, and turns capture on and off between rounds inside that one server, in
-balanced order. Each prints one JSON object.
+Times, for a model's shape: the hook (all layers of a step, as one CUDA graph on a GPU), the copy of a step to the host,
+the write to the position store, and the fetch of a request's footprint. Prints one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +19,6 @@ from typing import Any
 import numpy as np
 
 from coterie_lab.benches.timing import median_us
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support" / "engines"))  # real vLLM servers
 
 
 def parts(options: argparse.Namespace) -> dict[str, Any]:
@@ -103,69 +94,12 @@ def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, fl
     return {name: round(statistics.median(event_us(call) for _ in range(50)), 2) for name, call in calls.items()}
 
 
-def server(options: argparse.Namespace) -> dict[str, Any]:
-    from coterie.engines.calibration.timing import describe_software
-    from coterie.engines.vllm.settings import ConnectorSettings
-    from coterie.footprints import PositionStore
-    from coterie.net.processes import free_port
-    from coterie.prompts import load_prompts, take_in_turn
-    from vllm_servers import Fleet
-
-    name = f"cost-{free_port()}"
-    how = {"settings": {"footprint": "always"}, "model": options.model, "extra": ("--no-enable-prefix-caching",)}
-    prompts = [prompt.prompt for prompt in take_in_turn(load_prompts(), options.requests)]
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(Path(folder))) as fleet:
-        (vllm,) = fleet.start({name: how})
-
-        def tokens_per_s() -> float:
-            started = time.perf_counter()
-            answers = vllm.complete_all(
-                prompts, options.concurrency, max_tokens=options.max_tokens, ignore_eos=True, return_token_ids=False
-            )
-            return float(sum(one["usage"]["total_tokens"] for one in answers) / (time.perf_counter() - started))
-
-        store = PositionStore.attach(ConnectorSettings(store=name).store_path("", 0))
-        for _ in range(2):
-            tokens_per_s()
-        speeds: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(options.rounds):
-            for on in (True, False) if number % 2 else (False, True):
-                store.enabled = on
-                speeds[on].append(tokens_per_s())
-            last = f"off {speeds[False][-1]:.0f}, on {speeds[True][-1]:.0f} tokens/s"
-            print(f"{number + 1} of {options.rounds}: {last}", file=sys.stderr)
-    ratios = np.array(speeds[True]) / np.array(speeds[False])
-    rng = np.random.default_rng(0)
-    medians = [np.median(rng.choice(ratios, len(ratios))) for _ in range(4000)]
-    return {
-        "rounds": options.rounds,
-        "requests": options.requests,
-        "concurrency": options.concurrency,
-        "off_tokens_per_s": round(statistics.median(speeds[False]), 1),
-        "on_tokens_per_s": round(statistics.median(speeds[True]), 1),
-        "on_over_off": round(float(np.median(ratios)), 4),
-        "ci95": [round(float(np.quantile(medians, q)), 4) for q in (0.025, 0.975)],
-        "software": describe_software(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    verbs = parser.add_subparsers(required=True)
-    one = verbs.add_parser("parts")
-    one.add_argument("--model", default="deepseek-v3")
-    one.add_argument("--tokens", type=int, nargs="+", default=[64, 8192])
-    one.add_argument("--requests", type=int, nargs="+", default=[512, 8192])
-    one.set_defaults(run=parts)
-    two = verbs.add_parser("server")
-    two.add_argument("--rounds", type=int, default=40)
-    two.add_argument("--requests", type=int, default=8)
-    two.add_argument("--concurrency", type=int, default=8)
-    two.add_argument("--max-tokens", type=int, default=96)
-    two.add_argument("--model", type=Path)
-    two.set_defaults(run=server)
-    options = parser.parse_args()
-    print(json.dumps(options.run(options), indent=1))
+    parser.add_argument("--model", default="deepseek-v3", help="name of a model, or its folder")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 8192], help="of a step")
+    parser.add_argument("--requests", type=int, nargs="+", default=[512, 8192], help="tokens of requests")
+    print(json.dumps(parts(parser.parse_args()), indent=1))
 
 
 if __name__ == "__main__":

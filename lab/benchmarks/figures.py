@@ -33,17 +33,18 @@ def predicted(preset: str, spec: ModelSpec, dtype: str, tokens: int, active: int
     return layer_us(prices, counts, float(tokens))
 
 
-def active_experts(preset: str, model: str, dtype: str, batches: tuple[int, ...], title: str) -> Any:
-    """Time against distinct active experts, one line a batch size: dots measured, lines predicted."""
+def active_experts(preset: str, device: str) -> Any:
+    """Time of Qwen3-30B-A3B against distinct active experts, one line a batch size."""
+    title = f"Qwen3-30B-A3B, bf16, one {device}: dots measured, lines predicted"
 
     def plot(axes: Any, theme: Any) -> None:
-        spec, cells = cells_of(preset, model, dtype)
-        for colour, batch in zip(theme.series, batches, strict=False):
+        spec, cells = cells_of(preset, "qwen3-30b-a3b", "bf16")
+        for colour, batch in zip(theme.series, (16, 64, 256, 2048), strict=False):
             warm = preset != "h200"  # one table was measured with a cold cache, the other with a warm one
             mine = sorted((c for c in cells if c.tokens == batch and c.warm == warm), key=lambda c: c.active)
             axes.plot([c.active for c in mine], [c.us for c in mine], "o", color=colour, label=f"{batch} tokens")
             levels = np.unique(np.linspace(mine[0].active, mine[-1].active, 40).astype(int))
-            line = [predicted(preset, spec, dtype, batch, int(a), mine[0].warm) for a in levels]
+            line = [predicted(preset, spec, "bf16", batch, int(a), mine[0].warm) for a in levels]
             axes.plot(levels, line, color=colour)
         axes.set(xlabel="distinct active experts", ylabel="experts of one layer, µs", title=title)
         axes.set_ylim(bottom=0)
@@ -53,46 +54,39 @@ def active_experts(preset: str, model: str, dtype: str, batches: tuple[int, ...]
     return plot
 
 
-def tokens(preset: str, model: str, title: str) -> Any:
-    """Time against tokens with all experts active, bf16 and fp8."""
-
-    def plot(axes: Any, theme: Any) -> None:
-        for colour, dtype in zip(theme.series, ("bf16", "fp8"), strict=False):
-            spec, cells = cells_of(preset, model, dtype)
-            mine = sorted((c for c in cells if c.active == spec.num_experts and not c.warm), key=lambda c: c.tokens)
-            axes.plot([c.tokens for c in mine], [c.us / 1e3 for c in mine], "o", color=colour, label=dtype)
-            sizes = np.unique(np.geomspace(mine[0].tokens, mine[-1].tokens, 160).astype(int))
-            line = [predicted(preset, spec, dtype, int(t), spec.num_experts, False) / 1e3 for t in sizes]
-            axes.plot(sizes, line, color=colour)
-        axes.set(xscale="log", xlabel="tokens in the batch", ylabel="experts of one layer, ms", title=title)
-        axes.set_ylim(bottom=0)
-        axes.grid(True)
-        axes.legend(loc="upper left")
-
-    return plot
+def tokens(axes: Any, theme: Any) -> None:
+    """Time of DeepSeek-V3 against tokens with all experts active, bf16 and fp8."""
+    for colour, dtype in zip(theme.series, ("bf16", "fp8"), strict=False):
+        spec, cells = cells_of("h200", "deepseek-v3", dtype)
+        mine = sorted((c for c in cells if c.active == spec.num_experts and not c.warm), key=lambda c: c.tokens)
+        axes.plot([c.tokens for c in mine], [c.us / 1e3 for c in mine], "o", color=colour, label=dtype)
+        sizes = np.unique(np.geomspace(mine[0].tokens, mine[-1].tokens, 160).astype(int))
+        line = [predicted("h200", spec, dtype, int(t), spec.num_experts, False) / 1e3 for t in sizes]
+        axes.plot(sizes, line, color=colour)
+    title = "DeepSeek-V3, all 256 experts of a layer, one H200"
+    axes.set(xscale="log", xlabel="tokens in the batch", ylabel="experts of one layer, ms", title=title)
+    axes.set_ylim(bottom=0)
+    axes.grid(True)
+    axes.legend(loc="upper left")
 
 
-def errors(title: str) -> Any:
+def errors(axes: Any, theme: Any) -> None:
     """Held-out error by shape: mean as a bar, worst cell as a dot."""
-
-    def plot(axes: Any, theme: Any) -> None:
-        rows = [
-            (f"{model} {dtype}" + (" (RTX PRO 6000)" if preset == "rtx-pro-6000" else ""), fit.held_out)
-            for preset in ("h200", "rtx-pro-6000")
-            for model, fits in sorted(load_preset(preset).fits.items())
-            for dtype, fit in sorted(fits.moe.items())
-        ]
-        at = np.arange(len(rows))[::-1]
-        axes.barh(at, [e.mape_pct for _, e in rows], color=theme.series[0], label="mean")
-        axes.plot([e.worst_pct for _, e in rows], at, "o", color=theme.series[1], label="worst cell")
-        axes.axvline(5, color=theme.muted, linestyle=":")
-        axes.axvline(15, color=theme.muted, linestyle="--")
-        axes.set_yticks(at, [name for name, _ in rows], fontsize=7.5)
-        axes.set_ylim(-0.7, len(rows) - 0.3)
-        axes.set(xlabel="error on held-out cells, %", title=title)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=2)
-
-    return plot
+    rows = [
+        (f"{model} {dtype}" + (" (RTX PRO 6000)" if preset == "rtx-pro-6000" else ""), fit.held_out)
+        for preset in ("h200", "rtx-pro-6000")
+        for model, fits in sorted(load_preset(preset).fits.items())
+        for dtype, fit in sorted(fits.moe.items())
+    ]
+    at = np.arange(len(rows))[::-1]
+    axes.barh(at, [e.mape_pct for _, e in rows], color=theme.series[0], label="mean")
+    axes.plot([e.worst_pct for _, e in rows], at, "o", color=theme.series[1], label="worst cell")
+    axes.axvline(5, color=theme.muted, linestyle=":")
+    axes.axvline(15, color=theme.muted, linestyle="--")
+    axes.set_yticks(at, [name for name, _ in rows], fontsize=7.5)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set(xlabel="error on held-out cells, %", title="Error of the MoE model (H200 unless said)")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=2)
 
 
 LEVERS = (
@@ -129,25 +123,12 @@ def levers(readme: str) -> Any:
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
     folder.mkdir(parents=True, exist_ok=True)
-    title = "Qwen3-30B-A3B, bf16, one H200: dots measured, lines predicted"
     figures = {
-        "active-experts-h200.png": (active_experts("h200", "qwen3-30b-a3b", "bf16", (16, 64, 256, 2048), title), 4.0),
-        "active-experts-rtx-pro-6000.png": (
-            active_experts(
-                "rtx-pro-6000",
-                "qwen3-30b-a3b",
-                "bf16",
-                (16, 64, 256, 2048),
-                "Qwen3-30B-A3B, bf16, one RTX PRO 6000: dots measured, lines predicted",
-            ),
-            4.0,
-        ),
-        "tokens-deepseek-v3-h200.png": (
-            tokens("h200", "deepseek-v3", "DeepSeek-V3, all 256 experts of a layer, one H200"),
-            4.0,
-        ),
+        "active-experts-h200.png": (active_experts("h200", "H200"), 4.0),
+        "active-experts-rtx-pro-6000.png": (active_experts("rtx-pro-6000", "RTX PRO 6000"), 4.0),
+        "tokens-deepseek-v3-h200.png": (tokens, 4.0),
         "levers.png": (levers(Path("README.md").read_text()), 5.4),
-        "fit-error.png": (errors("Error of the MoE model (H200 unless said)"), 6.5),
+        "fit-error.png": (errors, 6.5),
     }
     for name, (plot, height) in figures.items():
         (folder / name).write_bytes(draw(plot, LIGHT, height))

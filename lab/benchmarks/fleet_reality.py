@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
-from coterie.errors import TraceError, UnavailableError
 from coterie.models import get_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
@@ -54,22 +53,9 @@ class Timeline(NamedTuple):
 
 def read_timeline(path: Path) -> Timeline:
     """Arrivals are on another clock than tokens: the two are laid so that the request queued soonest waited 0 s."""
-    if not path.exists():
-        raise UnavailableError(f"{path} does not exist; this needs recordings (docs/data.md)")
-    columns: dict[str, list[float]] = {
-        name: []
-        for name in ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts", "input_toks", "output_toks")
-    }
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            for name, values in columns.items():
-                values.append(float(row[name]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(path, f"line {number}", f"is not a request of a timeline: {error}") from None
-    arrival, queued, first, last, prompt, output = (np.array(values) for values in columns.values())
-    if not len(arrival):
-        raise TraceError(path, "lines", "found none, expected a request each")
+    names = ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts", "input_toks", "output_toks")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    arrival, queued, first, last, prompt, output = np.array([[float(row[name]) for name in names] for row in rows]).T
     arrival = arrival + (queued - arrival).min()
     start = arrival.min()
     order = np.argsort(arrival, kind="stable")

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
 from coterie.answers.fleet.bench import Bench, bench_of, split
+from coterie.answers.runs import interval
 from coterie.batching import LatencyAware as Strategy
 from coterie.batching import Window
 from coterie.batching.base import passed_over
@@ -39,6 +39,7 @@ from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim import summarise_fleet
 from coterie.sim.fleet.requests import split_recordings
 from coterie_lab.suites.eldr.fleets import recorded_source
+from coterie_lab.suites.running import with_half
 
 LOADS = ((8, 16, 24), (8, 8, 16), (8, 8, 24), (4, 16, 40))
 """Decoders, places of each, requests in flight per decoder."""
@@ -352,10 +353,8 @@ def show(
         runs = [measure(load, seed) for seed in range(seeds)]
         for name in runs[0]:
             values, base = (np.array([run[key] for run in runs]) for key in (name, next(iter(runs[0]))))
-            change = 100 * (values / base - 1)
-            half = stats.t.ppf(0.975, max(1, seeds - 1)) * change.std(axis=0, ddof=min(1, seeds - 1)) / np.sqrt(seeds)
-            columns = zip(values.mean(axis=0), change.mean(axis=0), half, strict=True)
-            row = (f"{value:.2f} | {mean:+.1f} ± {wide:.1f}" for value, mean, wide in columns)
+            columns = zip(values.mean(axis=0), (100 * (values / base - 1)).T, strict=True)
+            row = (f"{value:.2f} | {with_half(interval(changes))}" for value, changes in columns)
             print("{} x {}, {} in flight".format(*load), name, *row, sep=" | ", flush=True)
 
 

@@ -120,29 +120,23 @@ def add_tables(preset: Preset, system: str, engines: tuple[str, ...] = ("vllm", 
 
 
 def main() -> None:
-    if len(sys.argv) == 5 and sys.argv[1] == "tables":
-        save_preset(add_tables(load_preset(sys.argv[2]), sys.argv[3]), Path(sys.argv[4]))
-        return
-    if len(sys.argv) >= 7 and len(sys.argv) % 3 == 1 and sys.argv[1] == "steps":
-        save_preset(add_steps(load_preset(sys.argv[2]), sys.argv[4:]), Path(sys.argv[3]))
-        return
-    if len(sys.argv) == 5 and sys.argv[1] == "contention":
-        made = add_contention(load_preset(sys.argv[2]), load_preset(sys.argv[3]))
-        save_preset(made, Path(sys.argv[4]))
-        print(made.contention)
-        return
-    if len(sys.argv) != 4 or sys.argv[1] != "rtx-pro-6000":
-        raise SystemExit(__doc__)
-    name, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    preset = fit_preset(
-        name, rtx_pro_6000(source), lambda what, done, total: print(f"{done}/{total} {what}", file=sys.stderr)
-    )
-    save_preset(preset, target)
-    for model, fit in preset.fits.items():
-        for dtype, moe in fit.moe.items():
-            print(model, dtype, moe.held_out.mape_pct, moe.held_out.worst_pct)
-        print(model, fit.gemm.held_out, fit.decode_attention.held_out, fit.prefill_attention.held_out, fit.routing)
-    print(preset.copies)
+    match sys.argv[1:]:
+        case ["rtx-pro-6000", source, out]:
+            preset = fit_preset("rtx-pro-6000", rtx_pro_6000(Path(source)))
+            for model, fit in preset.fits.items():
+                for dtype, moe in fit.moe.items():
+                    print(model, dtype, moe.held_out.mape_pct, moe.held_out.worst_pct)
+                print(model, fit.gemm.held_out, fit.decode_attention.held_out, fit.prefill_attention.held_out)
+        case ["contention", old, mine, out]:
+            preset = add_contention(load_preset(old), load_preset(mine))
+            print(preset.contention)
+        case ["tables", old, system, out]:
+            preset = add_tables(load_preset(old), system)
+        case ["steps", old, out, *measured] if measured and len(measured) % 3 == 0:
+            preset = add_steps(load_preset(old), measured)
+        case _:
+            raise SystemExit(__doc__)
+    save_preset(preset, Path(out))
 
 
 if __name__ == "__main__":

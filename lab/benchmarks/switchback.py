@@ -70,13 +70,12 @@ def true_change(effect: float, rate: float, seconds: float, seed: int) -> float:
     return float(100 * (tpot[0] / tpot[1] - 1))
 
 
-def switched(effect: float, rate: float, seconds: float, runs: int, seed: int) -> list[dict[str, Any]]:
-    """Run fleets that take turns; return when the router of each was left, if it was, and the change of its TPOT."""
+def switched(effect: float, rate: float, seconds: float, runs: int, seed: int) -> tuple[int, list[Any]]:
+    """Run fleets that take turns; return how many left their router, and the change of TPOT in each."""
     rng = np.random.default_rng(seed)
     fleets = Fleets(runs, effect, rate, rng)
     turns = [Switchback(SwitchbackSettings(), rng) for _ in range(runs)]
-    left: list[float | None] = [None] * runs
-    baseline = np.zeros(runs, np.bool_)
+    left, baseline = np.zeros((2, runs), np.bool_)
     for tick in range(1, round(seconds / TICK_S) + 1):
         fleets.advance(baseline)
         if tick % round(1 / TICK_S):
@@ -86,12 +85,8 @@ def switched(effect: float, rate: float, seconds: float, runs: int, seed: int) -
             firsts, decoding_s, tokens = fleets.sums[run].tolist()
             one.tick(now_s, Totals(now_s, 0.2 * firsts, firsts, decoding_s, tokens))
             baseline[run] = one.baseline
-            if one.state == "left" and left[run] is None:
-                left[run] = now_s
-    return [
-        {"left_s": left_s, "change": one.changes["tpot"], "pairs": one.pairs}
-        for one, left_s in zip(turns, left, strict=True)
-    ]
+            left[run] |= one.state == "left"
+    return int(left.sum()), [one.changes["tpot"] for one in turns]
 
 
 def main() -> None:
@@ -102,18 +97,15 @@ def main() -> None:
     given = asked.parse_args()
     for effect, minutes in ((1.2, 10), (1.0, 60), (0.95, 60)):
         truth = true_change(effect, given.rate, 600.0, given.seed)
-        runs = switched(effect, given.rate, 60.0 * minutes, given.runs, given.seed)
-        left = sum(run["left_s"] is not None for run in runs)
-        bounds = [(run["change"].low, run["change"].high) for run in runs]
-        known = [(low, high) for low, high in bounds if low is not None and high is not None]
+        left, changes = switched(effect, given.rate, 60.0 * minutes, given.runs, given.seed)
+        known = [(one.low, one.high) for one in changes if one.low is not None and one.high is not None]
         holds = sum(low <= truth <= high for low, high in known)
         shown = sum(high < 0 for _, high in known)
         width = np.median([high - low for low, high in known]) if known else float("nan")
         print(
-            f"steps x {effect:g}, {minutes} min: TPOT {truth:+.1f}% alone; left in {left} of {len(runs)} runs; "
+            f"steps x {effect:g}, {minutes} min: TPOT {truth:+.1f}% alone; left in {left} of {given.runs} runs; "
             f"interval holds it in {holds} of {len(known)}, shows a gain in {shown}, median width {width:.1f} points"
         )
-    print("Next: the same in a live fleet, docs/switchback.md")
 
 
 if __name__ == "__main__":

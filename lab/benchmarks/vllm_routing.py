@@ -22,8 +22,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support" / "engines"))  # a fleet driven from Python
 
 ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
@@ -39,7 +37,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.calibration.timing import describe_software
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
-    from coterie.footprints.positions import ROWS
     from coterie.models import get_model, model_from_config
     from coterie.prompts import load_prompts, read_prompts, take_in_turn
     from routed_loop import DecodeWorker, LoopSettings, run_loop
@@ -90,7 +87,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "saving_by_token_pct": round(result.saving_by_token_pct(one), 2),
                 "saving_at_equal_rows_pct": round(result.saving_at_equal_rows_pct(one), 2),
                 "against_random": round(result.against_random(one), 4),
-                "steps_by_rows": np.bincount(one.steps[:, ROWS].astype(np.int64)).tolist(),
                 "predicted_h200_step_ms": round(
                     predicted_step_ms(one.distinct_by_token, one.rows_by_token, result.context, model), 4
                 ),

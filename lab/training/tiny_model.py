@@ -17,7 +17,7 @@ END, CLOSE = 0, 2
 
 @dataclass(frozen=True)
 class Settings:
-    """A run. Every field is a flag, and a key in a sweep's file."""
+    """A run. Every field is a flag."""
 
     layers: int = 8
     hidden: int = 192
@@ -132,7 +132,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Fresh weights in place, so that a sweep compiles once."""
+        """Draw fresh weights in place, on their device."""
         for name, weight in self.named_parameters():
             last = name.rsplit(".", 1)[-1]
             if last == "weight":

@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +60,6 @@ class Held(NamedTuple):
     mixed: float
     balance: float
     information: float
-    top_share: float
-    """The most that one expert takes of a layer's activations; 1 / experts if even."""
 
 
 @torch.no_grad()
@@ -98,14 +96,12 @@ def held_out(model: Any, rows: Rows, s: Settings, device: torch.device) -> Held:
     fewer, mixed = distinct_experts(shares)
     present = [value for value, count in zip(loss, counts.tolist(), strict=True) if count]
     mean = sum(present) / len(present)
-    overall = shares.mean(1) / s.top_k
     return Held(
         dict(zip(DOMAINS, loss, strict=True)) | {"mean": mean},
         dict(zip(DOMAINS, fewer, strict=True)) | {"mean": sum(fewer) / len(fewer)},
         mixed,
         balance,
         information,
-        float(overall.max()),
     )
 
 
@@ -200,12 +196,6 @@ def train(s: Settings, model: Model, run: Any, texts: tuple[Documents, Rows], de
 
 
 def summarise(result: Result, epochs: dict[str, float], rate: float, seconds: float) -> dict[str, Any]:
-    """Summarise a run; for every domain, how far its held-out loss ever rose above its earlier minimum."""
-    rises = {}
-    for domain in (*DOMAINS, "mean"):
-        values = [point["loss"][domain] for point in result.curve]
-        lowest = np.minimum.accumulate(values)
-        rises[domain] = float(np.max(np.array(values) - lowest))
     last, best = result.curve[-1], min(result.curve, key=lambda point: point["loss"]["mean"])
     return {
         "settings": asdict(result.settings),
@@ -215,8 +205,6 @@ def summarise(result: Result, epochs: dict[str, float], rate: float, seconds: fl
         "best_step": best["step"],
         "best": best,
         "last": last,
-        "turned_up": bool(best["step"] < last["step"]),
-        "largest_rise": rises,
     }
 
 
@@ -274,7 +262,6 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help="folder written by corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, curve.json and summary.json")
-    parser.add_argument("--sweep", type=Path, help="JSON list of settings to try in turn; no model is saved")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for f in fields(Settings):
@@ -284,35 +271,25 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
-    base = Settings(**{f.name: getattr(chosen, f.name) for f in fields(Settings)})
-    runs = json.loads(chosen.sweep.read_text()) if chosen.sweep else [{}]
+    s = Settings(**{f.name: getattr(chosen, f.name) for f in fields(Settings)})
     device = torch.device(chosen.device)
     torch.set_float32_matmul_precision("high")
     vocabulary = len(json.loads((chosen.corpus / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
+    documents = load(chosen.corpus / "train.npz", s.groups)
+    # Held-out slices may be fewer than the training ones; only domains are read from them.
+    held_documents = load(chosen.corpus / "heldout.npz", "domain")
+    held = pack(held_documents, np.random.default_rng(0).permutation(len(held_documents.domain)), s.length)
+    held = Rows(*(part[: s.held or None] for part in held))
+    model = Model(s, vocabulary).to(device)
+    run = model if chosen.no_compile else torch.compile(model, dynamic=False)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{asdict(s)}: {size:,} parameters, {len(documents.tokens):,} tokens of text", flush=True)
+    result = train(s, model, run, (documents, held), device)
+    print(json.dumps(result.summary), flush=True)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    summaries, model, run, shape = [], None, None, None
-    for change in runs:
-        s = replace(base, **change)
-        documents = load(chosen.corpus / "train.npz", s.groups)
-        # Held-out slices may be fewer than the training ones; only domains are read from them.
-        held_documents = load(chosen.corpus / "heldout.npz", "domain")
-        held_order = np.random.default_rng(0).permutation(len(held_documents.domain))
-        held = pack(held_documents, held_order, s.length)
-        held = Rows(*(part[: s.held or None] for part in held))
-        now = (s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.experts, s.top_k, s.width)
-        if model is None or now != shape:
-            model, shape = Model(s, vocabulary).to(device), now
-            run = model if chosen.no_compile else torch.compile(model, dynamic=False)
-        size = sum(p.numel() for p in model.parameters())
-        print(f"{change or asdict(s)}: {size:,} parameters, {len(documents.tokens):,} tokens of text", flush=True)
-        result = train(s, model, run, (documents, held), device)
-        summaries.append(result.summary)
-        print(json.dumps(result.summary), flush=True)
-        name = "sweep.json" if chosen.sweep else "summary.json"
-        (chosen.out / name).write_text(json.dumps(summaries if chosen.sweep else result.summary, indent=1) + "\n")
-        if not chosen.sweep:
-            (chosen.out / "curve.json").write_text(json.dumps(result.curve, indent=1) + "\n")
-            export(model, result.best, chosen.corpus, chosen.out)
+    for name, told in (("summary", result.summary), ("curve", result.curve)):
+        (chosen.out / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
+    export(model, result.best, chosen.corpus, chosen.out)
 
 
 if __name__ == "__main__":

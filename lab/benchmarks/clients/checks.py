@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 PASSED = "passed"
 REFUSED = "refused by the worker"
@@ -23,3 +24,5 @@ class Asked(NamedTuple):
     url: str
     model: str
     key: str | None = None
+    got: Sequence[Any] | None = None
+    """Requests as the worker behind the gateway got them, if it keeps them."""

@@ -5,148 +5,112 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import tempfile
 import threading
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))  # a canned worker
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support" / "engines"))  # real vLLM servers
+
+from canned_workers import Canned
 from clients.checks import Asked
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.gateway.embedded import tiny_fit_path
-from coterie.net.http1 import HttpRequest, HttpServer, Responder
+from coterie.net.http1 import HttpRequest, Responder
 from coterie.net.processes import ServerProcess, free_port
 
 START_S = 900.0
 """Three vLLM servers that start together on two busy cores."""
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 """Without them vLLM refuses tools."""
-
-
-class Recorder:
-    """A worker that keeps what it is asked, and answers with what the reference worker has not got.
-
-    Tool calls and log-probabilities, whole and streamed: so a client shows whether they come through.
-    """
-
-    def __init__(self) -> None:
-        self._got: Counter[tuple[str, bytes]] = Counter()
-        self.url = ""
-
-    def got(self, name: str, body: bytes) -> int:
-        """Requests of this id with just this body."""
-        return self._got[name, body]
-
-    async def handle(self, request: HttpRequest, responder: Responder) -> None:
-        if request.path == "/v1/models":
-            card = {"id": TINY, "object": "model", "created": 0, "owned_by": "recorder", "max_model_len": 1 << 16}
-            responder.send(200, msgspec.json.encode({"object": "list", "data": [card]}))
-            return
-        if request.method != "POST":
-            responder.send(200)
-            return
-        self._got[(request.header(b"x-request-id") or b"").decode(), request.body] += 1
-        body = msgspec.json.decode(request.body)
-        if isinstance(body.get("messages", []), str):
-            responder.send(400, b'{"error": {"message": "messages must be a list", "type": "invalid", "code": 400}}')
-            return
-        whole = _answer(request.path, body)
-        if not body.get("stream"):
-            responder.send(200, msgspec.json.encode(whole))
-            return
-        responder.start(200, [(b"content-type", b"text/event-stream")])
-        for piece in _pieces(whole, bool(body.get("stream_options"))):
-            responder.write(b"data: " + msgspec.json.encode(piece) + b"\n\n")
-            await responder.drain()
-            await asyncio.sleep(0.01)
-        responder.write(b"data: [DONE]\n\n")
-        responder.end()
-
-
 WORDS = ["Nine", " ducks", " — 鴨", "."]
 ARGUMENTS = '{"pond": "Größe 3"}'
+USAGE = {"prompt_tokens": 7, "completion_tokens": len(WORDS), "total_tokens": 7 + len(WORDS)}
 
 
-def _answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Fixed words, in the form that was asked for."""
-    usage = {"prompt_tokens": 7, "completion_tokens": len(WORDS), "total_tokens": 7 + len(WORDS)}
-    shared = {"id": "recorded", "created": 0, "model": TINY, "usage": usage}
-    tops = [{"token": word, "logprob": -0.25 * at, "bytes": list(word.encode())} for at, word in enumerate(WORDS[:2])]
-    if path.endswith("/chat/completions"):
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(WORDS)}
-        if body.get("tools"):
-            function = {"name": "count_ducks", "arguments": ARGUMENTS}
-            message = {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "call-1", "type": "function", "function": function}],
-            }
-        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop"}
+async def _answer(_: Canned, request: HttpRequest, responder: Responder) -> None:
+    """Fixed words in the form that was asked for, with what the reference worker has not got: tools and logprobs."""
+    body, chat = msgspec.json.decode(request.body), request.path.endswith("/chat/completions")
+    if isinstance(body.get("messages"), str):
+        responder.send(400, b'{"error": {"message": "messages must be a list", "type": "invalid", "code": 400}}')
+        return
+    kind = "chat.completion" if chat else "text_completion"
+    shared = {"id": "recorded", "created": 0, "model": "canned", "object": kind}
+    if not body.get("stream"):
+        responder.send(200, msgspec.json.encode({**shared, "choices": _choices(body, chat), "usage": USAGE}))
+        return
+    shared["object"] = "chat.completion.chunk" if chat else kind
+    events: list[dict[str, Any]] = [{**shared, "choices": [piece], "usage": None} for piece in _pieces(body, chat)]
+    if body.get("stream_options"):
+        events.append({**shared, "choices": [], "usage": USAGE})
+    responder.start(200, [(b"content-type", b"text/event-stream")])
+    for event in events:
+        responder.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        await responder.drain()
+        await asyncio.sleep(0.01)
+    responder.write(b"data: [DONE]\n\n")
+    responder.end()
+
+
+def _choices(body: dict[str, Any], chat: bool) -> list[dict[str, Any]]:
+    logprobs: dict[str, Any] | None = None
+    if not chat:
         if body.get("logprobs"):
-            choice["logprobs"] = {
-                "content": [
-                    {"token": word, "logprob": -0.5, "bytes": list(word.encode()), "top_logprobs": tops}
-                    for word in WORDS
-                ]
-            }
-        return {**shared, "object": "chat.completion", "choices": [choice]}
-    choices = [{"index": at, "text": "".join(WORDS), "finish_reason": "stop"} for at in range(body.get("n", 1))]
+            logprobs = {"tokens": WORDS, "token_logprobs": [-0.5] * len(WORDS), "text_offset": [0] * len(WORDS)}
+        shared = {"text": "".join(WORDS), "finish_reason": "stop", "logprobs": logprobs}
+        return [{"index": at, **shared} for at in range(body.get("n", 1))]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(WORDS)}
+    if body.get("tools"):
+        message |= {"content": None, "tool_calls": [_call(ARGUMENTS)]}
     if body.get("logprobs"):
-        told = {"tokens": WORDS, "token_logprobs": [-0.5] * len(WORDS), "text_offset": [0] * len(WORDS)}
-        choices = [{**choice, "logprobs": told} for choice in choices]
-    return {**shared, "object": "text_completion", "choices": choices}
+        logprobs = {"content": [*map(_logprob, WORDS)]}
+    return [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}]
 
 
-def _pieces(whole: dict[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
-    """The same answer, a word at a time."""
-    (choice, *_rest), chat = whole["choices"], "message" in whole["choices"][0]
-    shared = {**whole, "object": "chat.completion.chunk" if chat else "text_completion", "usage": None}
-    calls = choice["message"].get("tool_calls") if chat else None
-    words = [ARGUMENTS[:5], ARGUMENTS[5:]] if calls else WORDS
+def _pieces(body: dict[str, Any], chat: bool) -> Iterator[dict[str, Any]]:
+    """The same choice, a word at a time."""
+    words = [ARGUMENTS[:5], ARGUMENTS[5:]] if body.get("tools") else WORDS
     for at, word in enumerate(words):
         piece: dict[str, Any] = {"index": 0, "finish_reason": "stop" if at == len(words) - 1 else None}
-        if calls:
-            named = {"id": calls[0]["id"], "type": "function"} if at == 0 else {}
-            function = {"name": "count_ducks", "arguments": word} if at == 0 else {"arguments": word}
-            piece["delta"] = {"tool_calls": [{"index": 0, **named, "function": function}]}
-        elif chat:
-            piece["delta"] = {"content": word, **({"role": "assistant"} if at == 0 else {})}
-            if "logprobs" in choice:
-                piece["logprobs"] = {"content": [choice["logprobs"]["content"][at]]}
-        else:
+        if not chat:
             piece["text"] = word
-        yield {**shared, "choices": [piece]}
-    if usage:
-        yield {**shared, "choices": [], "usage": whole["usage"]}
+        elif body.get("tools"):
+            call = {"index": 0, **_call(word)} if at == 0 else {"index": 0, "function": {"arguments": word}}
+            piece["delta"] = {"tool_calls": [call]}
+        else:
+            piece["delta"] = {"content": word, **({"role": "assistant"} if at == 0 else {})}
+            piece["logprobs"] = {"content": [_logprob(word)]} if body.get("logprobs") else None
+        yield piece
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    return {"id": "call-1", "type": "function", "function": {"name": "count_ducks", "arguments": arguments}}
+
+
+def _logprob(word: str) -> dict[str, Any]:
+    tops = [{"token": other, "logprob": -0.25, "bytes": list(other.encode())} for other in WORDS[:2]]
+    return {"token": word, "logprob": -0.5, "bytes": list(word.encode()), "top_logprobs": tops}
 
 
 @contextlib.contextmanager
-def run_recorder() -> Iterator[tuple[Asked, Recorder]]:
-    """A recorder in a thread of its own, behind a gateway."""
-    recorder, listener = Recorder(), socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    recorder.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    loop, ended = asyncio.new_event_loop(), asyncio.Event()
-
-    async def serve() -> None:
-        server = HttpServer(recorder.handle)
-        await server.start(listener)
-        await ended.wait()
-        await server.close(0)
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+def run_recorder() -> Iterator[Asked]:
+    """A worker that keeps what it gets, in a thread of its own, behind a gateway."""
+    worker, loop = Canned("recorder", _answer), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
+    asyncio.run_coroutine_threadsafe(worker.start(), loop).result()
     try:
-        with run_gateway({"workers": [{"id": "recorder", "url": recorder.url}]}) as asked:
-            yield asked, recorder
+        with run_gateway({"workers": [{"id": "recorder", "url": worker.url}]}) as asked:
+            yield asked._replace(model="canned", got=worker.asked)
     finally:
-        loop.call_soon_threadsafe(ended.set)
+        asyncio.run_coroutine_threadsafe(worker.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
 
@@ -183,21 +147,18 @@ def _serving(port: int, folder: Path, *options: str) -> Iterator[Asked]:
 
 
 @contextlib.contextmanager
-def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked]:
-    """One prefill and some decode servers of real vLLM, with KV events, behind a gateway."""
-    sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support" / "engines"))
+def run_vllm() -> Iterator[Asked]:
+    """One prefill and two decode servers of real vLLM, with KV events, behind a gateway."""
     from vllm_servers import BLOCK_SIZE, MODEL, Fleet, hand_over
 
     run = uuid.uuid4().hex[:8]
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(Path(folder), start_s=START_S)) as fleet:
         how: dict[str, Any] = {"settings": {}, "beside": hand_over(Path(folder) / "kv"), "kv_events": True}
-        names = [f"clients-{run}-{number}" for number in range(decoders + 1)]
-        servers = fleet.start(dict.fromkeys(names, how | {"extra": TOOLS}))
+        servers = fleet.start({f"clients-{run}-{number}": how | {"extra": TOOLS} for number in range(3)})
         workers = [
             {"id": one.name, "url": one.url, "role": role, "kv_events": one.kv_events, "kv_replay": one.kv_replay}
-            for one, role in zip(servers, ("prefill", *["decode"] * decoders), strict=True)
+            for one, role in zip(servers, ("prefill", "decode", "decode"), strict=True)
         ]
-        report(f"{len(servers)} vLLM servers are ready")
         config = {
             "workers": workers,
             "handshake": "vllm",

@@ -18,53 +18,24 @@ import json
 import platform
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clients.checks import FAILED, Asked, Check
-from clients.targets import Recorder, run_embedded, run_recorder, run_vllm
+from clients.targets import run_embedded, run_recorder, run_vllm
 from clients.with_curl import try_curl
 from clients.with_load_tools import try_guidellm
 from clients.with_openai import try_openai
 from coterie.engines.tiny import TINY, tiny_model_path
 
-CLIENTS = ("openai", "curl", "guidellm")
+CLIENTS: dict[str, Callable[[Asked, Path], tuple[str, list[Check]]]] = {
+    "openai": lambda asked, _: try_openai(asked),
+    "curl": lambda asked, _: try_curl(asked),
+    "guidellm": try_guidellm,
+}
+TARGETS = {"recorder": run_recorder, "embedded": run_embedded, "vllm": run_vllm}
 DETAIL = 90
 """Characters shown of a detail."""
-
-
-def try_all(
-    asked: Asked, recorder: Recorder | None, clients: Sequence[str], tokenizer: Path
-) -> tuple[dict[str, str], list[Check]]:
-    """Versions of the clients, and what came of each check."""
-    versions: dict[str, str] = {}
-    found: list[Check] = []
-    for client in clients:
-        say(f"trying {client}")
-        if client == "openai":
-            versions[client], checks = try_openai(asked, recorder)
-        elif client == "curl":
-            versions[client], checks = try_curl(asked)
-        else:
-            versions[client], checks = try_guidellm(asked, tokenizer)
-        found += checks
-    return versions, found
-
-
-@contextlib.contextmanager
-def target(options: argparse.Namespace) -> Iterator[tuple[Asked, Recorder | None]]:
-    """The gateway to try; those that are started here end with the block."""
-    if options.target == "recorder":
-        with run_recorder() as (asked, recorder):
-            yield asked, recorder
-    elif options.target == "embedded":
-        with run_embedded() as asked:
-            yield asked, None
-    elif options.target == "vllm":
-        with run_vllm(say) as asked:
-            yield asked, None
-    else:
-        yield Asked(options.target.rstrip("/"), options.model, options.key), None
 
 
 def print_checks(versions: dict[str, str], found: Sequence[Check]) -> None:
@@ -75,22 +46,24 @@ def print_checks(versions: dict[str, str], found: Sequence[Check]) -> None:
         print(f"| {one.client} {versions[one.client]} | {one.what} | {one.outcome} | {shown} |")
 
 
-def say(what: str) -> None:
-    print(what, file=sys.stderr)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", help="recorder, embedded, vllm, or the URL of a gateway")
     parser.add_argument("--model", default=TINY, help="of the gateway at a URL")
     parser.add_argument("--key", help="API key, if the gateway at the URL wants one")
     parser.add_argument("--tokenizer", type=Path, default=tiny_model_path(), help="folder of the model, for guidellm")
-    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=list(CLIENTS))
+    parser.add_argument("--clients", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
     parser.add_argument("--output", type=Path, help="write what was found as JSON")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a plain one would leave the servers
-    with target(options) as (asked, recorder):
-        versions, found = try_all(asked, recorder, options.clients, options.tokenizer)
+    versions: dict[str, str] = {}
+    found: list[Check] = []
+    at_url = Asked(options.target.rstrip("/"), options.model, options.key)
+    with TARGETS.get(options.target, lambda: contextlib.nullcontext(at_url))() as asked:
+        for client in options.clients:
+            print(f"trying {client}", file=sys.stderr)
+            versions[client], checks = CLIENTS[client](asked, options.tokenizer)
+            found += checks
     print_checks(versions, found)
     if options.output is not None:
         told = {

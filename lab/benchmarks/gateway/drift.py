@@ -1,6 +1,6 @@
 """An abrupt change of the traffic on a live fleet: how soon the router is fitted anew, and what that gives.
 
-    python lab/benchmarks/gateway/drift.py [--seed 0] [--rounds 6] [--json]
+    python lab/benchmarks/gateway/drift.py [--seed 0] [--rounds 6]
 
 One prefill and three decode workers of coterie-tiny behind `coterie serve`, the control loop on, under a closed loop of
 clients. A router is fitted to German, French and Spanish prompts; then all clients send Russian, Arabic and Japanese
@@ -267,7 +267,6 @@ async def live(
         between = await steps.look()
         await asyncio.sleep(LIVE_S)
         after = await steps.look()
-        advice = json.loads((await client.call("GET", "/advice"))[1])
         told = (await decisions(client))[events:]
         last = await fit_in_force(client)
         kept = bench.fleet.folder / "loop.safetensors"
@@ -284,11 +283,9 @@ async def live(
             "until the swap": between.experts_by_token,
             "after the swap": after.experts_by_token,
         },
-        "requests_since_change": len(seen),
         "requests_per_s": len(seen) / (time.monotonic() - changed),
         "fresh_fit_s": fit_s,
         "events": told,
-        "advice": advice,
         "worse": worse_is_kept(bench, RouterFit.load(start), listener.seen[:known], seen),
         "fits": {"before": start, "loop": str(kept), "fresh": str(fresh)},
     }
@@ -394,15 +391,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=6, help="of the comparison of fits")
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} must be at least 1")
     with run_embedded() as fleet:
         told = asyncio.run(run(fleet, options.seed, options.rounds))
-    if options.json:
-        print(json.dumps(told, indent=1, default=str))
-        return
     print("\n".join(report(told)))
     for event in told["events"]:
         print(f"{event['kind']}: {event['reason']}")

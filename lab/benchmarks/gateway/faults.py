@@ -66,9 +66,7 @@ async def run(fleet: EmbeddedFleet, seconds: float, rate: float, seed: int) -> d
         after, left = await _settle(site, before)
         metrics = await site.metrics()
         logged = site.logged()
-    result = _result(clients, hands, began, logged, {"before": before, "after": after}, left + _errors(metrics))
-    failures = {name: value for name, value in metrics.items() if "worker_failures_total" in name and value}
-    return {**result, "worker_failures_of_the_last_process": failures}
+    return _result(clients, hands, began, logged, {"before": before, "after": after}, left + _errors(metrics))
 
 
 async def _warm(site: Site) -> None:

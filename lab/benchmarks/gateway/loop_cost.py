@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -42,6 +40,7 @@ from coterie.net.http1.upstream import Upstream
 from coterie.net.http_client import Client
 from coterie.net.processes import ServerProcess, free_port
 from gateway.compare import measure, median_of
+from gateway.faulty.site import parse_metrics
 from gateway.peers import HERE, START_S, start_workers
 
 ON = ControlSection(score="experts", advise=AdviseSection(ranks=4))
@@ -88,27 +87,19 @@ class Switched:
         await asyncio.sleep(1.0)
 
     async def metric(self, client: Client, name: str) -> float:
-        text = (await client.call("GET", "/metrics"))[1]
-        found = re.search(rf"^coterie_gateway_{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        """Return a metric of the gateway, summed over its labels if `name` has none."""
+        found = parse_metrics((await client.call("GET", "/metrics"))[1])
+        return sum(value for key, value in found.items() if f"coterie_gateway_{name}" in (key, key.partition("{")[0]))
 
     async def measure(self, client: Client, state: str, options: argparse.Namespace) -> Cost:
         async with self.page(state):
-            before = await self.requests(client), cpu_s(self.pid)
+            before = await self.metric(client, "requests_total"), cpu_s(self.pid)
             seen = await measure(self.url, options)
-            used, answered = cpu_s(self.pid) - before[1], await self.requests(client) - before[0]
+            used, answered = cpu_s(self.pid) - before[1], await self.metric(client, "requests_total") - before[0]
             start_s, start_cpu_s = time.perf_counter(), cpu_s(self.pid)
             await asyncio.sleep(options.idle_seconds)
             idle = (cpu_s(self.pid) - start_cpu_s) / (time.perf_counter() - start_s)
             return Cost(*seen, 1e3 * used / answered, 100 * idle)
-
-    async def requests(self, client: Client) -> float:
-        """Requests answered so far."""
-        text = (await client.call("GET", "/metrics"))[1]
-        return sum(
-            float(one) for one in re.findall(r"^coterie_gateway_requests_total(?:\{[^}]*\})? (\S+)$", text, re.M)
-        )
 
     @contextlib.asynccontextmanager
     async def page(self, state: str) -> AsyncIterator[None]:
@@ -193,7 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--subscribe", metavar="PATH", help="endless answer to read while the loop is on, such as /live"
     )
     parser.add_argument("--stream", action="store_true", help="ask for server-sent events")
-    parser.add_argument("--output", type=Path, help="also write all rounds, as JSON")
     options = parser.parse_args(argv)
     with ExitStack() as started:
         logs = Path(started.enter_context(tempfile.TemporaryDirectory()))
@@ -211,8 +201,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         server = started.enter_context(ServerProcess(argv_of, url, logs / "gateway.log").start(START_S))
         told = uvloop.run(run(Switched(path, configs, url, server.pid, options.subscribe), options))
     print(report(told, options.clients))
-    if options.output is not None:
-        options.output.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ One load of vLLM has graphs for every batch size up to 64. A step is sent to the
 it to, or to its own, by exchanging the table of the graph dispatcher. So one load compares, step by step in turn:
 
 * stale: default sizes; padding rows take the experts of other tokens (gpt-oss: recorded ones) or their own (tiny).
-* first: padding rows take the experts of the first row.
 * mask: padding rows take no expert: ids of -1 (vLLM's own mask, `VLLM_MOE_SKIP_PADDING`) or, where router and experts
   are one Triton kernel, the count of rows that its routing takes.
 * single: a graph of the batch's own size.
@@ -47,7 +46,7 @@ STEP_TOKENS = 8192
 CONTEXT, LONGEST = 256, 1024
 BATCHES, WARM_UP = 12, 4
 """Batches that each variant runs per batch size, and steps before the first."""
-VARIANTS = ("stale", "first", "mask", "single")
+VARIANTS = ("stale", "mask", "single")
 TIMED_ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 11, 13, 16, 17, 20, 25, 28, 33, 41, 49, 57, 64)
 EQUAL_ROWS = (3, 5, 9, 13, 20, 27, 41)
 EQUAL_STEPS = 24
@@ -77,9 +76,9 @@ class Seen(NamedTuple):
     rows: int
     padded: int
     chosen: Any  # [layer, row, k], the router's own choice
-    tokens: Any  # [row] input ids
     hidden: Any  # [row, hidden] of real rows
-    events: tuple[Any, Any, Any]
+    start: Any
+    end: Any
 
 
 class Hooks:
@@ -106,7 +105,6 @@ class Hooks:
         self.keep_choice = self.keep_hidden = False
         self.seen: list[Seen] = []
         self.graphs: list[dict[str, Any]] = []
-        self.masked_routing: str = "not used"
         self.tables: dict[bool, list[int]] = {}
 
     def route(self, runner: object, logits: Any) -> Any:
@@ -133,9 +131,7 @@ class Hooks:
             chosen = self.ids[step.at[:padded]].transpose(0, 1)
             given.scatter_(2, chosen, self.values.to(given.dtype).expand(chosen.shape))
             self.source[:padded] = self.arange[:padded]
-        if step.variant == "first":
-            self.source[rows:padded] = self.source[:1]
-        elif step.variant == "mask":
+        if step.variant == "mask":
             self.skip[rows:padded].fill_(True)
             self.counts[padded].fill_(rows)
 
@@ -167,22 +163,20 @@ def install(hooks: Hooks) -> None:
     def forward_seen(self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         rows, padded, step = len(self.input_batch.req_ids), len(input_ids), hooks.step
         hooks.before(rows, padded)
-        start, done, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         result = forward(self, input_ids, *args, **kwargs)
-        done.record()
         if step is not None:
             own = hooks.logits[:, MOST : MOST + padded]
             chosen = own.topk(hooks.top_k, -1).indices.to(torch.int16) if hooks.keep_choice else None
             hidden = result[:rows].clone() if hooks.keep_hidden else None
-            tokens = input_ids.clone() if hooks.keep_choice else None
-            hooks.seen.append(Seen(step, rows, padded, chosen, tokens, hidden, (start, done, end)))
+            hooks.seen.append(Seen(step, rows, padded, chosen, hidden, start, end))
         return result
 
     def sample_seen(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = sample(self, *args, **kwargs)
         if hooks.step is not None and hooks.seen:
-            hooks.seen[-1].events[2].record()
+            hooks.seen[-1].end.record()
         return result
 
     def capture_seen(self: Any, desc: Any, cudagraph_runtime_mode: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,16 +205,7 @@ def install(hooks: Hooks) -> None:
         routing = kernels.routing
 
         def routing_masked(logits: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = len(logits)
-            if hooks.masked_routing.startswith("failed"):
-                return routing(logits, *args, **kwargs)
-            try:
-                result = routing(logits, *args, **{**kwargs, "n_rows": hooks.counts[rows, :1]})
-            except Exception as error:  # The first call is outside of a capture: go on without a mask.
-                hooks.masked_routing = f"failed: {error!r}"[:300]
-                return routing(logits, *args, **kwargs)
-            hooks.masked_routing = "n_rows"
-            return result
+            return routing(logits, *args, **{**kwargs, "n_rows": hooks.counts[len(logits), :1]})
 
         kernels.routing = routing_masked  # type: ignore[attr-defined]
 
@@ -320,12 +305,9 @@ class Engine:
             self.core.step()
         result: dict[str, Any] = {"rows": rows}
         for seen in self.drain(names):
-            if seen.step.number < 0:
-                continue
-            start, done, end = seen.events
-            row = result.setdefault(seen.step.variant, {"padded": seen.padded, "gpu_ms": [], "forward_ms": []})
-            row["gpu_ms"].append(round(start.elapsed_time(end), 4))
-            row["forward_ms"].append(round(start.elapsed_time(done), 4))
+            if seen.step.number >= 0:
+                row = result.setdefault(seen.step.variant, {"padded": seen.padded, "gpu_ms": []})
+                row["gpu_ms"].append(round(seen.start.elapsed_time(seen.end), 4))
         return result
 
     def choices(self, since: str) -> list[dict[str, Any]]:
@@ -342,7 +324,7 @@ class Engine:
                 names = [self.add(self.prompts[(size + i) % 256], 40) for i in range(size)]
                 while sum(seen.rows == size for seen in self.hooks.seen) < 8:
                     self.core.step()
-                rows.append(summary([seen for seen in self.drain(names) if seen.rows == size], self.hooks.experts))
+                rows.append(summary([seen for seen in self.drain(names) if seen.rows == size]))
                 self.hooks.next = lambda number: Step(number, "stale", None)
         else:
             names = [self.add(self.prompts[i], 900) for i in range(MOST)]
@@ -354,7 +336,7 @@ class Engine:
             by_size: dict[int, list[Seen]] = {}
             for seen in self.drain(names):
                 by_size.setdefault(seen.rows, []).append(seen)
-            rows = [summary(by_size[size], self.hooks.experts) for size in sorted(by_size)]
+            rows = [summary(by_size[size]) for size in sorted(by_size)]
         self.hooks.keep_choice = False
         return [{**row, "since": since} for row in rows]
 
@@ -407,33 +389,16 @@ def redraw(model: Any) -> None:
                 weight.data.copy_(drawn * (0.02 if weight.ndim == 2 else 0.0))
 
 
-def summary(steps: list[Seen], experts: int) -> dict[str, Any]:
-    """Mean over steps and layers: experts of the real rows, and those that only padding rows touch."""
-    real, further, alone, patterns, tokens = [], [], [], [], []
+def summary(steps: list[Seen]) -> dict[str, Any]:
+    """Mean over steps and layers: experts of the real rows, those that only padding rows touch, and their patterns."""
+    counted = []
     for seen in steps:
-        chosen = seen.chosen.cpu().numpy()  # [layer, row, k]
-        padding = chosen[:, seen.rows :]
-        tokens.append(len(set(seen.tokens[seen.rows :].tolist())))
-        for layer in range(len(chosen)):
-            mine, theirs = set(chosen[layer, : seen.rows].ravel()), set(padding[layer].ravel())
-            real.append(len(mine))
-            further.append(len(theirs - mine))
-            alone.append(len(theirs))
-            patterns.append(len({tuple(sorted(row)) for row in padding[layer]}))
-    layers, rows, padded = len(steps[-1].chosen), steps[-1].rows, steps[-1].padded
-    last = np.array(further).reshape(-1, layers).mean(0)
-    return {
-        "rows": rows,
-        "padded": padded,
-        "experts": experts,
-        "steps": len(steps),
-        "distinct": float(np.mean(real)),
-        "further": float(np.mean(further)),
-        "distinct_of_padding": float(np.mean(alone)),
-        "patterns_of_padding": float(np.mean(patterns)),
-        "padding_token_ids": float(np.mean(tokens)),
-        "further_by_layer": [round(float(value), 3) for value in last],
-    }
+        for chosen in seen.chosen.cpu().numpy():  # [row, k] of a layer
+            mine, padding = set(chosen[: seen.rows].ravel()), chosen[seen.rows :]
+            further = set(padding.ravel()) - mine
+            counted.append((len(mine), len(further), len({tuple(sorted(row)) for row in padding})))
+    means = dict(zip(("distinct", "further", "patterns_of_padding"), np.mean(counted, axis=0).tolist(), strict=True))
+    return {"rows": steps[-1].rows, "padded": steps[-1].padded, "steps": len(steps), **means}
 
 
 def pack(path: Path) -> None:
@@ -466,40 +431,20 @@ def measure(given: argparse.Namespace) -> None:
             out.write(json.dumps({"job": job, **row}) + "\n")
             out.flush()
 
-        header = {
-            "model": given.model,
-            "dtype": given.dtype,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(),
-            "load_s": round(time.perf_counter() - began, 1),
-            "masked_routing": engine.hooks.masked_routing,
-            "kernel": engine.llm.apply_model(kernel_of)[0],
-        }
-        keep("header", header)
-        print(header, flush=True)
+        header = {"model": given.model, "dtype": given.dtype, "vllm": vllm.__version__, "torch": torch.__version__}
+        keep("header", {**header, "device": torch.cuda.get_device_name()})
         keep("graphs", {"graphs": engine.hooks.graphs})
-        print(graph_costs(engine.hooks.graphs), flush=True)
-
         jobs: list[tuple[str, Any]] = [("choice", "prefill"), ("choice", "departures")]
         jobs += [("equal", rows) for rows in EQUAL_ROWS] + [("steps", rows) for rows in TIMED_ROWS]
         if not engine.tiny:
             jobs = [("equal", rows) for rows in EQUAL_ROWS[1:5]] + jobs[2 + len(EQUAL_ROWS) :] + jobs[:2]
         for job, what in jobs:
             if job == "choice":
-                rows = engine.choices(what)
-                for row in rows:
+                for row in engine.choices(what):
                     keep(job, row)
-                text = " ".join(f"{r['rows']}>{r['padded']}:{r['distinct']:.1f}+{r['further']:.1f}" for r in rows)
-            elif job == "equal":
-                row = engine.equal(what)
-                keep(job, row)
-                text = json.dumps({name: row[name] for name in ("again", *VARIANTS[1:])})
             else:
-                row = engine.times(what)
-                keep(job, row)
-                text = " ".join(f"{name} {np.median(row[name]['gpu_ms']):.3f}" for name in VARIANTS)
-            print(f"{time.perf_counter() - began:6.1f} s {job} {what}: {text}", flush=True)
+                keep(job, engine.equal(what) if job == "equal" else engine.times(what))
+            print(f"{time.perf_counter() - began:6.1f} s {job} {what}", flush=True)
 
 
 def table(path: Path) -> None:
@@ -507,15 +452,17 @@ def table(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     of = {job: [row for row in rows if row["job"] == job] for job in ("header", "choice", "steps", "equal", "graphs")}
     print(json.dumps(of["header"][0]), "\n")
-    print("| requests | padded to | stale, ms | first row, % | mask, % | own graph, % |\n|---|---|---|---|---|---|")
+    print("| requests | padded to | stale, ms | mask, % | own graph, % |\n|---|---|---|---|---|")
     for row in of["steps"]:
         stale = np.array(row["stale"]["gpu_ms"])
         gains = (f"{100 * np.median(np.array(row[name]['gpu_ms']) / stale - 1):+.1f}" for name in VARIANTS[1:])
         print(f"| {row['rows']} | {row['stale']['padded']} | {np.median(stale):.3f} |", " | ".join(gains), "|")
-    print("\n| since | requests | padded to | experts a layer | by padding alone | ids |\n|---|---|---|---|---|---|")
+    print(
+        "\n| since | requests | padded to | experts a layer | by padding alone | patterns |\n|---|---|---|---|---|---|"
+    )
     for row in of["choice"]:
         if row["padded"] > row["rows"]:
-            numbers = (f"{row[name]:.1f}" for name in ("distinct", "further", "padding_token_ids"))
+            numbers = (f"{row[name]:.1f}" for name in ("distinct", "further", "patterns_of_padding"))
             print(f"| {row['since']} | {row['rows']} | {row['padded']} |", " | ".join(numbers), "|")
     for row in of["equal"]:
         print(f"\n{row['rows']} requests:", {name: row[name] for name in ("again", *VARIANTS[1:])})
@@ -533,16 +480,6 @@ def graph_costs(captured: list[dict[str, Any]]) -> str:
             spent, held = sum(graph["s"] for graph in part), sum(graph["bytes"] for graph in part)
             lines.append(f"graphs {mode}, {name}: {len(part)}, {spent:.1f} s, {held / 2**20:.0f} MiB")
     return "\n".join(lines)
-
-
-def kernel_of(model: Any) -> str:
-    """Names of the first MoE layer's router, method and expert kernel."""
-    for module in model.modules():
-        if type(module).__name__ == "MoERunner":
-            method = module.routed_experts.quant_method
-            kernel = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
-            return " ".join(type(part).__name__ for part in (module.router, method, kernel))
-    return "no MoE layer"
 
 
 def main() -> None:

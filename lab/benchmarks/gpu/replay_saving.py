@@ -52,10 +52,9 @@ def read_decoders(files: list[str]) -> Iterator[tuple[dict[str, Any], Decoder]]:
         jobs = json.loads(str(arrays["jobs"]))
         header, *lines = (json.loads(line) for line in Path(steps_path).read_text().splitlines())
         for line in lines:
-            if line["kind"] == "replay":
-                number = line["job"]
-                who, at = arrays[f"who_{number}"], arrays[f"at_{number}"]
-                yield header, Decoder(jobs[number], line["steps"], who, at, arrays["ids"])
+            number = line["job"]
+            who, at = arrays[f"who_{number}"], arrays[f"at_{number}"]
+            yield header, Decoder(jobs[number], line["steps"], who, at, arrays["ids"])
 
 
 def add_times(decoder: Decoder, model: StepModel, sums: dict[int, Any], off: list[float]) -> None:

@@ -30,31 +30,6 @@ STEPS = 250
 """Steps of a decoder that are replayed, from the middle of the steady part."""
 
 
-class Jobs:
-    """The tokens of all jobs in one array, and their rows in it."""
-
-    def __init__(self) -> None:
-        self.parts, self.size = list[Ids](), 0
-        self.jobs: list[dict[str, Any]] = []
-        self.arrays: dict[str, Any] = {}
-
-    def keep(self, ids: Ids) -> NDArray[np.int64]:
-        """Append tokens; return their rows."""
-        self.parts.append(ids)
-        self.size += len(ids)
-        return np.arange(self.size - len(ids), self.size)
-
-    def add(self, at: NDArray[np.int64], job: dict[str, Any], **arrays: Any) -> None:
-        for name, array in {"at": at, **arrays}.items():
-            self.arrays[f"{name}_{len(self.jobs)}"] = np.asarray(array, np.int32)
-        self.jobs.append(job)
-
-    def save(self, path: Path) -> None:
-        ids = np.concatenate([part.astype(np.uint8) for part in self.parts])
-        np.savez_compressed(path, ids=ids, jobs=np.array(json.dumps(self.jobs)), **self.arrays)
-        print(f"{path}: {len(self.jobs)} jobs, {path.stat().st_size / 1e6:.1f} MB")
-
-
 def decoder_steps(
     run: FleetRun, requests: FleetRequests, decoder: int, window: MeasuredSpan, most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
@@ -84,27 +59,29 @@ def decoder_steps(
     return who, at, contexts
 
 
-def add_replay(jobs: Jobs, data: Path, name: str, dtype: str) -> None:
-    source, model = recorded_source(data, name), step_model(get_model(name), "h200", dtype)  # type: ignore[arg-type]
-    halves = split(source, 0)
+def main() -> None:
+    name, dtype, out = sys.argv[1:] if len(sys.argv) == 4 else sys.exit(__doc__)
+    source = recorded_source(Path(os.environ["COTERIE_DATA"]), name)
+    model, halves = step_model(get_model(name), "h200", dtype), split(source, 0)  # type: ignore[arg-type]
     recordings = split_recordings(source.trace, halves.test)
+    ids: list[Ids] = []  # the tokens of all loads, one after the other
+    jobs: list[dict[str, Any]] = []
+    arrays: dict[str, Ids] = {}
     for decoders, per_decoder in LOADS:
         bench = bench_of(source, halves, recordings, decoders, per_decoder, 0, REQUESTS, model)
-        runs = {name: bench.serve(bench.router(name)) for name in ROUTERS}
-        rows = jobs.keep(bench.requests.recordings.expert_ids)
+        runs = {router: bench.serve(bench.router(router)) for router in ROUTERS}
+        first = sum(map(len, ids))
+        ids.append(bench.requests.recordings.expert_ids)
         for decoder in range(decoders):
-            for name, run in runs.items():
+            for router, run in runs.items():
                 window = steady(run, decoders * per_decoder)
                 who, at, contexts = decoder_steps(run, bench.requests, decoder, window, STEPS)
-                job = {"kind": "replay", "load": per_decoder, "router": name, "decoder": decoder, "contexts": contexts}
-                jobs.add(np.where(at < 0, 0, rows[at]), job, who=who)
-
-
-def main() -> None:
-    model, dtype, out = sys.argv[1:] if len(sys.argv) == 4 else sys.exit(__doc__)
-    jobs = Jobs()
-    add_replay(jobs, Path(os.environ["COTERIE_DATA"]), model, dtype)
-    jobs.save(Path(out))
+                arrays[f"at_{len(jobs)}"] = np.where(at < 0, 0, first + at).astype(np.int32)
+                arrays[f"who_{len(jobs)}"] = who.astype(np.int32)
+                jobs.append({"load": per_decoder, "router": router, "decoder": decoder, "contexts": contexts})
+    whole = np.concatenate(ids).astype(np.uint8)
+    np.savez_compressed(out, ids=whole, jobs=np.array(json.dumps(jobs)), **arrays)  # type: ignore[arg-type]
+    print(f"{out}: {len(jobs)} jobs, {Path(out).stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def main() -> None:
             rows = [
                 {"step": s.number, "gpu_ms": s.us / 1e3, "period_ms": s.period_us and s.period_us / 1e3} for s in steps
             ]
-            out.write(json.dumps({"job": number, "kind": "replay", "steps": rows}) + "\n")
+            out.write(json.dumps({"job": number, "steps": rows}) + "\n")
             out.flush()
             print(f"{time.perf_counter() - began:6.1f} s", job["router"], job["load"], len(steps), flush=True)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coterie.errors import TraceError, UnavailableError
 from fleet_checks import run_checked
 from fleet_reality import TIMELINE, read_timeline, simulate_timeline, vllm_timeline_rows
 
@@ -26,12 +25,3 @@ def test_the_simulated_timeline_keeps_its_rules(data_dir: Path, monkeypatch: pyt
     first = timeline._replace(**{name: column[:40] for name, column in timeline._asdict().items()})
     run = simulate_timeline(first, 2.0)
     assert np.isfinite(run.finish_s).all()
-
-
-def test_a_bad_timeline_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "timeline.jsonl"
-    with pytest.raises(UnavailableError, match="does not exist"):
-        read_timeline(file)
-    file.write_text('{"arrival_time": 1.0}\n')
-    with pytest.raises(TraceError, match="line 1"):
-        read_timeline(file)

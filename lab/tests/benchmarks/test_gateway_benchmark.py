@@ -59,7 +59,7 @@ def test_targets_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl() -> None:
-    with run_recorder() as (asked, _):
+    with run_recorder() as asked:
         _, found = try_curl(asked)
     assert len(found) > 10
     assert [one for one in found if one.outcome != PASSED] == []

@@ -26,7 +26,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("variant", padding.VARIANTS)
-def test_real_rows_take_recorded_experts_and_padding_rows_those_of_the_variant(hooks: Any, variant: str) -> None:
+def test_rows_take_recorded_experts_and_the_mask_covers_padding_rows(hooks: Any, variant: str) -> None:
     import torch
 
     own, runners, at = torch.randn(16, 8), [object() for _ in range(3)], torch.arange(40, 56)
@@ -36,8 +36,7 @@ def test_real_rows_take_recorded_experts_and_padding_rows_those_of_the_variant(h
     hooks.before(9, 16)
     chosen = torch.stack([hooks.route(runner, own) for runner in runners]).topk(2).indices.sort().values
     recorded = hooks.ids[at].transpose(0, 1).sort().values  # [layer, row, k]
-    expected = recorded if variant != "first" else torch.cat([recorded[:, :9], recorded[:, :1].expand(-1, 7, -1)], 1)
-    assert torch.equal(chosen, expected)
+    assert torch.equal(chosen, recorded)
     assert bool(hooks.skip[9:16].all()) == (variant == "mask")
     assert int(hooks.counts[16, 0]) == (9 if variant == "mask" else 16)
     hooks.step = None
@@ -51,7 +50,6 @@ def test_real_rows_take_recorded_experts_and_padding_rows_those_of_the_variant(h
 def test_a_summary_counts_experts_that_only_padding_rows_touch() -> None:
     torch = pytest.importorskip("torch")
     chosen = torch.tensor([[[0, 1], [1, 2], [2, 5], [2, 5]], [[3, 4], [3, 4], [3, 4], [4, 3]]])
-    seen = padding.Seen(padding.Step(0, "stale", None), 2, 4, chosen, torch.tensor([7, 8, 9, 9]), None, (0, 0, 0))
-    row = padding.summary([seen], 8)
-    assert (row["distinct"], row["further"], row["further_by_layer"]) == (2.5, 0.5, [1.0, 0.0])
-    assert (row["patterns_of_padding"], row["padding_token_ids"]) == (1.0, 1.0)
+    seen = padding.Seen(padding.Step(0, "stale", None), 2, 4, chosen, None, None, None)
+    row = padding.summary([seen])
+    assert (row["distinct"], row["further"], row["patterns_of_padding"]) == (2.5, 0.5, 1.0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coterie.answers.suites import SuiteOptions
 from coterie.costs.exchange import counted_locality
 from coterie.errors import ConfigError, TraceError
-from coterie.traces import ActivationTrace, ActivationWriter, LoadTable, RequestTrace, TraceMeta
+from coterie.traces import ActivationTrace, ActivationWriter, TraceMeta
 from coterie.traces.readers import read_trace
 from coterie.types import NVLINK4, NVLINK5, Placement, Topology
 from coterie_lab.suites.all_to_all.counting import busiest_rank, sampled_steps, uniform_steps
@@ -96,8 +96,6 @@ def test_another_batch_has_nothing_published_and_the_busiest_gpu_rounds_up() -> 
     assert any("Nothing published for batch=100" in note for note in found.notes)
     row = one(found.rows, "deepseek-v3", 8)
     assert row["time_us"] == pytest.approx(2 * (2 + 13 * 7 * 14336 / 450e3))
-    with pytest.raises(ConfigError, match="batch=0 must be at least 1"):
-        SuiteOptions(batch=0)
 
 
 def test_notes_name_what_is_reproduced_and_what_is_not() -> None:
@@ -216,20 +214,11 @@ def test_a_trace_of_an_unknown_model_has_places_but_no_bytes(tmp_path: Path, rng
     assert all(r["time_us"] is None for r in run(SuiteOptions(trace=misnamed), quiet).rows if r["source"] == "trace")
 
 
-def test_bad_traces(tmp_path: Path, rng: np.random.Generator) -> None:
-    LoadTable(np.ones((1, 2, 8), np.uint64)).save(tmp_path / "load")
-    RequestTrace(np.array([1]), np.array([1])).save(tmp_path / "requests")
-    for kind in ("load", "requests"):
-        with pytest.raises(TraceError, match=f"kind: found '{kind}', expected 'activations'"):
-            run(SuiteOptions(trace=tmp_path / kind), quiet)
-    with pytest.raises(ConfigError, match="num_experts=7 must be a multiple of one of 2, 4, 8, 16, 32 GPUs"):
-        run(SuiteOptions(trace=save(tmp_path / "odd", rng.integers(0, 7, (200, 1, 1)), experts=7)), quiet)
+def test_a_trace_must_hold_a_step(tmp_path: Path, rng: np.random.Generator) -> None:
     short = save(tmp_path / "short", rng.integers(0, 8, (127, 1, 1)))
     with pytest.raises(TraceError, match="tokens: found 127, expected at least one step of batch=128"):
         run(SuiteOptions(trace=short), quiet)
     assert run(SuiteOptions(trace=short, batch=127), quiet).rows
-    with pytest.raises(TraceError, match="does not exist"):
-        run(SuiteOptions(trace=tmp_path / "none"), quiet)
     with pytest.raises(ConfigError, match="batch=20001 must be at most 20000"):
         run(SuiteOptions(trace=short, batch=20_001), quiet)
 

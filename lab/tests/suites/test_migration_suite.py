@@ -21,14 +21,7 @@ from coterie.types import Placement, Topology
 from coterie_lab.suites.held import cheapest_homes, placement_from_held
 from coterie_lab.suites.migration import memory as migration_memory
 from coterie_lab.suites.migration import suite as migration
-from coterie_lab.suites.migration.memory import (
-    PUBLISHED_BUDGET,
-    PUBLISHED_STEP_S,
-    Case,
-    Steps,
-    memory_rows,
-    published_step_s,
-)
+from coterie_lab.suites.migration.memory import PUBLISHED_BUDGET, Case, Steps, memory_rows, published_step_s
 from coterie_lab.suites.migration.suite import ORDER, PUBLISHED, RANKS, Bench, run
 from coterie_lab.suites.migration.traffic import Domains, by_rank, make_windows, read_domains
 from simulate_traces import quiet
@@ -159,12 +152,8 @@ def test_bad_traces(tmp_path: Path, rng: np.random.Generator) -> None:
         run(SuiteOptions(trace=tmp_path / "load"), quiet)
 
 
-def test_the_published_cache_column_is_exact_and_its_throughput_is_not() -> None:
+def test_lost_sessions_cost_more_throughput_than_the_published_replicas_save() -> None:
     counts = (0, 4, 8, 12, 16)
-    assert [round(PUBLISHED_BUDGET.kv_bytes(n) / 1e9, 1) for n in counts] == [163.7, 120.9, 78.1, 35.3, 0.0]
-    assert [round(PUBLISHED_BUDGET.fitting_sessions(n), 1) for n in counts] == [5.0, 3.7, 2.4, 1.1, 0.0]
-    ratios = [PUBLISHED_STEP_S / published_step_s(n, 1.0) for n in counts[:4]]
-    assert ratios == pytest.approx([1.0, 1.00113, 1.00226, 1.00339], abs=1e-5), "not 1.11, 1.22, 1.34"
     points = [PUBLISHED_BUDGET.point(n, published_step_s) for n in counts]
     assert [p.tokens_per_s / points[0].tokens_per_s for p in points] == pytest.approx(
         [1.0, 0.7394, 0.4782, 0.2164, 0.0], abs=1e-4

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.predictors import PredictRequest
-from coterie.predictors.scoring import cosine
 from coterie_lab.suites.predictors.scores import recall, score
 
 
@@ -89,8 +88,6 @@ def test_by_hand() -> None:
     assert recall(np.array([[[9, 0, 8, 1]]]), truth, 2)[0, 0] == 0.5
     assert recall(np.array([[[9, 8, 0, 0]]]), truth, 4)[0, 0] == 2 / 3  # three were used, two of them predicted
     assert recall(np.zeros((1, 1, 4)), truth, 2)[0, 0] == 0
-    assert cosine(np.zeros((1, 1, 4)), truth)[0, 0] == 0
-    np.testing.assert_allclose(cosine(np.array([[[3, 4]]]), np.array([[[4, 3]]])), 24 / 25)
 
 
 def test_sixteen_are_sixteen_whatever_top_k_is() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from coterie.answers.suites import SuiteOptions
 from coterie.engines.tiny import TINY, tiny_model_path
-from coterie.errors import ConfigError, TraceError, UnavailableError
+from coterie.errors import TraceError, UnavailableError
 from coterie.predictors.scoring import TEST_SHARE
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers import _rows
@@ -240,12 +240,6 @@ def test_longest_match() -> None:
     assert longest_match("abcab bxa", numbers).tolist() == [2, 1, 3, -1, 0]
     assert longest_match("", numbers).tolist() == []
     assert longest_match("zz", {}).tolist() == [-1, -1]
-
-
-def test_requests_with_one_prompt_cannot_be_split(tmp_path: Path) -> None:
-    make(tmp_path / "t", requests=1)
-    with pytest.raises(ConfigError, match="1 requests share 1 prompt"):
-        run(SuiteOptions(trace=tmp_path / "t"), quiet)
 
 
 def test_requests_with_the_same_prompt_stay_together(tmp_path: Path) -> None:
