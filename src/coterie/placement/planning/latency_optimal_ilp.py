@@ -8,8 +8,8 @@ A budget of moves couples the layers. Each move is given a price, which is bisec
 price, the best combination of one placement per layer within the budget is chosen; the highest bound over the prices is
 the lower bound.
 
-Over scenarios (:attr:`Load.scenarios`) it minimises their expected time, tail included, for equal shares and small
-layers; larger layers are refused. With the optimal split it plans for the mean step.
+Over scenarios (:attr:`Load.scenarios`) it minimises their expected time, for equal shares and small layers; larger
+layers are refused. With the optimal split it plans for the mean step.
 
 Wrong if the next window differs from this one, as every planner. A `gap` below the accuracy of the load wastes time.
 """
@@ -135,7 +135,7 @@ class _Planning:
         unit, share, steps = problem.unit[index, living], problem.share[index].T, None
         if problem.steps is not None:
             seconds = problem.steps.replica_s(index, problem.share.shape[1])[living]
-            steps = LayerSteps(seconds, problem.steps.weights, objective.tail, objective.tail_share)
+            steps = LayerSteps(seconds, problem.steps.weights)
             unit, share = _expected(seconds @ steps.weights)
         return ProgramLayer(
             unit,
