@@ -41,7 +41,10 @@ LARGEST = 1024
 """Largest experts x ranks x scenarios of a layer that is solved over scenarios: above it the gap seldom closes."""
 
 TOLERANCE = 1e-5
-"""Gap that the solver's tolerances leave, as a share of the objective."""
+"""Gap that the solver's tolerances leave, as a share of the objective above its floor."""
+
+ROUNDING = 1e-12
+"""Gap that rounding leaves at the floor, as a share of the floor."""
 
 
 @planners.register("latency_optimal_ilp")
@@ -267,7 +270,7 @@ class _Planning:
         proof = Proof(
             base + excess,
             base + np.minimum(bounds, excess),
-            excess - bounds <= wanted + TOLERANCE * excess,
+            excess - bounds <= wanted + TOLERANCE * excess + ROUNDING * base,
             self.seconds,
             float(base.sum()) + min(total_bound, float(excess.sum())),
         )
