@@ -28,7 +28,6 @@ class ExecutionModel(Protocol):
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         """Return the time of a batch; `requests` are indices into the arrivals of the run."""
-        ...
 
 
 def run_batches(
