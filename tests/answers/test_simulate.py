@@ -27,6 +27,7 @@ from coterie.models import get_model
 from coterie.sim.metrics import summarise_run
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.types import Placement, Topology
+from sim_checks import checked
 from simulate_traces import make_trace, quiet, rng
 
 
@@ -66,7 +67,7 @@ def test_a_run_is_what_its_parts_give(tmp_path: Path) -> None:
     server = SpreadServer(scheduler, requests, arrived.row, DRAWN.base_s * 1e3, SpreadCost(DRAWN.sensitivity))
     for row in found.rows:
         strategy = make_strategy(row["strategy"], server)
-        run = server.run(strategy, arrived.at(150.0), np.random.default_rng([4, 2]), check=True)
+        run = checked(server.run)(strategy, arrived.at(150.0), np.random.default_rng([4, 2]))
         for name, value in summarise_run(run)._asdict().items():
             assert row[name] == value, name
     base, ours = found.rows
@@ -105,7 +106,7 @@ def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss: Activation
     config = SchedulerConfig(min_batch_trigger=1)
     server = StepServer(config, requests, arrived.row, phase, model, placement, "h200", 8)
     for name in strategies.names():
-        run = server.run(make_strategy(name, server), arrived.at(1000.0), rng(), check=True)
+        run = checked(server.run)(make_strategy(name, server), arrived.at(1000.0), rng())
         if name == "fcfs":
             assert (np.diff(run.start_s) >= 0).all()
             assert run.skipped.max() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from coterie.control import Advice, AdviceSettings, ControlEvent, LoadSeen, LoopShape, PlacementAdvisor
 from coterie.errors import ConfigError
-from coterie.placement import MemoryBudget, Objective, read_map
+from coterie.placement import Objective, read_map
 from coterie.placement.triggers.actions import ActionSettings
 from coterie.types import Placement, Topology
 
@@ -26,9 +27,9 @@ def skewed(rng: np.random.Generator, hot: int) -> np.ndarray:
     return rng.poisson(share / share.sum() * 64 * STEPS, (LAYERS, EXPERTS)).astype(np.float64)
 
 
-def advisor_of(settings: AdviceSettings = SETTINGS, budget: MemoryBudget | None = None) -> PlacementAdvisor:
+def advisor_of(settings: AdviceSettings = SETTINGS) -> PlacementAdvisor:
     placement = Placement.linear(LAYERS, EXPERTS, RANKS, EXPERTS + RANKS)
-    return PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, settings, budget=budget)
+    return PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, settings)
 
 
 def feed(
@@ -135,10 +136,10 @@ def test_more_time_than_there_was_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "expected"), [(0, False), (4, True)])
-def test_memory_bounds_replicas(replicas: int, expected: bool) -> None:
-    budget = MemoryBudget(available_bytes=replicas + 0.5, replica_bytes=1.0, session_bytes=1.0)
+def test_settings_bound_replicas(replicas: int, expected: bool) -> None:
+    settings = replace(SETTINGS, actions=replace(SETTINGS.actions, extra_slots=replicas))
     placement = Placement.linear(LAYERS, EXPERTS, RANKS)
-    advisor = PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, SETTINGS, budget=budget)
+    advisor = PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, settings)
     advisor.tick(0.0)
     rng = np.random.default_rng(4)
     for worker in range(RANKS):  # every rank asks for the experts of the next

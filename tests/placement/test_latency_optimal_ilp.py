@@ -112,7 +112,6 @@ def problems(draw: st.DrawFn, largest: int, scenarios: int = 0) -> Problem:
         count = draw(st.integers(1, scenarios))
         some = np.round(rng.pareto(1.0, (count, 1, experts)) * draw(st.sampled_from([0.5, 300])), 1)
         load = replace(load, scenarios=some, weights=rng.dirichlet(np.ones(count)), whole_steps=draw(st.booleans()))
-        objective = replace(objective, tail=draw(st.sampled_from([0.0, 0.5, 1.0])), tail_share=0.3)
     return objective.problem(load, topology, Placement(slots[None], ranks, experts))
 
 
@@ -145,7 +144,6 @@ ORACLE = {
     "no spare slots": (6, v3_prices(expert_bytes=0.0)),
     "spare slots": (9, v3_prices(expert_bytes=0.0)),
     "moves priced": (9, v3_prices(horizon=20.0, move_price=0.2)),
-    "tail": (9, v3_prices(expert_bytes=0.0, tail=0.5, tail_share=0.3)),
     "streaming": (9, v3_prices(expert_bytes=0.0, touch_s=2e-5)),
 }
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement import Eplb, LatencyOptimal, Load, Objective
-from coterie.placement.objective.steps import over_scenarios, worst_mean
-from coterie.placement.planning.over_scenarios import improve_equal
 from coterie.placement.scenarios import steps_of_requests
 from coterie.types import Placement, Topology
 
@@ -96,38 +94,6 @@ def test_a_token_of_a_whole_step_streams_its_expert() -> None:
         load = Load.of_scenarios(tokens, whole_steps=whole)
         problem = objective.problem(load, Topology(2, 2), Placement.linear(1, 2, 2))
         assert problem.slowest_s(problem.current.slot_experts)[0] == pytest.approx(seconds)
-
-
-@given(
-    values=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=12),
-    share=st.floats(0.05, 1.0),
-    seed=st.integers(0, 100),
-)
-def test_the_tail_is_the_least_over_edges(values: list[float], share: float, seed: int) -> None:
-    """Rockafellar and Uryasev: CVaR is the least over the edge of `edge + mean of what is past it ÷ share`."""
-    step_s = np.array([values])
-    weights = np.random.default_rng(seed).dirichlet(np.ones(len(values)))
-    formula = min(edge + float(np.maximum(step_s[0] - edge, 0.0) @ weights) / share for edge in values)
-    found = float(worst_mean(step_s, weights, share)[0])
-    assert found == pytest.approx(formula, abs=1e-9)
-    mean = float(step_s[0] @ weights)
-    assert found >= mean - 1e-9
-    assert over_scenarios(step_s, weights, 0.0, share)[0] == pytest.approx(mean)
-
-
-def test_a_tail_lowers_the_worst_steps() -> None:
-    tokens = steps(5, 24, 6, 16)
-    load, topology, current = Load.of_scenarios(tokens), Topology(4, 4), Placement.linear(6, 16, 4)
-    found = {}
-    for tail in (0.0, 1.0):
-        objective = replace(FREE, tail=tail, tail_share=0.2)
-        rows = improve_equal(objective.problem(load, topology, current), current.slot_experts)
-        times = FREE.problem(load, topology, current)
-        assert times.steps is not None
-        step_s = times.steps.rank_s(rows, None, times.alive).max(axis=2)
-        found[tail] = step_s @ times.steps.weights, worst_mean(step_s, times.steps.weights, 0.2)
-    assert found[1.0][1].sum() < found[0.0][1].sum(), "the tail's own plan has the lower tail"
-    assert found[0.0][0].sum() < found[1.0][0].sum(), "and the mean's the lower mean"
 
 
 def test_dear_moves_are_not_made_and_cheap_ones_are() -> None:

@@ -17,6 +17,7 @@ from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.errors import ConfigError
 from coterie.sim import Execution, Run, SpreadExecution, run_batches
+from sim_checks import checked
 
 OFFERED = {"cost": SpreadCost()}
 
@@ -63,7 +64,7 @@ def test_any_strategy_and_setting(case: tuple[np.ndarray, np.ndarray, SchedulerC
     recorder = Recorder(seconds)
     done: list[Any] = []
     rng = np.random.default_rng(seed)
-    run = run_batches(arrival_s, loads, recorder, config, config.make(OFFERED), rng, check=True, progress=done.append)
+    run = checked(run_batches)(arrival_s, loads, recorder, config, config.make(OFFERED), rng, progress=done.append)
     batches = recorder.batches
 
     assert sorted(row for batch in batches for row in batch) == list(range(len(arrival_s))), "everyone once"
@@ -113,8 +114,8 @@ def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
         arrival_s = np.cumsum(rng.exponential(0.005, 400))
         loads = rng.integers(0, 20, (400, 1, 12)).astype(np.float64)
         config = SchedulerConfig(strategy=name)
-        return run_batches(
-            arrival_s, loads, SpreadExecution(loads, 0.03, 0.5), config, config.make(OFFERED), rng, check=True
+        return checked(run_batches)(
+            arrival_s, loads, SpreadExecution(loads, 0.03, 0.5), config, config.make(OFFERED), rng
         )
 
     one, two = run(), run()
@@ -126,8 +127,8 @@ def test_checking_changes_nothing() -> None:
     config = SchedulerConfig(strategy="power_of_d")
     execution = SpreadExecution(loads, 0.4, 1.0)
     one, two = (
-        run_batches(arrival_s, loads, execution, config, config.make(OFFERED), np.random.default_rng(1), check=check)
-        for check in (False, True)
+        run(arrival_s, loads, execution, config, config.make(OFFERED), np.random.default_rng(1))
+        for run in (run_batches, checked(run_batches))
     )
     assert [column.tobytes() for column in one] == [column.tobytes() for column in two]
 

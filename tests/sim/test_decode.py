@@ -20,6 +20,7 @@ from coterie.costs.step import Batch
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.sim import DecodeRequests, Execution, Run, StepTimer, run_decode
+from sim_checks import checked
 
 OFFERED = {"cost": SpreadCost()}
 
@@ -57,16 +58,8 @@ def test_two_places_and_three_requests_by_hand() -> None:
         return Execution(float(batch.decode_requests), 1.5, float((load > 0).sum()))
 
     done: list[int] = []
-    run = run_decode(
-        requests,
-        np.zeros((4, 1, 6)),
-        timer,
-        2,
-        ONE_BY_ONE,
-        ONE_BY_ONE.make(OFFERED),
-        fresh(),
-        check=True,
-        progress=done.append,
+    run = checked(run_decode)(
+        requests, np.zeros((4, 1, 6)), timer, 2, ONE_BY_ONE, ONE_BY_ONE.make(OFFERED), fresh(), progress=done.append
     )
     assert run.start_s.tolist() == [0.0, 1.0, 3.0, 9.0]
     assert run.finish_s.tolist() == [5.0, 3.0, 6.0, 10.0]
@@ -121,7 +114,7 @@ def test_a_strategy_is_shown_the_load_that_runs(size: int, rng: np.random.Genera
     )
     strategy, step = Shown(), Execution(0.5, 1.0, 1.0)
     config = SchedulerConfig(max_batch_size=size, window_size=size)
-    run = run_decode(requests, predicted, lambda *_: step, 4, config, strategy, rng, check=True)
+    run = checked(run_decode)(requests, predicted, lambda *_: step, 4, config, strategy, rng)
     first = [0, *range(1, count, size)]  # the first request comes alone
     assert len(strategy.running) == len(first)
     for row, running in zip(first, strategy.running, strict=True):
@@ -169,8 +162,8 @@ def test_every_token_is_replayed_once_in_order(
         batches.append(batch)
         return Execution(0.125 * (1 + len(loads) % 3), 1.0, 1.0)
 
-    run = run_decode(
-        requests, predicted, timer, places, config, config.make(OFFERED), np.random.default_rng(seed), check=True
+    run = checked(run_decode)(
+        requests, predicted, timer, places, config, config.make(OFFERED), np.random.default_rng(seed)
     )
     assert sum(run.batch_size) == sum(requests.tokens)
     # From the starts alone: who runs in each step, and with which token.
@@ -220,7 +213,7 @@ def test_calibrated_steps_and_the_same_seed_give_the_same_bytes(name: str, timer
         requests = DecodeRequests(np.cumsum(rng.exponential(0.002, 60)), rng.integers(1, 500, 60), first, tokens, ids)
         predicted = rng.random((60, spec.num_moe_layers, spec.num_experts))
         config = SchedulerConfig(strategy=name)
-        return run_decode(requests, predicted, timer, 8, config, config.make(OFFERED), rng, check=True)
+        return checked(run_decode)(requests, predicted, timer, 8, config, config.make(OFFERED), rng)
 
     one, two = run(), run()
     assert [column.tobytes() for column in one] == [column.tobytes() for column in two]

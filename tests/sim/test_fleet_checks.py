@@ -14,9 +14,9 @@ from coterie.routing.fleet import Fleet
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig
-from coterie.sim.invariants import InvariantError
 from coterie.types import ModelSpec
 from fleet_checks import check_run, run_checked
+from sim_checks import InvariantError
 
 SPEC = ModelSpec(
     "small",

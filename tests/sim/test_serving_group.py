@@ -24,12 +24,11 @@ from coterie.sim.group.serving import (
     GroupServedRun,
     ServeSettings,
     ServingGroup,
-    check_served,
     sharded,
     summarise_served,
 )
-from coterie.sim.invariants import InvariantError
 from coterie.types import INFINIBAND_400G, NVLINK4, ModelSpec, Placement, Topology
+from sim_checks import InvariantError, check_served
 
 SMALL = ModelSpec("small", 3, 8, 2, 64, 32, 4, 2, 16, 1000, first_moe_layer=1)
 RANKS, LAYERS = 4, 2

@@ -16,7 +16,7 @@ from coterie.batching.scheduler import Scheduler, SchedulerConfig
 from coterie.batching.waiting import ChosenBatch
 from coterie.errors import ConfigError
 from coterie.sim import DecodeRequests, Execution, Run, Simulation, decode, run_batches, run_decode, server
-from coterie.sim.invariants import (
+from sim_checks import (
     InvariantError,
     check_clock,
     check_once,
@@ -24,6 +24,7 @@ from coterie.sim.invariants import (
     check_times,
     check_tokens,
     check_work,
+    checked,
 )
 
 CONFIG = SchedulerConfig(max_batch_size=4, window_size=8, min_batch_trigger=4, scheduling_interval_ms=300.0)
@@ -33,26 +34,16 @@ LOADS = np.random.default_rng(4).random((COUNT, 1, 6))
 
 
 def batches(strategy: Any = None, seconds: float = 0.1, check: bool = True) -> Run:
-    timed = Execution(seconds, 1.0, 1.0)
-    return run_batches(
-        ARRIVAL_S, LOADS, lambda _: timed, CONFIG, strategy or strategies.make("fcfs"), np.random.default_rng(0), check
-    )
+    timed, run = Execution(seconds, 1.0, 1.0), checked(run_batches) if check else run_batches
+    return run(ARRIVAL_S, LOADS, lambda _: timed, CONFIG, strategy or strategies.make("fcfs"), np.random.default_rng(0))
 
 
 def decoded(strategy: Any = None, seconds: float = 0.1, check: bool = True) -> Run:
-    timed = Execution(seconds, 1.0, 1.0)
+    timed, run = Execution(seconds, 1.0, 1.0), checked(run_decode) if check else run_decode
     tokens = np.arange(COUNT) % 3 + 1
     requests = DecodeRequests(ARRIVAL_S, tokens, np.zeros(COUNT, np.int64), tokens, np.zeros((3, 1, 2), np.uint8))
-    return run_decode(
-        requests,
-        LOADS,
-        lambda *_: timed,
-        3,
-        CONFIG,
-        strategy or strategies.make("fcfs"),
-        np.random.default_rng(0),
-        check=check,
-    )
+    strategy = strategy or strategies.make("fcfs")
+    return run(requests, LOADS, lambda *_: timed, 3, CONFIG, strategy, np.random.default_rng(0))
 
 
 EACH = pytest.mark.parametrize("run", [batches, decoded])

@@ -14,7 +14,7 @@ from coterie.routing import Router
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.fleet.run import UNBOUNDED, FleetConfig, run_fleet
-from coterie.sim.invariants import TOLERANCE_S, check_tokens, require_invariant
+from sim_checks import TOLERANCE_S, check_tokens, require_invariant
 
 
 def run_checked(

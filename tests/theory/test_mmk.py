@@ -17,6 +17,7 @@ from control_variates import controlled_mean
 from coterie.batching import Fcfs
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import DecodeRequests, Execution, Simulation, run_decode
+from sim_checks import checked
 
 
 def erlang_wait(servers: int, load: float) -> float:
@@ -196,7 +197,7 @@ def test_decode_runs_by_the_rule_of_its_chain(places: int, load: float, mean_tok
     step = Execution(1 / mean_tokens, 1.0, 1.0)
     config = SchedulerConfig(max_batch_size=1, window_size=1)
     rng = np.random.default_rng(0)
-    run = run_decode(requests, np.zeros((4000, 1, 1)), lambda *_: step, places, config, Fcfs(), rng, check=True)
+    run = checked(run_decode)(requests, np.zeros((4000, 1, 1)), lambda *_: step, places, config, Fcfs(), rng)
     by_hand = steps_by_hand(arrival_s, tokens, places, 1 / mean_tokens)
     np.testing.assert_allclose(run.start_s, by_hand, rtol=0, atol=1e-9)
 

@@ -30,6 +30,7 @@ from coterie_lab.suites.regimes.suite import (
     run,
     verdict,
 )
+from sim_checks import checked
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -79,7 +80,7 @@ def test_every_regime_keeps_the_invariants(
     ours = bench.strategy("latency_aware")
     assert isinstance(ours, LatencyAware)
     for strategy in (strategies.make("fcfs"), strategies.make("greedy_variance"), ours):
-        found = bench.run(strategy, 50.0, rng, check=True)
+        found = checked(bench.run)(strategy, 50.0, rng)
         assert np.isfinite(found.finish_s).all()
 
 

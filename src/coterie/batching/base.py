@@ -75,11 +75,9 @@ class Strategy(Protocol):
     @property
     def max_skips(self) -> int | None:
         """Times a request may be passed over before it must be taken; None for no limit."""
-        ...
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:
         """Select min(size, window) different requests to add to `running` [layer, expert], the oldest among them."""
-        ...
 
 
 strategies: PolicyRegistry[Strategy] = PolicyRegistry("strategy", group="coterie.strategies")

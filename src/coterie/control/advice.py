@@ -1,7 +1,7 @@
 """Placement advice from the loads of all workers: a plan that would pay, or the reason to keep the placement.
 
     loads in windows ──► Rebalancer (drift, interval, cooldown) ──► Plan ──► Advice ──► scored on the next window
-    demand by rank   ──► ActionManager, within a memory budget ──► replicas and swaps, as advice too
+    demand by rank   ──► ActionManager ──► replicas and swaps, as advice too
     newest requests  ──► single steps, for which plans are made and on which they are scored (:func:`with_steps`)
     reported maps    ──► the current placement, and whether a written plan was taken
 
@@ -28,7 +28,7 @@ from coterie.control.base import ControlEvent, LoadSeen, LoopShape
 from coterie.control.traffic import Kept
 from coterie.control.written import ReportedMap, WrittenPlan, differing
 from coterie.errors import check_given
-from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
+from coterie.placement import Load, Objective, PlacementMap, Plan, Rebalancer, planners
 from coterie.placement.holdings import DemandTracker, Held, held_by, placed
 from coterie.placement.maps.formats import replace_map
 from coterie.placement.objective import Problem
@@ -156,17 +156,13 @@ class PlacementAdvisor:
         objective: Objective,
         placement: Placement | None = None,
         settings: AdviceSettings | None = None,
-        *,
-        budget: MemoryBudget | None = None,
     ) -> None:
-        """`placement` is the current one; None is experts in order. `budget` limits replicas, as do the `settings`."""
+        """`placement` is the current one; None is experts in order."""
         self.shape, self.topology, self.objective = shape, topology, objective
         self.settings = settings or AdviceSettings()
         self.placement = placement or Placement.linear(shape.num_layers, shape.num_experts, topology.num_ranks)
         self.rebalancer = self._rebalancer(self.placement)
         actions = self.settings.actions
-        if budget is not None:
-            actions = replace(actions, extra_slots=min(actions.extra_slots, budget.max_replicas))
         self.manager = ActionManager(topology, objective.row_bytes, objective.expert_bytes, actions)
         self.tracker = DemandTracker(shape.num_layers, shape.num_experts, topology.num_ranks, decay=actions.decay)
         self._kept: Advice | None = None

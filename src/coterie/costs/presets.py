@@ -6,7 +6,7 @@ A preset keeps every measured cell next to the fits, so that anyone can re-fit, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -33,7 +33,7 @@ from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
 from coterie.costs.whole_steps import EngineFit
 from coterie.errors import ConfigError, InputError, TraceError, check_file, check_input_file, check_new_file
 from coterie.models import get_model
-from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
+from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Report, Topology, WeightDtype
 
 VERSION = 1
 ENGINES = ("vllm", "sglang", "trtllm")
@@ -75,9 +75,6 @@ class Preset(msgspec.Struct, frozen=True):
     tables: dict[str, Preset] = {}
     """Kernels of engines by public tables, by engine: the preset that ``coterie calibrate --from`` writes, without its
     cells."""
-
-
-Report = Callable[[str, int, int], None]
 
 
 def fit_preset(name: str, measurement: Measurement, report: Report | None = None) -> Preset:

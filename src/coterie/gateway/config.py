@@ -30,13 +30,13 @@ from coterie.errors import (
     check,
     check_at_least,
     check_file,
-    check_input_file,
     check_not_negative,
     check_positive,
 )
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.upstream import parse_origin
+from coterie.traces.store import file_errors
 
 DEFAULTS = ControlSettings()
 MOST_PLACES = 1 << 20
@@ -335,8 +335,7 @@ def read_config(path: Path) -> GatewayConfig:
 
 def read_small_text(path: Path) -> str:
     """Read a file of at most `MAX_BYTES`. Raises TraceError if it is no such text."""
-    check_input_file(path)
-    try:
+    with file_errors(path):
         check_file(
             path.stat().st_size <= MAX_BYTES,
             path,
@@ -344,10 +343,6 @@ def read_small_text(path: Path) -> str:
             f"has {path.stat().st_size} bytes, must have at most {MAX_BYTES}",
         )
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise TraceError(path, "file", "is not text") from None
 
 
 def parse_config(text: str, path: Path) -> GatewayConfig:

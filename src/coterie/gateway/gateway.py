@@ -35,7 +35,7 @@ from coterie.gateway.exchange.call import (
     make_call,
     new_name,
 )
-from coterie.gateway.exchange.flow import RETRY_AFTER, failed
+from coterie.gateway.exchange.flow import REQUEST_ID, RETRY_AFTER, failed
 from coterie.gateway.exchange.knowledge import NOTHING
 from coterie.gateway.exchange.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.fleet.waiting import Refused
@@ -46,9 +46,7 @@ from coterie.net.access import is_loopback
 from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import UpstreamError
-from coterie.wire.handoff import REQUEST_ID_HEADER
 
-REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 DOMAIN_HEADER = b"x-coterie-domain"
 BYTES_PER_TOKEN = 64
 """Most bytes of JSON per token of a prompt: a long word with every character escaped."""

@@ -284,7 +284,6 @@ class Planner(Protocol):
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
         """Plan for a load; `shares` [layer, slot] are the shares in force, from an earlier plan (None: equal)."""
-        ...
 
 
 planners: PolicyRegistry[Planner] = PolicyRegistry("planner", group="coterie.planners")

@@ -52,7 +52,6 @@ class Predictor(Protocol):
 
         If the number of tokens is unknown, it is assumed to be 1.
         """
-        ...
 
 
 @runtime_checkable
@@ -63,7 +62,6 @@ class FittablePredictor(Predictor, Protocol):
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> FittablePredictor:
         """Learn from `requests` of the trace (None: all), from tokens of `phase` only (None: both)."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +76,6 @@ class PromptPredictor(Protocol):
         prompts: Sequence[NDArray[np.integer] | None],
     ) -> FittablePredictor:
         """Like `fit`; `prompts` holds, for each request of the trace, the token ids known before it ran, or None."""
-        ...
 
 
 class StartKind(StrEnum):

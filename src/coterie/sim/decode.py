@@ -23,7 +23,6 @@ from coterie.costs.step import Batch
 from coterie.errors import check, check_at_least
 from coterie.footprints.counting import footprint
 from coterie.sim.execution import Execution, check_seconds
-from coterie.sim.invariants import check_places, check_tokens
 from coterie.sim.metrics import Run
 from coterie.sim.server import SimulatedServer, check_requests
 
@@ -54,7 +53,6 @@ def run_decode(
     strategy: Strategy,
     rng: Generator,
     ranks: int = 1,
-    check: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Decode all requests.
@@ -64,7 +62,7 @@ def run_decode(
     check_requests(requests.arrival_s, predicted)
     _check_tokens(requests, predicted.shape[1], predicted.shape[2])
     check_at_least(1, places=places, ranks=ranks)
-    return _Decoder(requests, predicted, timer, places, config, strategy, rng, ranks, check, progress).serve()
+    return _Decoder(requests, predicted, timer, places, config, strategy, rng, ranks, progress).serve()
 
 
 def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
@@ -93,10 +91,9 @@ class _Decoder(SimulatedServer):
         strategy: Strategy,
         rng: Generator,
         ranks: int,
-        check: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
-        super().__init__(requests.arrival_s, predicted, config, strategy, rng, check, progress)
+        super().__init__(requests.arrival_s, predicted, config, strategy, rng, progress)
         count, layers, experts = predicted.shape
         self.requests = requests
         self.predicted = predicted
@@ -108,26 +105,12 @@ class _Decoder(SimulatedServer):
         self.running_load = np.zeros((layers, experts))
         self.decoded = np.zeros(count, np.int64)
 
-    def serve(self) -> Run:
-        run = super().serve()
-        if self.check:
-            check_tokens(self.decoded, self.requests.tokens)
-        return run
-
-    def waiting(self) -> int:
-        return len(self.scheduler) + len(self.planned)
-
     def start(self) -> None:
         """Admit requests, then run one token of every running request."""
         self.admit()
-        if self.check:
-            check_places(len(self.running), self.places, self.waiting())
-        if not len(self.running):
-            self.busy, self.free_since_s = False, self.sim.now_s
+        self.busy = len(self.running) > 0
+        if not self.busy:
             return
-        if not self.busy:  # the server was idle, so every running request was due since its arrival
-            due_s = max(self.free_since_s, self.arrivals[self.running.min()])
-            self.idle_while_due_s = max(self.idle_while_due_s, self.sim.now_s - due_s)
         requests, running = self.requests, self.running
         rows = requests.first[running] + self.decoded[running]
         load = footprint(requests.expert_ids[rows], self.predicted.shape[2]).astype(np.int64)
@@ -138,7 +121,6 @@ class _Decoder(SimulatedServer):
         check_seconds(ran, len(running))
         self.decoded[running] += 1
         self.batches.append((ran.seconds, len(running), ran.imbalance, ran.distinct))
-        self.busy, self.began_s = True, self.sim.now_s
         self.sim.after(ran.seconds, self.end_step)
 
     def admit(self) -> None:
@@ -155,14 +137,11 @@ class _Decoder(SimulatedServer):
             return
         rows = np.array(joining, np.int64)
         self.start_s[rows] = self.sim.now_s
-        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that occurs twice only once
         self.running = np.concatenate([self.running, rows])
         self.running_load += self.predicted[rows].sum(axis=0)
 
     def end_step(self) -> None:
-        self.look_at_clock()
         now_s = self.sim.now_s
-        self.busy_s += now_s - self.began_s
         done = self.decoded[self.running] == self.requests.tokens[self.running]
         if done.any():
             rows = self.running[done]

@@ -19,7 +19,6 @@ from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
 from coterie.errors import check
 from coterie.sim.execution import Execution, check_seconds
-from coterie.sim.invariants import check_clock, check_once, check_times, check_work
 from coterie.sim.kernel import Simulation
 from coterie.sim.metrics import Run
 
@@ -29,7 +28,6 @@ class ExecutionModel(Protocol):
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         """Return the time of a batch; `requests` are indices into the arrivals of the run."""
-        ...
 
 
 def run_batches(
@@ -39,7 +37,6 @@ def run_batches(
     config: SchedulerConfig,
     strategy: Strategy,
     rng: Generator,
-    check: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Serve all requests and return when each ran.
@@ -47,7 +44,7 @@ def run_batches(
     `arrival_s` [request] must be in ascending order. The strategy sees the `predicted` [request, layer, expert] loads.
     """
     check_requests(arrival_s, predicted)
-    return _BatchServer(arrival_s, predicted, execution, config, strategy, rng, check, progress).serve()
+    return _BatchServer(arrival_s, predicted, execution, config, strategy, rng, progress).serve()
 
 
 def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
@@ -78,42 +75,29 @@ class SimulatedServer(ABC):
         config: SchedulerConfig,
         strategy: Strategy,
         rng: Generator,
-        check: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
         count = len(arrival_s)
         self.sim = Simulation()
         self.arrivals: list[float] = arrival_s.tolist()
         self.scheduler = Scheduler(config, strategy, predicted, rng)
-        self.check = check
         self.progress = progress
         self.next = 0
         self.busy = False
-        self.began_s = self.busy_s = self.seen_s = self.free_since_s = self.idle_while_due_s = 0.0
         self.start_s = np.full(count, np.nan)
         self.finish_s = np.full(count, np.nan)
         self.skipped = np.zeros(count, np.int64)
-        self.times_run = np.zeros(count, np.int64)
         self.batches: list[tuple[float, int, float, float]] = []
 
     def serve(self) -> Run:
         self.sim.at(self.arrivals[0], self.arrive)
         self.sim.run()
-        if self.check:
-            check_once(self.times_run, self.waiting())
         arrival_s = np.array(self.arrivals)
         seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.batches, strict=True))
-        if self.check:
-            check_times(arrival_s, self.start_s, self.finish_s)
-            check_work(self.busy_s, seconds, self.idle_while_due_s, self.sim.now_s)
         return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
-
-    def waiting(self) -> int:
-        return len(self.scheduler)
 
     def arrive(self) -> None:
         """Queue the next request, and schedule the arrival after it: only now, so that the heap stays small."""
-        self.look_at_clock()
         row = self.next
         self.scheduler.push(row, self.sim.now_s)
         self.next = row + 1
@@ -126,11 +110,6 @@ class SimulatedServer(ABC):
     def start(self) -> None:
         """Start the next batch or step if one is due; called when the server is free."""
 
-    def look_at_clock(self) -> None:
-        if self.check:
-            check_clock(self.seen_s, self.sim.now_s)
-            self.seen_s = self.sim.now_s
-
 
 class _BatchServer(SimulatedServer):
     def __init__(
@@ -141,10 +120,9 @@ class _BatchServer(SimulatedServer):
         config: SchedulerConfig,
         strategy: Strategy,
         rng: Generator,
-        check: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
-        super().__init__(arrival_s, predicted, config, strategy, rng, check, progress)
+        super().__init__(arrival_s, predicted, config, strategy, rng, progress)
         self.execution = execution
         self.idle = np.zeros(predicted.shape[1:])  # [layer, expert] running load: none when a batch starts
         self.timer_s = math.inf
@@ -156,7 +134,6 @@ class _BatchServer(SimulatedServer):
                 self.timer_s = due_s
                 self.sim.at(due_s, self.on_timer)
             return
-        self.idle_while_due_s = max(self.idle_while_due_s, now_s - max(due_s, self.free_since_s))
         batch = self.scheduler.next_batch(self.idle)
         rows = np.array(batch.items, np.int64)
         ran = self.execution(rows)
@@ -164,21 +141,17 @@ class _BatchServer(SimulatedServer):
         self.start_s[rows] = now_s
         self.finish_s[rows] = now_s + ran.seconds
         self.skipped[rows] = batch.skipped
-        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that occurs twice only once
         self.batches.append((ran.seconds, len(rows), ran.imbalance, ran.distinct))
-        self.busy, self.began_s = True, now_s
+        self.busy = True
         self.sim.after(ran.seconds, self.finish)
         if self.progress is not None:
             self.progress(len(rows))
 
     def on_timer(self) -> None:
-        self.look_at_clock()
         self.timer_s = math.inf
         if not self.busy:
             self.start()
 
     def finish(self) -> None:
-        self.look_at_clock()
-        self.busy, self.free_since_s = False, self.sim.now_s
-        self.busy_s += self.sim.now_s - self.began_s
+        self.busy = False
         self.start()

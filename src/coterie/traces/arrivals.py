@@ -38,13 +38,11 @@ class Lengths(NamedTuple):
 class ArrivalProcess(Protocol):
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
         """Draw the first `count` arrivals; `mix` [domain] is each domain's share of the requests."""
-        ...
 
 
 class LengthModel(Protocol):
     def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
         """Draw the lengths of requests; `domain` [request] is in order of arrival."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.batching.waiting import WaitingList
 from coterie.sim import DecodeRequests, Execution, run_batches, run_decode
+from sim_checks import checked
 from waiting_engine import EXPERTS, LAYERS, Engine, Request, load, make
 
 BATCH_S = 0.1234567
@@ -81,9 +82,7 @@ def test_batch_after_batch(case: Case) -> None:
 
     config, count = case.config, len(case.gaps)
     rng = np.random.default_rng(case.seed)
-    run = run_batches(
-        arrival_s, loads_of(count), execution, config, config.make({"cost": SpreadCost()}), rng, check=True
-    )
+    run = checked(run_batches)(arrival_s, loads_of(count), execution, config, config.make({"cost": SpreadCost()}), rng)
 
     engine, waiting = case.engine()
     served: list[list[int]] = []
@@ -118,7 +117,7 @@ def test_decode_where_places_become_free_one_by_one(case: Case, seed: int) -> No
         np.zeros(count), tokens, np.zeros(count, np.int64), tokens, np.zeros((5, LAYERS, 2), np.uint8)
     )
     rng = np.random.default_rng(case.seed)
-    run = run_decode(
+    run = checked(run_decode)(
         requests,
         loads_of(count),
         lambda *_: Execution(1.0, 1.0, 1.0),
@@ -126,7 +125,6 @@ def test_decode_where_places_become_free_one_by_one(case: Case, seed: int) -> No
         config,
         config.make({"cost": SpreadCost()}),
         rng,
-        check=True,
     )
 
     engine, waiting = case.engine()

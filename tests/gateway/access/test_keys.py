@@ -143,7 +143,7 @@ def test_a_wrong_entry_is_named_in_one_line_without_its_secret(entries: Any, mes
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"\xff\xfe", "is not text"),
+        (b"\xff\xfe", "is not UTF-8"),
         (b"- {name: [", "is not YAML: see line 1"),
         (b"- &a [*a]\n", "entry 1: Expected"),
         (b"[" * 500, "is not YAML"),
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_said_in_one_line(text: bytes, message: str, tmp_path:
 
 
 def test_a_missing_file_and_a_device_are_said(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="No such file"):
+    with pytest.raises(TraceError, match="does not exist"):
         Keys.load(tmp_path / "none.yaml")
     (tmp_path / "keys.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):

@@ -50,16 +50,11 @@ class SpreadServer:
         return {"base_ms": self.base_ms, "sensitivity": self.cost.sensitivity}
 
     def run(
-        self,
-        strategy: Strategy,
-        arrival_s: NDArray[np.float64],
-        rng: Generator,
-        progress: Progress | None = None,
-        check: bool = False,
+        self, strategy: Strategy, arrival_s: NDArray[np.float64], rng: Generator, progress: Progress | None = None
     ) -> Run:
         execution = SpreadExecution(self.requests.counts.astype(np.float64), self.base_ms / 1e3, self.cost.sensitivity)
         timed, shown = partial(_of_rows, execution, self.row), _shown(self.requests, self.row)
-        return run_batches(arrival_s, shown, timed, self.config, strategy, rng, check, progress)
+        return run_batches(arrival_s, shown, timed, self.config, strategy, rng, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +93,21 @@ class StepServer:
         }
 
     def run(
-        self,
-        strategy: Strategy,
-        arrival_s: NDArray[np.float64],
-        rng: Generator,
-        progress: Progress | None = None,
-        check: bool = False,
+        self, strategy: Strategy, arrival_s: NDArray[np.float64], rng: Generator, progress: Progress | None = None
     ) -> Run:
         row, requests = self.row, self.requests
         timer, shown = StepTimer(self.model, self.placement), _shown(requests, row)
         if self.phase == "prefill":
             execution = PrefillExecution(timer, requests.counts, requests.tokens, self.ranks)
             timed = partial(_of_rows, execution, row)
-            return run_batches(arrival_s, shown, timed, self.config, strategy, rng, check, progress)
+            return run_batches(arrival_s, shown, timed, self.config, strategy, rng, progress)
         assert requests.context is not None
         assert requests.first is not None
         assert requests.expert_ids is not None
         replayed = DecodeRequests(
             arrival_s, requests.context[row], requests.first[row], requests.tokens[row], requests.expert_ids
         )
-        return run_decode(replayed, shown, timer, self.places, self.config, strategy, rng, self.ranks, check, progress)
+        return run_decode(replayed, shown, timer, self.places, self.config, strategy, rng, self.ranks, progress)
 
 
 def make_strategy(name: str, server: SpreadServer | StepServer) -> Strategy:

@@ -95,7 +95,6 @@ class Telling:
     def __init__(self, url: str, routers: Sequence[str], hardware: str) -> None:
         self._url = url
         self._state: dict[str, Any] = {"state": "running", "routers": list(routers), "hardware": hardware}
-        self._lock = threading.Lock()
         self._news, self._over = threading.Event(), threading.Event()
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -124,8 +123,7 @@ class Telling:
         self._change(state="failed", stage="", done=0, total=0, verdict=f"The comparison failed: {problem}"[:500])
 
     def _change(self, **values: Any) -> None:
-        with self._lock:
-            self._state = {**self._state, **values}
+        self._state = {**self._state, **values}
         self._news.set()
 
     def run(self) -> None:
@@ -133,10 +131,8 @@ class Telling:
         while not self._over.is_set() or self._news.is_set():
             self._news.wait()
             self._news.clear()
-            with self._lock:
-                state = self._state
             with suppress(UnavailableError):
-                asyncio.run(self._send(state))
+                asyncio.run(self._send(self._state))
             self._over.wait(PERIOD_S)
 
     async def _send(self, state: dict[str, Any]) -> None:

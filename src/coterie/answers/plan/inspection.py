@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from coterie.answers.plan.samples import Sample
 from coterie.errors import ConfigError, check
 from coterie.placement.maps.formats import PlacementMap
-from coterie.placement.objective.steps import worst_mean
 from coterie.types import Placement, balancedness, layer_balance
 
 MOST = 10
@@ -120,10 +119,17 @@ def _steps(map: PlacementMap, sample: Sample) -> StepsInspection:
         what=sample.what,
         scenarios=len(each),
         balancedness=float(each @ load.weights),
-        worst_tenth=-float(worst_mean(-each[None], load.weights, 0.1)[0]),
+        worst_tenth=_lowest_mean(each, load.weights, 0.1),
         worst=sample.names[least] if sample.names else None,
         least=float(each[least]),
     )
+
+
+def _lowest_mean(values: NDArray[np.float64], weights: NDArray[np.float64], share: float) -> float:
+    """Return the mean of the lowest `share` of the values; the value at the quantile counts in part."""
+    order = np.argsort(values, kind="stable")
+    before = np.cumsum(weights[order]) - weights[order]
+    return float(values[order] @ np.clip(share - before, 0.0, weights[order])) / share
 
 
 def worst_layer(rank_load: NDArray[np.float64]) -> int:

@@ -99,11 +99,9 @@ class ServerView(Protocol[T]):
 
     def loads(self, requests: Sequence[T]) -> Loads | None:
         """Return [request, layer, expert] the tokens per step of each request, contiguous; None if no load is known."""
-        ...
 
     def running_load(self) -> Loads:
         """Return [layer, expert] tokens of a step of the running requests. Called after :meth:`loads` gave loads."""
-        ...
 
     @abstractmethod
     def running(self) -> Sequence[T]: ...
@@ -111,12 +109,10 @@ class ServerView(Protocol[T]):
     @abstractmethod
     def free_places(self) -> int:
         """Return the number of requests that could start now."""
-        ...
 
     @abstractmethod
     def name(self, request: T) -> str:
         """Return the name of a request in decisions."""
-        ...
 
 
 class RowView:

@@ -37,7 +37,6 @@ class Tokenizer(Protocol):
 
     def chat(self, body: Mapping[str, Any]) -> Ids:
         """Return the token ids of a chat body; raise NoTokensError if they cannot be known."""
-        ...
 
 
 class FolderTokenizer:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file
 from coterie.models import get_model
+from coterie.traces.store import file_errors
 from coterie.types import ModelSpec, Placement
 
 MAX_BYTES = 1 << 30
@@ -128,8 +129,7 @@ def check_model(path: Path, stated: Any, options: MapOptions) -> None:
 
 
 def text_of(path: Path) -> str:
-    check_input_file(path)
-    try:
+    with file_errors(path):
         check_file(
             path.stat().st_size <= MAX_BYTES,
             path,
@@ -137,12 +137,6 @@ def text_of(path: Path) -> str:
             f"has {path.stat().st_size} bytes; a placement has at most {MAX_BYTES}",
         )
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise TraceError(path, "file", "is not text: no placement, or damaged") from None
 
 
 def json_of(path: Path) -> dict[str, Any]:

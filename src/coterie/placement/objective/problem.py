@@ -18,7 +18,7 @@ from coterie.errors import check_not_negative, check_one_of, check_positive_shar
 from coterie.placement.base import Load, Moves, Plan
 from coterie.placement.moves import living_shares, moves_between, settle
 from coterie.placement.objective._arrays import Array, assess, even_share, fill, fill_sources
-from coterie.placement.objective.steps import Steps, over_scenarios
+from coterie.placement.objective.steps import Steps
 from coterie.types import Placement, Topology, layer_balance
 
 PRICES_HINT = "the prices to plan by; make them with Objective.of(step_model, tokens)"
@@ -48,11 +48,6 @@ class Objective:
     possible."""
     move_price: float = 0.0
     """Cost of each move as a share of its link time, in addition to the movement time of the slowest rank."""
-    tail: float = 0.0
-    """Weight of the slowest steps if a load has scenarios: 0 minimises the mean over scenarios, 1 the mean of the
-    slowest `tail_share` of them."""
-    tail_share: float = 0.1
-    """Share of the scenarios, slowest first, that `tail` weights."""
 
     def __post_init__(self) -> None:
         check_not_negative(
@@ -64,8 +59,8 @@ class Objective:
             planning_s=self.planning_s,
             move_price=self.move_price,
         )
-        check_share(exposed=self.exposed, tail=self.tail)
-        check_positive_share(target_balance=self.target_balance, tail_share=self.tail_share)
+        check_share(exposed=self.exposed)
+        check_positive_share(target_balance=self.target_balance)
 
     @classmethod
     def of(cls, model: StepModel, tokens: int, movement: Movement = "stops", **settings: float) -> Objective:
@@ -128,7 +123,7 @@ class Objective:
         )
         steps = Steps.of(load, topology, self.row_s, self.touch_s, exchange, per_token, shape[1])
         if steps is not None:
-            even, reach = (self.over_scenarios(bound, steps.weights) for bound in (steps.even, steps.reach))
+            even, reach = steps.even @ steps.weights, steps.reach @ steps.weights
         return Problem(
             objective=self,
             topology=topology,
@@ -143,10 +138,6 @@ class Objective:
             shares=None if shares is None else living_shares(shares, current, alive),
             steps=steps,
         )
-
-    def over_scenarios(self, step_s: Array, weights: Array) -> Array:
-        """Combine seconds per scenario [layer, scenario] into seconds [layer], weighting the tail by the settings."""
-        return over_scenarios(step_s, weights, self.tail, self.tail_share)
 
     def link_s(self, topology: Topology) -> float:
         """Return the seconds to load an expert over the fastest link."""
@@ -295,7 +286,7 @@ class Problem:
     def _slowest_s(self, assessment: _Assessment) -> Array:
         if self.steps is None or assessment.steps_s is None:
             return np.asarray(assessment.busy_s.max(axis=1))
-        return self.objective.over_scenarios(assessment.steps_s.max(axis=2), self.steps.weights)
+        return np.asarray(assessment.steps_s.max(axis=2) @ self.steps.weights)
 
     def _balance(self, assessment: _Assessment) -> float:
         if self.steps is None or assessment.steps_s is None:

@@ -1,4 +1,4 @@
-"""Scenarios of a load as plain arrays, and the time of a layer over the scenarios: mean and tail."""
+"""Scenarios of a load as plain arrays, and the times of a layer in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import helper, njit, side_by_side
+from coterie._numba import njit, side_by_side
 from coterie.placement.base import Load
 from coterie.placement.objective._arrays import Array
 from coterie.placement.objective.flows.splitting import split_steps, touched
@@ -93,42 +93,6 @@ class Steps:
             even=self.even[layers],
             reach=self.reach[layers],
         )
-
-
-def over_scenarios(step_s: Array, weights: Array, tail: float, tail_share: float) -> Array:
-    """Combine seconds [layer, scenario] into [layer]: (1 - tail) x mean + tail x mean of the worst `tail_share`."""
-    mean = np.asarray(step_s @ weights)
-    return (1.0 - tail) * mean + tail * worst_mean(step_s, weights, tail_share) if tail else mean
-
-
-def worst_mean(step_s: Array, weights: Array, share: float) -> Array:
-    """Return the mean [layer] of the slowest `share` of the scenarios [layer, scenario] (CVaR).
-
-    The scenario at the quantile counts in part, so that the weights add up to `share` exactly.
-    """
-    order = np.argsort(-step_s, axis=1, kind="stable")
-    value, weight = np.take_along_axis(step_s, order, axis=1), weights[order]
-    before = np.cumsum(weight, axis=1) - weight
-    part = np.clip(share - before, 0.0, weight)
-    return np.asarray((value * part).sum(axis=1) / share)
-
-
-@helper()
-def find_edge(times: Array, weights: Array, share: float) -> float:
-    """Return the time that the slowest `share` of the scenarios reach or exceed; `weights` add up to 1."""
-    left, last = share, np.inf
-    while True:
-        top, weight = -1.0, 0.0
-        for value in times:
-            if value < last and value > top:
-                top = value
-        for scenario in range(len(times)):
-            if times[scenario] == top:
-                weight += weights[scenario]
-        left -= weight
-        if left <= 1e-12 or top < 0.0:
-            return max(top, 0.0)
-        last = top
 
 
 # Compiled loops over scenarios: seconds of the ranks in each scenario, and lower bounds for any placement.

@@ -38,7 +38,6 @@ from coterie.placement.objective.flows.chains import (
     unlink,
 )
 from coterie.placement.objective.flows.splitting import Step, draw_lines
-from coterie.placement.objective.steps import find_edge
 from coterie.placement.planning.search.state import Prices, movement
 
 DRAINS = 8
@@ -215,14 +214,11 @@ def _relieve_all(layer: Layer, now: Shares, trial: Shares, tables: Tables) -> bo
 
 @helper()
 def _expected(layer: Layer, tables: Tables) -> float:
-    """Return the expected seconds of the slowest rank, tail included; set `worth` to the cost per second of each."""
-    prices = layer.prices
-    edge = find_edge(tables.times, layer.weights, prices.tail_share) if prices.tail > 0.0 else 0.0
-    total = prices.tail * edge
+    """Return the expected seconds of the slowest rank; set `worth` to the cost per second of each scenario."""
+    total = 0.0
     for scenario in range(len(tables.times)):
-        seconds, weight = tables.times[scenario], layer.weights[scenario]
-        total += weight * (prices.lean * seconds + prices.steep * max(0.0, seconds - edge))
-        tables.worth[scenario] = prices.horizon * weight * (prices.lean + (prices.steep if seconds >= edge else 0.0))
+        total += layer.weights[scenario] * tables.times[scenario]
+        tables.worth[scenario] = layer.prices.horizon * layer.weights[scenario]
     return total
 
 

@@ -8,8 +8,8 @@ A budget of moves couples the layers. Each move is given a price, which is bisec
 price, the best combination of one placement per layer within the budget is chosen; the highest bound over the prices is
 the lower bound.
 
-Over scenarios (:attr:`Load.scenarios`) it minimises their expected time, tail included, for equal shares and small
-layers; larger layers are refused. With the optimal split it plans for the mean step.
+Over scenarios (:attr:`Load.scenarios`) it minimises their expected time, for equal shares and small layers; larger
+layers are refused. With the optimal split it plans for the mean step.
 
 Wrong if the next window differs from this one, as every planner. A `gap` below the accuracy of the load wastes time.
 """
@@ -41,7 +41,10 @@ LARGEST = 1024
 """Largest experts x ranks x scenarios of a layer that is solved over scenarios: above it the gap seldom closes."""
 
 TOLERANCE = 1e-5
-"""Gap that the solver's tolerances leave, as a share of the objective."""
+"""Gap that the solver's tolerances leave, as a share of the objective above its floor."""
+
+ROUNDING = 1e-12
+"""Gap that rounding leaves at the floor, as a share of the floor."""
 
 
 @planners.register("latency_optimal_ilp")
@@ -135,7 +138,7 @@ class _Planning:
         unit, share, steps = problem.unit[index, living], problem.share[index].T, None
         if problem.steps is not None:
             seconds = problem.steps.replica_s(index, problem.share.shape[1])[living]
-            steps = LayerSteps(seconds, problem.steps.weights, objective.tail, objective.tail_share)
+            steps = LayerSteps(seconds, problem.steps.weights)
             unit, share = _expected(seconds @ steps.weights)
         return ProgramLayer(
             unit,
@@ -267,7 +270,7 @@ class _Planning:
         proof = Proof(
             base + excess,
             base + np.minimum(bounds, excess),
-            excess - bounds <= wanted + TOLERANCE * excess,
+            excess - bounds <= wanted + TOLERANCE * excess + ROUNDING * base,
             self.seconds,
             float(base.sum()) + min(total_bound, float(excess.sum())),
         )

@@ -66,7 +66,7 @@ def improve_equal(
         *steps.prices,
         problem.load_in,
         problem.alive,
-        np.minimum(problem.floor, objective.over_scenarios(steps.reach, steps.weights) / objective.target_balance),
+        np.minimum(problem.floor, steps.reach @ steps.weights / objective.target_balance),
         Prices.of(problem, least),
         problem.uniform_ranks,
     )
@@ -134,7 +134,7 @@ def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
         even=steps.even[:, chosen],
         reach=steps.reach[:, chosen],
     )
-    even, reach = (problem.objective.over_scenarios(bound, kept.weights) for bound in (kept.even, kept.reach))
+    even, reach = kept.even @ kept.weights, kept.reach @ kept.weights
     return replace(problem, steps=kept, even=even, reach=reach)
 
 

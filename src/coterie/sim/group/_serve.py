@@ -10,15 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.composition import layers_us, step_us
+from coterie.costs.composition import Floats, Ints, layers_us, step_us
 from coterie.sim.group.prompts import deal_layers
 from coterie.sim.group.step import dispatch
 
 START, REST, EXPERTS, EXCHANGE, RING, REMOTE, ACTIVATIONS, DECODED, PROMPT = range(9)
 """Columns of the step log: start in seconds, four durations in microseconds, then counts of activations and tokens."""
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @helper()

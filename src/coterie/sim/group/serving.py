@@ -27,7 +27,6 @@ from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
 from coterie.sim.group._serve import ACTIVATIONS, DECODED, EXCHANGE, EXPERTS, PROMPT, REMOTE, REST, RING, START, serve
 from coterie.sim.group.prompts import IN_ORDER, PromptTables, prompt_tables, shuffled_tables
 from coterie.sim.group.step import SlotTables, check_group, slot_tables
-from coterie.sim.invariants import check_times, check_tokens, require_invariant
 from coterie.types import ModelSpec, Placement
 
 MOST_RANKS = 64
@@ -366,26 +365,3 @@ def summarise_served(run: GroupServedRun) -> ServeSummary:
         experts_pct=100.0 * float(steps.experts_s.sum()) / total,
         step_ms=1e3 * float(seconds.mean()),
     )
-
-
-def check_served(run: GroupServedRun, requests: FleetRequests, prompt_tokens: int) -> None:
-    """Check INV-19, 20, 21 and 29: no request is lost, times are in order, steps do not overlap, token counts agree."""
-    arrived, done = int((run.arrival_s <= run.end_s).sum()), run.done
-    require_invariant(
-        29,
-        arrived == done + run.queued + run.running,
-        f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run",
-    )
-    finished = np.isfinite(run.finish_s)
-    check_times(run.arrival_s[finished], run.first_s[finished], run.finish_s[finished])
-    check_tokens(run.decoded[finished], requests.output_tokens[: len(finished)][finished])
-    tokens = int(np.maximum(run.decoded[np.isfinite(run.first_s)] - 1, 0).sum())
-    require_invariant(
-        19, int(run.steps.decoded.sum()) == tokens, f"steps decoded {run.steps.decoded.sum()} tokens of {tokens}"
-    )
-    if not run.running:
-        counted, wanted = int(run.steps.prompt.sum()), prompt_tokens * done
-        require_invariant(19, counted == wanted, f"steps computed {counted} prompt tokens of {wanted}")
-    ends = run.steps.start_s + run.steps.seconds
-    late = np.flatnonzero(run.steps.start_s[1:] < ends[:-1] - 1e-9 * ends[:-1])
-    require_invariant(21, not len(late), f"{len(late)} steps start before the one before them ended")

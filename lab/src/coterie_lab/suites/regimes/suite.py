@@ -264,20 +264,18 @@ class Bench:
         predicted, truth = calibration.predicted[rows] * scale, calibration.truth[rows] * scale
         return measure_trust(self.cost(), predicted, truth, np.arange(len(rows)), running=running)
 
-    def run(self, strategy: Strategy, rate: float, rng: Generator, check: bool = False) -> Run:
+    def run(self, strategy: Strategy, rate: float, rng: Generator) -> Run:
         regime, drawn = self.regime, self.drawn
         arrival_s = drawn.arrival_s / rate
         if regime.phase == "prefill":
             execution = PrefillExecution(self.timer, self.loads, drawn.prompt_tokens, regime.ranks)
             trigger = SchedulerConfig().min_batch_trigger if regime.published else 1
             config = SchedulerConfig(max_batch_size=regime.places, min_batch_trigger=trigger)
-            return run_batches(arrival_s, self.predicted, execution, config, strategy, rng, check)
+            return run_batches(arrival_s, self.predicted, execution, config, strategy, rng)
         first, tokens = self.recording.first[drawn.recorded], self.recording.tokens[drawn.recorded]
         requests = DecodeRequests(arrival_s, drawn.prompt_tokens, first, tokens, self.recording.expert_ids)
         config = SchedulerConfig(min_batch_trigger=1)
-        return run_decode(
-            requests, self.predicted, self.timer, regime.places, config, strategy, rng, regime.ranks, check
-        )
+        return run_decode(requests, self.predicted, self.timer, regime.places, config, strategy, rng, regime.ranks)
 
 
 def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> dict[str, RunSummary]:

@@ -6,8 +6,7 @@ number of experts that arrive on a rank over links of one price.
 
 * Equal split: ``z[expert, rank, n]`` is 1 if the expert has n replicas and one of them is on the rank. Large n whose
   replicas take little time are lumped into one last level with the time of the largest n: the bound stays valid.
-* Scenarios: ``y[scenario]`` is the slowest rank's processing in a scenario, and `T` their expected value. The tail is
-  Rockafellar and Uryasev's form of CVaR: an edge, and each scenario's time beyond the edge.
+* Scenarios: ``y[scenario]`` is the slowest rank's processing in a scenario, and `T` their expected value.
 * Optimal split: ``p[expert, rank]`` is 1 if the rank holds the expert, ``x[expert, rank] <= p`` is its share of the
   expert's tokens. Seconds are assumed proportional to the share, which is too low for reading weights: the bound stays
   valid, and the placement found is evaluated with its true cost.
@@ -28,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.placement.objective._arrays import Array, parts_taken
-from coterie.placement.objective.steps import over_scenarios
 
 # Input and result of the exact search of one layer.
 
@@ -44,15 +42,13 @@ class LayerSteps:
     """[rank, expert, replicas - 1, scenario] seconds of each replica if the expert has this many equal replicas."""
     weights: Array
     """[scenario] probabilities."""
-    tail: float
-    tail_share: float
 
     def slowest(self, holds: Mask) -> float:
-        """Return the expected seconds of the slowest rank over the scenarios, tail included."""
+        """Return the expected seconds of the slowest rank over the scenarios."""
         rank, expert = np.nonzero(holds)
         step_s = np.zeros((len(holds), len(self.weights)))
         np.add.at(step_s, rank, self.seconds[rank, expert, holds.sum(axis=0)[expert] - 1])
-        return float(over_scenarios(step_s.max(axis=0)[None], self.weights, self.tail, self.tail_share)[0])
+        return float(step_s.max(axis=0) @ self.weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +161,7 @@ class Program:
         self.first_count = self.first_level + (len(self.least) if split == "equal" else 0)
         self.slow = self.first_count + ranks * len(self.prices)
         self.first_step = self.slow + 2
-        self.columns = self.first_step + (0 if layer.steps is None else 2 * len(layer.steps.weights) + 1)
+        self.columns = self.first_step + (0 if layer.steps is None else len(layer.steps.weights))
         self._add_replicas()
         self._add_ranks()
         if layer.steps is None:
@@ -290,12 +286,11 @@ class Program:
         )
 
     def _add_steps(self, steps: LayerSteps) -> None:
-        """Add rows for the slowest rank of every scenario, its time beyond the tail's edge, and the expected time."""
+        """Add rows for the slowest rank of every scenario, and their expected time."""
         layer, places = self.layer, self.places
         ranks, count = len(layer.unit), len(steps.weights)
-        each, one = np.arange(count), np.ones(count)
-        slowest, edge = self.first_step + each, self.first_step + count
-        past = edge + 1 + each
+        each = np.arange(count)
+        slowest = self.first_step + each
         taken = steps.seconds[places.rank, places.expert, self.most[places.level] - 1] / self.scale  # [place, scenario]
         self._rows.add(
             np.concatenate([(places.rank[:, None] * count + each).ravel(), np.arange(ranks * count)]),
@@ -305,18 +300,8 @@ class Program:
             0.0,
             ranks * count,
         )
-        self._rows.add(
-            np.tile(each, 3),
-            np.concatenate([slowest, np.full(count, edge), past]),
-            np.concatenate([one, -one, -one]),
-            -INF,
-            0.0,
-            count,
-        )
-        columns = np.concatenate([slowest, [edge], past, [self.slow]])
-        lean, steep = (1.0 - steps.tail) * steps.weights, steps.tail / steps.tail_share * steps.weights
-        values = np.concatenate([lean, [steps.tail], steep, [-1.0]])
-        self._rows.add(np.zeros(len(columns), np.int64), columns, values, -INF, layer.floor / self.scale, 1)
+        columns, values = np.append(slowest, self.slow), np.append(steps.weights, -1.0)
+        self._rows.add(np.zeros(count + 1, np.int64), columns, values, -INF, layer.floor / self.scale, 1)
 
     @property
     def whole(self) -> Index:

@@ -36,23 +36,15 @@ class Prices(NamedTuple):
     horizon: float
     exposed: float
     move_price: float
-    tail: float
-    tail_share: float
     least: float
     """Least gain of an action, as a share of the objective."""
-    lean: float
-    """Weight of a scenario's time."""
-    steep: float
-    """Weight of a scenario's time beyond the edge of the tail."""
     fastest: float
     """Seconds to load an expert over the fastest link."""
 
     @classmethod
     def of(cls, problem: Problem, least: float = 0.0) -> Prices:
         goal = problem.objective
-        tail = 0.0 if problem.steps is None else goal.tail  # one step has no tail
-        prices = goal.horizon, goal.exposed, goal.move_price, tail, goal.tail_share, least
-        return cls(*map(float, (*prices, 1.0 - tail, tail / goal.tail_share, goal.link_s(problem.topology))))
+        return cls(*map(float, (goal.horizon, goal.exposed, goal.move_price, least, goal.link_s(problem.topology))))
 
 
 @helper()

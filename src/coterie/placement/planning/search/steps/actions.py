@@ -36,9 +36,9 @@ def best_swap(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: Prices, rank: int, other: int, limit: float
 ) -> tuple[int, int]:
     """Return the places on the two ranks of the best swap that lowers the objective below `limit`; else (-1, -1)."""
-    one, two, still, edge = state.busy[rank], state.busy[other], scratch.still, state.edge[0]
+    one, two, still = state.busy[rank], state.busy[other], scratch.still
     low = fill_still(state.first, state.second, state.third, one, two, still, scratch.mine, scratch.theirs)
-    if layer.uniform and objective(layer, prices, prices.lean * low / layer.scale, 0.0, edge) >= limit:
+    if layer.uniform and objective(layer, prices, low / layer.scale, 0.0) >= limit:
         return -1, -1
     per_rank, now = len(scratch.pull), state.first.sum()
     here, home = state.table[rank * per_rank : (rank + 1) * per_rank], state.table[other * per_rank :]
@@ -69,19 +69,16 @@ def best_swap(
             continue
         for at in range(per_rank):
             theirs = state.row[other * per_rank + at]
-            if prices.lean * (top + scratch.push[at]) >= most_s * layer.scale or state.held[rank, theirs] >= 0:
+            if top + scratch.push[at] >= most_s * layer.scale or state.held[rank, theirs] >= 0:
                 continue
-            seconds = prices.lean * after_swap(one, two, still, here[place], there[place], back[at], home[at])
-            if prices.steep > 0.0:
-                past = past_after(one, two, still, state.edges, here[place], there[place], back[at], home[at])
-                seconds += prices.steep * past
-            if seconds >= most_s * layer.scale:
+            units = after_swap(one, two, still, here[place], there[place], back[at], home[at])
+            if units >= most_s * layer.scale:
                 continue
             came = layer.load_in[rank, theirs] - layer.load_in[rank, mine]
             went = layer.load_in[other, mine] - layer.load_in[other, theirs]
             most = max(latest, max(state.arrivals[rank] + came, state.arrivals[other] + went))
             moved = prices.exposed * (most + prices.move_price * (loading + came + went))
-            value = objective(layer, prices, seconds / layer.scale, moved, edge)
+            value = objective(layer, prices, units / layer.scale, moved)
             if value < best:
                 best, first, second = value, place, at
                 most_s = best / max(prices.horizon, 1e-300)
@@ -143,22 +140,6 @@ def after_swap(one: Units, two: Units, still: Units, here: Units, there: Units, 
         most = x if x > y else y
         most = most if most > still[scenario] else still[scenario]
         total = np.int32(total + most)
-    return int(total)
-
-
-@helper()
-def past_after(
-    one: Units, two: Units, still: Units, edges: Units, here: Units, there: Units, back: Units, home: Units
-) -> int:
-    """Return the sum of the scenario times beyond the edge of the tail; otherwise as :func:`after_swap`."""
-    total = np.int32(0)
-    for scenario in range(len(one)):
-        x = np.int32(np.int32(one[scenario] - here[scenario]) + back[scenario])
-        y = np.int32(np.int32(two[scenario] + there[scenario]) - home[scenario])
-        most = x if x > y else y
-        most = most if most > still[scenario] else still[scenario]
-        past = np.int32(most - edges[scenario])
-        total = np.int32(total + (past if past > 0 else np.int32(0)))
     return int(total)
 
 

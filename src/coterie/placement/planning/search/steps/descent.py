@@ -3,10 +3,6 @@
 Each pass finds, for every pair of ranks, the best swap of two slots and applies it if the objective falls. Then it
 checks every slot whose expert has other replicas for an expert that would use the slot better (a gift). The search ends
 when a pass gains almost nothing.
-
-With a tail, a scenario of time v costs ``lean x v + steep x max(0, v - edge)``. The edge is the time that the slowest
-share of the scenarios reaches now. This cost plus a constant bounds the objective from above for any edge and equals it
-for this edge, so lowering the cost lowers the objective (Rockafellar and Uryasev's form of CVaR).
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from coterie.placement.planning.search.steps.state import (
     new_scratch,
     new_state,
     objective_now,
-    set_edge,
     take,
 )
 
@@ -56,7 +51,6 @@ def descend_steps(layer: StepLayer, state: StepState, scratch: StepScratch, pric
     """Apply actions until a pass gains almost nothing."""
     ranks, gifts = len(layer.alive), len(state.row) > len(state.copies)
     for at in range(PASSES):
-        set_edge(layer, state, prices)
         now = objective_now(layer, state, prices, state.first)
         before, gain = now, prices.least * (1.0 if at else COARSE)
         if at < 2:
@@ -158,8 +152,7 @@ def search_steps(
                 seed = kick(alive, start, seed)
             take(layer, state, start)
             descend_steps(layer, state, scratch, prices)
-            set_edge(layer, state, prices)
-            total = objective_now(layer, state, prices, state.first) + prices.horizon * prices.tail * state.edge[0]
+            total = objective_now(layer, state, prices, state.first)
             if not trial or total < least * (1.0 - prices.least):
                 least = total
                 copy_row(base, state.row)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from coterie._numba import helper
 from coterie.placement.objective._arrays import Array
 from coterie.placement.objective.flows.splitting import touched
-from coterie.placement.objective.steps import find_edge
 from coterie.placement.planning.search.state import Prices, hold, movement
 
 Ints = NDArray[np.int64]
@@ -71,10 +70,6 @@ class StepState(NamedTuple):
     """[scenario] time of the slowest rank; `second` and `third`: of the next two."""
     second: Units
     third: Units
-    edge: Array
-    """[1] seconds above which a scenario belongs to the tail."""
-    edges: Units
-    """[scenario] the edge in units, times the scenario's weight."""
 
 
 class StepScratch(NamedTuple):
@@ -119,8 +114,6 @@ def new_state(slots: int, ranks: int, experts: int, scenarios: int) -> StepState
         first=np.zeros(scenarios, np.int32),
         second=np.zeros(scenarios, np.int32),
         third=np.zeros(scenarios, np.int32),
-        edge=np.zeros(1),
-        edges=np.zeros(scenarios, np.int32),
     )
 
 
@@ -166,16 +159,6 @@ def add_units(times: Units, units: Units, sign: int) -> None:
     factor = np.int32(sign)
     for scenario in range(len(times)):
         times[scenario] = np.int32(times[scenario] + np.int32(factor * units[scenario]))
-
-
-@helper()
-def summed_past(times: Units, edges: Units) -> int:
-    """Return the sum of the scenario times beyond the edge of the tail."""
-    total = np.int32(0)
-    for scenario in range(len(times)):
-        past = np.int32(times[scenario] - edges[scenario])
-        total = np.int32(total + (past if past > 0 else np.int32(0)))
-    return int(total)
 
 
 @helper()
@@ -226,35 +209,11 @@ def mark_stale(stale: NDArray[np.bool_], rank: int) -> None:
 
 
 @helper()
-def expected(layer: StepLayer, state: StepState, prices: Prices, peak: Units) -> float:
-    """Return the expected seconds, tail included, for the times of the slowest ranks, `peak` [scenario]."""
-    if prices.steep == 0.0:
-        return float(peak.sum() / layer.scale)
-    return float((prices.lean * peak.sum() + prices.steep * summed_past(peak, state.edges)) / layer.scale)
-
-
-@helper()
-def objective(layer: StepLayer, prices: Prices, seconds: float, moved: float, edge: float) -> float:
-    """Return the objective without the term of the edge, which is the same for all candidates."""
-    return prices.horizon * max(seconds, layer.floor - prices.tail * edge) + moved
+def objective(layer: StepLayer, prices: Prices, seconds: float, moved: float) -> float:
+    return prices.horizon * max(seconds, layer.floor) + moved
 
 
 @helper()
 def objective_now(layer: StepLayer, state: StepState, prices: Prices, peak: Units) -> float:
     """Return the present objective if the times of the slowest ranks were `peak` [scenario]."""
-    seconds = expected(layer, state, prices, peak)
-    return float(objective(layer, prices, seconds, movement(state.arrivals, prices), state.edge[0]))
-
-
-@helper()
-def set_edge(layer: StepLayer, state: StepState, prices: Prices) -> None:
-    """Set the edge to the time that the slowest `tail_share` of the scenarios reach now."""
-    state.edge[0] = 0.0
-    if prices.steep <= 0.0:
-        return
-    times = np.zeros(len(layer.weights))
-    for scenario in range(len(times)):
-        times[scenario] = state.first[scenario] / max(layer.weights[scenario], 1e-300)
-    state.edge[0] = find_edge(times, layer.weights / layer.scale, prices.tail_share)
-    for scenario in range(len(times)):
-        state.edges[scenario] = np.int32(state.edge[0] * layer.weights[scenario] + 0.5)
+    return float(objective(layer, prices, peak.sum() / layer.scale, movement(state.arrivals, prices)))
