@@ -122,7 +122,7 @@ def lowest(ratios: NDArray[np.float64], error: float) -> float:
     return low
 
 
-class Change(NamedTuple):
+class RouterChange(NamedTuple):
     """A measure with the router against the shortest queue."""
 
     router: float
@@ -140,7 +140,7 @@ class Switchback:
 
     def __init__(self, settings: SwitchbackSettings, rng: Generator, now_s: float = 0.0) -> None:
         self.settings = settings
-        self.changes: Mapping[str, Change] = {}
+        self.changes: Mapping[str, RouterChange] = {}
         """Measure → its change, as of the last pair."""
         self._rng = rng
         self._retries = 0
@@ -230,7 +230,7 @@ class Switchback:
         before, self.state = self.state, "watching"
         return None if before == "watching" else f"{self.verdict()}: it stays, and goes on being compared"
 
-    def _compared(self) -> dict[str, Change]:
+    def _compared(self) -> dict[str, RouterChange]:
         found = {}
         for name in MEASURES:
             both = [(one[name], other[name]) for one, other in self._pairs if name in one and name in other]
@@ -240,7 +240,7 @@ class Switchback:
                 low, high = lowest(ratios, error), -lowest(-ratios, error)
                 bounds = [_percent(one) if math.isfinite(one) else None for one in (low, high)]
                 means = np.exp(logs.mean(axis=0)).tolist()
-                found[name] = Change(means[0], means[1], _percent(float(np.mean(ratios))), bounds[0], bounds[1])
+                found[name] = RouterChange(means[0], means[1], _percent(float(np.mean(ratios))), bounds[0], bounds[1])
         return found
 
     def verdict(self) -> str:
@@ -261,7 +261,7 @@ class Switchback:
         side = f"{abs(change.percent):.1f}% {more} than by the shortest queue"
         return f"{name} is {side} ({self._interval(change)}, {counted})"
 
-    def _interval(self, change: Change) -> str:
+    def _interval(self, change: RouterChange) -> str:
         return f"{100 * (1 - self.settings.error):g}%: {change.low:+.1f} to {change.high:+.1f}%"
 
 

@@ -1,7 +1,5 @@
 """torch and torch.distributed, or None without torch: modules that use them can still be imported."""
 
-from __future__ import annotations
-
 try:
     import torch
     import torch.distributed as dist
