@@ -8,13 +8,11 @@ from coterie.control.base import (
     FitJob,
     Kind,
     LoadSeen,
-    LoopLog,
     LoopShape,
     RequestSeen,
     Tick,
 )
 from coterie.control.loop import ControlLoop
-from coterie.control.replay import InputLog, replay
 from coterie.control.scoring import FitComparison, Scorer
 from coterie.control.switchback import Switchback, SwitchbackSettings, Totals
 
@@ -27,10 +25,8 @@ __all__ = [
     "ControlSettings",
     "FitComparison",
     "FitJob",
-    "InputLog",
     "Kind",
     "LoadSeen",
-    "LoopLog",
     "LoopShape",
     "PlacementAdvisor",
     "RequestSeen",
@@ -39,5 +35,4 @@ __all__ = [
     "SwitchbackSettings",
     "Tick",
     "Totals",
-    "replay",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,16 +130,6 @@ class Tick(NamedTuple):
     """Re-fit to run in the background; pass its result to `candidate`, or its error to `fit_failed`."""
     use: RouterFit | None = None
     """Fit to put in force now, atomically; then call `swapped`, or `swap_failed`."""
-
-
-class LoopLog(Protocol):
-    """Callback that records an input of the loop: its kind `do` (such as "request" or "tick") and its values."""
-
-    def __call__(self, do: str, /, **values: Any) -> None: ...
-
-
-def keep_nothing(do: str, /, **values: Any) -> None:
-    """Discard the input: the log of a loop without a log."""
 
 
 @dataclass(frozen=True, slots=True)

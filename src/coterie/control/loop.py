@@ -20,19 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control.advice import Advice, PlacementAdvisor
-from coterie.control.base import (
-    ControlEvent,
-    ControlSettings,
-    FitJob,
-    Kind,
-    LoadSeen,
-    LoopLog,
-    LoopShape,
-    RequestSeen,
-    Tick,
-    keep_nothing,
-)
-from coterie.control.intake import Intake, is_number, worker_of
+from coterie.control.base import ControlEvent, ControlSettings, FitJob, Kind, LoadSeen, LoopShape, RequestSeen, Tick
+from coterie.control.intake import Intake, is_number
 from coterie.control.scoring import FitComparison, Scorer
 from coterie.control.traffic import Kept, Traffic, TrafficSample, reference_of, sample_of
 from coterie.control.written import ReportedMap
@@ -98,13 +87,11 @@ class ControlLoop:
         prices: DecodeStepPrices | None = None,
         advisor: PlacementAdvisor | None = None,
         now_s: float = 0.0,
-        log: LoopLog | None = None,
     ) -> None:
         """Start with `fit` in force.
 
         `make` creates the pool's router from a fit, for scoring. `batch` is the mean number of requests in a worker's
-        step. Without `prices` a step's time is the number of experts it touches. `advisor` gets the loads. `log` gets
-        every input (:mod:`coterie.control.replay`).
+        step. Without `prices` a step's time is the number of experts it touches. `advisor` gets the loads.
         """
         shape.check()
         check_at_least(1, batch=batch)
@@ -117,7 +104,6 @@ class ControlLoop:
         self.intake = Intake(shape, self.settings, now_s)
         self.counters = self.intake.counters
         self.traffic = Traffic(shape, self.settings)
-        self._log: LoopLog = log or keep_nothing
         self.scorer, self.advisor = Scorer(make, batch, prices), advisor
         self.events: deque[ControlEvent] = deque(maxlen=self.settings.events)
         sample = reference_of(fit)
@@ -153,20 +139,16 @@ class ControlLoop:
 
     def applied(self, plan_id: int) -> None:
         """Record that the plan of an advice was carried out."""
-        self._log("applied", plan_id=plan_id)
         done = self.advisor is not None and self.advisor.applied(plan_id)
         self.counters["plans_applied" if done else "plans_unknown"] += 1
 
     def written(self, plan_id: int, path: str, wait_s: float) -> None:
         """Record that the plan of an advice was written; it is applied when the maps that workers report say so."""
-        self._log("written", plan_id=plan_id, path=path, wait_s=wait_s)
         if self.advisor is not None:
             self._advised(self.advisor.written(plan_id, path, wait_s, self.intake.now_s))
 
     def follow(self, worker: str, version: int, placement: Placement) -> None:
         """Take the expert map in force at a worker: advice starts from it."""
-        slots, ranks, experts = placement.slot_experts, placement.num_ranks, placement.num_experts
-        self._log("map", worker=worker, version=version, slots=slots, num_ranks=ranks, num_experts=experts)
         if self.advisor is not None:
             self._advised(self.advisor.follow(worker, ReportedMap(version, placement), self.intake.now_s))
 
@@ -176,17 +158,13 @@ class ControlLoop:
         A claim to a rank that cannot hold is ignored, with an event.
         """
         self._rows = dict(rows or {})
-        self._log("bind", workers=dict(workers), rows=self._rows)
         for worker, words in ({} if self.advisor is None else self.advisor.bind(workers)).items():
             self._tell("ignored", words, {"reason": "placement_rank", "worker": worker}, count="ignored_placement_rank")
 
     def observe(self, seen: RequestSeen | LoadSeen) -> None:
         """Take a finished request or a worker's load; invalid ones are counted and ignored."""
-        refused = self.intake.refused(seen)
-        if refused is not None:
-            self._log("ignored", reason=refused, worker=worker_of(seen))
+        if self.intake.refused(seen) is not None:
             return
-        self._log("request" if isinstance(seen, RequestSeen) else "load", **seen._asdict())
         if isinstance(seen, RequestSeen):
             self._new_window |= self.traffic.add(seen)
         elif self.advisor is not None and not self.advisor.observe(seen):
@@ -194,7 +172,6 @@ class ControlLoop:
 
     def candidate(self, fit: RouterFit, seconds: float) -> None:
         """Take the fit that a job returned after `seconds`. It is scored at later ticks."""
-        self._log("candidate", fit=fit, seconds=seconds)
         if self._job is None:
             self._tell("refit_kept", "no job was under way")
             return
@@ -211,14 +188,12 @@ class ControlLoop:
 
     def fit_failed(self, problem: str) -> None:
         """Record that the job raised an error."""
-        self._log("fit_failed", problem=str(problem)[:500])
         if self._job is not None:
             self._looked_at, self._job = self._job[1], None
         self._tell("refit_failed", str(problem)[:500], count="refits_failed")
 
     def swapped(self, now_s: float) -> None:
         """Record that the fit of the last `Tick.use` is in force."""
-        self._log("swapped", now_s=now_s)
         if self._swap is None:
             return
         (known, back, _), before, self._swap = self._swap, self._in_force, None
@@ -247,10 +222,6 @@ class ControlLoop:
 
     def swap_failed(self, now_s: float, problem: str) -> None:
         """Record that the fit of the last `Tick.use` could not be put in force; the previous fit still is."""
-        self._log("swap_failed", now_s=now_s, problem=str(problem)[:500])
-        self._swap_failed(now_s, problem)
-
-    def _swap_failed(self, now_s: float, problem: str) -> None:
         if self._swap is not None:
             self._looked_at, self._swap = self._swap.known.sample, None
         values = {"at_s": now_s} if is_number(now_s) else {}
@@ -260,9 +231,7 @@ class ControlLoop:
         """Set the number of decode workers. A candidate or watched fit for another number is dropped."""
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             self.intake.ignore("workers")
-            self._log("ignored", reason="workers", worker="")
             return
-        self._log("resize", workers=workers)
         if workers == self.shape.workers:
             return
         self.shape = self.intake.shape = self.traffic.shape = self.shape._replace(workers=workers)
@@ -276,7 +245,6 @@ class ControlLoop:
 
     def tick(self, now_s: float) -> Tick:
         """Decide what to do now. Cheap, unless a fit must be scored."""
-        self._log("tick", now_s=now_s)
         timely, advisor = self.intake.tick(now_s), self.advisor
         for event in self.intake.untold:
             self._add(event)
@@ -294,7 +262,7 @@ class ControlLoop:
         """Score the candidate or the previous fit if due; return a fit to swap in, or None."""
         if self._swap is not None:
             if self.intake.now_s - self._swap.at_s > self.settings.candidate_s:
-                self._swap_failed(self.intake.now_s, "nobody said whether it was done")
+                self.swap_failed(self.intake.now_s, "nobody said whether it was done")
             return None
         try:
             if self._candidate is not None:

@@ -112,9 +112,6 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     its next rearrangement: by default every 3,000 steps, which take less if a step takes less than 0.2 s."""
     folder: str | None = None
     """Folder for the loop's fits; None for a private temporary folder, removed at the end."""
-    log: str | None = None
-    """File for the loop's inputs, from which its decisions can be replayed. If the file exists, a number is appended to
-    the name. None for no log."""
 
     def __post_init__(self) -> None:
         check_positive(tick_s=self.tick_s, confirm_s=self.confirm_s)

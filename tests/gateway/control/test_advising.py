@@ -31,7 +31,6 @@ def advised(folder: Path, section: ControlSection, seconds: int = 6) -> list[Con
         for worker in ("a", "b"):
             driver.take(worker, msgspec.structs.replace(load_event("low", rng, tokens=512), seconds=0.9), second - 0.5)
         driver.tick(float(second), streams)
-    driver.close()
     streams.close()
     told = [one.view for one in sent if isinstance(one, Told) and one.view]
     return [msgspec.msgpack.decode(view, type=ControlView) for view in told]
@@ -59,7 +58,6 @@ def test_ranks_are_those_of_the_entries_and_wrong_ones_are_events(tmp_path: Path
     driver.resize(msgspec.structs.replace(setup, streams=entries[:2]))
     driver.tick(2.0, streams)
     assert not any(advisor.tracker.worker(rank).any() for rank in range(4)), "another fleet, other ranks"
-    driver.close()
     streams.close()
 
 

@@ -10,7 +10,6 @@ holds all experts, or is such a group itself.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -27,9 +26,8 @@ from numpy.typing import NDArray
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape
 from coterie.control.advice import AdviceSettings, PlacementAdvisor
-from coterie.control.replay import InputLog
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, CoterieError, check_given
+from coterie.errors import CoterieError, check_given
 from coterie.gateway.config import AdviseSection
 from coterie.gateway.control.matching import Matcher, SentRequests
 from coterie.gateway.control.messages import ControlView, FromLoop, HeatMap, SetUp, Swapped, Told, UseFit
@@ -46,8 +44,6 @@ KEPT_FITS = 3
 """Number of fit files that are kept: the fit in force, the one before, and one being swapped in."""
 FIT_NICE = 19
 """Niceness of the fitting thread: the lowest priority, so that fits do not delay requests."""
-MOST_LOGS = 1000
-"""Most log files of inputs that are kept; after that no new one is started."""
 VIEW_S = 1.0
 """Shortest time between two views sent to the gateway, in seconds."""
 PIECES = 30
@@ -72,7 +68,6 @@ class Driver:
         self._folder = Path(asked.folder)
         self._epoch_s = time.time() - now_s
         self._no_advice: str | None = None
-        self._log = _new_log(asked.section.log)
         nothing = f"router {asked.spec.router!r} uses no fit: nothing is learned, expert maps are followed"
         fit = RouterFit.load(check_given(asked.spec.fit, nothing))
         shape = LoopShape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
@@ -84,7 +79,6 @@ class Driver:
             batch=fit.batch,
             prices=prices_of(asked.spec, fit) if asked.section.score == "time" else None,
             advisor=self._advisor(shape),
-            log=self._log,
             now_s=now_s,
         )
         self._refused = 0
@@ -101,10 +95,6 @@ class Driver:
         self._counted: Counter[str] = Counter()
         self._events: list[ControlEvent] = []
         self._next_view_s = now_s
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
 
     def take(self, worker: str, event: RequestExperts | ExpertLoad, now_s: float) -> None:
         """Handle an event of a worker's stream; invalid ones are counted and dropped."""
@@ -289,21 +279,6 @@ def as_map(tokens: NDArray[np.float64]) -> HeatMap:
     layers = min(len(tokens), MOST_CELLS // max(1, experts))
     whole = np.minimum(tokens[:layers, :experts], MOST_TOKENS).astype(np.int64)
     return HeatMap(layers, experts, msgspec.json.encode(whole.ravel().tolist()), len(tokens) - layers)
-
-
-def _new_log(path: str | None) -> InputLog | None:
-    """Open a new log of inputs, numbered so that no earlier log is overwritten. Raises ConfigError on failure."""
-    if path is None:
-        return None
-    names = itertools.chain([Path(path)], (Path(f"{path}.{number}") for number in range(1, MOST_LOGS)))
-    for name in names:
-        try:
-            return InputLog(name)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"control.log={path!r} cannot be written: {error.strerror}") from None
-    raise ConfigError(f"control.log={path!r}: {MOST_LOGS} such files are there already; remove some")
 
 
 def _plain(value: Any) -> Any:

@@ -105,8 +105,6 @@ class Process:
             self._driver.resize(message)
         else:
             self._tick_s, self._generation = message.section.tick_s, message.generation
-            if self._driver is not None:
-                self._driver.close()
             try:
                 self._driver = Driver(message, self.send, now_s, self._sent)
                 self._driver.tick(time.monotonic(), self._streams)  # with a new time: compiling may have taken a minute
