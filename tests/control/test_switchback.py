@@ -112,7 +112,7 @@ def test_what_is_said_and_measured() -> None:
     pool = Pool(0.95)
     assert pool.turns.verdict() == "no pair of blocks has been measured yet"
     pool.tick(30 + 60)
-    assert pool.turns.verdict() == "1 pair of blocks are too few to tell the router from the shortest queue"
+    assert pool.turns.verdict() == "1 pair of blocks: too few to tell the router from the shortest queue"
     pool.tick(19 * 60)
     tpot, experts = pool.turns.changes["tpot"], pool.turns.changes["experts"]
     assert tpot.shortest_queue == pytest.approx(0.01, rel=0.01)

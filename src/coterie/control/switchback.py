@@ -252,7 +252,7 @@ class Switchback:
             return "no pair of blocks has been measured yet"
         name, counted = MEASURES[self.settings.measure], f"{self.pairs} pair{'s' if self.pairs > 1 else ''} of blocks"
         if change.low is None or change.high is None:
-            return f"{counted} are too few to tell the router from the shortest queue"
+            return f"{counted}: too few to tell the router from the shortest queue"
         if change.low <= 0 <= change.high:
             return (
                 f"{name} differs by no more than chance from the shortest queue's ({self._interval(change)}, {counted})"

@@ -171,7 +171,7 @@ def test_the_verdict_says_what_happened_and_what_is_to_be_done() -> None:
     turns = {"router": "latency_aware", "pairs": 12, "verdict": "TPOT is 6.3% lower than by the shortest queue"}
     said = verdict([row("a")], minute, told("drift", "refit_taken", "no_drift"), turns)
     assert "9 ended in the last 60 s, 2 of them without an answer (medians: TTFT 1.23 s, TPOT 4.57 ms)." in said
-    assert "latency_aware against the shortest queue: TPOT is 6.3% lower" in said
+    assert "With latency_aware: TPOT is 6.3% lower" in said
     assert said.endswith("The router was fitted anew to the present traffic. Nothing is to be done.")
     assert "pieces" not in said
     assert len(said) < 500

@@ -241,7 +241,7 @@ def verdict(workers: Sequence[Told], minute: Told, loop: Told, switchback: Told 
     to_do += [TO_DO[kind] for kind in kinds[-1:] if kind in TO_DO]
     said = [f"{_fleet(workers)}{_minute(minute)}"]
     if switchback is not None and switchback["pairs"]:
-        said.append(f"{_cut(switchback['router'], 60)} against the shortest queue: {switchback['verdict']}")
+        said.append(f"With {_cut(switchback['router'], 60)}: {switchback['verdict']}")
     said += [CHANGES[kind] for kind in kinds[-1:]]
     said.append(f"To do: {'; '.join(to_do)}" if to_do else "Nothing is to be done")
     return f"{'. '.join(said)}."

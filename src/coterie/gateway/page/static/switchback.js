@@ -7,7 +7,7 @@ const STATES = { measuring: "half and half", watching: "mostly the router", left
 const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(1)}`;
 
 function cells() {
-  return make("tr", {}, make("th", { scope: "row" }), ...["router", "shortest queue", "change", "95% interval"].map((label) => make("td", { "data-label": label })));
+  return make("tr", {}, make("th", { scope: "row" }), ...["router", "shortest queue", "change", "interval"].map((label) => make("td", { "data-label": label })));
 }
 
 function show(node, { name, key, change }) {
@@ -21,7 +21,7 @@ export function switchbackPanel() {
   const note = document.getElementById("switchback-note");
   const said = make("p", { class: "empty" });
   const body = make("tbody");
-  const head = make("thead", {}, make("tr", {}, ...["", "router", "shortest queue", "change", "95% interval"].map((label) => make("th", { scope: "col" }, label))));
+  const head = make("thead", {}, make("tr", {}, ...["", "router", "shortest queue", "change", "interval"].map((label) => make("th", { scope: "col" }, label))));
   const table = make("table", { class: "table cards" }, head, body);
   root.append(said, table);
   return ({ switchback }) => {
