@@ -74,7 +74,8 @@ def test_every_planner_and_comparison_has_a_row(
     assert all(set(NAMED) <= set(row) for row in rows)
     assert all(row["duplicates"] == 0 for row in rows if row["planner"] not in BASELINES)
     found = [(row["planner"], row["split"], row["slots"]) for row in rows]
-    wanted = [(name, "equal", size.slots) for size in small for name in ("keep", *BASELINES, "latency_optimal", "swaps")]
+    names = ("keep", *BASELINES, "latency_optimal", "swaps")
+    wanted = [(name, "equal", size.slots) for size in small for name in names]
     wanted += [("latency_optimal", "equal", 36)] * 2  # over scenarios, and for their mean
     wanted += [("keep", "optimal", 40), ("latency_optimal", "optimal", 40), ("latency_optimal_ilp", "optimal", 40)]
     assert sorted(found) == sorted(wanted)
