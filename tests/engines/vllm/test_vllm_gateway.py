@@ -266,7 +266,7 @@ def test_without_a_tokenizer_workers_tell_the_ids(trio: list[Server], chat: bool
         async with connected(config_of(trio, tokenizer=None, limits=LimitSettings(tokenise_s=60.0))) as found:
             hits, tokens = Hits(trio), found.running.parts.knowledge.tokens
             for number in range(4):
-                # It begins as no earlier test's prompts do: what those left in the workers' caches comes by replay, later.
+                # It begins as no earlier prompt: what earlier tests left in the caches is known by replay, later.
                 text = f"Told, {chat}. {SHARED}{number // 2}: how many larks?"
                 answer, decisions = await asked_for(found, text, chat)
                 ids = prompt_ids(answer)
