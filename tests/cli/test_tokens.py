@@ -101,6 +101,13 @@ def test_other_predictors_are_scored_beside_the_table(run: Run, tmp_path: Path) 
     refused(run(trace, "-o", file, "--predictor", "similar_prefix:likeness=1"), "has no setting 'likeness'")
 
 
+def test_what_is_refused_leaves_no_file(run: Run, tmp_path: Path) -> None:
+    trace, flows = traced(tmp_path, 40, with_tokens=False), tmp_path / "flows.npy"
+    refused(run(trace, "-o", tmp_path / "loads.safetensors", "--transitions", flows), "has no token ids")
+    refused(run(trace, "--transitions", flows, "--predictor", "popularity"), "name its file with --output")
+    assert not flows.exists()
+
+
 def test_table_and_transitions_of_coterie_tiny(run: Run, tmp_path: Path) -> None:
     table, flows = tmp_path / "loads.safetensors", tmp_path / "flows.npy"
     ran = run(save_tiny_trace(tmp_path / "tiny"), "-o", table, "--transitions", flows)

@@ -75,11 +75,16 @@ def tokens_command(
     for name in predictor or ():
         predictors.check(name)
     check(output is not None or transitions is not None, "name a file: --output for the table, or --transitions")
+    check(output is not None or not predictor, "--predictor is scored beside the table: name its file with --output")
     if output is not None:
         check_output(output, "--output", "a token table", TokenTable.load, [trace])
     check_new_file(transitions)
     check(transitions is None or transitions.suffix == ".npy", f"--transitions={transitions} must end in .npy")
     opened = read_activations(trace, from_, model, num_experts)
+    check(
+        output is None or opened.arrays()[0].token_ids is not None,
+        f"{trace} has no token ids, which a token table needs; coterie record keeps them",
+    )
     found: dict[str, Any] = {"trace": str(trace), "model": opened.meta.model, "requests": opened.num_requests}
     with reporting("Scoring on held-out requests") as report:
         if transitions is not None:
@@ -87,7 +92,7 @@ def tokens_command(
             found["next"] = shell("coterie", "plan", trace, "--planner", "moetuner")
         if output is not None:
             report("Counting tokens", 1, 2)
-            table = _write_table(opened, trace, output, seed, predictor or [])
+            table = _write_table(opened, output, seed, predictor or [])
             found |= table | {"verdict": " ".join([table["verdict"], *filter(None, [found.get("verdict")])])}
     if json_output:
         print_json(found)
@@ -103,13 +108,9 @@ def tokens_command(
     print_verdict(found["verdict"], found["next"])
 
 
-def _write_table(opened: ActivationTrace, trace: Path, output: Path, seed: int, others: list[str]) -> dict[str, Any]:
+def _write_table(opened: ActivationTrace, output: Path, seed: int, others: list[str]) -> dict[str, Any]:
     from coterie.predictors import TokenTable
 
-    check(
-        opened.arrays()[0].token_ids is not None,
-        f"{trace} has no token ids, which a token table needs; coterie record keeps them",
-    )
     scored = _scores(opened, seed, others)
     table = TokenTable().fit(opened)
     part = output.with_name(output.name + ".part")
@@ -134,12 +135,14 @@ def _write_transitions(opened: ActivationTrace, file: Path, seed: int) -> dict[s
     import numpy as np
 
     from coterie.footprints.counting import next_layer_recall, transitions
+    from coterie.traces.store import replaced
 
     tokens, offsets = opened.arrays()
     requests = np.random.default_rng(seed).permutation(opened.num_requests)
     held = np.isin(np.repeat(np.arange(len(requests)), np.diff(offsets)), requests[: int(HELD_OUT * len(requests))])
     fitted, unseen = transitions(tokens.expert_ids[~held], opened.meta.num_experts), np.flatnonzero(held)
-    np.save(file, fitted + transitions(tokens.expert_ids[held], opened.meta.num_experts))
+    with replaced(file) as stream:
+        np.save(stream, fitted + transitions(tokens.expert_ids[held], opened.meta.num_experts))
     if len(requests) < FEW or not len(fitted):
         return {"transitions": str(file), "verdict": "Transitions: too few requests or layers to score them."}
     recall = next_layer_recall(fitted, tokens.expert_ids[unseen[:: 1 + len(unseen) // MOST_TOKENS]])

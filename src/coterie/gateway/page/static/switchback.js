@@ -27,7 +27,7 @@ export function switchbackPanel() {
   return ({ switchback }) => {
     shown(table, Boolean(switchback && Object.keys(switchback.changes).length));
     text(note, switchback ? `${switchback.pairs} of ${switchback.of} pairs of blocks · now ${STATES[switchback.state]}` : "");
-    text(said, switchback ? `${switchback.router}: ${switchback.verdict}.` : "No turns are taken: they need two workers, another router than the shortest queue, and switchback.enabled.");
+    text(said, switchback ? `${switchback.router}: ${switchback.verdict}.` : "No turns are taken: they need two workers, another router than the shortest queue, switchback.enabled, and no router set with ?alone=1.");
     if (!switchback) return;
     const rows = MEASURES.filter(([key]) => switchback.changes[key]).map(([key, name]) => ({ key, name, change: switchback.changes[key] }));
     fill(body, rows, cells, show);
