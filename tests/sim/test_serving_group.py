@@ -22,6 +22,7 @@ from coterie.sim.group.serving import (
     PASSES,
     GroupPrices,
     GroupServedRun,
+    Rebalance,
     ServeSettings,
     ServingGroup,
     sharded,
@@ -366,3 +367,52 @@ def test_refusals() -> None:
         ServingGroup(tensor, placement, requests, np.zeros((1, 2), np.int64))
     with pytest.raises(ConfigError, match="requests finished; metrics are of whole runs"):
         summarise_served(ServingGroup(prices, placement, requests).serve(np.zeros(4), np.zeros(4, np.int64), 0.0))
+
+
+# Changes of the placement.
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(0.0, 1.0), st.floats(0.0, 5e-3))
+def test_a_change_to_the_same_placement_only_costs_its_time(seed: int, exposed: float, moved_s: float) -> None:
+    rng = np.random.default_rng(seed)
+    group, _, ranks = a_group(rng)
+    together_s = np.zeros(len(ranks))  # so that no step of either run is idle
+    alone = group.serve(together_s, ranks)
+    start_s = float(rng.uniform(0, 0.5 * alone.end_s))
+    change = Rebalance(group, start_s, range(LAYERS), [moved_s / 2, moved_s], exposed)
+    run = group.serve(together_s, ranks, changes=[change])
+    check_served(run, group.requests, 40)
+    slower_s = run.steps.moves_s.sum() if exposed < 1 else moved_s
+    assert run.end_s == pytest.approx(alone.end_s + slower_s, rel=1e-9), "the same steps, as much later"
+    assert slower_s <= exposed * moved_s * (1 + 1e-9)
+    if run.steps.start_s[-1] > start_s + 2 * moved_s:
+        assert slower_s == pytest.approx(exposed * moved_s, rel=1e-9, abs=1e-15)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]))
+def test_a_change_is_a_run_on_one_placement_then_on_the_other(seed: int, exposed: float) -> None:
+    """Steps before the change are those of the old placement; with free moves at the start, those of the new one."""
+    rng = np.random.default_rng(seed)
+    group, arrival_s, ranks = a_group(rng)
+    other = ServingGroup(group.prices, shuffled_placement(rng), group.requests)
+    old, new = group.serve(arrival_s, ranks), other.serve(arrival_s, ranks)
+    half_s = old.end_s / 2
+    changes = [Rebalance(other, half_s, range(LAYERS), [1e-4, 2e-4], exposed)]
+    run = group.serve(arrival_s, ranks, changes=changes)
+    check_served(run, group.requests, 40)
+    before = run.steps.start_s < half_s
+    assert np.array_equal(run.steps.seconds[before], old.steps.seconds[: before.sum()])
+    at_once = group.serve(arrival_s, ranks, changes=[Rebalance(other, 0.0, range(LAYERS), [0.0, 0.0], exposed)])
+    assert np.array_equal(at_once.finish_s, new.finish_s)
+    assert np.array_equal(at_once.steps.remote, new.steps.remote)
+    back = [*changes, Rebalance(group, 0.0, range(LAYERS), [0.0, 0.0], exposed)]
+    assert np.isfinite(group.serve(arrival_s, ranks, changes=back).finish_s).all()
+    assert np.array_equal(group.serve(arrival_s, ranks).finish_s, old.finish_s), "tables of the group are untouched"
+
+
+def a_group(rng: np.random.Generator) -> tuple[ServingGroup, NDArray[np.float64], NDArray[np.int64]]:
+    requests = drawn(recordings(rng), 30, rng)
+    group = ServingGroup(GroupPrices.of(small_model(), SETTINGS), shuffled_placement(rng), requests)
+    return group, np.cumsum(rng.exponential(3e-4, 30)), rng.integers(0, RANKS, 30)

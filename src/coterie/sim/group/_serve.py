@@ -2,20 +2,79 @@
 
 A lane is a queue of requests with its own attention batch: one lane per rank with data-parallel attention, a single
 lane with tensor-parallel attention. All lanes step together.
+
+The loop stops between two steps and goes on from there: a placement may change, and weights move, in between.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.costs.composition import Floats, Ints, layers_us, step_us
-from coterie.sim.group.prompts import deal_layers
-from coterie.sim.group.step import dispatch
+from coterie.costs.composition import Floats, Ints, StepTables, layers_us, step_us
+from coterie.sim.group.prompts import PromptTables, deal_layers
+from coterie.sim.group.step import SlotTables, dispatch
 
-START, REST, EXPERTS, EXCHANGE, RING, REMOTE, ACTIVATIONS, DECODED, PROMPT = range(9)
-"""Columns of the step log: start in seconds, four durations in microseconds, then counts of activations and tokens."""
+START, REST, EXPERTS, EXCHANGE, RING, MOVES, REMOTE, ACTIVATIONS, DECODED, PROMPT = range(10)
+"""Columns of the step log: start in seconds, five durations in microseconds, then counts of activations and tokens."""
+
+
+class Progress(NamedTuple):
+    """What a group has done between two steps; the loop changes it in place."""
+
+    clock: Floats
+    """[1] seconds."""
+    arrived: Ints
+    """[1] number of requests that have arrived."""
+    first_s: Floats
+    """[request] end of the step that gave the first token; NaN before."""
+    finish_s: Floats
+    decoded: Ints
+    """[request] output tokens; -1 in the step that ends the prompt."""
+    pieces: Ints
+    """[request] computed pieces of the prompt."""
+    lane_of: Ints
+    """[request] -1 until it arrives, unless it was given."""
+    behind: Ints
+    """[request] next request in the queue of its lane, or -1."""
+    lanes: Ints
+    """[6, lane] first and last waiting request, or -1; requests that wait, that wait or run, and that run; prompt
+    pieces left to compute."""
+    active: Ints
+    """[lane, place] running requests."""
+    turns: Ints
+    """[layer, expert] whose turn it is among an expert's slots."""
+
+    @classmethod
+    def start(cls, lane_of: Ints, lanes: int, places: int, turns: tuple[int, int]) -> Progress:
+        """Return the beginning of a run."""
+        count = len(lane_of)
+        begun = np.zeros((6, lanes), np.int64)
+        begun[:2] = -1
+        return cls(
+            np.zeros(1),
+            np.zeros(1, np.int64),
+            np.full(count, np.nan),
+            np.full(count, np.nan),
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            lane_of,
+            np.full(count, -1),
+            begun,
+            np.empty((lanes, places), np.int64),
+            np.zeros(turns, np.int64),
+        )
+
+    @property
+    def queued(self) -> int:
+        return int(self.lanes[2].sum())
+
+    @property
+    def running(self) -> int:
+        return int(self.lanes[4].sum())
 
 
 @helper()
@@ -77,9 +136,8 @@ def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, prompt: int, ahea
 
 @njit()
 def serve(
+    state: Progress,
     arrival_s: Floats,
-    lane_of: Ints,
-    lanes: int,
     affinity: Floats,
     ahead: int,
     recorded: Ints,
@@ -87,59 +145,49 @@ def serve(
     ids: NDArray[np.integer],
     decode_row: Ints,
     decode_rows: Ints,
-    own: Ints,
-    holders: Ints,
-    copies: Ints,
+    slots: SlotTables,
     predicted: NDArray[np.integer],
-    piece_tokens: Ints,
-    piece_rows: NDArray[np.uint32],
-    sent: NDArray[np.int32],
-    got: NDArray[np.int32],
-    local: Ints,
-    p: Floats,
-    experts: Floats,
-    blend: Floats,
-    dense: Floats,
-    padded: Floats,
-    attention: Floats,
+    prompts: PromptTables,
+    tables: StepTables,
     links: Floats,
     routing: Floats,
     ring: Floats,
     spread: int,
-    places: int,
     chunk: int,
     prompt_tokens: int,
     deduplicate: bool,
     until_s: float,
-    first_s: Floats,
-    finish_s: Floats,
-    decoded: Ints,
-) -> tuple[Floats, int, float, int, int]:
-    """Serve requests until all are done or until `until_s`.
+    exposed: float,
+    moved_s: float,
+) -> Floats:
+    """Serve requests until all are done, or until the first step that would start at `until_s` or later.
 
-    Return the step log, the number of steps, the clock, and the numbers of requests queued and running. Fill lane_of,
-    first_s, finish_s and decoded [request]. A request whose lane_of is -1 gets its lane on arrival, by affinity
+    Return the log of the steps and change `state`. A request whose lane_of is -1 gets its lane on arrival, by affinity
     [recording, lane] (see `_pick_lane`). If predicted [layer, row] is not empty, attention is tensor parallel: `spread`
-    ranks share a step's tokens, and the times routing [tokens] and ring [fixed, per token] are added.
+    ranks share a step's tokens, and the times routing [tokens] and ring [fixed, per token] are added. While weights
+    move, until `moved_s`, steps get slower by the share `exposed` of the time that both take.
     """
-    ranks, layers, top_k = own.shape[1], ids.shape[1], ids.shape[2]
+    ranks, layers, top_k = slots.own.shape[1], ids.shape[1], ids.shape[2]
+    piece_tokens = prompts.tokens
     tensor, pieces = len(predicted) > 0, len(piece_tokens)
-    done_pieces = np.zeros(len(recorded), np.int64)
-    # [lane] first and last waiting request, or -1; requests that wait (queued), that wait or run (present); prompt
-    # pieces left to compute (waiting).
-    head, tail, queued = np.full(lanes, -1), np.full(lanes, -1), np.zeros(lanes, np.int64)
-    present, waiting = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
-    behind = np.full(len(recorded), -1)  # [request] next request in the queue of its lane, or -1
-    arrived = 0
-    active, running = np.empty((lanes, places), np.int64), np.zeros(lanes, np.int64)
+    first_s, finish_s, decoded, done_pieces = state.first_s, state.finish_s, state.decoded, state.pieces
+    lane_of, behind, active, arrived = state.lane_of, state.behind, state.active, state.arrived[0]
+    head, tail, queued, present, running, waiting = (
+        state.lanes[0],
+        state.lanes[1],
+        state.lanes[2],
+        state.lanes[3],
+        state.lanes[4],
+        state.lanes[5],
+    )
+    lanes, places = active.shape
     picked = np.empty(lanes * places, np.int64)
     home = np.empty((layers if tensor else 1, lanes * places), np.int64)
     prompt, computed = np.empty(3, np.int64), np.empty(ranks, np.int64)
-    rows, crossing = np.zeros((layers, holders.shape[1]), np.int64), np.zeros((2, layers, ranks), np.int64)
-    parts = np.empty((2, layers))
-    turns, asked = np.zeros((layers, holders.shape[1]), np.int64), np.empty((0, layers, holders.shape[1]))
-    log, steps, clock, left = np.empty((1024, 9)), 0, 0.0, len(recorded)
-    while left > 0:
+    rows, crossing = np.zeros((layers, prompts.rows.shape[3]), np.int64), np.zeros((2, layers, ranks), np.int64)
+    parts, asked = np.empty((2, layers)), np.empty((0, layers, slots.own.shape[2]))
+    log, steps, clock = np.empty((1024, 10)), 0, state.clock[0]
+    while True:
         while arrived < len(recorded) and arrival_s[arrived] <= clock:
             if lane_of[arrived] < 0:
                 lane_of[arrived] = _pick_lane(affinity[recorded[arrived]], waiting, present, pieces, ahead)
@@ -153,8 +201,8 @@ def serve(
             present[lane] += 1
             waiting[lane] += pieces
             arrived += 1
-        if left == len(recorded) - arrived:  # no request is left in the group: jump to the next arrival
-            if arrival_s[arrived] > until_s:
+        if present.sum() == 0:  # no request is left in the group: jump to the next arrival
+            if arrived == len(recorded) or arrival_s[arrived] > until_s:
                 break
             clock = arrival_s[arrived]
             continue
@@ -193,12 +241,12 @@ def serve(
                     _add_piece(
                         rows,
                         crossing,
-                        piece_rows[recording, piece],
-                        sent[recording, piece],
-                        got[recording, piece],
+                        prompts.rows[recording, piece],
+                        prompts.sent[recording, piece],
+                        prompts.got[recording, piece],
                         -1 if tensor else lane,
                     )
-                    here += local[recording, piece, 0 if tensor else lane]
+                    here += prompts.local[recording, piece, 0 if tensor else lane]
                     prompt[0] += piece_tokens[piece]
                     budget -= piece_tokens[piece]
                     done_pieces[request] += 1
@@ -210,16 +258,39 @@ def serve(
             tokens += lane_tokens
             decoding_all += decoding
             if prompt[0] == 0:
-                idle *= padded[1, lane_tokens]
-                lane_tokens = int(padded[0, lane_tokens])
+                idle *= tables.padded[1, lane_tokens]
+                lane_tokens = int(tables.padded[0, lane_tokens])
             if decoding + prompt[0] > 0:
-                mine = step_us(dense, attention, 0.0, lane_tokens, decoding, context, prompt[0], prompt[1], prompt[2])
+                mine = step_us(
+                    tables.dense,
+                    tables.attention,
+                    0.0,
+                    lane_tokens,
+                    decoding,
+                    context,
+                    prompt[0],
+                    prompt[1],
+                    prompt[2],
+                )
                 rest = max(rest, mine)
             if not tensor:
                 computed[lane] = lane_tokens
         if tensor:
             deal_layers(predicted, picked, count, ranks, home)
-        remote = dispatch(ids, picked, count, home, own, holders, copies, turns, rows, crossing, asked, deduplicate)
+        remote = dispatch(
+            ids,
+            picked,
+            count,
+            home,
+            slots.own,
+            slots.holders,
+            slots.copies,
+            state.turns,
+            rows,
+            crossing,
+            asked,
+            deduplicate,
+        )
         remote += (tokens - decoding_all) * layers * top_k - here
         around = 0.0
         if tensor:
@@ -227,19 +298,24 @@ def serve(
             computed[:] = share
             rest += routing[share]
             around = ring[0] + ring[1] * (share * spread)
-        layers_us(p, experts, blend, links, rows, crossing, computed, 1.0 - idle, parts)
+        layers_us(tables.p, tables.experts, tables.blend, links, rows, crossing, computed, 1.0 - idle, parts)
         computing, exchange = 0.0, 0.0
         for number in range(layers):
             computing += parts[0, number]
             exchange += parts[1, number]
+        taken_s = 1e-6 * (rest + computing + exchange + around)
+        slower_s = 0.0
+        if clock < moved_s:
+            slower_s = min(taken_s * exposed / (1.0 - exposed), exposed * (moved_s - clock))
         if steps == len(log):
             log = _longer(log)
         log[steps, START], log[steps, REST], log[steps, EXPERTS] = clock, rest, computing
         log[steps, EXCHANGE], log[steps, RING], log[steps, REMOTE] = exchange, around, remote
+        log[steps, MOVES] = 1e6 * slower_s
         log[steps, ACTIVATIONS], log[steps, DECODED] = tokens * layers * top_k, decoding_all
         log[steps, PROMPT] = tokens - decoding_all
         steps += 1
-        clock += 1e-6 * (rest + computing + exchange + around)
+        clock += taken_s + slower_s
         for lane in range(lanes):
             kept = 0
             for at in range(running[lane]):
@@ -252,9 +328,9 @@ def serve(
                 if decoded[request] >= outputs[request]:
                     finish_s[request] = clock
                     present[lane] -= 1
-                    left -= 1
                 else:
                     active[lane, kept] = request
                     kept += 1
             running[lane] = kept
-    return log, steps, clock, queued.sum(), running.sum()
+    state.clock[0], state.arrived[0] = clock, arrived
+    return log[:steps]

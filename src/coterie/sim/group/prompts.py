@@ -37,6 +37,14 @@ class PromptTables(NamedTuple):
     """[recording, piece, home] activations on the tokens' own rank, over all layers, if the prompt is on rank `home`.
     With tensor-parallel attention there is one column: ranks share a prompt."""
 
+    def switch(self, to: PromptTables, layer: int) -> None:
+        """Take the counts of one layer from the tables of another placement; with data-parallel attention."""
+        shape = (*self.local.shape, -1)
+        for counts, sign in ((self.rows, -1), (to.rows, 1)):
+            self.local[:] += sign * counts[:, :, layer].astype(np.int64).reshape(shape).sum(axis=-1)
+        self.rows[:, :, layer], self.sent[:, :, layer] = to.rows[:, :, layer], to.sent[:, :, layer]
+        self.got[:, :, layer] = to.got[:, :, layer]
+
 
 def piece_lengths(prompt_tokens: int, piece: int) -> NDArray[np.int64]:
     """Return [piece] tokens: full pieces, then the remainder."""

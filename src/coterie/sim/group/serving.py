@@ -9,10 +9,14 @@ Every token replays its recorded experts. Attention is computed in one of two wa
 A step has one token of every decoding request, then pieces of prompts in order up to `chunk_tokens` tokens. The last
 piece of a prompt gives the first token, as on a worker of both roles. Wrong for engines that preempt, that are limited
 by KV memory, or whose ranks do not wait for each other. Host time between steps is not modelled.
+
+The placement may change during a run: weights move, while the engine stops or beside its steps, and each layer switches
+when its weights have arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -24,7 +28,20 @@ from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links, ring_time
 from coterie.costs.step import ONE_DEVICE, StepModel
 from coterie.errors import check, check_at_least
 from coterie.sim.fleet.requests import FleetRequests, check_fleet_requests
-from coterie.sim.group._serve import ACTIVATIONS, DECODED, EXCHANGE, EXPERTS, PROMPT, REMOTE, REST, RING, START, serve
+from coterie.sim.group._serve import (
+    ACTIVATIONS,
+    DECODED,
+    EXCHANGE,
+    EXPERTS,
+    MOVES,
+    PROMPT,
+    REMOTE,
+    REST,
+    RING,
+    START,
+    Progress,
+    serve,
+)
 from coterie.sim.group.prompts import IN_ORDER, PromptTables, prompt_tables, shuffled_tables
 from coterie.sim.group.step import SlotTables, check_group, slot_tables
 from coterie.types import ModelSpec, Placement
@@ -148,6 +165,8 @@ class ServedSteps(NamedTuple):
     all_to_all_s: NDArray[np.float64]
     ring_s: NDArray[np.float64]
     """Time of the ring collectives of tensor parallelism."""
+    moves_s: NDArray[np.float64]
+    """Time by which the step was longer since weights moved beside it."""
     remote: NDArray[np.int64]
     """Number of activations whose expert was on another rank."""
     activations: NDArray[np.int64]
@@ -158,7 +177,7 @@ class ServedSteps(NamedTuple):
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        return self.rest_s + self.experts_s + self.all_to_all_s + self.ring_s
+        return self.rest_s + self.experts_s + self.all_to_all_s + self.ring_s + self.moves_s
 
 
 class GroupServedRun(NamedTuple):
@@ -180,6 +199,21 @@ class GroupServedRun(NamedTuple):
     @property
     def done(self) -> int:
         return int(np.isfinite(self.finish_s).sum())
+
+
+class Rebalance(NamedTuple):
+    """A change of placement during a run."""
+
+    to: ServingGroup
+    """The new placement with the same prices and requests."""
+    start_s: float
+    """Weights begin to move at the first step that starts then or later."""
+    layers: Sequence[int]
+    """Layers in the order in which they move."""
+    moved_s: Sequence[float]
+    """[layer of `layers`] seconds of movement until its weights have arrived, without other traffic."""
+    exposed: float
+    """Share of the movement's time by which steps get slower; 1: the engine stops (see :mod:`coterie.costs.movement`)."""
 
 
 class ServingGroup:
@@ -219,13 +253,14 @@ class ServingGroup:
         ranks: NDArray[np.integer] | None = None,
         until_s: float = np.inf,
         affinity: NDArray[np.floating] | None = None,
+        changes: Sequence[Rebalance] = (),
     ) -> GroupServedRun:
         """Serve the first len(arrival_s) requests until all are done or until `until_s`.
 
         With data-parallel attention, `ranks` [request] gives the rank of each request. Without it a request is assigned
         on arrival. Eligible are ranks with no prompt left to compute or, if all have some, ranks with less than one
         prompt more than the least; ranks MOST_AHEAD requests ahead of another are excluded. Among these the highest
-        `affinity` [recording, rank] wins, then the fewest requests.
+        `affinity` [recording, rank] wins, then the fewest requests. `changes` of the placement follow each other.
         """
         count, tensor = len(arrival_s), self.prices.settings.collectives is not None
         requests = replace(
@@ -243,47 +278,67 @@ class ServingGroup:
             scores.shape == (len(requests.recordings), lanes),
             f"affinity has shape {scores.shape}; expected {(len(requests.recordings), lanes)}",
         )
-        first, finish = np.full(count, np.nan), np.full(count, np.nan)
-        decoded = np.zeros(count, np.int64)
-        tables, settings, records = self.prices.tables, self.prices.settings, requests.recordings
-        log, steps, end_s, queued, running = serve(
-            np.asarray(arrival_s, np.float64),
+        settings, records, tables = self.prices.settings, requests.recordings, self.prices.tables
+        slots, prompts = self.slots, self.prompts
+        check(not (tensor and changes), "changes of the placement are for data-parallel attention")
+        if changes:  # the tables of layers that switch are overwritten
+            slots, prompts = SlotTables(*map(np.copy, slots)), PromptTables(*map(np.copy, prompts))
+        state = Progress.start(lane, lanes, settings.places, slots.copies.shape)
+        logs: list[NDArray[np.float64]] = []
+
+        def run(until_s: float, exposed: float = 0.0, moved_s: float = 0.0) -> None:
+            logs.append(
+                serve(
+                    state,
+                    np.asarray(arrival_s, np.float64),
+                    np.ascontiguousarray(scores),
+                    MOST_AHEAD,
+                    requests.recorded,
+                    requests.output_tokens,
+                    records.expert_ids,
+                    records.decode_row,
+                    records.decode_rows,
+                    slots,
+                    self.predicted,
+                    prompts,
+                    tables,
+                    self.prices.links,
+                    self.prices.routing,
+                    self.prices.ring,
+                    self.prices.spread,
+                    settings.chunk_tokens,
+                    settings.prompt_tokens,
+                    settings.deduplicate,
+                    until_s,
+                    exposed,
+                    moved_s,
+                )
+            )
+
+        for change in changes:
+            run(change.start_s)
+            begun_s, length_s = max(change.start_s, state.clock[0]), max(change.moved_s, default=0.0)
+            if change.exposed >= 1.0:
+                state.clock[0] = begun_s + length_s
+            for layer, moved_s in zip(change.layers, change.moved_s, strict=True):
+                if change.exposed < 1.0:
+                    run(begun_s + moved_s, change.exposed, begun_s + length_s)
+                for mine, new in zip(slots, change.to.slots, strict=True):
+                    mine[layer] = new[layer]
+                prompts.switch(change.to.prompts, layer)
+        run(until_s)
+        steps = _steps(np.concatenate(logs))
+        return GroupServedRun(
+            arrival_s,
+            state.first_s,
+            state.finish_s,
+            state.decoded,
             lane,
-            lanes,
-            np.ascontiguousarray(scores),
-            MOST_AHEAD,
-            requests.recorded,
-            requests.output_tokens,
-            records.expert_ids,
-            records.decode_row,
-            records.decode_rows,
-            *self.slots,
-            self.predicted,
-            self.prompts.tokens,
-            self.prompts.rows,
-            self.prompts.sent,
-            self.prompts.got,
-            self.prompts.local,
-            tables.p,
-            tables.experts,
-            tables.blend,
-            tables.dense,
-            tables.padded,
-            tables.attention,
-            self.prices.links,
-            self.prices.routing,
-            self.prices.ring,
-            self.prices.spread,
-            settings.places,
-            settings.chunk_tokens,
-            settings.prompt_tokens,
-            settings.deduplicate,
-            until_s,
-            first,
-            finish,
-            decoded,
+            steps,
+            float(state.clock[0]),
+            state.queued,
+            state.running,
         )
-        return GroupServedRun(arrival_s, first, finish, decoded, lane, _steps(log[:steps]), end_s, queued, running)
 
 
 def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, rows: int) -> NDArray[np.int64]:
@@ -317,6 +372,7 @@ def _steps(log: NDArray[np.float64]) -> ServedSteps:
         experts_s=1e-6 * log[:, EXPERTS],
         all_to_all_s=1e-6 * log[:, EXCHANGE],
         ring_s=1e-6 * log[:, RING],
+        moves_s=1e-6 * log[:, MOVES],
         remote=log[:, REMOTE].astype(np.int64),
         activations=log[:, ACTIVATIONS].astype(np.int64),
         decoded=log[:, DECODED].astype(np.int64),
