@@ -44,6 +44,7 @@ LEARNERS = ("co_cluster", "moetuner", "sem_moe")
 """Built-in planners that learn from the requests of an activation trace as well."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
 """Values of ``WeightDtype``, listed here for --help: importing it would import NumPy."""
+MOVEMENTS = {"none": "none", "stops": "the engine stops", "staged": "beside its steps"}
 SPLITS = ("equal", "weighted", "optimal")
 
 
@@ -185,10 +186,19 @@ def plan_command(
             "token ids (a gateway's predictor), and ranks.safetensors, the ranks of tokens under the placement.",
         ),
     ] = None,
+    latency: Annotated[
+        bool,
+        typer.Option(
+            "--latency",
+            help="Also simulate requests while the moves run: TTFT and TPOT without them, if the engine stops, and if "
+            "weights move beside its steps. One node, no spare slots; seconds to half a minute.",
+        ),
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Plan the placement of experts: savings per batch size, moves, memory, and whether the plan pays."""
     from coterie.answers.plan.learning import write_tables
+    from coterie.answers.plan.moving import check_moving, latency_while_moving
     from coterie.answers.plan.plans import PlanOptions, make_plan
     from coterie.answers.plan.report import next_command, plan_verdict, summary
     from coterie.answers.plan.samples import Sampling
@@ -231,9 +241,13 @@ def plan_command(
         items=cast("ItemKind", items),
         tables=tables,
     )
+    if latency:
+        check_moving(ranks, nodes, slots is not None)
     with reporting("Planning") as report:
         planned = make_plan(options, report)
-    found = summary(planned)
+        found = summary(planned)
+        if latency:
+            found["while_moving"] = [row._asdict() for row in latency_while_moving(planned, report)]
     if out_file is not None:
         written = write_map(out_file, planned.map, to)
         found |= {"written": str(out_file), "format": to, "left_out": list(written.left_out)}
@@ -266,6 +280,8 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
     _print_bars(planned)
     _print_prediction(planned, found)
     _print_moves(found)
+    if "while_moving" in found:
+        _print_while_moving(found)
     print_verdict(found["verdict"], found["next"])
 
 
@@ -438,6 +454,25 @@ def _print_moves(found: dict[str, Any]) -> None:
     if "scenarios" in found:
         lines.append(f"Steps written: {found['scenarios']}")
     print_lines(*lines)
+
+
+def _print_while_moving(found: dict[str, Any]) -> None:
+    rows = [
+        [
+            MOVEMENTS[row["movement"]],
+            *(f"{row[name]:.3g}" for name in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")),
+            f"{row['longest_gap_ms']:.3g}",
+            "never" if row["recovered_s"] is None else shown_s(row["recovered_s"]),
+        ]
+        for row in found["while_moving"]
+    ]
+    moving, count = found["while_moving"][-1]["moving_s"], found["while_moving"][0]["requests"]
+    print_table(
+        f"Requests while weights move for {shown_s(moving)}, ms, simulated",
+        ["moves", "TTFT p50", "p99", "TPOT p50", "p99", "longest gap", "caught up after"],
+        rows,
+        f"{count:,} requests served from the first move until it has caught up: as many tokens as without moves.",
+    )
 
 
 def _trade(trade: dict[str, Any]) -> list[str]:
