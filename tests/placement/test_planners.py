@@ -38,7 +38,8 @@ def learned() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", planners.names())
 def test_every_planner_keeps_the_contract(name: str) -> None:
-    settings = EXACT if name == "latency_optimal_ilp" else {}
+    limits = {"latency_optimal_ilp": EXACT, "moetuner": {"sweeps": 1, "time_limit_s": 0.1}}
+    settings: dict[str, Any] = limits.get(name, {})
     priced = v3_prices(touch_s=1e-5, row_bytes=14336.0, horizon=100.0)
     check_planner(lambda: planners.make(name, {"objective": v3_prices(), **learned()}, **settings))
     check_planner(lambda: planners.make(name, {**learned(), "objective": priced}, **settings), seed=1)

@@ -20,14 +20,7 @@ from coterie.costs.movement import staged_exposed
 from coterie.errors import check
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.sim.fleet.requests import FleetRequests, Recordings, order_apart
-from coterie.sim.group.serving import (
-    MOST_RANKS,
-    GroupPrices,
-    GroupServedRun,
-    Rebalance,
-    ServeSettings,
-    ServingGroup,
-)
+from coterie.sim.group.serving import MOST_RANKS, GroupPrices, GroupServedRun, Rebalance, ServeSettings, ServingGroup
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 RECORDINGS, ROWS = 32, 256
@@ -92,9 +85,7 @@ def latency_while_moving(planned: Planned, report: Report = lambda *_: None) -> 
         runs[movement] = []
         for start in starts:
             report("Simulating requests while weights move", len(runs[movement]), STARTS)
-            runs[movement].append(
-                now.serve(arrival_s, changes=[Rebalance(after, start, layers, moved_s, exposed)])
-            )
+            runs[movement].append(now.serve(arrival_s, changes=[Rebalance(after, start, layers, moved_s, exposed)]))
         late = [_caught_up(plain, run, start) for run, start in zip(runs[movement], starts, strict=True)]
         recovered[movement] = float(np.median(late))
     moving_s = max(moved_s, default=0.0)

@@ -262,15 +262,7 @@ def serve(
                 lane_tokens = int(tables.padded[0, lane_tokens])
             if decoding + prompt[0] > 0:
                 mine = step_us(
-                    tables.dense,
-                    tables.attention,
-                    0.0,
-                    lane_tokens,
-                    decoding,
-                    context,
-                    prompt[0],
-                    prompt[1],
-                    prompt[2],
+                    tables.dense, tables.attention, 0.0, lane_tokens, decoding, context, prompt[0], prompt[1], prompt[2]
                 )
                 rest = max(rest, mine)
             if not tensor:

@@ -213,7 +213,7 @@ class Rebalance(NamedTuple):
     moved_s: Sequence[float]
     """[layer of `layers`] seconds of movement until its weights have arrived, without other traffic."""
     exposed: float
-    """Share of the movement's time by which steps get slower; 1: the engine stops (see :mod:`coterie.costs.movement`)."""
+    """Share of the movement's time by which steps get slower (:mod:`coterie.costs.movement`); 1: the engine stops."""
 
 
 class ServingGroup:
