@@ -66,8 +66,8 @@ def latency_while_moving(planned: Planned, report: Report = lambda *_: None) -> 
     problem, model = planned.problem, planned.pricing.model
     rng, count = np.random.default_rng(0), REQUESTS * problem.topology.num_ranks
     recordings = _recordings(planned.load.tokens, planned.load.spec.top_k, rng)
-    lengths = (np.full(count, tokens) for tokens in (PROMPT_TOKENS, OUTPUT_TOKENS))
-    requests = FleetRequests(recordings, order_apart(RECORDINGS, count, rng), *lengths)
+    prompts, outputs = (np.full(count, tokens) for tokens in (PROMPT_TOKENS, OUTPUT_TOKENS))
+    requests = FleetRequests(recordings, order_apart(RECORDINGS, count, rng), prompts, outputs)
     prices = GroupPrices.of(model, ServeSettings(PROMPT_TOKENS))
     now, after = (ServingGroup(prices, of.placement, requests) for of in (planned.now, planned.plan))
     at_once_s = now.serve(np.zeros(count)).end_s
@@ -121,9 +121,18 @@ def _row(
         tpot.append((run.finish_s - run.first_s)[served] / (OUTPUT_TOKENS - 1))
         ends = run.steps.start_s + run.steps.seconds
         gaps.append(np.diff(ends)[(ends[1:] >= start) & (run.steps.start_s[1:] <= end)].max())
-    values = (float(np.quantile(np.concatenate(of), q)) for of in (ttft, tpot) for q in (0.5, 0.99))
-    in_ms = [1e3 * value for value in (*values, float(np.mean(gaps)))]
-    return MovingRow(movement, sum(map(len, tpot)), *in_ms, 0.0, None)
+    first_s, token_s = np.concatenate(ttft), np.concatenate(tpot)
+    return MovingRow(
+        movement=movement,
+        requests=len(token_s),
+        ttft_p50_ms=1e3 * float(np.quantile(first_s, 0.5)),
+        ttft_p99_ms=1e3 * float(np.quantile(first_s, 0.99)),
+        tpot_p50_ms=1e3 * float(np.quantile(token_s, 0.5)),
+        tpot_p99_ms=1e3 * float(np.quantile(token_s, 0.99)),
+        longest_gap_ms=1e3 * float(np.mean(gaps)),
+        moving_s=0.0,
+        recovered_s=None,
+    )
 
 
 def _caught_up(plain: GroupServedRun, run: GroupServedRun, start_s: float) -> float:
@@ -135,7 +144,7 @@ def _caught_up(plain: GroupServedRun, run: GroupServedRun, start_s: float) -> fl
     def tokens(of: GroupServedRun, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
         steps, new = of.steps, of.steps.prompt + of.steps.decoded
         done, times = np.cumsum(new), np.stack([steps.start_s, steps.start_s + steps.seconds], axis=1)
-        return np.interp(at_s, times.ravel(), np.stack([done - new, done], axis=1).ravel())
+        return np.asarray(np.interp(at_s, times.ravel(), np.stack([done - new, done], axis=1).ravel()))
 
     ends_s = (run.steps.start_s + run.steps.seconds)[run.steps.start_s >= start_s]
     ahead = np.flatnonzero(tokens(run, ends_s) >= tokens(plain, ends_s))

@@ -282,7 +282,7 @@ class ServingGroup:
         slots, prompts = self.slots, self.prompts
         check(not (tensor and changes), "changes of the placement are for data-parallel attention")
         if changes:  # the tables of layers that switch are overwritten
-            slots, prompts = SlotTables(*map(np.copy, slots)), PromptTables(*map(np.copy, prompts))
+            slots, prompts = SlotTables(*(of.copy() for of in slots)), PromptTables(*(of.copy() for of in prompts))
         state = Progress.start(lane, lanes, settings.places, slots.copies.shape)
         logs: list[NDArray[np.float64]] = []
 
