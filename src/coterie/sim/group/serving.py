@@ -17,6 +17,7 @@ when its weights have arrived.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -282,7 +283,7 @@ class ServingGroup:
         slots, prompts = self.slots, self.prompts
         check(not (tensor and changes), "changes of the placement are for data-parallel attention")
         if changes:  # the tables of layers that switch are overwritten
-            slots, prompts = SlotTables(*(of.copy() for of in slots)), PromptTables(*(of.copy() for of in prompts))
+            slots, prompts = deepcopy((slots, prompts))
         state = Progress.start(lane, lanes, settings.places, slots.copies.shape)
         logs: list[NDArray[np.float64]] = []
 
