@@ -131,6 +131,10 @@ class ModelSpec:
         width = self.kv_lora_rank + self.rope_head_dim if self.kv_lora_rank else 2 * self.num_kv_heads * self.head_dim
         return 2 * width * self.num_layers
 
+    def slot_kv_tokens(self, dtype: WeightDtype | None = None) -> float:
+        """Return the tokens whose KV cache takes as much memory as one expert in all MoE layers: a slot's price."""
+        return self.num_moe_layers * self.expert_bytes(dtype) / self.kv_bytes_per_token
+
 
 class Link(NamedTuple):
     """A connection: time = latency_s + bytes / bytes_per_s, in one direction."""

@@ -12,11 +12,14 @@ import pytest
 
 from canned_workers import canned_workers
 from control_cases import EXPERTS, LAYERS, load_event, saved_fit
+from coterie.control.base import LoopShape
 from coterie.engines.vllm.publisher import EventPublisher
 from coterie.gateway.config import AdviseSection, ControlSection, GatewayConfig, WorkerEntry
+from coterie.gateway.control.driver import advisor_of
 from coterie.gateway.exchange.knowledge import mask_of
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.page.snapshot import PageQuery, snapshot
+from coterie.models import get_model
 from coterie.placement.maps.formats import read_map
 from coterie.types import Placement
 from coterie.wire.expert_events import ExpertMap
@@ -137,3 +140,13 @@ def test_another_map_than_the_written_one_is_reported_and_advice_goes_on_from_it
         assert kept > (again.slot_experts == START.slot_experts).sum(), "the next plan moves from what is in force"
 
     with_group(tmp_path, None, test)
+
+
+def test_spare_slots_are_priced_in_kv_cache() -> None:
+    """A spare slot holds one expert of all layers: as many bytes as so many tokens cache."""
+    spec = get_model("gpt-oss-20b")
+    shape = LoopShape("gpt-oss-20b", spec.num_layers, spec.num_experts, spec.top_k, 2)
+    router = RouterSpec(router="latency_aware", dtype="bf16")
+    tokens = [advisor_of(AdviseSection(ranks=8, slots_per_rank=slots), shape, router)[1] for slots in (4, 6)]
+    cached = 2 * 2 * 8 * 64 * 24  # keys and values, 16 bits, 8 heads of 64, 24 layers
+    assert tokens == pytest.approx([0.0, 2 * 24 * 3 * 2880 * 2880 * 2 / cached])

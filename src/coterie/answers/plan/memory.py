@@ -76,8 +76,8 @@ class RankMemory:
 
     @property
     def replica_kv_tokens(self) -> float:
-        """Tokens whose KV cache takes as much as a replica of one expert in all layers: what a spare slot costs."""
-        return self._slot_bytes / self.spec.kv_bytes_per_token
+        """Tokens whose KV cache takes as much as a spare slot."""
+        return self.spec.slot_kv_tokens(self.dtype)
 
     @property
     def _slot_bytes(self) -> float:

@@ -68,6 +68,7 @@ class Driver:
         self._folder = Path(asked.folder)
         self._epoch_s = time.time() - now_s
         self._no_advice: str | None = None
+        self._spare_kv_tokens = 0.0
         nothing = f"router {asked.spec.router!r} uses no fit: nothing is learned, expert maps are followed"
         fit = RouterFit.load(check_given(asked.spec.fit, nothing))
         shape = LoopShape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
@@ -167,7 +168,7 @@ class Driver:
         """Make the placement advisor; return None and store the reason if that fails: fits do not need it."""
         if self._section.advise is not None:
             try:
-                advisor = advisor_of(self._section.advise, shape, self._spec)
+                advisor, self._spare_kv_tokens = advisor_of(self._section.advise, shape, self._spec)
                 advisor.warm_up()
                 return advisor
             except CoterieError as error:
@@ -232,7 +233,9 @@ class Driver:
             status["no_advice"] = self._no_advice
         return ControlView(
             status=status,
-            advice=None if self.loop.advisor is None else shown_advice(self.loop.advisor, self._epoch_s),
+            advice=None
+            if self.loop.advisor is None
+            else shown_advice(self.loop.advisor, self._epoch_s, self._spare_kv_tokens),
             loads=self.loads.as_maps(),
         )
 
@@ -290,8 +293,11 @@ SHOWN_ACTIONS = 16
 """Most actions of an advice that are shown."""
 
 
-def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> PlacementAdvisor:
-    """Make the advisor for a group. Raises CoterieError if the group does not fit the model or prices are unknown."""
+def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> tuple[PlacementAdvisor, float]:
+    """Return the advisor for a group, and the tokens of KV cache that a rank's spare slots displace.
+
+    Raises CoterieError if the group does not fit the model or prices are unknown.
+    """
     topology = Topology(asked.ranks, asked.ranks if asked.ranks_per_node is None else asked.ranks_per_node)
     name = asked.model or spec.model or shape.model
     model = replace(step_model(get_model(name), asked.device, spec.dtype), topology=topology)
@@ -303,10 +309,12 @@ def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> Plac
         else read_map(asked.placement, model=name, num_ranks=asked.ranks).placement
     )
     settings = AdviceSettings(window_s=asked.window_s, min_steps=asked.min_steps, cooldown_s=asked.cooldown_s)
-    return PlacementAdvisor(shape, topology, objective, placement, settings)
+    spare = placement.slots_per_rank - shape.num_experts / asked.ranks
+    advisor = PlacementAdvisor(shape, topology, objective, placement, settings)
+    return advisor, spare * model.spec.slot_kv_tokens(model.dtype)
 
 
-def shown_advice(advisor: PlacementAdvisor, epoch_s: float) -> dict[str, Any] | None:
+def shown_advice(advisor: PlacementAdvisor, epoch_s: float, spare_kv_tokens: float) -> dict[str, Any] | None:
     """Return the current advice as plain values, or the last written one if the current one has no plan."""
     advice = advisor.advice
     if advisor.ended is not None and (advice is None or advice.plan is None):
@@ -326,6 +334,7 @@ def shown_advice(advisor: PlacementAdvisor, epoch_s: float) -> dict[str, Any] | 
         "moved_bytes": advice.moved_bytes,
         "movement_s": advice.movement_s,
         "planning_s": advice.planning_s,
+        "spare_kv_tokens": spare_kv_tokens,
         "actions": [asdict(action) for action in advice.actions[:SHOWN_ACTIONS]],
         "source": advice.source,
         "state": advice.state,

@@ -60,6 +60,7 @@ export function placementPanel() {
       ["moves", `${number(advice.moves ?? 0)} (${bytes(advice.moved_bytes)})`],
       ["moving takes", seconds(advice.movement_s)],
       ["planning took", seconds(advice.planning_s)],
+      ["spare slots take", advice.spare_kv_tokens ? `the KV cache of ${number(advice.spare_kv_tokens)} tokens a rank` : "nothing: there are none"],
       ["made of", advice.source === "actions" ? "single actions" : "a plan"],
       ["state", advice.planned === false ? "keep as it is" : state(advice)],
       ["map in force", advice.in_force ? `version ${advice.in_force}` : "no worker reports it"],
