@@ -99,7 +99,10 @@ class Admin:
         """Send the last placement advice, or the reason why there is none."""
         loop = self.parts.control
         advice = None if loop is None or loop.view is None else loop.view.advice
-        _send(responder, {"advice": advice} if advice is not None else {"advice": None, "reason": _no_advice(loop)})
+        if advice is None:
+            _send(responder, {"advice": None, "reason": _no_advice(loop)})
+        else:
+            _send(responder, {"advice": advice, "measured": self.parts.plan_measured()})
 
     def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
         workers: list[dict[str, Any]] = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from coterie.control.before_after import BeforeAfter
 from coterie.control.switchback import BASELINE, Switchback
 from coterie.errors import ConfigError, CoterieError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
@@ -88,6 +89,7 @@ class GatewayParts:
         """The loop that re-fits the decode router; None if it is off."""
         self.switchback: Switchback | None = None
         """Turns between the decode router and the shortest queue; None if none are taken."""
+        self.around_plan = BeforeAfter()
         self.alone = False
         """Whether somebody compares routers now, so that no turns are taken."""
         self._turned: tuple[object, ...] = ()
@@ -242,18 +244,21 @@ class GatewayParts:
     def turn(self) -> None:
         """Let the decode pool's router or the shortest queue choose, whoever's turn it is; a change starts anew."""
         pool, settings = self.pools[DECODE], self.config.switchback
+        now_s, totals = pool.clock(), pool.meter.totals()
+        if self.control is not None:
+            counts = self.control.counts
+            self.around_plan.tick(now_s, totals, counts["plan_confirmed"], counts["drift"])
         turns = settings.enabled and not self.alone and pool.spec.router.partition(":")[0] != BASELINE
         if not turns or len(pool.members) < 2:
             self.switchback, pool.keeper.baseline, self._turned = None, False, ()
             return
-        now_s = pool.clock()
         wanted = (msgspec.structs.replace(pool.spec, fit=None), settings, pool.spec.fit)
         if self.switchback is None or self._turned[:2] != wanted[:2]:
             self.switchback = Switchback(settings, pool.rng, now_s)
         elif self._turned != wanted:
             self.switchback.restart(now_s)
         self._turned = wanted
-        said = self.switchback.tick(now_s, pool.meter.totals())
+        said = self.switchback.tick(now_s, totals)
         pool.keeper.baseline = self.switchback.baseline
         if said is not None:
             self.log.control("switchback", f"{pool.spec.router}: {said}", {})
@@ -272,6 +277,11 @@ class GatewayParts:
             "before": turns.before,
             "changes": {name: change._asdict() for name, change in turns.changes.items()},
         }
+
+    def plan_measured(self) -> dict[str, Any] | None:
+        """Return what changed with the last placement plan, as plain values; None if nothing can be said."""
+        found = self.around_plan.measured()
+        return None if found is None else {"said": str(found), **found._asdict()}
 
     def change(self, changes: SavedState) -> None:
         """Store changes made at run time, in the state file if there is one. Raises ConfigError if writing fails."""

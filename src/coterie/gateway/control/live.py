@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,8 @@ class LiveControl:
         self.section = section
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         """Decisions of the loop, newest last."""
+        self.counts: Counter[str] = Counter()
+        """Decisions by kind."""
         self.problem: str | None = "the loop's process has not told anything yet"
         """Reason why the loop does not run; None while it runs."""
         self._pool, self._workers, self._access = pool, workers, access
@@ -348,6 +350,7 @@ class LiveControl:
         for event in told.events:
             kind = str(event["kind"])
             self.events.append(event)
+            self.counts[kind] += 1
             metrics.control_events.inc(kind)
             if kind in REFITS:
                 metrics.control_refits.inc(REFITS[kind])

@@ -63,6 +63,7 @@ export function placementPanel() {
       ["spare slots take", advice.spare_kv_tokens ? `the KV cache of ${number(advice.spare_kv_tokens)} tokens a rank` : "nothing: there are none"],
       ["made of", advice.source === "actions" ? "single actions" : "a plan"],
       ["state", advice.planned === false ? "keep as it is" : state(advice)],
+      ["measured", loop.measured ?? "no plan came into force, or too few minutes since"],
       ["map in force", advice.in_force ? `version ${advice.in_force}` : "no worker reports it"],
     ]);
     if (before?.rank_us?.length) {
