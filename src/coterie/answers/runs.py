@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +12,7 @@ from scipy.special import stdtrit
 from coterie.types import Interval
 
 WORTH_PCT = 1.0
-"""Saving in percent below which a change is called hardly worth it."""
-
-
-class Verdict(NamedTuple):
-    """What an answer comes to."""
-
-    sentence: str
-    then: str
-    """Next command to run."""
+"""Saving in percent below which a change hardly pays: the step model is no more exact than this."""
 
 
 def interval(samples: NDArray[np.float64] | Sequence[float], overlap: float = 0.0) -> Interval:

@@ -7,37 +7,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.answers.runs import Verdict
+from coterie.answers.verdicts import Gain, Verdict, change, nothing_compared, verdict_of
+from coterie.types import Interval
+from coterie.units import counted
 
-PAYS_PCT = 2.0
-"""Gain in percent below which one run shows nothing: another seed changes p99 by as much."""
+NOISE_PCT = 2.0
+"""Gain in percent up to which one run shows nothing: another seed changes p99 by as much."""
+OVERLOAD = "judged by throughput, as more arrives than is served"
 FEWEST = 32
 """Fewest recorded requests for a fleet of eight decoders: half of the requests are served, two on each decoder."""
 
 
 def batches_verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], trace: Path | None) -> Verdict:
     """Return the verdict on the rows of a :class:`~coterie.answers.batches.what_if.Simulated`; `trace` was replayed."""
-    base, again = rows[0]["strategy"], _again(settings, trace)
+    base, again, where = rows[0]["strategy"], _again(settings, trace), _where(settings)
     if len(rows) < 2:
-        return Verdict(f"Only {base} ran: there is nothing to compare it with.", f"{again} --strategy all")
+        return Verdict(nothing_compared(where, base), f"{again} --strategy all")
     overload = (settings["load"] or 0.0) > 1.0
     key = "throughput_gain_pct" if overload else "p99_reduction_pct"
     best = max(rows[1:], key=lambda row: float(row[key]))
-    gains = f"{_p99(best)} and {round(best['throughput_gain_pct'], 1) + 0.0:+.1f}% throughput against {base}"
-    why = " by throughput, as more arrives than is served" if overload else ""
-    sure = "one run: nothing tells how sure that is"
-    seed = f"--seed {settings['seed'] + 1}"
-    if best[key] < PAYS_PCT:
-        said = f"No strategy pays here{why}: the best, {best['strategy']}, has {gains}; {sure}."
+    seed, name = f"--seed {settings['seed'] + 1}", best["strategy"]
+    metric, p99 = "throughput" if overload else "p99 latency", change(best["p99_reduction_pct"], "p99 latency")
+    gain = Gain(name, metric, base, Interval(best[key], None, None), noise_pct=NOISE_PCT, more_is_better=overload)
+    beside = f"it {p99 if overload else change(-best['throughput_gain_pct'], 'throughput')}"
+    said = verdict_of(where, gain, beside, OVERLOAD if overload else "")
+    if gain.opening != "It pays":
         return Verdict(said, _fleet(settings, trace) or f"{again} {seed}")
-    said = f"{best['strategy']} pays most{why}: {gains}; {sure}, so repeat it with another seed."
     use = "" if settings["execution"] == "spread" else " In vLLM: docs/engines/vllm.md."
-    return Verdict(said + use, f"{again} --strategy {best['strategy']} {seed}")
+    return Verdict(said + use, f"{again} --strategy {name} {seed}")
 
 
-def _p99(row: Mapping[str, Any]) -> str:
-    cut = float(row["p99_reduction_pct"])
-    return "the same p99" if abs(cut) < 0.05 else f"a p99 {abs(cut):.1f}% {'shorter' if cut > 0 else 'longer'}"
+def _where(settings: Mapping[str, Any]) -> str:
+    """Say what was simulated: model, dtype, device, phase and load."""
+    timed = f"batches timed by {settings['execution']}"
+    if "model" in settings:
+        ranks = f"{counted(settings['ranks'], 'rank')} of {settings['preset']}"
+        timed = f"{settings['model']} in {settings['dtype']} on {ranks}, {settings['execution']}"
+    load = settings["load"]
+    return f"for {timed}, " + ("all at once" if load is None else f"at {load:.0%} of what fcfs serves")
 
 
 def _again(settings: Mapping[str, Any], trace: Path | None) -> str:
