@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.answers.verdicts import Gain, Verdict, change, nothing_compared, verdict_of
+from coterie.answers.verdicts import PAYS, Verdict, change, nothing_compared, opening_of, verdict_of
 from coterie.types import Interval
 from coterie.units import counted
 
@@ -26,12 +26,12 @@ def batches_verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, An
     overload = (settings["load"] or 0.0) > 1.0
     key = "throughput_gain_pct" if overload else "p99_reduction_pct"
     best = max(rows[1:], key=lambda row: float(row[key]))
-    seed, name = f"--seed {settings['seed'] + 1}", best["strategy"]
-    metric, p99 = "throughput" if overload else "p99 latency", change(best["p99_reduction_pct"], "p99 latency")
-    gain = Gain(name, metric, base, Interval(best[key], None, None), noise_pct=NOISE_PCT, more_is_better=overload)
-    beside = f"it {p99 if overload else change(-best['throughput_gain_pct'], 'throughput')}"
-    said = verdict_of(where, gain, beside, OVERLOAD if overload else "")
-    if gain.opening != "It pays":
+    p99, more = change(best["p99_reduction_pct"], "p99 latency"), change(-best["throughput_gain_pct"], "throughput")
+    gain, *facts = (more, p99, OVERLOAD) if overload else (p99, more)
+    name, percent, seed = best["strategy"], Interval(best[key], None, None), f"--seed {settings['seed'] + 1}"
+    opening = opening_of(percent, NOISE_PCT)
+    said = verdict_of(where, percent, f"{name} {gain}", base, "no interval: one run", *facts, opening=opening)
+    if opening != PAYS:
         return Verdict(said, _fleet(settings, trace) or f"{again} {seed}")
     use = "" if settings["execution"] == "spread" else " In vLLM: docs/engines/vllm.md."
     return Verdict(said + use, f"{again} --strategy {name} {seed}")
@@ -39,12 +39,11 @@ def batches_verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, An
 
 def _where(settings: Mapping[str, Any]) -> str:
     """Say what was simulated: model, dtype, device, phase and load."""
-    timed = f"batches timed by {settings['execution']}"
+    load, what = settings["load"], f"batches timed by {settings['execution']}"
     if "model" in settings:
         ranks = f"{counted(settings['ranks'], 'rank')} of {settings['preset']}"
-        timed = f"{settings['model']} in {settings['dtype']} on {ranks}, {settings['execution']}"
-    load = settings["load"]
-    return f"for {timed}, " + ("all at once" if load is None else f"at {load:.0%} of what fcfs serves")
+        what = f"{settings['model']} in {settings['dtype']} on {ranks}, {settings['execution']}"
+    return f"for {what}, " + ("all at once" if load is None else f"at {load:.0%} of what fcfs serves")
 
 
 def _again(settings: Mapping[str, Any], trace: Path | None) -> str:

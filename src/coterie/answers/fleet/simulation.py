@@ -24,7 +24,7 @@ from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, Ser
 from coterie.answers.plan.memory import RankMemory
 from coterie.answers.runs import error_bars, interval
 from coterie.answers.suites import Report
-from coterie.answers.verdicts import Gain, nothing_compared, verdict_of
+from coterie.answers.verdicts import PAYS, change, nothing_compared, opening_of, verdict_of
 from coterie.costs.step import StepModel, in_order
 from coterie.errors import ConfigError, check, check_at_least, check_positive, refuse
 from coterie.routing import Fleet, Router, RouterFit
@@ -166,26 +166,20 @@ class FleetReport:
         return max(self.rows, key=lambda row: row.saved_pct.mean)
 
     @property
-    def gain(self) -> Gain | None:
-        """Gain of the best of the other routers; None if the base ran alone."""
-        if len(self.rows) < 2:
-            return None
-        base, best, *_ = self.rows
-        why = "one split" if self.splits == 1 else "every split serves all requests"
-        return Gain(best.router, "mean TPOT", base.router, best.saved_pct, f"no interval: {why}")
-
-    @property
     def pays(self) -> bool:
         """Whether the best router saves at least `WORTH_PCT` and its interval is above 0; False with one split."""
-        return self.gain is not None and self.gain.opening == "It pays"
+        return opening_of(self.best.saved_pct) == PAYS
 
     @property
     def verdict(self) -> str:
         """Sentence that names the best router, its saving against the base router, and the interval."""
         where = f"for {self.model} in {self.dtype} on {self.decoders} decoders, {self.in_flight:.3g} requests on each"
-        if self.gain is None:
-            return nothing_compared(where, self.rows[0].router)
-        return verdict_of(where, self.gain, _tail(self.rows[1].saved_p99_pct))
+        base, *others = self.rows
+        if not others:
+            return nothing_compared(where, base.router)
+        gain = f"{others[0].router} {change(others[0].saved_pct.mean, 'mean TPOT')}"
+        unsure = f"no interval: {'one split' if self.splits == 1 else 'every split serves all requests'}"
+        return verdict_of(where, others[0].saved_pct, gain, base.router, unsure, _tail(*others[0].saved_p99_pct))
 
     def to_json(self) -> dict[str, Any]:
         rows = [
@@ -195,13 +189,12 @@ class FleetReport:
         return asdict(self) | {"rows": rows, "verdict": self.verdict, "pays": self.pays}
 
 
-def _tail(saved: Interval) -> str:
+def _tail(saved: float, low: float | None, high: float | None) -> str:
     """Say what becomes of p99; empty if there is no interval."""
-    if saved.low is None or saved.high is None:
-        return ""
-    if saved.low < -P99_SLACK_PCT <= saved.high:
-        return f"p99 cannot be told ({saved.low:+.1f} to {saved.high:+.1f}% saved)"
-    return "p99 no worse" if saved.low >= -P99_SLACK_PCT else f"p99 {-saved.mean:.1f}% longer"
+    if low is None or high is None or low >= -P99_SLACK_PCT:
+        return "" if low is None else "p99 no worse"
+    worse = high < -P99_SLACK_PCT
+    return f"p99 {-saved:.1f}% longer" if worse else f"p99 cannot be told ({low:+.1f} to {high:+.1f}% saved)"
 
 
 class _Served(NamedTuple):

@@ -12,7 +12,7 @@ from coterie.answers.plan.learning import LocalShares
 from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
 from coterie.answers.plan.pricing import gain_pct
 from coterie.answers.runs import WORTH_PCT
-from coterie.answers.verdicts import Gain, change, verdict_of
+from coterie.answers.verdicts import NOT, change, opening_of, verdict_of
 from coterie.costs.cells import preset_names
 from coterie.costs.movement import staged_exposed
 from coterie.models import models
@@ -167,21 +167,25 @@ def _local(locality: LocalShares | None, ranks: int) -> str:
 
 
 def _pays(planned: Planned, found: dict[str, Any]) -> str:
-    ranks, steps = f"{counted(found['ranks'], 'rank')} of {found['preset']}", found["break_even_steps"]
+    ranks = f"{counted(found['ranks'], 'rank')} of {found['preset']}"
     where = f"for {found['model']} in {found['dtype']} on {ranks}, {found['batch']:,} tokens a step"
+    held, plain, steps = found["held_out"], found["no_spare"], found["break_even_steps"]
+    sure = f"on load {'' if held is None else 'not '}planned on"
+    sure += f" ({'nothing is held out' if held is None else 'one split'}: no interval)"
+    percent, opening = (held or found)["gain_pct"], opening_of(Interval(_expected(found), None, None), 0.0)
+    what, facts = "the plan", [_beside(planned, found)]
     if _spare_slots_cost(found):
-        gain = _gain(found, f"a plan with {found['slots']} slots", "they were")
-        return verdict_of(f"to add spare slots {where}", gain, *_without(found), opening="It does not pay")
-    gain = _gain(found, "the plan", "it was")
-    if found["keep"] and not found["gain_pct"] > 0:
-        kept = gain._replace(percent=Interval(0.0, None, None), unsure=f"which stays: {found['skip_reason']}")
-        return verdict_of(where, kept)
-    opening, paid = gain._replace(percent=Interval(_expected(found), None, None)).opening, ""
-    if opening != "It does not pay" and (steps is None or steps > found["horizon"]):
-        opening, paid = "It does not pay", f"its moves are not paid for within {counted(found['horizon'], 'step')}"
-    elif opening != "It does not pay" and found["moves"]:
-        paid = f"moves are paid for after {counted(max(1, math.ceil(steps)), 'step')}"
-    return verdict_of(where, gain, _beside(planned, found), paid, opening=opening)
+        where, what, opening = f"to add spare slots {where}", f"a plan with {found['slots']} slots", NOT
+        less = plain["gain_pct"] if held is None else held["no_spare_gain_pct"]
+        facts = [f"one with {plain['slots']} slots {change(less, 'it')}"]
+    elif found["keep"] and not found["gain_pct"] > 0:
+        sure, opening, facts = f"which stays: {found['skip_reason']}", NOT, []
+    elif opening != NOT and (steps is None or steps > found["horizon"]):
+        opening, facts = NOT, [*facts, f"its moves are not paid for within {counted(found['horizon'], 'step')}"]
+    elif opening != NOT and found["moves"]:
+        facts.append(f"moves are paid for after {counted(max(1, math.ceil(steps)), 'step')}")
+    gain = f"{what} {change(percent, TIME)}"
+    return verdict_of(where, Interval(percent, None, None), gain, NOW, sure, *facts, opening=opening)
 
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
@@ -261,32 +265,13 @@ def _spare_slots_cost(found: dict[str, Any]) -> bool:
     return bool(held["no_spare_gain_pct"] >= held["gain_pct"])
 
 
-def _gain(found: dict[str, Any], what: str, planned: str) -> Gain:
-    """Return the gain on load that was not planned on, or if nothing is held out, on the load planned on."""
-    held = found["held_out"]
-    unsure = f"on the load {planned} planned on (nothing is held out: no interval)"
-    if held is not None:
-        unsure = f"on load {planned} not planned on (one split: no interval)"
-    percent = (found if held is None else held)["gain_pct"]
-    return Gain(what, TIME, NOW, Interval(percent, None, None), unsure, noise_pct=0.0)
-
-
-def _without(found: dict[str, Any]) -> list[str]:
-    """Say what a plan without spare slots gains; if load is held out, then what both gain on the load planned on."""
-    plain, held = found["no_spare"], found["held_out"]
-    what, less = f"one with {plain['slots']} slots", plain["gain_pct"]
-    if held is None:
-        return [f"{what} {change(less, 'it')}"]
-    both = f"on the load they were planned on {found['gain_pct']:.1f}% and {less:.1f}%"
-    return [f"{what} {change(held['no_spare_gain_pct'], 'it')}", both]
-
-
 def _beside(planned: Planned, found: dict[str, Any]) -> str:
-    """Say what the plan gains on the load planned on, and at the batch size at which it gains least, if clearly less."""
+    """Name the gains without spare slots, on the load planned on, and at the batch size with clearly less."""
     held, least = found["held_out"], min(planned.batches, key=lambda row: row.gain_pct)
-    facts = [] if held is None else [f"on the load it was planned on it {change(found['gain_pct'], 'that')}"]
-    if held is not None and held["no_spare_gain_pct"] is not None:
-        facts = [f"without spare slots {held['no_spare_gain_pct']:.1f}%", *facts]
-    if found["gain_pct"] - least.gain_pct >= WORTH_PCT:
-        facts.append(f"at {least.tokens:,} tokens a step {change(least.gain_pct, 'it')}")
-    return ", ".join(facts)
+    other = None if held is None else held["no_spare_gain_pct"]
+    facts = {
+        f"without spare slots {other or 0.0:.1f}%": other is not None,
+        f"{found['gain_pct']:.1f}% on the load planned on": held is not None,
+        f"{least.gain_pct:.1f}% at {least.tokens:,} tokens a step": found["gain_pct"] - least.gain_pct >= WORTH_PCT,
+    }
+    return ", ".join(fact for fact, holds in facts.items() if holds)
