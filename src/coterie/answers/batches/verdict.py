@@ -27,23 +27,26 @@ def batches_verdict(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, An
     key = "throughput_gain_pct" if overload else "p99_reduction_pct"
     best = max(rows[1:], key=lambda row: float(row[key]))
     p99, more = change(best["p99_reduction_pct"], "p99 latency"), change(-best["throughput_gain_pct"], "throughput")
-    gain, *facts = (more, p99, OVERLOAD) if overload else (p99, more)
+    gain, *facts = (more, f"it {p99}", OVERLOAD) if overload else (p99, f"it {more}")
     name, percent, seed = best["strategy"], Interval(best[key], None, None), f"--seed {settings['seed'] + 1}"
     opening = opening_of(percent, NOISE_PCT)
     said = verdict_of(where, percent, f"{name} {gain}", base, "no interval: one run", *facts, opening=opening)
     if opening != PAYS:
         return Verdict(said, _fleet(settings, trace) or f"{again} {seed}")
     use = "" if settings["execution"] == "spread" else " In vLLM: docs/engines/vllm.md."
-    return Verdict(said + use, f"{again} --strategy {name} {seed}")
+    return Verdict(f"{said}{use}", f"{again} --strategy {name} {seed}")
 
 
 def _where(settings: Mapping[str, Any]) -> str:
     """Say what was simulated: model, dtype, device, phase and load."""
-    load, what = settings["load"], f"batches timed by {settings['execution']}"
+    load, server = settings["load"], "batches timed by "
     if "model" in settings:
-        ranks = f"{counted(settings['ranks'], 'rank')} of {settings['preset']}"
-        what = f"{settings['model']} in {settings['dtype']} on {ranks}, {settings['execution']}"
-    return f"for {what}, " + ("all at once" if load is None else f"at {load:.0%} of what fcfs serves")
+        server = (
+            f"{settings['model']} in {settings['dtype']} on {counted(settings['ranks'], 'rank')} of "
+            f"{settings['preset']}, "
+        )
+    pace = "all at once" if load is None else f"at {load:.0%} of what fcfs serves"
+    return f"for {server}{settings['execution']}, {pace}"
 
 
 def _again(settings: Mapping[str, Any], trace: Path | None) -> str:

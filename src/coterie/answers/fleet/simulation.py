@@ -174,12 +174,17 @@ class FleetReport:
     def verdict(self) -> str:
         """Sentence that names the best router, its saving against the base router, and the interval."""
         where = f"for {self.model} in {self.dtype} on {self.decoders} decoders, {self.in_flight:.3g} requests on each"
-        base, *others = self.rows
-        if not others:
-            return nothing_compared(where, base.router)
-        gain = f"{others[0].router} {change(others[0].saved_pct.mean, 'mean TPOT')}"
-        unsure = f"no interval: {'one split' if self.splits == 1 else 'every split serves all requests'}"
-        return verdict_of(where, others[0].saved_pct, gain, base.router, unsure, _tail(*others[0].saved_p99_pct))
+        if len(self.rows) < 2:
+            return nothing_compared(where, self.rows[0].router)
+        base, best, *_ = self.rows
+        return verdict_of(
+            where,
+            best.saved_pct,
+            f"{best.router} {change(best.saved_pct.mean, 'mean TPOT')}",
+            base.router,
+            f"no interval: {'one split' if self.splits == 1 else 'every split serves all requests'}",
+            _tail(*best.saved_p99_pct),
+        )
 
     def to_json(self) -> dict[str, Any]:
         rows = [

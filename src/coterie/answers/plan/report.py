@@ -167,25 +167,27 @@ def _local(locality: LocalShares | None, ranks: int) -> str:
 
 
 def _pays(planned: Planned, found: dict[str, Any]) -> str:
-    ranks = f"{counted(found['ranks'], 'rank')} of {found['preset']}"
-    where = f"for {found['model']} in {found['dtype']} on {ranks}, {found['batch']:,} tokens a step"
+    where = (
+        f"for {found['model']} in {found['dtype']} on {counted(found['ranks'], 'rank')} of {found['preset']}, "
+        f"{found['batch']:,} tokens a step"
+    )
     held, plain, steps = found["held_out"], found["no_spare"], found["break_even_steps"]
-    sure = f"on load {'' if held is None else 'not '}planned on"
-    sure += f" ({'nothing is held out' if held is None else 'one split'}: no interval)"
+    sure = "on load planned on (nothing is held out" if held is None else "on load not planned on (one split"
+    what, sure, facts = "the plan", f"{sure}: no interval)", [_beside(planned, found)]
     percent, opening = (held or found)["gain_pct"], opening_of(Interval(_expected(found), None, None), 0.0)
-    what, facts = "the plan", [_beside(planned, found)]
+    now = NOW if planned.options.current else f"{NOW} (experts in order)"
     if _spare_slots_cost(found):
         where, what, opening = f"to add spare slots {where}", f"a plan with {found['slots']} slots", NOT
         less = plain["gain_pct"] if held is None else held["no_spare_gain_pct"]
         facts = [f"one with {plain['slots']} slots {change(less, 'it')}"]
     elif found["keep"] and not found["gain_pct"] > 0:
-        sure, opening, facts = f"which stays: {found['skip_reason']}", NOT, []
+        percent, sure, opening, facts = found["gain_pct"], f"which stays: {found['skip_reason']}", NOT, []
     elif opening != NOT and (steps is None or steps > found["horizon"]):
         opening, facts = NOT, [*facts, f"its moves are not paid for within {counted(found['horizon'], 'step')}"]
     elif opening != NOT and found["moves"]:
         facts.append(f"moves are paid for after {counted(max(1, math.ceil(steps)), 'step')}")
     gain = f"{what} {change(percent, TIME)}"
-    return verdict_of(where, Interval(percent, None, None), gain, NOW, sure, *facts, opening=opening)
+    return verdict_of(where, Interval(percent, None, None), gain, now, sure, *facts, opening=opening)
 
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
