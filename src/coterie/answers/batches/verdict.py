@@ -45,8 +45,7 @@ def _where(settings: Mapping[str, Any]) -> str:
             f"{settings['model']} in {settings['dtype']} on {counted(settings['ranks'], 'rank')} of "
             f"{settings['preset']}, "
         )
-    pace = "all at once" if load is None else f"at {load:.0%} of what fcfs serves"
-    return f"for {server}{settings['execution']}, {pace}"
+    return f"for {server}{settings['execution']}, " + (f"at {load:.0%} of what fcfs serves" if load else "all at once")
 
 
 def _again(settings: Mapping[str, Any], trace: Path | None) -> str:
