@@ -16,6 +16,7 @@ import pytest
 from command_line import Run, refused
 from coterie.answers.plan.loads import read_load
 from coterie.answers.plan.memory import RankMemory
+from coterie.answers.verdicts import change
 from coterie.costs.presets import load_preset
 from coterie.models import get_model
 from coterie.placement.maps import formats as maps
@@ -105,7 +106,8 @@ def test_held_out_windows_are_not_planned_on(run: Run, load: Path, tmp_path: Pat
     gain = 100 * (1 - scored["before_s"] / in_order["before_s"])
     assert found["held_out"]["gain_pct"] == pytest.approx(gain)
     assert found["held_out"]["gain_pct"] < found["gain_pct"]
-    assert f"{gain:.1f}% on load" in found["verdict"]
+    assert f" {change(gain, '')}" in found["verdict"]
+    assert "on load not planned on" in found["verdict"]
 
 
 def test_where_nothing_is_held_out_it_says_so(run: Run, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_where_nothing_is_held_out_it_says_so(run: Run, tmp_path: Path) -> None:
     LoadTable(parts[:1], model=MODEL.name).save(tmp_path / "one")
     found = asked(run, tmp_path / "one", "--ranks", 4)
     assert (found["held_out"], found["not_held_out"]) == (None, "it is one window")
-    assert "(nothing is held out)" in found["verdict"]
+    assert "(nothing is held out: no interval)" in found["verdict"]
     assert "Nothing is held out: it is one window." in run("plan", tmp_path / "one", "--ranks", 4).out
     table = np.concatenate([parts.sum(axis=0)[None], parts])
     LoadTable(table, model=MODEL.name, labels=["merged_all", "a/0", "a/1", "b"]).save(tmp_path / "t")
