@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import coterie
+from coterie.answers.verdicts import HARDLY, PAYS
 from coterie.costs.lines import DecodeStepPrices
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.footprints import footprint
@@ -111,9 +112,9 @@ def test_the_example_simulates(trace: ActivationTrace) -> None:
     assert [row.router for row in report.rows] == ["join_shortest_queue", "latency_aware"]
     base, best = report.rows[0], report.best
     assert best.saved_pct.mean == max(row.saved_pct.mean for row in report.rows)
-    assert {base.router, best.router} <= set(report.verdict.replace(":", " ").replace(",", " ").split())
+    assert {base.router, report.rows[1].router} <= set(report.verdict.replace(",", " ").split())
     surely = best.saved_pct.low is not None and best.saved_pct.low > 0
-    assert ("No router can be told" in report.verdict) == (best is not base and not surely)
+    assert report.verdict.startswith((PAYS, HARDLY)) == surely
 
 
 def test_wrong_calls_fail_loudly(trace: ActivationTrace, fitted: RouterFit, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from command_line import Run, refused
 from coterie.answers.fleet.simulation import FleetReport, FleetRow, FleetSettings, simulate_fleet
+from coterie.answers.verdicts import HARDLY, NOT, PAYS, UNTOLD
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError
 from coterie.models import get_model
@@ -188,21 +189,32 @@ def report(saved: Interval, tail: Interval = TAIL, splits: int = 6) -> FleetRepo
 
 
 @pytest.mark.parametrize(
-    ("found", "pays", "said"),
+    ("found", "opening", "said"),
     [
         (
             report(Interval(5.4, 4.9, 5.9)),
-            True,
-            "latency_aware: 5.4% less TPOT than join_shortest_queue (bf16), 95% 4.9 to 5.9; p99 no worse.",
+            PAYS,
+            "off mean TPOT against join_shortest_queue, 95% 4.9 to 5.9; p99 no worse.",
         ),
-        (report(Interval(5.4, 4.9, 5.9), Interval(-4.0, -5.0, -3.0)), True, "p99 4.0% longer"),
-        (report(Interval(5.4, 4.9, 5.9), Interval(0.0, -5.0, 5.0)), True, "p99 cannot be told"),
-        (report(Interval(0.5, 0.4, 0.6)), False, "hardly worth it"),
-        (report(Interval(2.0, -1.0, 5.0)), False, "No router can be told from join_shortest_queue"),
-        (report(Interval(-2.0, -3.0, -1.0)), False, "no router compared has less TPOT"),
-        (report(Interval(5.0, None, None), splits=1), False, "nothing tells how sure"),
+        (report(Interval(5.4, 4.9, 5.9), Interval(-4.0, -5.0, -3.0)), PAYS, "p99 4.0% longer"),
+        (report(Interval(5.4, 4.9, 5.9), Interval(0.0, -5.0, 5.0)), PAYS, "p99 cannot be told (-5.0 to +5.0% saved)"),
+        (report(Interval(0.5, 0.4, 0.6)), HARDLY, "takes 0.5% off"),
+        (report(Interval(2.0, -1.0, 5.0)), UNTOLD, "95% -1.0 to 5.0"),
+        (report(Interval(-2.0, -3.0, -1.0)), NOT, "adds 2.0% to mean TPOT against join_shortest_queue, 95% 1.0 to 3.0"),
+        (report(Interval(5.0, None, None), Interval(1.0, None, None), splits=1), UNTOLD, "no interval: one split."),
+        (report(Interval(5.0, None, None)), UNTOLD, "no interval: every split serves all requests"),
     ],
 )
-def test_the_verdict(found: FleetReport, pays: bool, said: str) -> None:
-    assert found.pays is pays
+def test_the_verdict(found: FleetReport, opening: str, said: str) -> None:
+    assert found.pays is (opening == PAYS)
+    where = "for m in bf16 on 8 decoders, 16 requests on each"
+    assert found.verdict.startswith(f"{opening} {where}: latency_aware ")
     assert said in found.verdict
+
+
+def test_a_router_alone_is_compared_with_nothing() -> None:
+    found = report(Interval(5.4, 4.9, 5.9))
+    alone = replace(found, rows=found.rows[:1])
+    assert not alone.pays
+    assert alone.verdict.startswith(UNTOLD)
+    assert "only join_shortest_queue ran" in alone.verdict

@@ -16,6 +16,7 @@ import pytest
 from command_line import Run, refused
 from coterie.answers.plan.loads import read_load
 from coterie.answers.plan.memory import RankMemory
+from coterie.answers.verdicts import change
 from coterie.costs.presets import load_preset
 from coterie.models import get_model
 from coterie.placement.maps import formats as maps
@@ -48,7 +49,7 @@ def test_the_batch_decides_what_glm_gains(run: Run, data_dir: Path) -> None:
     assert 4 < found["held_out"]["gain_pct"] < found["gain_pct"]
     at_256 = asked(run, data_dir / GLM, "--memory", 200, "--batch", 256)
     assert at_256["gain_pct"] == pytest.approx(rows[256]["replanned_gain_pct"]), "the table says what --batch would"
-    assert at_256["verdict"].startswith("It hardly pays at 256 tokens a step")
+    assert at_256["verdict"].startswith("It hardly pays for glm-5.2 in bf16 on 8 ranks of h200, 256 tokens a step: ")
 
 
 def test_glm_in_bf16_does_not_fit(run: Run, data_dir: Path) -> None:
@@ -71,7 +72,7 @@ def test_spare_slots_that_slow_glm_down_do_not_look_better(run: Run, data_dir: P
     assert found["held_out"]["no_spare_gain_pct"] > found["held_out"]["gain_pct"] > 0
     rows = {row["tokens"]: row for row in found["batches"]}
     assert rows[256]["gain_pct"] < -5 < 0 < rows[256]["no_spare_gain_pct"]
-    assert found["verdict"].startswith("Spare slots do not pay at 8,192 tokens a step")
+    assert found["verdict"].startswith("It does not pay to add spare slots for glm-5.2 in fp8")
     assert "--slots" not in found["next"]
     assert found["memory"]["experts_bytes"] + found["memory"]["replicas_bytes"] == pytest.approx(102e9, rel=0.01)
 
@@ -105,7 +106,8 @@ def test_held_out_windows_are_not_planned_on(run: Run, load: Path, tmp_path: Pat
     gain = 100 * (1 - scored["before_s"] / in_order["before_s"])
     assert found["held_out"]["gain_pct"] == pytest.approx(gain)
     assert found["held_out"]["gain_pct"] < found["gain_pct"]
-    assert f"{gain:.1f}% on load" in found["verdict"]
+    assert f" {change(gain, '')}" in found["verdict"]
+    assert "on load not planned on" in found["verdict"]
 
 
 def test_where_nothing_is_held_out_it_says_so(run: Run, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_where_nothing_is_held_out_it_says_so(run: Run, tmp_path: Path) -> None:
     LoadTable(parts[:1], model=MODEL.name).save(tmp_path / "one")
     found = asked(run, tmp_path / "one", "--ranks", 4)
     assert (found["held_out"], found["not_held_out"]) == (None, "it is one window")
-    assert "(nothing is held out)" in found["verdict"]
+    assert "(nothing is held out: no interval)" in found["verdict"]
     assert "Nothing is held out: it is one window." in run("plan", tmp_path / "one", "--ranks", 4).out
     table = np.concatenate([parts.sum(axis=0)[None], parts])
     LoadTable(table, model=MODEL.name, labels=["merged_all", "a/0", "a/1", "b"]).save(tmp_path / "t")
@@ -163,7 +165,7 @@ def test_the_next_command_runs(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     LoadTable(np.tile(counts(1), (2, 1, 1)), model=MODEL.name).save(tmp_path / "load of a day")
     load = tmp_path / "load of a day"
     found = asked(run, load, "--ranks", 4, "--batch", 4096, "--max-moves", 60)
-    assert found["verdict"].startswith("It pays at 4,096 tokens a step on 4 ranks of h200 in mxfp4")
+    assert found["verdict"].startswith(f"It pays for {MODEL.name} in mxfp4 on 4 ranks of h200, 4,096 tokens a step: ")
     words = shlex.split(found["next"])
     assert words[:2] == ["coterie", "plan"]
     ran = run(*words[1:])
@@ -175,7 +177,8 @@ def test_the_next_command_runs(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     even = np.full((2, LAYERS, EXPERTS), 1000, np.uint64)
     LoadTable(even, model=MODEL.name).save(tmp_path / "even")
     kept = asked(run, tmp_path / "even", "--ranks", 4)
-    assert kept["verdict"].startswith("Keep the placement that runs now at 8,192")
+    assert kept["verdict"].startswith("It does not pay ")
+    assert f"which stays: {kept['skip_reason']}." in kept["verdict"]
     assert run(*shlex.split(kept["next"])[1:]).code == 0
 
 

@@ -54,7 +54,7 @@ def test_tables_and_notes_fit(trace: Path) -> None:
     output = run(trace, "--requests", 30, "--strategy", "lpt", "--strategy", "latency_aware")
     *lines, verdict, then = output.splitlines()
     assert max(map(len, lines)) <= WIDTH, "the verdict wraps by itself"
-    assert "one run: nothing tells how sure that is" in verdict
+    assert "against fcfs, no interval: one run" in verdict
     assert then.startswith("Next: coterie ")
     assert "imbalance" not in output, "one rank is always even"
     assert "…" not in output, "nothing is cut off"

@@ -46,6 +46,8 @@ def test_the_loop_on_a_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert [row.router for row in result.rows] == [*BASELINES, OURS]
     assert so_far == [result.rows[:1], result.rows[:2], result.rows], "rows come as runs end, and do not change"
+    assert f"{OURS} takes " in result.verdict or f"{OURS} adds " in result.verdict
+    assert " against join_shortest_queue, 95% " in result.verdict, "the baseline of coterie fleet"
     assert result.same_tokens
     assert result.calibrated + result.served <= 24
     assert result.rows[0].saving_pct == pytest.approx(0, abs=1e-9)

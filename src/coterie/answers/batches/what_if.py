@@ -34,8 +34,8 @@ from coterie.answers.batches.requests import (
 )
 from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
 from coterie.answers.batches.verdict import batches_verdict
-from coterie.answers.runs import Verdict
 from coterie.answers.suites import Report
+from coterie.answers.verdicts import Verdict
 from coterie.batching import strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
 from coterie.answers.plan.memory import RankMemory
-from coterie.answers.runs import WORTH_PCT, error_bars, interval
+from coterie.answers.runs import error_bars, interval
 from coterie.answers.suites import Report
+from coterie.answers.verdicts import PAYS, change, nothing_compared, opening_of, verdict_of
 from coterie.costs.step import StepModel, in_order
 from coterie.errors import ConfigError, check, check_at_least, check_positive, refuse
 from coterie.routing import Fleet, Router, RouterFit
@@ -167,28 +168,23 @@ class FleetReport:
     @property
     def pays(self) -> bool:
         """Whether the best router saves at least `WORTH_PCT` and its interval is above 0; False with one split."""
-        saved = self.best.saved_pct
-        return saved.low is not None and saved.low > 0 and saved.mean >= WORTH_PCT
+        return opening_of(self.best.saved_pct) == PAYS
 
     @property
     def verdict(self) -> str:
-        """Sentence that names the best router, its saving and the interval."""
-        base, best = self.rows[0], self.best
-        if best is base:
-            return f"{base.router}: no router compared has less TPOT ({self.dtype})."
-        saved, tail = best.saved_pct, best.saved_p99_pct
-        gain = f"{best.router}: {saved.mean:.1f}% less TPOT than {base.router}"
-        if saved.low is None or tail.low is None or tail.high is None:
-            return f"{gain} ({self.dtype}), on one split: nothing tells how sure that is."
-        sure = f"95% {saved.low:.1f} to {saved.high:.1f}"
-        if saved.low <= 0:
-            said = f"the best, {best.router}, has {saved.mean:.1f}% less TPOT, {sure}"
-            return f"No router can be told from {base.router} on these requests ({self.dtype}): {said}."
-        worse = f"p99 cannot be told ({tail.low:+.1f} to {tail.high:+.1f}% saved)"
-        if tail.low >= -P99_SLACK_PCT or tail.high < -P99_SLACK_PCT:
-            worse = "p99 no worse" if tail.low >= -P99_SLACK_PCT else f"p99 {-tail.mean:.1f}% longer"
-        start = "" if self.pays else "Routing is hardly worth it here: "
-        return f"{start}{gain} ({self.dtype}), {sure}; {worse}."
+        """Sentence that names the best router, its saving against the base router, and the interval."""
+        where = f"for {self.model} in {self.dtype} on {self.decoders} decoders, {self.in_flight:.3g} requests on each"
+        if len(self.rows) < 2:
+            return nothing_compared(where, self.rows[0].router)
+        base, best, *_ = self.rows
+        return verdict_of(
+            where,
+            best.saved_pct,
+            f"{best.router} {change(best.saved_pct.mean, 'mean TPOT')}",
+            base.router,
+            f"no interval: {'one split' if self.splits == 1 else 'every split serves all requests'}",
+            _tail(*best.saved_p99_pct),
+        )
 
     def to_json(self) -> dict[str, Any]:
         rows = [
@@ -196,6 +192,14 @@ class FleetReport:
             for row in self.rows
         ]
         return asdict(self) | {"rows": rows, "verdict": self.verdict, "pays": self.pays}
+
+
+def _tail(saved: float, low: float | None, high: float | None) -> str:
+    """Say what becomes of p99; empty if there is no interval."""
+    if low is None or high is None or low >= -P99_SLACK_PCT:
+        return "" if low is None else "p99 no worse"
+    worse = high < -P99_SLACK_PCT
+    return f"p99 {-saved:.1f}% longer" if worse else f"p99 cannot be told ({low:+.1f} to {high:+.1f}% saved)"
 
 
 class _Served(NamedTuple):

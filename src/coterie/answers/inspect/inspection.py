@@ -42,7 +42,7 @@ from coterie.answers.inspect.samples import (
     cut_windows,
     run_pass,
 )
-from coterie.answers.runs import Verdict
+from coterie.answers.verdicts import Verdict
 from coterie.costs.presets import step_model
 from coterie.costs.step import VLLM_GRAPHS, CostOptions
 from coterie.errors import ConfigError, check, check_file

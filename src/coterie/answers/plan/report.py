@@ -11,11 +11,13 @@ from typing import Any
 from coterie.answers.plan.learning import LocalShares
 from coterie.answers.plan.plans import BatchRow, Planned, PlanOptions
 from coterie.answers.plan.pricing import gain_pct
+from coterie.answers.runs import WORTH_PCT
+from coterie.answers.verdicts import NOT, change, opening_of, verdict_of
 from coterie.costs.cells import preset_names
 from coterie.costs.movement import staged_exposed
 from coterie.models import models
 from coterie.placement import HOST, Plan
-from coterie.types import Topology
+from coterie.types import Interval, Topology
 from coterie.units import counted
 
 MEMORY = (
@@ -30,8 +32,7 @@ MEMORY = (
     "replica_kv_tokens",
 )
 """Fields of the memory of a rank in the report."""
-SMALL_PCT = 1.0
-"""Gain in percent below which a plan hardly pays: the price model is no more exact than this."""
+TIME, NOW = "the MoE layers' time", "the placement that runs now"
 
 
 def summary(planned: Planned) -> dict[str, Any]:
@@ -166,26 +167,27 @@ def _local(locality: LocalShares | None, ranks: int) -> str:
 
 
 def _pays(planned: Planned, found: dict[str, Any]) -> str:
-    where = f"{counted(found['ranks'], 'rank')} of {found['preset']} in {found['dtype']}"
-    at = f"at {found['batch']:,} tokens a step on {where}"
-    sure = _sure(found)
+    where = (
+        f"for {found['model']} in {found['dtype']} on {counted(found['ranks'], 'rank')} of {found['preset']}, "
+        f"{found['batch']:,} tokens a step"
+    )
+    held, plain, steps = found["held_out"], found["no_spare"], found["break_even_steps"]
+    sure = "on load planned on (nothing is held out" if held is None else "on load not planned on (one split"
+    what, sure, facts = "the plan", f"{sure}: no interval)", [_beside(planned, found)]
+    percent, opening = (held or found)["gain_pct"], opening_of(Interval(_expected(found), None, None), 0.0)
+    now = NOW if planned.options.current else f"{NOW} (experts in order)"
     if _spare_slots_cost(found):
-        plain = found["no_spare"]
-        return (
-            f"Spare slots do not pay {at}: from what runs now, a plan with {found['slots']} slots "
-            f"{_change(found['gain_pct'])} of the MoE layers' time and one with {plain['slots']} "
-            f"{_change(plain['gain_pct'])}{_both(found)}."
-        )
-    gain, steps = _expected(found), found["break_even_steps"]
-    if found["keep"] and not found["gain_pct"] > 0:
-        return f"Keep the placement that runs now {at}: {found['skip_reason']}."
-    if gain <= 0 or steps is None or steps > found["horizon"]:
-        never = "" if gain <= 0 else f", and its moves are not paid for within {counted(found['horizon'], 'step')}"
-        return f"It does not pay {at}: the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}{never}."
-    pays = "It pays" if gain >= SMALL_PCT else "It hardly pays"
-    paid = f"; moves are paid for after {counted(max(1, math.ceil(steps)), 'step')}" if found["moves"] else ""
-    saves = f"the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}"
-    return f"{pays} {at}: {saves}{paid}{_elsewhere(planned)}."
+        where, what, opening = f"to add spare slots {where}", f"a plan with {found['slots']} slots", NOT
+        less = plain["gain_pct"] if held is None else held["no_spare_gain_pct"]
+        facts = [f"one with {plain['slots']} slots {change(less, 'it')}"]
+    elif found["keep"] and not found["gain_pct"] > 0:
+        percent, sure, opening, facts = found["gain_pct"], f"which stays: {found['skip_reason']}", NOT, []
+    elif opening != NOT and (steps is None or steps > found["horizon"]):
+        opening, facts = NOT, [*facts, f"its moves are not paid for within {counted(found['horizon'], 'step')}"]
+    elif opening != NOT and found["moves"]:
+        facts.append(f"moves are paid for after {counted(max(1, math.ceil(steps)), 'step')}")
+    gain = f"{what} {change(percent, TIME)}"
+    return verdict_of(where, Interval(percent, None, None), gain, now, sure, *facts, opening=opening)
 
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
@@ -199,12 +201,12 @@ def next_command(planned: Planned, found: dict[str, Any]) -> str:
     if _spare_slots_cost(found):
         return f"{command(options, slots=None, split=None, current=None)} --to vllm -o placement.json"
     steps = found["break_even_steps"]
-    if _expected(found) >= SMALL_PCT and steps is not None and steps <= found["horizon"]:
+    if _expected(found) >= WORTH_PCT and steps is not None and steps <= found["horizon"]:
         if "written" in found:
             return _load_it(planned, found)
         return f"{command(options)} --to {'vllm' if found['split'] == 'equal' else 'native'} -o placement.json"
     best = max(planned.batches, key=_best_gain)
-    if found["gain_pct"] < SMALL_PCT <= _best_gain(best) and best.tokens != options.batch:
+    if found["gain_pct"] < WORTH_PCT <= _best_gain(best) and best.tokens != options.batch:
         return command(options, batch=best.tokens)
     if options.window is not None:  # no gain for this window: try the whole load
         return command(options, window=None)
@@ -265,30 +267,13 @@ def _spare_slots_cost(found: dict[str, Any]) -> bool:
     return bool(held["no_spare_gain_pct"] >= held["gain_pct"])
 
 
-def _sure(found: dict[str, Any]) -> str:
-    held = found["held_out"]
-    if held is None:
-        return " on the load it was planned on (nothing is held out)"
-    other = held["no_spare_gain_pct"]
-    beside = "" if other is None else f"; {other:.1f}% there without spare slots"
-    return f" ({held['gain_pct']:.1f}% on load it was not planned on{beside})"
-
-
-def _both(found: dict[str, Any]) -> str:
-    held = found["held_out"]
-    if held is None:
-        return " on the load they were planned on (nothing is held out)"
-    return f" ({held['gain_pct']:.1f}% and {held['no_spare_gain_pct']:.1f}% on load they were not planned on)"
-
-
-def _elsewhere(planned: Planned) -> str:
-    """Name the batch size at which the plan saves least; empty if it saves about as much as at the planned one."""
-    least = min(planned.batches, key=lambda row: row.gain_pct)
-    own = next(row for row in planned.batches if row.tokens == planned.options.batch)
-    if own.gain_pct - least.gain_pct < SMALL_PCT:
-        return ""
-    return f"; at {least.tokens:,} tokens a step it {_change(least.gain_pct)}"
-
-
-def _change(percent: float) -> str:
-    return f"saves {percent:.1f}%" if percent >= 0 else f"adds {-percent:.1f}%"
+def _beside(planned: Planned, found: dict[str, Any]) -> str:
+    """Name the gains without spare slots, on the load planned on, and at the batch size with clearly less."""
+    held, least = found["held_out"], min(planned.batches, key=lambda row: row.gain_pct)
+    other = None if held is None else held["no_spare_gain_pct"]
+    facts = {
+        f"without spare slots {other or 0.0:.1f}%": other is not None,
+        f"{found['gain_pct']:.1f}% on the load planned on": held is not None,
+        f"{least.gain_pct:.1f}% at {least.tokens:,} tokens a step": found["gain_pct"] - least.gain_pct >= WORTH_PCT,
+    }
+    return ", ".join(fact for fact, holds in facts.items() if holds)

@@ -37,7 +37,7 @@ def demo_command(
         list[str] | None,
         typer.Option(
             "--router",
-            help="Router to compare with round robin and join_shortest_queue, such as joint:experts=0; may be "
+            help="Router to compare with join_shortest_queue and round_robin, such as joint:experts=0; may be "
             "repeated. Default: latency_aware.",
         ),
     ] = None,
@@ -78,7 +78,7 @@ def print_result(result: DemoResult, json: bool) -> None:
         [
             "router",
             "experts of\na layer in a\ntoken's step",
-            "fewer than\nround robin\n(95% interval)",
+            "fewer than\nthe shortest queue\n(95% interval)",
             f"predicted\nms a step,\n{result.hardware}",
             "measured\nhere: CPU\nms a step",
         ],

@@ -127,7 +127,7 @@ def _verdict(result: dict[str, Any]) -> str:
     pays = more if gain >= 1 else "next to nothing more than dealing them out in turn: do not expect it to pay"
     return (
         f"On {result['test_requests']} held-out requests its {best} touch {saved[best]:.1f}% fewer experts a step than "
-        f"one mixed pool, {pays}; one split: nothing tells how sure that is. {why}"
+        f"one mixed pool, {pays}; no interval: one split. {why}"
     )
 
 

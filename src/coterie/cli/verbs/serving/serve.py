@@ -132,7 +132,7 @@ def _ready(config: GatewayConfig, json: bool) -> Ready:
         print_lines(
             f"Serving at {url}: {len(config.workers)} workers, routed by {by}. Ctrl-C ends it.",
             f"Dashboard: {url}/",
-            f"Next: coterie load {url} --router round_robin --router latency_aware",
+            f"Next: coterie load {url} --router join_shortest_queue --router latency_aware",
         )
 
     return ready
