@@ -18,12 +18,15 @@ Messages are one line, quote the value, and state the relation that fails:
 from __future__ import annotations
 
 import difflib
+import gzip
+import json
 import math
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -135,6 +138,38 @@ def check_input_file(path: Path) -> None:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise TraceError(path, "file", "is a device, a pipe or a socket, expected a file")
+
+
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of opening, reading and unpacking a file into TraceErrors with one line that names the file."""
+    check_input_file(path)
+    try:
+        yield
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except IsADirectoryError:
+        raise TraceError(path, "file", "is a folder, expected a file") from None
+    except EOFError:
+        raise TraceError(path, "gzip", "the stream ends early: the file is cut short") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(path, "gzip", f"cannot be unpacked: {error}") from None
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(path, "text", f"is not UTF-8: {error.reason} at byte {error.start} of a block") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    with file_errors(path):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
+    if not isinstance(value, dict):
+        raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
+    return value
 
 
 def check_new_file(path: Path | None) -> None:

@@ -32,11 +32,11 @@ from coterie.errors import (
     check_file,
     check_not_negative,
     check_positive,
+    file_errors,
 )
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.upstream import parse_origin
-from coterie.traces.store import file_errors
 
 DEFAULTS = ControlSettings()
 MOST_PLACES = 1 << 20

@@ -7,12 +7,10 @@ the tests read and write them with the library too.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import mmap
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, check_file, file_errors
 
 _DTYPES = {
     "BOOL": "|b1",
@@ -50,26 +48,6 @@ class ArraySpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
-
-
-@contextmanager
-def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors of opening, reading and unpacking a file into TraceErrors with one line that names the file."""
-    check_input_file(path)
-    try:
-        yield
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except IsADirectoryError:
-        raise TraceError(path, "file", "is a folder, expected a file") from None
-    except EOFError:
-        raise TraceError(path, "gzip", "the stream ends early: the file is cut short") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(path, "gzip", f"cannot be unpacked: {error}") from None
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise TraceError(path, "text", f"is not UTF-8: {error.reason} at byte {error.start} of a block") from None
 
 
 @contextmanager
@@ -269,14 +247,3 @@ def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically."""
     with replaced(path) as stream:
         stream.write(json.dumps(value, indent=1).encode() + b"\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    with file_errors(path):
-        try:
-            value = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:
-            raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
-    if not isinstance(value, dict):
-        raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
-    return value

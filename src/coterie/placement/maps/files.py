@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file, file_errors
 from coterie.models import get_model
-from coterie.traces.store import file_errors
 from coterie.types import ModelSpec, Placement
 
 MAX_BYTES = 1 << 30

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError, check_file
+from coterie.errors import TraceError, check_file, file_errors
 from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
-from coterie.traces.store import file_errors, value_errors
+from coterie.traces.store import value_errors
 
 MOST_RATIO = 200
 """Largest accepted ratio of unpacked to packed bytes. Real traces unpack to at most 20 times their size."""

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError, check_file
+from coterie.errors import TraceError, check_file, read_json
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.segments import MAX_EXPERTS
-from coterie.traces.store import ArrayFile, read_json
+from coterie.traces.store import ArrayFile
 
 
 def read_load_history(path: Path, options: ReadOptions) -> LoadTable:

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError, TraceError, UnknownNameError, check_file
+from coterie.errors import InputError, TraceError, UnknownNameError, check_file, file_errors
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
-from coterie.traces.store import file_errors, value_errors
+from coterie.traces.store import value_errors
 from coterie.types import DECODE, PREFILL, ModelSpec
 from coterie.wire.routed_experts import decode_sglang, decode_vllm, routed_layers
 

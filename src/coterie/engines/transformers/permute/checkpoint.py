@@ -36,10 +36,10 @@ from coterie.engines.transformers.permute.tensors import (
     row_bytes,
     rows_by_layer,
 )
-from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_one_of
+from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_one_of, read_json
 from coterie.placement.maps.files import PlacementMap
 from coterie.placement.maps.formats import write_map
-from coterie.traces.store import read_json, write_json
+from coterie.traces.store import write_json
 from coterie.types import Placement, Report
 
 Ties = Literal["refuse", "lowest_index"]
