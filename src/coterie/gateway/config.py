@@ -21,8 +21,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from coterie.control.base import ControlSettings
-from coterie.control.switchback import SwitchbackSettings
+from coterie.control import ControlSettings, SwitchbackSettings
 from coterie.costs.movement import Movement
 from coterie.errors import (
     ConfigError,

@@ -31,8 +31,7 @@ from coterie.gateway.signals.prefixes import Claims, PromptKeys, RoutedPrefixes,
 from coterie.gateway.signals.tokens import Question, TokenService
 from coterie.net.access import SECRET_VARIABLE
 from coterie.placement import read_map
-from coterie.routing.base import Request
-from coterie.routing.fitted import RouterFit
+from coterie.routing import Request, RouterFit
 from coterie.types import Placement
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import ExpertMap

@@ -37,8 +37,7 @@ from coterie.engines.transformers.permute.tensors import (
     rows_by_layer,
 )
 from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_one_of, read_json
-from coterie.placement.maps.files import PlacementMap
-from coterie.placement.maps.formats import write_map
+from coterie.placement import PlacementMap, write_map
 from coterie.traces.store import write_json
 from coterie.types import Placement, Report
 
