@@ -75,8 +75,7 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise TraceError(path, f"line {number}", f"is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise TraceError(path, f"line {number}", f"is {type(row).__name__}, expected an object")
+            check_file(isinstance(row, dict), path, f"line {number}", f"is {type(row).__name__}, expected an object")
             yield number, row
 
 

@@ -161,8 +161,7 @@ def read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any]
         header = json.loads(stream.read(length))
     except (ValueError, RecursionError):
         raise TraceError(path, "header", "is not JSON: not a safetensors file") from None
-    if not isinstance(header, dict):
-        raise TraceError(path, "header", "must be a JSON object")
+    check_file(isinstance(header, dict), path, "header", "must be a JSON object")
     return header, 8 + length
 
 

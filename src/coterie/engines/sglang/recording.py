@@ -172,8 +172,7 @@ async def _routed(
                         f"{client.url} answers without routed_experts: start it with --enable-return-routed-experts, "
                         "and name the server itself, as a router in between may drop them"
                     ) from None
-    if rows.writer is None:
-        raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")
+    check(rows.writer is not None, f"{client.url}: nothing was recorded: {tally.summary}", UnavailableError)
     return SGLangRecording(ActivationTrace.open(out), tally)
 
 

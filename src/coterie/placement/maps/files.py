@@ -114,8 +114,7 @@ def known_model(model: str) -> ModelSpec | None:
 
 
 def check_model(path: Path, stated: Any, options: MapOptions) -> None:
-    if not isinstance(stated, str):
-        raise TraceError(path, "model", f"is {stated!r}, expected a name")
+    check_file(isinstance(stated, str), path, "model", f"is {stated!r}, expected a name")
     wanted, spec = options.model_name, known_model(stated)
     if wanted is None or stated == "unknown":
         return
@@ -180,8 +179,12 @@ def list_of(path: Path, field: str, value: Any) -> list[Any]:
 
 def ints_of(path: Path, field: str, value: Any) -> list[int]:
     for index, item in enumerate(list_of(path, field, value)):
-        if type(item) is not int or not 0 <= item < 2**31:
-            raise TraceError(path, f"{field}[{index}]", f"is {item!r}, expected a whole number, not negative")
+        check_file(
+            type(item) is int and 0 <= item < 2**31,
+            path,
+            f"{field}[{index}]",
+            f"is {item!r}, expected a whole number, not negative",
+        )
     return list(value)
 
 

@@ -43,8 +43,7 @@ def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
 
 def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:
     field = f"load_history[{index}].logical_expert_load"
-    if not isinstance(entry, dict) or "logical_expert_load" not in entry:
-        raise TraceError(path, field, "is missing")
+    check_file(isinstance(entry, dict) and "logical_expert_load" in entry, path, field, "is missing")
     try:
         load = np.array(entry["logical_expert_load"])
     except (ValueError, OverflowError):

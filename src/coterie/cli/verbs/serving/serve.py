@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_lines, print_verdict, reporting
-from coterie.errors import ConfigError, CoterieError, UnavailableError
+from coterie.errors import CoterieError, UnavailableError, check, refuse
 
 if TYPE_CHECKING:
     from coterie.gateway.config import GatewayConfig
@@ -69,14 +69,18 @@ def serve_command(
     if new_key is not None:
         _print_key(new_key, admin, json)
         return
-    if (config is None) == (not embedded):
-        raise ConfigError("give --config FILE, or --embedded for a small fleet on this machine")
-    if not embedded and (demo or port is not None or router is not None):
-        raise ConfigError("--demo, --port and --router need --embedded; a config file names its own")
+    refuse(
+        {
+            "give --config FILE, or --embedded for a small fleet on this machine": (config is None) == (not embedded),
+            "--demo, --port and --router need --embedded; a config file names its own": not embedded
+            and (demo or port is not None or router is not None),
+            "--check is for config files": embedded and check,
+        }
+    )
     if config is not None:
         _serve_file(config, check, json)
     else:
-        _serve_embedded(port, router, demo, folder, check, json)
+        _serve_embedded(port, router, demo, folder, json)
 
 
 def _print_key(name: str, admin: bool, json: bool) -> None:
@@ -101,15 +105,13 @@ def _serve_file(path: Path, check: bool, json: bool) -> None:
     run_gateway(config, path, _ready(config, json))
 
 
-def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, check: bool, json: bool) -> None:
+def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, json: bool) -> None:
     from coterie.control.switchback import SwitchbackSettings
     from coterie.gateway.embedded import decode_router, run_embedded
     from coterie.gateway.serve import check_config, run_gateway
     from coterie.gateway.watching.logs import Log
 
     spec = decode_router(router)
-    if check:
-        raise ConfigError("--check is for config files")
     typer.echo("Starting one prefill and three decode workers of coterie-tiny", err=True)
     with run_embedded() as fleet:
         turns = SwitchbackSettings(enabled=not demo)  # the demo compares routers itself
@@ -177,8 +179,7 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
         with reporting("Recording", lines=True) as report:
             result = run_on(fleet, url, folder, report)
         print_result(result, json)
-        if not result.same_tokens:
-            raise UnavailableError("routers gave different tokens")
+        check(result.same_tokens, "routers gave different tokens", UnavailableError)
 
     def ready(url: str, stop: Callable[[], None]) -> None:
         def run() -> None:

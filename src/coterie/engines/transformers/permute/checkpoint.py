@@ -150,8 +150,9 @@ def _read(folder: Path) -> _Source:
         "is a file; a checkpoint is a folder" if folder.exists() else "is missing",
     )
     config = read_json(folder / "config.json")
-    if not isinstance(config.get("text_config") or {}, dict):
-        raise TraceError(folder / "config.json", "text_config", "must be an object")
+    check_file(
+        isinstance(config.get("text_config") or {}, dict), folder / "config.json", "text_config", "must be an object"
+    )
     check(
         not (folder / RECORD).exists(),
         f"{folder} was permuted already ({RECORD}): apply the placement to the original checkpoint",

@@ -191,8 +191,10 @@ def routing_groups(config: Mapping[str, Any]) -> int:
     """Return the number of groups in a model's group-limited routing, from its config; 1 if routing is not limited."""
     text = config.get("text_config") or config
     groups, kept = (text.get(name) or 1 for name in ("n_group", "topk_group"))
-    if not isinstance(groups, int) or not isinstance(kept, int) or min(groups, kept) < 1:
-        raise ConfigError(f"n_group={groups!r} and topk_group={kept!r} must be whole numbers of at least 1")
+    check(
+        isinstance(groups, int) and isinstance(kept, int) and min(groups, kept) >= 1,
+        f"n_group={groups!r} and topk_group={kept!r} must be whole numbers of at least 1",
+    )
     return 1 if text.get("topk_method") == "greedy" or kept >= groups else groups
 
 
