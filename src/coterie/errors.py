@@ -85,6 +85,13 @@ def check_file(holds: object, path: str | Path, field: str, problem: str) -> Non
         raise TraceError(path, field, problem)
 
 
+def check_found(value: T | None, path: str | Path, field: str, problem: str) -> T:
+    """Return the value; raise TraceError if it is None, as check does."""
+    if value is None:
+        raise TraceError(path, field, problem)
+    return value
+
+
 def check_at_least(least: float, **values: float | None) -> None:
     """Raise ConfigError for a setting below `least`. None (not given) passes this check and the ones below."""
     _check(values, lambda value: value >= least, f"at least {least}")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_new_file
+from coterie.errors import ConfigError, check, check_given, check_new_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -134,13 +134,14 @@ def _write_jsonl(trace: RequestTrace, path: Path) -> None:
 
 def _write_mooncake(trace: RequestTrace, path: Path) -> None:
     arrival_s = _arrivals(trace, "mooncake")
-    if trace.prefix_blocks is None:
-        raise ConfigError("the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it")
+    prefix_blocks = check_given(
+        trace.prefix_blocks, "the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it"
+    )
     check(
         trace.block_tokens == MOONCAKE_BLOCK_TOKENS,
         f"block_tokens={trace.block_tokens} must be {MOONCAKE_BLOCK_TOKENS} in format 'mooncake'; jsonl holds any",
     )
-    for i, blocks in enumerate(trace.prefix_blocks):
+    for i, blocks in enumerate(prefix_blocks):
         needed = -(-int(trace.prompt_tokens[i]) // MOONCAKE_BLOCK_TOKENS)
         check(
             len(blocks) == needed,
@@ -155,7 +156,7 @@ def _write_mooncake(trace: RequestTrace, path: Path) -> None:
                 "output_length": int(trace.output_tokens[i]),
                 "hash_ids": blocks.tolist(),
             }
-            for i, blocks in enumerate(trace.prefix_blocks)
+            for i, blocks in enumerate(prefix_blocks)
         ),
         path,
     )
@@ -197,9 +198,9 @@ def _write_load_history(trace: LoadTable, path: Path) -> None:
 def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
     """Return the arrival times; raises ConfigError if the trace has none, as the format requires them."""
     check(len(trace), f"the trace has no requests, which format {format!r} cannot say; coterie can hold it")
-    if trace.arrival_s is None:
-        raise ConfigError(f"the trace has no arrival_s, which format {format!r} needs; coterie can hold it")
-    return trace.arrival_s
+    return check_given(
+        trace.arrival_s, f"the trace has no arrival_s, which format {format!r} needs; coterie can hold it"
+    )
 
 
 def _dump_lines(rows: Iterator[dict[str, Any]], path: Path) -> None:

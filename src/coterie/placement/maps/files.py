@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file, file_errors
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file, check_found, file_errors
 from coterie.models import get_model
 from coterie.types import ModelSpec, Placement
 
@@ -70,9 +70,8 @@ def made(
     shares: NDArray[np.float64] | None = None,
 ) -> PlacementMap:
     """Make a map from the rows of a file; raise TraceError if it is inconsistent or does not fit the given model."""
-    spec, ranks = options.model, options.num_ranks
-    if ranks is None:
-        raise TraceError(path, "num_ranks", "is not in the file; say how many there are (--ranks)")
+    spec = options.model
+    ranks = check_found(options.num_ranks, path, "num_ranks", "is not in the file; say how many there are (--ranks)")
     experts = int(rows.max()) + 1 if options.num_experts is None else options.num_experts
     check_file(
         rows.shape[1] >= experts, path, "slots", f"are {rows.shape[1]} a layer; they must hold num_experts={experts}"

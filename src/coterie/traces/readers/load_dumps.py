@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError, check_file, read_json
+from coterie.errors import TraceError, check_file, check_found, read_json
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
@@ -127,9 +127,7 @@ def _positive(path: Path, meta: Mapping[str, Any], name: str) -> int:
 
 def _add(loads: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_experts: int) -> None:
     for key, counts in file.items():
-        match = _KEY.fullmatch(key)
-        if match is None:
-            raise TraceError(file.path, key, "is not a key of the form {iteration}_{layer}")
+        match = check_found(_KEY.fullmatch(key), file.path, key, "is not a key of the form {iteration}_{layer}")
         check_file(
             counts.shape == (num_experts,) and counts.dtype.kind in "ui",
             file.path,

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from coterie.errors import ConfigError, TraceError, check, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, check, check_file, check_found, check_input_file
 from coterie.traces.store import read_header
 from coterie.types import Placement
 
@@ -118,9 +118,7 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
         if match is None:
             others[name] = tensors[name]
             continue
-        layer = _LAYER.fullmatch(match["block"])
-        if layer is None:
-            raise TraceError(folder, name, "does not say of which layer it is")
+        layer = check_found(_LAYER.fullmatch(match["block"]), folder, name, "does not say of which layer it is")
         block = blocks.setdefault(match["block"], Block(match["block"], int(layer[1])))
         if "expert" in match.groupdict():
             block.experts[name] = int(match["expert"])
