@@ -124,9 +124,9 @@ def record_command(
     verdict, then = _verdict(output, trace)
     if json_output:
         print_json({**summary, "verdict": verdict, "next": then})
-        return
-    print_table("Recorded", ["field", "value"], list(summary.items()))
-    print_verdict(verdict, then)
+    else:
+        print_table("Recorded", ["field", "value"], list(summary.items()))
+        print_verdict(verdict, then)
 
 
 def _verdict(output: Path, trace: ActivationTrace | LoadTable) -> tuple[str, str]:

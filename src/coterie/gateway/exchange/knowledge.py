@@ -113,9 +113,9 @@ class Knowledge:
     def join(self, pool: str, row: int, entry: WorkerEntry) -> None:
         if entry.kv_events is None:
             self._guessed[pool].add(row)
-            return
-        secure = partial(secure_subscriber, secret=self._secret) if entry.secure_events and self._secret else None
-        self.streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure, entry.kv_blocks)
+        else:
+            secure = partial(secure_subscriber, secret=self._secret) if entry.secure_events and self._secret else None
+            self.streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure, entry.kv_blocks)
 
     def leave(self, pool: str, row: int, worker_id: str) -> None:
         self.streams[pool].leave(worker_id)

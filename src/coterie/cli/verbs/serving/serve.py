@@ -89,8 +89,8 @@ def _print_key(name: str, admin: bool, json: bool) -> None:
     key, entry = new_key(name, admin=admin)
     if json:
         print_json({"key": key, "name": name, "sha256": entry.sha256, "admin": admin})
-        return
-    print_lines(f"Key, shown once: {key}", f"Line for the keys file:\n{entry.as_yaml()}")
+    else:
+        print_lines(f"Key, shown once: {key}", f"Line for the keys file:\n{entry.as_yaml()}")
 
 
 def _serve_file(path: Path, check: bool, json: bool) -> None:
@@ -101,8 +101,8 @@ def _serve_file(path: Path, check: bool, json: bool) -> None:
     check_config(config)
     if check:
         _print_check(config, path, json)
-        return
-    run_gateway(config, path, _ready(config, json))
+    else:
+        run_gateway(config, path, _ready(config, json))
 
 
 def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, json: bool) -> None:
@@ -128,14 +128,14 @@ def _ready(config: GatewayConfig, json: bool) -> Ready:
     def ready(url: str, _: Callable[[], None]) -> None:
         if json:
             print_json({"url": url, "workers": [worker.id for worker in config.workers]})
-            return
-        router = config.decode.router
-        by = router if config.handshake == "none" else f"{config.prefill.router} and {router}"
-        print_lines(
-            f"Serving at {url}: {len(config.workers)} workers, routed by {by}. Ctrl-C ends it.",
-            f"Dashboard: {url}/",
-            f"Next: coterie load {url} --router round_robin --router latency_aware",
-        )
+        else:
+            router = config.decode.router
+            by = router if config.handshake == "none" else f"{config.prefill.router} and {router}"
+            print_lines(
+                f"Serving at {url}: {len(config.workers)} workers, routed by {by}. Ctrl-C ends it.",
+                f"Dashboard: {url}/",
+                f"Next: coterie load {url} --router round_robin --router latency_aware",
+            )
 
     return ready
 
@@ -144,12 +144,12 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
     roles = {role: sum(worker.role == role for worker in config.workers) for role in ("prefill", "decode", "both")}
     if json:
         print_json({"listen": config.listen, "workers": roles, "decode": config.decode.router})
-        return
-    named = ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no"
-    print_verdict(
-        f"{path} is valid: {named} workers on {config.listen}, decode routed by {config.decode.router}.",
-        f"coterie serve --config {path}",
-    )
+    else:
+        named = ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no"
+        print_verdict(
+            f"{path} is valid: {named} workers on {config.listen}, decode routed by {config.decode.router}.",
+            f"coterie serve --config {path}",
+        )
 
 
 @contextlib.contextmanager
@@ -189,13 +189,13 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
                 problems.append(error)
             if problems or not stays:
                 stop()
-                return
-            print_lines(
-                f"\nThe gateway routes by the fitted router now, and requests keep it busy: {url}/ shows it. "
-                "Ctrl-C ends it."
-            )
-            with contextlib.suppress(CoterieError):  # the requests fail when the gateway stops
-                asyncio.run(keep_busy(url))
+            else:
+                print_lines(
+                    f"\nThe gateway routes by the fitted router now, and requests keep it busy: {url}/ shows it. "
+                    "Ctrl-C ends it."
+                )
+                with contextlib.suppress(CoterieError):  # the requests fail when the gateway stops
+                    asyncio.run(keep_busy(url))
 
         threading.Thread(target=run, name="coterie-demo", daemon=True).start()
 
