@@ -206,3 +206,9 @@ class UnavailableError(CoterieError, RuntimeError):
 
 class RankFailedError(CoterieError, RuntimeError):
     """A rank of an expert-parallel group failed, so no rank can continue."""
+
+
+def check_known(kind: str, name: str | None, known: Collection[str]) -> None:
+    """Raise UnknownNameError for a name that is not known; None (not given) passes."""
+    if name is not None and name not in known:
+        raise UnknownNameError(kind, name, known)
