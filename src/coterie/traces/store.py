@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_file, file_errors
+from coterie.errors import ConfigError, TraceError, check_file, check_new_file, file_errors
 
 _DTYPES = {
     "BOOL": "|b1",
@@ -81,6 +82,27 @@ def replaced(path: Path, part: str | None = None) -> Iterator[BinaryIO]:
         tmp.replace(path)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` for a file or a folder that is renamed to it at the end; an error leaves neither.
+
+    Raises ConfigError if `path` exists, or is created meanwhile: a rename would replace it.
+    """
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield tmp
+        check_new_file(path)
+        tmp.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        if tmp.is_dir():
+            shutil.rmtree(tmp)
+        elif tmp.exists():  # missing_ok would still fail if a parent of the path is a file
+            tmp.unlink()
 
 
 class ArrayFile(dict[str, NDArray[Any]]):

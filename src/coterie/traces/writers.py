@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from coterie.traces.load import LoadTable
 from coterie.traces.readers.base import Trace, kind_of
 from coterie.traces.readers.request_logs import MOONCAKE_BLOCK_TOKENS
 from coterie.traces.requests import RequestTrace
+from coterie.traces.store import new_path
 
 Kind = type[ActivationTrace] | type[LoadTable] | type[RequestTrace]
 
@@ -84,19 +83,8 @@ def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Writ
     if type(trace) not in writer.kinds:
         able = [name for name in writers if type(trace) in writers[name].kinds]
         raise ConfigError(f"format {format!r} cannot hold {kind_of(trace)}; {' and '.join(able)} can")
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with new_path(path) as tmp:
         writer.write(trace, tmp)
-        check_trace_target(path, format)  # a rename would replace a file created meanwhile
-        tmp.rename(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        if tmp.is_dir():
-            shutil.rmtree(tmp)
-        elif tmp.exists():
-            tmp.unlink()
     return Written(
         path, format, tuple(part for part in optional_parts(trace) if part.split(".")[0] not in writer.keeps)
     )
