@@ -36,7 +36,7 @@ def test_csv_is_as_the_shipped_file(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b"", "there is none"),
-        ("a.txt", b"\xff\xfe", "is not UTF-8 at byte 0"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8: invalid start byte at byte 0"),
         ("a.md", b"x", r"ends in '.md'; prompts are read from .txt, .jsonl, .csv"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt":', "line 2: is not JSON"),
         ("a.jsonl", b"[1]", "line 1: is list, expected an object"),

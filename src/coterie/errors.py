@@ -18,12 +18,15 @@ Messages are one line, quote the value, and state the relation that fails:
 from __future__ import annotations
 
 import difflib
+import gzip
+import json
 import math
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -82,6 +85,13 @@ def check_file(holds: object, path: str | Path, field: str, problem: str) -> Non
         raise TraceError(path, field, problem)
 
 
+def check_found(value: T | None, path: str | Path, field: str, problem: str) -> T:
+    """Return the value; raise TraceError if it is None, as check does."""
+    if value is None:
+        raise TraceError(path, field, problem)
+    return value
+
+
 def check_at_least(least: float, **values: float | None) -> None:
     """Raise ConfigError for a setting below `least`. None (not given) passes this check and the ones below."""
     _check(values, lambda value: value >= least, f"at least {least}")
@@ -137,6 +147,38 @@ def check_input_file(path: Path) -> None:
             raise TraceError(path, "file", "is a device, a pipe or a socket, expected a file")
 
 
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of opening, reading and unpacking a file into TraceErrors with one line that names the file."""
+    check_input_file(path)
+    try:
+        yield
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except IsADirectoryError:
+        raise TraceError(path, "file", "is a folder, expected a file") from None
+    except EOFError:
+        raise TraceError(path, "gzip", "the stream ends early: the file is cut short") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(path, "gzip", f"cannot be unpacked: {error}") from None
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(path, "text", f"is not UTF-8: {error.reason} at byte {error.start} of a block") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    with file_errors(path):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
+    if not isinstance(value, dict):
+        raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
+    return value
+
+
 def check_new_file(path: Path | None) -> None:
     """Raise ConfigError if the file exists. None (nothing is to be written) passes."""
     if path is not None and (path.exists() or path.is_symlink()):
@@ -164,3 +206,9 @@ class UnavailableError(CoterieError, RuntimeError):
 
 class RankFailedError(CoterieError, RuntimeError):
     """A rank of an expert-parallel group failed, so no rank can continue."""
+
+
+def check_known(kind: str, name: str | None, known: Collection[str]) -> None:
+    """Raise UnknownNameError for a name that is not known; None (not given) passes."""
+    if name is not None and name not in known:
+        raise UnknownNameError(kind, name, known)

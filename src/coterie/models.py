@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError, check_input_file
+from coterie.errors import ConfigError, TraceError, UnknownNameError, read_json
 from coterie.types import ModelSpec, WeightDtype
 
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
@@ -112,7 +112,7 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     """
     path = Path("config.json" if isinstance(config, Mapping) else config)
     path = path / "config.json" if path.is_dir() else path
-    content = _flatten(config if isinstance(config, Mapping) else _read_json(path))
+    content = _flatten(config if isinstance(config, Mapping) else read_json(path))
     reader = _Config(path, content)
     name = name or str(content.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1] or content.get("model_type")
     try:
@@ -277,18 +277,3 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(flat.get(key), Mapping):
             return flat | _flatten(flat[key])
     return flat
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    check_input_file(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
-        raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
-    if not isinstance(value, dict):
-        raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
-    return value

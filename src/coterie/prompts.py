@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.errors import TraceError, check_file, check_input_file
+from coterie.errors import TraceError, check_file, file_errors
 
 
 class Prompt(NamedTuple):
@@ -45,13 +45,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         "name",
         f"ends in {file.suffix!r}; prompts are read from {', '.join(readers)}",
     )
-    check_input_file(file)
-    try:
+    with file_errors(file):
         text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise TraceError(file, "file", "does not exist") from None
-    except UnicodeDecodeError as error:
-        raise TraceError(file, "file", f"is not UTF-8 at byte {error.start}") from None
     prompts = [_prompt(file, line, row) for line, row in readers[file.suffix.lower()](file, text)]
     check_file(prompts, file, "prompts", "there is none")
     for name, count in Counter(prompt.id for prompt in prompts).items():
@@ -80,8 +75,7 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise TraceError(path, f"line {number}", f"is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise TraceError(path, f"line {number}", f"is {type(row).__name__}, expected an object")
+            check_file(isinstance(row, dict), path, f"line {number}", f"is {type(row).__name__}, expected an object")
             yield number, row
 
 

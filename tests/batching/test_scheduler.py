@@ -19,7 +19,7 @@ from numpy.random import Generator
 from coterie.batching import Selection, Strategy, Window, strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import CapsConfig, Scheduler, SchedulerConfig
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
 
 SHAPE = (2, 3)
 RUNNING = np.zeros(SHAPE)
@@ -311,7 +311,7 @@ def test_more_experts_a_token_than_there_are_is_refused(experts: int) -> None:
 )
 def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str | bytes, named: str) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(InputError) as raised:
         CapsConfig.read(path)
     line = str(raised.value)
     assert line.startswith(f"{path}: ")
@@ -320,8 +320,8 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str | bytes,
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.json"):
-        with pytest.raises(ConfigError, match=rf"^{path}: cannot be read: \w+"):
+    for path, problem in ((tmp_path, "is a folder"), (tmp_path / "none.json", "does not exist")):
+        with pytest.raises(TraceError, match=f"^{path}: file: {problem}"):
             CapsConfig.read(path)
 
 
@@ -335,7 +335,7 @@ def test_a_damaged_file_reads_or_is_one_line(
     line = f"{path}: "
     try:
         CapsConfig.read(path)
-    except ConfigError as error:
+    except InputError as error:
         line = str(error)
     assert line.startswith(f"{path}: ")
     assert "\n" not in line

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import load_file, save_file
 
-from coterie.errors import TraceError
-from coterie.traces.store import ArrayFile, ArrayFileWriter, ArraySpec, read_json, write_arrays, write_json
+from coterie.errors import TraceError, read_json
+from coterie.traces.store import ArrayFile, ArrayFileWriter, ArraySpec, write_arrays, write_json
 
 DTYPES = [np.bool_, np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
 DTYPES += [np.float16, np.float32, np.float64]

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from coterie.answers import figures
 from coterie.answers.inspect.inspection import Inspection
 from coterie.answers.inspect.sections import Cell, Section, not_there, overview, sections
-from coterie.errors import TraceError, check
-from coterie.traces.store import read_json, write_json
+from coterie.errors import TraceError, check, read_json
+from coterie.traces.store import write_json
 
 MARKER = ".coterie-report.json"
 PAGE = "report.html"

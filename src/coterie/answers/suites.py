@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from coterie.errors import UnknownNameError, check, check_at_least, check_positive
+from coterie.errors import check, check_at_least, check_known, check_positive
 from coterie.registry import Registry
 
 Row = Mapping[str, Any]
@@ -110,8 +110,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         for name in self.reads or ():
-            if name not in CHOICES:
-                raise UnknownNameError("suite option", name, CHOICES)
+            check_known("suite option", name, CHOICES)
 
 
 Bench = Callable[[Report], list[dict[str, Any]]]

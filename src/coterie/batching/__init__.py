@@ -1,6 +1,6 @@
 """Batch selection: which waiting requests join the running batch."""
 
-from coterie.batching.base import Selection, Strategy, Window, passed_over, strategies
+from coterie.batching.base import Loads, Selection, SpreadCost, Strategy, Window, passed_over, strategies
 from coterie.batching.baselines import Fcfs, RandomSample
 from coterie.batching.by_weight import KarmarkarKarp, Lpt
 from coterie.batching.greedy import (
@@ -26,6 +26,7 @@ __all__ = [
     "GreedyVariance",
     "KarmarkarKarp",
     "LatencyAware",
+    "Loads",
     "Lpt",
     "LptBalanced",
     "NormMinimizing",
@@ -33,6 +34,7 @@ __all__ = [
     "PowerOfDDot",
     "RandomSample",
     "Selection",
+    "SpreadCost",
     "Strategy",
     "Window",
     "passed_over",

@@ -12,7 +12,7 @@ from numpy.random import Generator
 
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Strategy, strategies
 from coterie.batching.waiting import Chooser, ChosenBatch, RowView, WaitingList
-from coterie.errors import ConfigError, UnknownNameError, check, check_at_least, check_input_file, check_not_negative
+from coterie.errors import ConfigError, UnknownNameError, check, check_at_least, check_not_negative, file_errors
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,16 +70,12 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @classmethod
     def read(cls, path: Path) -> CapsConfig:
         """Read a JSON file; errors name the file and the field."""
-        check_input_file(path)
-        try:
-            config = msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: is not UTF-8: {error.reason}") from None
-        except msgspec.DecodeError as error:
-            words = " ".join(str(error).split())  # it may quote a field's name, which may hold line breaks
-            raise ConfigError(f"{path}: {words}") from None
+        with file_errors(path):
+            try:
+                config = msgspec.json.decode(path.read_bytes(), type=cls)
+            except msgspec.DecodeError as error:
+                words = " ".join(str(error).split())  # it may quote a field's name, which may hold line breaks
+                raise ConfigError(f"{path}: {words}") from None
         try:
             _ = strategies[config.scheduler.strategy]
         except UnknownNameError as error:

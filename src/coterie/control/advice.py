@@ -28,10 +28,8 @@ from coterie.control.base import ControlEvent, LoadSeen, LoopShape
 from coterie.control.traffic import Kept
 from coterie.control.written import ReportedMap, WrittenPlan, differing
 from coterie.errors import check_given
-from coterie.placement import Load, Objective, PlacementMap, Plan, Rebalancer, planners
+from coterie.placement import Load, Objective, PlacementMap, Plan, Problem, Rebalancer, planners, replace_map
 from coterie.placement.holdings import DemandTracker, Held, held_by, placed
-from coterie.placement.maps.formats import replace_map
-from coterie.placement.objective import Problem
 from coterie.placement.scenarios import at_mean, steps_of_requests
 from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
 from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingDecision, RebalancingSettings

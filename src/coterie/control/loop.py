@@ -181,10 +181,10 @@ class ControlLoop:
             return
         if not _fits(fit, self.shape):
             self._tell("refit_failed", "the job's result is no fit for this model and fleet", count="refits_failed")
-            return
-        self._candidate = Candidate(Known(fit, int(job.calibration.requests[-1]), sample), self.intake.now_s)
-        self.counters["refits_made"] += 1
-        self._seconds = seconds if is_number(seconds) else 0.0
+        else:
+            self._candidate = Candidate(Known(fit, int(job.calibration.requests[-1]), sample), self.intake.now_s)
+            self.counters["refits_made"] += 1
+            self._seconds = seconds if is_number(seconds) else 0.0
 
     def fit_failed(self, problem: str) -> None:
         """Record that the job raised an error."""

@@ -47,7 +47,7 @@ from coterie.costs.cells import (
 )
 from coterie.costs.exchange import BYTES_PER_VALUE, uniform_locality
 from coterie.costs.shapes import dense_shapes
-from coterie.errors import ConfigError, TraceError, UnavailableError, UnknownNameError, check, check_file
+from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_known
 from coterie.models import models
 from coterie.types import ModelSpec, Topology, WeightDtype
 
@@ -139,11 +139,9 @@ def read_tables(
     """
     systems = find_tables(source)
     known = [path.parent.name for path in systems.glob("data/*/moe")]
-    if system not in known:
-        raise UnknownNameError("system", system, known)
+    check_known("system", system, known)
     engines = [path.name for path in systems.glob(f"data/{system}/moe/*") if path.is_dir()]
-    if engine not in engines:
-        raise UnknownNameError(f"engine on {system}", engine, engines)
+    check_known(f"engine on {system}", engine, engines)
     described = systems / f"{system}.yaml"
     try:
         facts = yaml.safe_load(described.read_text(encoding="utf-8"))

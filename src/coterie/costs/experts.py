@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.costs.roofline import soft_max
+from coterie.errors import check
 
 Array = NDArray[np.float64]
 
@@ -82,8 +83,11 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         sizes, waves = len(self.tile_rows), self.waves.wave_us if self.waves else self.tile_rows
         switches = np.size(self.switch_rows)
-        if not 1 <= sizes <= TILES or {len(self.tile_flops_per_us), len(waves)} != {sizes} or switches < sizes - 1:
-            raise ValueError(f"tile_rows={self.tile_rows} must be 1 to {TILES} sizes, with rates and switches for each")
+        check(
+            1 <= sizes <= TILES and {len(self.tile_flops_per_us), len(waves)} == {sizes} and switches >= sizes - 1,
+            f"tile_rows={self.tile_rows} must be 1 to {TILES} sizes, with rates and switches for each",
+            ValueError,
+        )
 
     def array(self, nbytes: float = 0.0, flops: float = 0.0, resident: bool = False) -> NDArray[np.float64]:
         """Return [31] values in the order of the indices below, for compiled loops.

@@ -100,8 +100,13 @@ class CurveLaw(msgspec.Struct, frozen=True):
     held_out: Quality
 
     def __post_init__(self) -> None:
-        if len(self.at) < 2 or len(self.at) != len(self.times_us) or any(a >= b for a, b in pairwise(self.at)):
-            raise ValueError("a curve must hold two points at least, at numbers that rise")
+        check(
+            len(self.at) >= 2
+            and len(self.at) == len(self.times_us)
+            and (not any((a >= b for a, b in pairwise(self.at)))),
+            "a curve must hold two points at least, at numbers that rise",
+            ValueError,
+        )
 
     def us(self, x: float) -> float:
         return _interpolate(x, self.at, self.times_us)

@@ -68,8 +68,7 @@ class RankMember:
 
 def choose_backend(processes: int, backend: str = "auto") -> str:
     """Return "nccl" if there is a CUDA device for each rank, else "gloo" (CPU)."""
-    if torch is None:
-        raise UnavailableError("processes of a group need torch: pip install 'coterie[torch]'")
+    check(torch is not None, "processes of a group need torch: pip install 'coterie[torch]'", UnavailableError)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     nccl = dist.is_available() and dist.is_nccl_available() and devices >= processes
     check(

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from coterie.errors import ConfigError, InputError, UnknownNameError, check_given
+from coterie.errors import ConfigError, InputError, UnknownNameError, check_given, check_known
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.control.live import LiveControl
 from coterie.gateway.fleet.spec import RouterSpec, check_spec
@@ -141,8 +141,7 @@ class Admin:
 
         With ``?alone=1`` it takes no turns with the shortest queue, until a router is set without.
         """
-        if name not in self.parts.pools:
-            raise UnknownNameError("pool", name, list(self.parts.pools))
+        check_known("pool", name, self.parts.pools)
         before = msgspec.to_builtins(self.parts.pools[name].spec)
         given = _read(request, dict[str, Any])
         try:

@@ -21,8 +21,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from coterie.control.base import ControlSettings
-from coterie.control.switchback import SwitchbackSettings
+from coterie.control import ControlSettings, SwitchbackSettings
 from coterie.costs.movement import Movement
 from coterie.errors import (
     ConfigError,
@@ -32,11 +31,11 @@ from coterie.errors import (
     check_file,
     check_not_negative,
     check_positive,
+    file_errors,
 )
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.upstream import parse_origin
-from coterie.traces.store import file_errors
 
 DEFAULTS = ControlSettings()
 MOST_PLACES = 1 << 20

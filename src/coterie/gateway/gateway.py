@@ -43,9 +43,7 @@ from coterie.gateway.page.serving import Live, is_page, send_file
 from coterie.gateway.parts import MODELS_S, GatewayParts
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback
-from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits
-from coterie.net.http1.responder import Responder
-from coterie.net.http1.upstream import UpstreamError
+from coterie.net.http1 import Headers, HttpError, HttpRequest, Limits, Responder, UpstreamError
 
 DOMAIN_HEADER = b"x-coterie-domain"
 BYTES_PER_TOKEN = 64

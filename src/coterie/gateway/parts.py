@@ -12,7 +12,7 @@ import msgspec
 
 from coterie.control.before_after import BeforeAfter
 from coterie.control.switchback import BASELINE, Switchback
-from coterie.errors import ConfigError, CoterieError, UnknownNameError
+from coterie.errors import ConfigError, CoterieError, check_known
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.control.live import LiveControl, is_wanted
 from coterie.gateway.exchange.asking import WorkerIds
@@ -166,10 +166,8 @@ class GatewayParts:
 
     def remove_worker(self, worker_id: str) -> None:
         """Remove a worker. Its running requests continue; new ones go to others. Raises UnknownNameError."""
-        pools = [pool for pool in self.pools.values() if worker_id in pool.members]
-        if not pools:
-            raise UnknownNameError("worker", worker_id, [entry.id for entry in self.entries()])
-        for pool in pools:
+        check_known("worker", worker_id, [entry.id for entry in self.entries()])
+        for pool in [pool for pool in self.pools.values() if worker_id in pool.members]:
             self.knowledge.leave(pool.name, pool.keeper.members[worker_id].row, worker_id)
             pool.remove(worker_id)
             check = self._checks.pop((pool.name, worker_id), None)

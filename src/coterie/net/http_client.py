@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from coterie.errors import ConfigError, UnavailableError, check, check_at_least
+from coterie.errors import UnavailableError, check, check_at_least, check_given
 from coterie.net.access import bearer
 from coterie.prompts import Prompt
 from coterie.wire.handoff import REQUEST_ID_HEADER
@@ -123,9 +123,7 @@ class Client:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        if self._open is None:
-            raise ConfigError(f"the client of {self.url} is not open: use it in `async with`")
-        return self._open
+        return check_given(self._open, f"the client of {self.url} is not open: use it in `async with`")
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
         """Send one request and return status and text of the answer; raise UnavailableError if none arrives."""

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from coterie.errors import ConfigError, UnavailableError, check
+from coterie.errors import ConfigError, UnavailableError, check, check_given
 
 POLL_S = 0.05
 START_S = 120.0
@@ -255,9 +255,7 @@ class ServerProcess:
             self.stop()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            raise ConfigError(f"{self.url}: {shlex.join(self.argv)} was not started")
-        return self._process
+        return check_given(self._process, f"{self.url}: {shlex.join(self.argv)} was not started")
 
     def _fail(self, what: str) -> None:
         lines = self.log_text().splitlines()

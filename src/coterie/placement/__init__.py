@@ -4,13 +4,13 @@ from coterie.placement.base import HOST, Load, Moves, Plan, Planner, planners
 from coterie.placement.co_clustering.base import CoClusters, Items
 from coterie.placement.co_clustering.planners import CoCluster, SemMoe
 from coterie.placement.holdings import DemandTracker
-from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
+from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, replace_map, write_map
 from coterie.placement.migration.memory import MemoryBudget
 from coterie.placement.migration.migrator import Migrator
-from coterie.placement.migration.rounds import schedule_moves
+from coterie.placement.migration.rounds import Schedule, Transfer, schedule_moves
 from coterie.placement.objective import DEEPSEEK_V3_PREFILL, Objective, Problem, Score, settle
 from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin
-from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.eplb import Eplb, rebalance
 from coterie.placement.planning.flashlb import FlashLb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
@@ -49,12 +49,16 @@ __all__ = [
     "Rebalancer",
     "RebalancingSettings",
     "RoundRobin",
+    "Schedule",
     "Score",
     "SemMoe",
     "Swaps",
+    "Transfer",
     "map_formats",
     "planners",
     "read_map",
+    "rebalance",
+    "replace_map",
     "schedule_moves",
     "settle",
     "write_map",

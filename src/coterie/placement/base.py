@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_positive
+from coterie.errors import ConfigError, check, check_given, check_positive
 from coterie.registry import PolicyRegistry
 from coterie.types import Placement, Topology
 
@@ -259,9 +259,7 @@ class Plan:
     @property
     def proven(self) -> Proof:
         """Return the proof; raise ConfigError if the plan has none."""
-        if self.proof is None:
-            raise ConfigError("the plan has no proof; its planner proves nothing")
-        return self.proof
+        return check_given(self.proof, "the plan has no proof; its planner proves nothing")
 
     @property
     def saving_s(self) -> float:

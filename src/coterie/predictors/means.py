@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check
+from coterie.errors import check, check_given
 from coterie.footprints import footprint
 from coterie.predictors.base import (
     ActivationRates,
@@ -52,9 +52,7 @@ class DomainPredictor(Calibrated):
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> DomainPredictor:
-        labels = trace.requests.domains
-        if labels is None:
-            raise ConfigError(f"the trace of {trace.meta.model!r} has no domains")
+        labels = check_given(trace.requests.domains, f"the trace of {trace.meta.model!r} has no domains")
         chosen = check_request_rows(trace, requests)
         self.popularity_ = mean_rates(trace, chosen, phase)
         groups: dict[str, list[int]] = {}

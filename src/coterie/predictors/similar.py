@@ -210,8 +210,10 @@ class SimilarPrefix(FallsBack):
         prompts: Sequence[NDArray[np.integer] | None],
     ) -> SimilarPrefix:
         """Like :meth:`fit`; `prompts` holds, per request of the trace, the token ids known before it ran, or None."""
-        if trace.arrays()[0].token_ids is None:
-            raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: prefixes are compared by them")
+        check(
+            trace.arrays()[0].token_ids is not None,
+            f"the trace of {trace.meta.model!r} has no token_ids: prefixes are compared by them",
+        )
         fitted = SimilarPrefix(self.similarity, self.decay, self.max_bytes)
         for index, counts, tokens in arrived(trace, requests, phase):
             fitted.observe(prompts[index], counts, tokens)

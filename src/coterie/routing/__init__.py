@@ -2,7 +2,7 @@
 
 from coterie.registry import import_modules
 from coterie.routing.base import Decision, Request, Router, routers
-from coterie.routing.baselines import Domain, JoinShortestQueue, PowerOfTwo, RandomWorker, RoundRobin
+from coterie.routing.baselines import Domain, JoinShortestQueue, PowerOfTwo, RandomWorker, RoundRobin, share_out
 from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.fitted import RouterFit
 from coterie.routing.fleet import Fleet
@@ -33,4 +33,5 @@ __all__ = [
     "Semantic",
     "calibration",
     "routers",
+    "share_out",
 ]

@@ -112,11 +112,6 @@ def best_columns(values: NDArray[np.floating]) -> NDArray[np.int64]:
     return np.asarray(linear_sum_assignment(values, maximize=True)[1], np.int64)
 
 
-def _distance(near: NDArray[np.float32], labels: Labels) -> float:
-    """Return the sum of cosine distances, from similarities [request, worker] and the worker of each request."""
-    return float(len(labels) - near[np.arange(len(labels)), labels].sum(dtype=np.float64))
-
-
 def _rounds(
     near: NDArray[np.float32],
     similar: Callable[[Labels, int], NDArray[np.float32]],
@@ -132,7 +127,7 @@ def _rounds(
     for _ in range(rounds):
         labels = assign(-near, limits) if balanced else _nearest(near)
         near = similar(labels, len(limits))
-        distance = _distance(near, labels)
+        distance = float(len(labels) - near[np.arange(len(labels)), labels].sum(dtype=np.float64))
         if distance > best[1] - 1e-5 * len(labels):
             break
         best = labels, distance

@@ -3,7 +3,7 @@
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer
 from coterie.sim.fleet.metrics import FleetRun, FleetSummary, summarise_fleet
-from coterie.sim.fleet.requests import FleetRequests, draw_requests, split_recordings
+from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, split_recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.sim.kernel import Simulation
 from coterie.sim.metrics import Run, RunSummary, summarise_run
@@ -18,6 +18,7 @@ __all__ = [
     "FleetRun",
     "FleetSummary",
     "PrefillExecution",
+    "Recordings",
     "Run",
     "RunSummary",
     "Simulation",

@@ -122,8 +122,7 @@ class ReplayedArrivals:
 
     def __post_init__(self) -> None:
         check_positive(time_scale=self.time_scale)
-        if self.trace.arrival_s is None or not len(self.trace):
-            raise ConfigError("replayed arrivals: the trace has no arrival times")
+        check(self.trace.arrival_s is not None and len(self.trace), "replayed arrivals: the trace has no arrival times")
         if self.domains is not None:
             if self.trace.domains is None:
                 raise ConfigError("replayed arrivals: domains are asked for, but the trace has none")

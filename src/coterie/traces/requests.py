@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check, check_file
-from coterie.traces.store import file_errors, read_json, replaced, value_errors, write_json
+from coterie.errors import ConfigError, TraceError, check, check_file, file_errors, read_json
+from coterie.traces.store import replaced, value_errors, write_json
 
 FORMAT = "coterie-trace"
 VERSION = 1

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check, check_file
+from coterie.errors import ConfigError, check, check_file
 from coterie.traces.requests import COLUMNS, FORMAT, TABLES, VERSION, RequestTrace, read_meta, read_requests
 from coterie.traces.store import ArrayFile, ArraySpec, value_errors
 from coterie.types import DECODE, PREFILL, narrowest_uint
@@ -170,8 +170,12 @@ class SegmentedTrace:
                 source=raw.get("source") or {},
                 block_tokens=raw.get("block_tokens"),
             )
-            if not isinstance(raw["segments"], list) or not all(isinstance(e, dict) for e in raw["segments"]):
-                raise TraceError(folder / "meta.json", "segments", "must be a list of objects")
+            check_file(
+                isinstance(raw["segments"], list) and all(isinstance(e, dict) for e in raw["segments"]),
+                folder / "meta.json",
+                "segments",
+                "must be a list of objects",
+            )
             entries = [(str(e["activations"]), str(e["requests"]), int(e["num_tokens"])) for e in raw["segments"]]
             # A closing writer deletes the files named here, so names outside the folder or of other files are refused.
             for name in (name for entry in entries for name in entry[:2]):

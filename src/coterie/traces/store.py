@@ -7,12 +7,11 @@ the tests read and write them with the library too.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import mmap
 import os
-import zlib
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, check_file, check_new_file, file_errors
 
 _DTYPES = {
     "BOOL": "|b1",
@@ -50,26 +49,6 @@ class ArraySpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
-
-
-@contextmanager
-def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors of opening, reading and unpacking a file into TraceErrors with one line that names the file."""
-    check_input_file(path)
-    try:
-        yield
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except IsADirectoryError:
-        raise TraceError(path, "file", "is a folder, expected a file") from None
-    except EOFError:
-        raise TraceError(path, "gzip", "the stream ends early: the file is cut short") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(path, "gzip", f"cannot be unpacked: {error}") from None
-    except OSError as error:
-        raise TraceError(path, "file", f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise TraceError(path, "text", f"is not UTF-8: {error.reason} at byte {error.start} of a block") from None
 
 
 @contextmanager
@@ -103,6 +82,27 @@ def replaced(path: Path, part: str | None = None) -> Iterator[BinaryIO]:
         tmp.replace(path)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` for a file or a folder that is renamed to it at the end; an error leaves neither.
+
+    Raises ConfigError if `path` exists, or is created meanwhile: a rename would replace it.
+    """
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield tmp
+        check_new_file(path)
+        tmp.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        if tmp.is_dir():
+            shutil.rmtree(tmp)
+        elif tmp.exists():  # missing_ok would still fail if a parent of the path is a file
+            tmp.unlink()
 
 
 class ArrayFile(dict[str, NDArray[Any]]):
@@ -183,8 +183,7 @@ def read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any]
         header = json.loads(stream.read(length))
     except (ValueError, RecursionError):
         raise TraceError(path, "header", "is not JSON: not a safetensors file") from None
-    if not isinstance(header, dict):
-        raise TraceError(path, "header", "must be a JSON object")
+    check_file(isinstance(header, dict), path, "header", "must be a JSON object")
     return header, 8 + length
 
 
@@ -269,14 +268,3 @@ def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically."""
     with replaced(path) as stream:
         stream.write(json.dumps(value, indent=1).encode() + b"\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    with file_errors(path):
-        try:
-            value = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:
-            raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
-    if not isinstance(value, dict):
-        raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
-    return value

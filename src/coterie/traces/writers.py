@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_new_file
+from coterie.errors import ConfigError, check, check_given, check_new_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
 from coterie.traces.readers.base import Trace, kind_of
 from coterie.traces.readers.request_logs import MOONCAKE_BLOCK_TOKENS
 from coterie.traces.requests import RequestTrace
+from coterie.traces.store import new_path
 
 Kind = type[ActivationTrace] | type[LoadTable] | type[RequestTrace]
 
@@ -84,19 +83,8 @@ def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Writ
     if type(trace) not in writer.kinds:
         able = [name for name in writers if type(trace) in writers[name].kinds]
         raise ConfigError(f"format {format!r} cannot hold {kind_of(trace)}; {' and '.join(able)} can")
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with new_path(path) as tmp:
         writer.write(trace, tmp)
-        check_trace_target(path, format)  # a rename would replace a file created meanwhile
-        tmp.rename(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        if tmp.is_dir():
-            shutil.rmtree(tmp)
-        elif tmp.exists():
-            tmp.unlink()
     return Written(
         path, format, tuple(part for part in optional_parts(trace) if part.split(".")[0] not in writer.keeps)
     )
@@ -134,13 +122,14 @@ def _write_jsonl(trace: RequestTrace, path: Path) -> None:
 
 def _write_mooncake(trace: RequestTrace, path: Path) -> None:
     arrival_s = _arrivals(trace, "mooncake")
-    if trace.prefix_blocks is None:
-        raise ConfigError("the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it")
+    prefix_blocks = check_given(
+        trace.prefix_blocks, "the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it"
+    )
     check(
         trace.block_tokens == MOONCAKE_BLOCK_TOKENS,
         f"block_tokens={trace.block_tokens} must be {MOONCAKE_BLOCK_TOKENS} in format 'mooncake'; jsonl holds any",
     )
-    for i, blocks in enumerate(trace.prefix_blocks):
+    for i, blocks in enumerate(prefix_blocks):
         needed = -(-int(trace.prompt_tokens[i]) // MOONCAKE_BLOCK_TOKENS)
         check(
             len(blocks) == needed,
@@ -155,7 +144,7 @@ def _write_mooncake(trace: RequestTrace, path: Path) -> None:
                 "output_length": int(trace.output_tokens[i]),
                 "hash_ids": blocks.tolist(),
             }
-            for i, blocks in enumerate(trace.prefix_blocks)
+            for i, blocks in enumerate(prefix_blocks)
         ),
         path,
     )
@@ -197,9 +186,9 @@ def _write_load_history(trace: LoadTable, path: Path) -> None:
 def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
     """Return the arrival times; raises ConfigError if the trace has none, as the format requires them."""
     check(len(trace), f"the trace has no requests, which format {format!r} cannot say; coterie can hold it")
-    if trace.arrival_s is None:
-        raise ConfigError(f"the trace has no arrival_s, which format {format!r} needs; coterie can hold it")
-    return trace.arrival_s
+    return check_given(
+        trace.arrival_s, f"the trace has no arrival_s, which format {format!r} needs; coterie can hold it"
+    )
 
 
 def _dump_lines(rows: Iterator[dict[str, Any]], path: Path) -> None:

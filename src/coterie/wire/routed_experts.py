@@ -41,8 +41,11 @@ def decode_npy(data: bytes) -> NDArray[Any]:
         raise InputError(f"is not a .npy file: {error!r}") from None
     check(not dtype.hasobject, "holds pickled objects, expected numbers", InputError)
     start, count = stream.tell(), math.prod(shape)
-    if min(shape, default=0) < 0 or len(data) - start != count * dtype.itemsize:
-        raise InputError(f"has {len(data) - start} bytes of data; {dtype} {shape} needs {count * dtype.itemsize}")
+    check(
+        min(shape, default=0) >= 0 and len(data) - start == count * dtype.itemsize,
+        f"has {len(data) - start} bytes of data; {dtype} {shape} needs {count * dtype.itemsize}",
+        InputError,
+    )
     try:
         return np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if fortran else "C")
     except (ValueError, OverflowError) as error:  # shape [0, 2**70], or more dimensions than NumPy supports

@@ -6,13 +6,12 @@ Names are checked before any work, so that a mistyped name fails before the seco
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from coterie.costs.cells import check_preset
-from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive, refuse
+from coterie.errors import ConfigError, check_at_least, check_known, check_positive, refuse
 from coterie.models import get_model
 
 STRATEGIES = (
@@ -80,10 +79,10 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         known = _known("coterie.batching", "strategies", STRATEGIES)
         forecasts = _known("coterie.predictors", "predictors", PREDICTORS) + [DRY_RUN] * (self.with_model is not None)
-        _check("execution", self.execution, EXECUTIONS)
+        check_known("execution", self.execution, EXECUTIONS)
         for name in self.strategies:
-            _check("strategy", None if name == ALL else name, known)
-        _check("predictor", self.predictor, forecasts)
+            check_known("strategy", None if name == ALL else name, known)
+        check_known("predictor", self.predictor, forecasts)
         if self.model is not None and not Path(self.model).exists():
             get_model(self.model)
         if self.preset is not None:
@@ -113,11 +112,6 @@ class SimulateOptions:
             if getattr(self, name) is not None and execution not in kinds:
                 option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option} is for execution {' or '.join(kinds)}; this run's is {execution}")
-
-
-def _check(kind: str, name: str | None, known: Iterable[str]) -> None:
-    if name is not None and name not in known:
-        raise UnknownNameError(kind, name, known)
 
 
 def _known(module: str, registry: str, built_in: tuple[str, ...]) -> list[str]:

@@ -13,8 +13,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.answers.batches.requests import Requests
-from coterie.batching import Strategy
-from coterie.batching.base import Loads, SpreadCost
+from coterie.batching import Loads, SpreadCost, Strategy
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.lines import StepCost
 from coterie.costs.step import StepModel

@@ -36,8 +36,7 @@ from coterie.answers.batches.servers import SpreadServer, StepServer, make_strat
 from coterie.answers.batches.verdict import batches_verdict
 from coterie.answers.suites import Report
 from coterie.answers.verdicts import Verdict
-from coterie.batching import strategies
-from coterie.batching.base import SpreadCost
+from coterie.batching import SpreadCost, strategies
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, TraceError, check, check_file

@@ -20,10 +20,8 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import check
 from coterie.models import get_model
-from coterie.routing import Calibration, Router, RouterFit, routers
-from coterie.routing.baselines import share_out
-from coterie.sim import FleetConfig, FleetRun, run_fleet
-from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests
+from coterie.routing import Calibration, Router, RouterFit, routers, share_out
+from coterie.sim import FleetConfig, FleetRequests, FleetRun, Recordings, draw_requests, run_fleet
 from coterie.traces.activations import ActivationTrace
 from coterie.types import INFINIBAND_400G, Placement
 

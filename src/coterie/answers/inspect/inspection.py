@@ -46,8 +46,7 @@ from coterie.answers.verdicts import Verdict
 from coterie.costs.presets import step_model
 from coterie.costs.step import VLLM_GRAPHS, CostOptions
 from coterie.errors import ConfigError, check, check_file
-from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
-from coterie.traces.load import choose_windows, domain_of
+from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta, choose_windows, domain_of
 from coterie.traces.readers.base import Trace, kind_of
 from coterie.traces.readers.routed_experts import find_model
 

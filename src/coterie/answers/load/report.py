@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ def report_of(settings: LoadSettings, measured: LoadMeasurement, interrupted: bo
     for contender in measured.contenders:
         summary = summarise(contender.runs, np.random.default_rng(settings.seed), settings.targets, skip)
         against = changes(measured.contenders[0], contender, skip) if rows else []
-        steps = contender.all_steps
+        steps = reduce(StepTotals.plus, contender.steps) if contender.steps else None
         rows.append(Row(contender.name, summary, against, steps if steps is not None and steps.steps.any() else None))
     return LoadReport(
         model=measured.model,

@@ -203,10 +203,6 @@ class Contender:
     steps: list[StepTotals] = field(default_factory=list)
     """[block] totals of the workers' decode steps; empty if step logs are not read."""
 
-    @property
-    def all_steps(self) -> StepTotals | None:
-        return reduce(StepTotals.plus, self.steps) if self.steps else None
-
 
 class Change(NamedTuple):
     """Change of a statistic relative to the first contender, in percent; negative is faster or fewer.

@@ -34,9 +34,9 @@ def convert_command(
     summary: dict[str, Any] = {"path": str(dst), "from": format, "to": to, "kind": kind_of(trace), **_sizes(trace)}
     if json_output:
         print_json({**summary, "left_out": list(written.left_out)})
-        return
-    note = f"{to} cannot store {', '.join(written.left_out)}: left out." if written.left_out else None
-    print_table("Converted", ["field", "value"], ({**summary, "path": escape(str(dst))}).items(), note)
+    else:
+        note = f"{to} cannot store {', '.join(written.left_out)}: left out." if written.left_out else None
+        print_table("Converted", ["field", "value"], ({**summary, "path": escape(str(dst))}).items(), note)
 
 
 def _sizes(trace: Trace) -> dict[str, Any]:

@@ -103,9 +103,9 @@ def generate_command(
     }
     if json_output:
         print_json(summary)
-        return
-    rows = [(name, escape(v) if isinstance(v, str) else v) for name, v in summary.items() if name != "domains"]
-    print_table("Generated", ["field", "value"], [*rows, ("domains", escape(", ".join(settings.domains)))])
+    else:
+        rows = [(name, escape(v) if isinstance(v, str) else v) for name, v in summary.items() if name != "domains"]
+        print_table("Generated", ["field", "value"], [*rows, ("domains", escape(", ".join(settings.domains)))])
 
 
 def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.random.Generator) -> SyntheticSettings:

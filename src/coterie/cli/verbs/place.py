@@ -113,9 +113,9 @@ def inspect_command(
         draw_map(out_file, map, None if shown.rank_load is None else np.array(shown.rank_load), tokens)
     if json_output:
         print_json(asdict(shown) | {"load": what} | figure)
-        return
-    _print(shown, what)
-    print_lines(*(f"Figure: {path}" for path in figure.values()))
+    else:
+        _print(shown, what)
+        print_lines(*(f"Figure: {path}" for path in figure.values()))
 
 
 @place_app.command("apply")

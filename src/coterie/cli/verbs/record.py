@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from coterie.cli.files import trace_summary
 from coterie.cli.output import JsonOption, err, print_json, print_table, print_verdict, reporting, shell
-from coterie.errors import TraceError, UnknownNameError, refuse
+from coterie.errors import TraceError, check_known, refuse
 from coterie.prompts import load_prompts, read_prompts, take_in_turn
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def record_command(
     json_output: JsonOption = False,
 ) -> None:
     """Record which experts the tokens of real requests activate, in prefill and in decode."""
-    if engine not in ENGINES:
-        raise UnknownNameError("engine", engine, ENGINES)
+    check_known("engine", engine, ENGINES)
     served = engine != "transformers"
     asked = {"url": url, "events": events, "duration": duration}
     refuse(
@@ -124,9 +123,9 @@ def record_command(
     verdict, then = _verdict(output, trace)
     if json_output:
         print_json({**summary, "verdict": verdict, "next": then})
-        return
-    print_table("Recorded", ["field", "value"], list(summary.items()))
-    print_verdict(verdict, then)
+    else:
+        print_table("Recorded", ["field", "value"], list(summary.items()))
+        print_verdict(verdict, then)
 
 
 def _verdict(output: Path, trace: ActivationTrace | LoadTable) -> tuple[str, str]:

@@ -48,8 +48,7 @@ def event_us(call: Callable[[], Any]) -> float:
 
 def find_device(device: str, purpose: str) -> Any:
     """Return the named device, made current if it has an index; `auto` is a GPU if there is one."""
-    if torch is None:
-        raise UnavailableError(f"{purpose} needs torch: pip install 'coterie[torch]'")
+    check(torch is not None, f"{purpose} needs torch: pip install 'coterie[torch]'", UnavailableError)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     check(re.fullmatch(r"cpu|cuda(:\d+)?", device), f"device={device!r} must be auto, cpu, cuda or cuda:N")

@@ -37,9 +37,16 @@ from coterie.errors import ConfigError, InputError, TraceError, UnavailableError
 from coterie.models import get_model, model_from_config
 from coterie.net.http_client import Client, HttpResult, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
-from coterie.traces import Activations, ActivationTrace, ActivationWriter, LoadTable, RequestTrace, TraceMeta
+from coterie.traces import (
+    Activations,
+    ActivationTrace,
+    ActivationWriter,
+    LoadTable,
+    RequestTrace,
+    TraceMeta,
+    check_new_folder,
+)
 from coterie.traces.readers.base import ReadOptions
-from coterie.traces.requests import check_new_folder
 from coterie.types import DECODE, PREFILL, ModelSpec
 from coterie.wire.routed_experts import decode_sglang
 
@@ -165,8 +172,7 @@ async def _routed(
                         f"{client.url} answers without routed_experts: start it with --enable-return-routed-experts, "
                         "and name the server itself, as a router in between may drop them"
                     ) from None
-    if rows.writer is None:
-        raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")
+    check(rows.writer is not None, f"{client.url}: nothing was recorded: {tally.summary}", UnavailableError)
     return SGLangRecording(ActivationTrace.open(out), tally)
 
 

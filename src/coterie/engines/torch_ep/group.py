@@ -28,7 +28,7 @@ from typing import Any
 
 from coterie.engines.optional import dist, torch
 from coterie.engines.ranks import FAILED, announce_failure
-from coterie.errors import RankFailedError, UnavailableError
+from coterie.errors import RankFailedError, UnavailableError, check
 
 FOREVER = datetime.timedelta(days=365)
 WATCH_S = 30.0
@@ -48,8 +48,11 @@ class Group:
     """The ranks of the default process group, which must be initialised. All ranks create it at the same time."""
 
     def __init__(self, device: Any = None, timeout_s: float = 300.0) -> None:
-        if dist is None or not dist.is_initialized():
-            raise UnavailableError("an expert-parallel group needs torch.distributed: call init_process_group() first")
+        check(
+            dist is not None and dist.is_initialized(),
+            "an expert-parallel group needs torch.distributed: call init_process_group() first",
+            UnavailableError,
+        )
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.device = torch.device("cpu") if device is None else device

@@ -37,7 +37,7 @@ from coterie.engines.optional import dist, torch
 from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import ExpertParallelLayers, SlotWeights
 from coterie.errors import UnavailableError, check
-from coterie.placement.base import HOST
+from coterie.placement import HOST, Schedule, Transfer
 from coterie.placement.migration.migrator import (
     BeginTransfer,
     Cancel,
@@ -54,7 +54,6 @@ from coterie.placement.migration.migrator import (
     TransferDone,
     TransferFailed,
 )
-from coterie.placement.migration.rounds import Schedule, Transfer
 from coterie.types import Placement
 
 READY, HEADER, WEIGHTS = range(3)

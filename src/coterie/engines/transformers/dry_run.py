@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.transformers.capture import ExpertCapture, ExpertLayer, router_choice
-from coterie.errors import UnavailableError, check
+from coterie.errors import UnavailableError, check, check_given
 from coterie.footprints import footprint
 from coterie.predictors import TokenTable
 from coterie.traces import ActivationTrace, TraceMeta
@@ -146,9 +146,11 @@ def _embeddings(model: Any, tokens: Any) -> Any:
     def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0] if args else kwargs["hidden_states"]
 
-    states = _caught(first, given, lambda: model(input_ids=tokens, use_cache=False))
-    if states is None:
-        raise UnavailableError("the model ran without its first decoder layer")
+    states = check_given(
+        _caught(first, given, lambda: model(input_ids=tokens, use_cache=False)),
+        "the model ran without its first decoder layer",
+        UnavailableError,
+    )
     check(states.ndim == 3, f"the first layer is given {states.ndim} dimensions, not 3", UnavailableError)
     return states
 
@@ -160,9 +162,11 @@ def _is_decoder(model: Any, path: str) -> bool:
 def _choice(gate: _Gate, states: Any) -> NDArray[np.int32]:
     """Return the experts that a gate chooses, [token, k]."""
     normed = states if gate.norm is None else gate.norm(states)
-    choice = _caught(gate.layer.experts, router_choice, lambda: gate.block(normed))
-    if choice is None:
-        raise UnavailableError(f"{gate.layer.path}: its block ran without its experts")
+    choice = check_given(
+        _caught(gate.layer.experts, router_choice, lambda: gate.block(normed)),
+        f"{gate.layer.path}: its block ran without its experts",
+        UnavailableError,
+    )
     return np.asarray(choice[0].reshape(-1, choice[0].shape[-1]).cpu(), np.int32)
 
 

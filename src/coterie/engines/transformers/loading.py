@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_one_of
-from coterie.traces.store import read_json
+from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_one_of, read_json
 
 DTYPES = ("float32", "float16", "bfloat16", "nf4")
 _SAMPLE_BYTES = 1 << 16

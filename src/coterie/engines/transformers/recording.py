@@ -32,9 +32,15 @@ from coterie.engines.transformers.loading import (
 )
 from coterie.errors import UnavailableError, check, check_at_least
 from coterie.prompts import Prompt
-from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
-from coterie.traces.activations import check_unfinished
-from coterie.traces.requests import check_new_folder
+from coterie.traces import (
+    Activations,
+    ActivationTrace,
+    ActivationWriter,
+    RequestTrace,
+    TraceMeta,
+    check_new_folder,
+    check_unfinished,
+)
 from coterie.types import DECODE, PREFILL, Report
 
 

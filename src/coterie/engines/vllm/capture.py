@@ -147,9 +147,9 @@ class StoreWriter:
         self.capture.on = wanted
         if self._ring is not None:
             self._ring.submit(edits, epoch)
-            return
-        count = min(edits.num_tokens, len(self.capture.ids))
-        self.write(edits, self.capture.positions[:count], self.capture.ids[:count], epoch)
+        else:
+            count = min(edits.num_tokens, len(self.capture.ids))
+            self.write(edits, self.capture.positions[:count], self.capture.ids[:count], epoch)
 
     def write(self, edits: StepEdits, positions: torch.Tensor, ids: torch.Tensor, epoch: int | None) -> None:
         """Write a step to the store. `epoch` is the store's at the forward pass; None if nothing was captured."""

@@ -149,8 +149,11 @@ def _bind(modules: torch.nn.ModuleList, capturer: _Capturer) -> None:
 
     for module in modules.modules():
         if isinstance(module, MoERunner):
-            if module._quant_method.is_monolithic:
-                raise ValueError(f"the MoE kernel of {type(module._quant_method).__name__} routes internally")
+            check(
+                not module._quant_method.is_monolithic,
+                f"the MoE kernel of {type(module._quant_method).__name__} routes internally",
+                ValueError,
+            )
             module.router.set_capture_fn(partial(capturer.capture, module.layer_id))
 
 

@@ -31,8 +31,7 @@ from coterie.errors import CoterieError, InputError, UnavailableError, check
 from coterie.net.access import SECRET_VARIABLE, read_secret
 from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model, server_url
 from coterie.prompts import Prompt
-from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
-from coterie.traces.requests import check_new_folder
+from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta, check_new_folder
 from coterie.types import DECODE, PREFILL, Report
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import DEFAULT_PORT, TOPIC, Event, RequestExperts, decode_expert_events

@@ -12,6 +12,7 @@ from coterie.batching.base import Loads
 from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 from coterie.costs.lines import StepCost
 from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
+from coterie.errors import check
 from coterie.types import Placement
 from coterie.wire.expert_events import ExpertMap
 from coterie.wire.footprints import footprint_of
@@ -95,8 +96,7 @@ class ChosenQueue(RequestQueue):
             self.order.prepend(request)
 
     def remove_request(self, request: Any) -> None:
-        if request not in self.order:
-            raise ValueError(f"{request.request_id} is not waiting")
+        check(request in self.order, f"{request.request_id} is not waiting", ValueError)
         self.order.remove([request])
 
     def remove_requests(self, requests: Iterable[Any]) -> None:

@@ -37,8 +37,7 @@ from coterie.engines.worker.transfer import (
     prompt_digest,
     torch_codec,
 )
-from coterie.footprints import block_positions, footprint
-from coterie.footprints.positions import StepLog
+from coterie.footprints import StepLog, block_positions, footprint
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coterie.engines.optional import torch
 from coterie.engines.transformers.capture import ExpertCapture
 from coterie.engines.transformers.loading import load_model, model_digest
-from coterie.errors import ConfigError, UnavailableError, check
+from coterie.errors import ConfigError, UnavailableError, check, check_given
 from coterie.footprints import block_positions
 from coterie.types import narrowest_uint
 
@@ -131,9 +131,9 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Any, None]:
     """Store the rows' KV and attend: query, key, value [1, head, row, width] → [1, row, head, width]."""
-    if coterie_layout is None:
-        raise ConfigError("this model was prepared for the worker: call PackedModel.step")
-    store, kv_positions, parts = coterie_layout
+    store, kv_positions, parts = check_given(
+        coterie_layout, "this model was prepared for the worker: call PackedModel.step"
+    )
     layer = module.layer_idx
     store.write(layer, kv_positions, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))

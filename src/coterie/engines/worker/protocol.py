@@ -318,8 +318,7 @@ def _number(body: Mapping[str, Any], name: str, low: int, high: int, whole: bool
         return None
     if type(value) is not int and (whole or type(value) is not float or not math.isfinite(value)):
         raise RequestError(f"{name} must be a {'whole ' if whole else ''}number, found {_short(value)}", name)
-    if not low <= value <= high:
-        raise RequestError(f"{name}={_short(value)} must be in {low} … {high}", name)
+    check_request(low <= value <= high, f"{name}={_short(value)} must be in {low} … {high}", name)
     return value
 
 

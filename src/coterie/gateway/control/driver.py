@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape
-from coterie.control.advice import AdviceSettings, PlacementAdvisor
+from coterie.control import AdviceSettings, ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape, PlacementAdvisor
 from coterie.costs.presets import step_model
 from coterie.errors import CoterieError, check_given
 from coterie.gateway.config import AdviseSection
@@ -34,8 +33,7 @@ from coterie.gateway.control.messages import ControlView, FromLoop, HeatMap, Set
 from coterie.gateway.control.streams import ExpertStreams, message_bytes
 from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
 from coterie.models import get_model
-from coterie.placement import Objective
-from coterie.placement.maps.formats import read_map
+from coterie.placement import Objective, read_map
 from coterie.routing import Router, RouterFit
 from coterie.types import Placement, Topology
 from coterie.wire.expert_events import ExpertLoad, RequestExperts

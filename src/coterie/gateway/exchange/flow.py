@@ -22,9 +22,7 @@ from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pass_whole
 from coterie.gateway.fleet.health import HealthSettings, is_failure
 from coterie.gateway.watching.spans import NO_SPAN
-from coterie.net.http1.messages import Headers, HttpError, is_event_stream
-from coterie.net.http1.responder import Responder
-from coterie.net.http1.upstream import Answer, UpstreamError
+from coterie.net.http1 import Answer, Headers, HttpError, Responder, UpstreamError, is_event_stream
 from coterie.wire.footprints import WireFootprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
 

@@ -31,8 +31,7 @@ from coterie.gateway.signals.prefixes import Claims, PromptKeys, RoutedPrefixes,
 from coterie.gateway.signals.tokens import Question, TokenService
 from coterie.net.access import SECRET_VARIABLE
 from coterie.placement import read_map
-from coterie.routing.base import Request
-from coterie.routing.fitted import RouterFit
+from coterie.routing import Request, RouterFit
 from coterie.types import Placement
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import ExpertMap
@@ -114,9 +113,9 @@ class Knowledge:
     def join(self, pool: str, row: int, entry: WorkerEntry) -> None:
         if entry.kv_events is None:
             self._guessed[pool].add(row)
-            return
-        secure = partial(secure_subscriber, secret=self._secret) if entry.secure_events and self._secret else None
-        self.streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure, entry.kv_blocks)
+        else:
+            secure = partial(secure_subscriber, secret=self._secret) if entry.secure_events and self._secret else None
+            self.streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure, entry.kv_blocks)
 
     def leave(self, pool: str, row: int, worker_id: str) -> None:
         self.streams[pool].leave(worker_id)

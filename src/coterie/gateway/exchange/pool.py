@@ -22,8 +22,7 @@ from coterie.gateway.fleet.health import Attempt, Breaker, Health, HealthSetting
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper, Mask
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.signals.worker_metrics import ReportError, WorkerReport, read_report
-from coterie.net.http1.messages import Headers
-from coterie.net.http1.upstream import Upstream, UpstreamError, UpstreamLimits
+from coterie.net.http1 import Headers, Upstream, UpstreamError, UpstreamLimits
 from coterie.routing.base import Request
 from coterie.wire.handoff import DP_RANK_HEADER
 

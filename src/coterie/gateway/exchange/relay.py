@@ -11,9 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from coterie.net.http1.messages import Headers, HttpError, passed_on
-from coterie.net.http1.responder import Responder
-from coterie.net.http1.upstream import Answer, UpstreamError
+from coterie.net.http1 import Answer, Headers, HttpError, Responder, UpstreamError, passed_on
 
 USAGE = b'"usage"'
 DONE = b"[DONE]"

@@ -19,9 +19,7 @@ from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
-from coterie.net.http1.messages import Headers, passed_on
-from coterie.net.http1.responder import Responder
-from coterie.net.http1.upstream import Answer, UpstreamError
+from coterie.net.http1 import Answer, Headers, Responder, UpstreamError, passed_on
 
 
 class _RefusedError(Exception):

@@ -27,9 +27,7 @@ from coterie.gateway.exchange.knowledge import NOTHING, Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
-from coterie.net.http1.messages import HttpError
-from coterie.net.http1.responder import Responder
-from coterie.net.http1.upstream import UpstreamError
+from coterie.net.http1 import HttpError, Responder, UpstreamError
 from coterie.routing.fleet import shown
 from coterie.wire.footprints import KEY, WireFootprint, check_possible, footprint_of, without_footprint
 from coterie.wire.handoff import GRANT, decode_body, prefill_body

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from coterie.errors import InputError, check, check_at_least, check_positive
-from coterie.kvindex import Follower, KVDirectory
-from coterie.kvindex.directory import MAX_BLOCKS
+from coterie.kvindex import MAX_BLOCKS, Follower, KVDirectory
 from coterie.wire.framing import REPLAY_END, Frame, bound_reader, from_frames, queue_of
 from coterie.wire.kv_events import BlockRemoved, BlockStored
 

@@ -4,7 +4,7 @@ Both write and parse (httptools) messages in the callbacks of the transport, wit
 request: one periodic sweep checks all deadlines.
 """
 
-from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits, passed_on
+from coterie.net.http1.messages import Headers, HttpError, HttpRequest, Limits, is_event_stream, passed_on
 from coterie.net.http1.server import Handler, HttpServer, Responder
 from coterie.net.http1.upstream import Answer, Upstream, UpstreamError, UpstreamLimits
 
@@ -20,5 +20,6 @@ __all__ = [
     "Upstream",
     "UpstreamError",
     "UpstreamLimits",
+    "is_event_stream",
     "passed_on",
 ]

@@ -20,6 +20,7 @@ from typing import cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
+from coterie.errors import check
 from coterie.net.http1.messages import (
     Framing,
     Headers,
@@ -27,6 +28,7 @@ from coterie.net.http1.messages import (
     HttpRequest,
     Limits,
     ServerCounters,
+    check_http,
     send_at_once,
     size_of,
     split_target,
@@ -252,8 +254,11 @@ class Connection(asyncio.Protocol):
         if self.quiet_bytes > most and size_of(self.headers) + len(self.url) > most:
             raise HttpError(431, f"more than {most} bytes of headers")
         version = self.parser.get_http_version()
-        if self.parser.should_upgrade() or version not in ("1.1", "1.0"):
-            raise HttpError(400, "only HTTP/1.1 without upgrades is served")
+        check_http(
+            not self.parser.should_upgrade() and version in ("1.1", "1.0"),
+            400,
+            "only HTTP/1.1 without upgrades is served",
+        )
         framing = Framing(self.headers, version)
         method = self.parser.get_method().decode()
         path, query = split_target(self.url)
@@ -368,8 +373,7 @@ class Connection(asyncio.Protocol):
                 await self.server.handler(request, responder)
             except HttpError as error:
                 responder.fail(error)
-            if not responder.ended:
-                raise RuntimeError("the handler returned before its answer ended")
+            check(responder.ended, "the handler returned before its answer ended", RuntimeError)
         except asyncio.CancelledError:  # the client has left, or the server closes
             responder.fail(HttpError(503, "the server is shutting down", "draining"))
             raise

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
+from coterie.errors import ConfigError, CoterieError, check, check_at_least, check_not_negative, check_positive
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -165,8 +165,10 @@ def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
             _check_name(name)
         lines += b"%b: %b\r\n" % (name, value)
         count += 1
-    if lines.count(b"\n") != count or lines.count(b"\r") != count or b"\0" in lines:
-        raise ConfigError("a header value must not hold CR, LF or NUL")
+    check(
+        lines.count(b"\n") == count and lines.count(b"\r") == count and b"\0" not in lines,
+        "a header value must not hold CR, LF or NUL",
+    )
     return lines
 
 
@@ -186,8 +188,10 @@ def size_of(headers: Headers) -> int:
 
 def check_target(target: bytes) -> bytes:
     """Return the bytes; raise ConfigError for a method or target that would end the request line early."""
-    if _UNSAFE_TARGET.search(target):
-        raise ConfigError("a method or a target must not hold spaces, control characters or bytes above 126")
+    check(
+        not _UNSAFE_TARGET.search(target),
+        "a method or a target must not hold spaces, control characters or bytes above 126",
+    )
     return target
 
 
@@ -242,28 +246,30 @@ class Framing:
                 hosts += 1
             elif name == b"content-length":
                 lengths += 1
-                if not value.isdigit():
-                    raise HttpError(400, "Content-Length must be a number")
+                check_http(value.isdigit(), 400, "Content-Length must be a number")
                 self.length = int(value)
             elif name == b"transfer-encoding":
-                if self.chunked or value.lower() != b"chunked" or version != "1.1":
-                    raise HttpError(400, "Transfer-Encoding must be chunked, once")
+                check_http(
+                    not self.chunked and value.lower() == b"chunked" and version == "1.1",
+                    400,
+                    "Transfer-Encoding must be chunked, once",
+                )
                 self.chunked = True
             elif name == b"content-encoding":
                 self.encoding = value.lower()
             else:
                 self.expect = value.lower()
         self.expects = bool(self.expect)
-        if lengths + self.chunked > 1:
-            raise HttpError(400, "a request must have one Content-Length or Transfer-Encoding, not both")
-        if hosts > 1 or (not hosts and version == "1.1"):
-            raise HttpError(400, "a request must have one Host")
+        check_http(
+            lengths + self.chunked <= 1, 400, "a request must have one Content-Length or Transfer-Encoding, not both"
+        )
+        check_http(hosts <= 1 and (hosts or version != "1.1"), 400, "a request must have one Host")
 
     def check_supported(self) -> None:
-        if self.encoding not in (b"", b"identity"):
-            raise HttpError(415, "Content-Encoding is not supported: send the body as it is")
-        if self.expect not in (b"", b"100-continue"):
-            raise HttpError(417, "only Expect: 100-continue is supported")
+        check_http(
+            self.encoding in (b"", b"identity"), 415, "Content-Encoding is not supported: send the body as it is"
+        )
+        check_http(self.expect in (b"", b"100-continue"), 417, "only Expect: 100-continue is supported")
 
 
 @lru_cache(64)  # most clients use few targets
@@ -273,10 +279,8 @@ def split_target(url: bytes) -> tuple[str, str]:
     if not target.startswith("/") and target != "*":
         _, scheme, rest = target.partition("://")
         slash = rest.find("/")
-        if not scheme or slash < 0:
-            raise HttpError(400, "the target of a request must be a path")
+        check_http(scheme and slash >= 0, 400, "the target of a request must be a path")
         target = rest[slash:]
-    if "#" in target:
-        raise HttpError(400, "the target of a request has no fragment")
+    check_http("#" not in target, 400, "the target of a request has no fragment")
     path, _, query = target.partition("?")
     return path, query

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from coterie.errors import check
 from coterie.net.http1.messages import HttpError, HttpRequest, header_lines, is_event_stream, status_line
 
 
@@ -65,8 +66,7 @@ class Responder:
         self._left = None if self._head_only else length
 
     def _head(self, status: int, lines: bytes, length: int | None) -> bytes:
-        if self.started:
-            raise RuntimeError("this request has an answer already")
+        check(not self.started, "this request has an answer already", RuntimeError)
         line = status_line(status)
         self._keep_alive &= not self._connection.draining
         if status in (204, 304):

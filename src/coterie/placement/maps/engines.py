@@ -62,8 +62,12 @@ def read_tensorrt(path: Path, options: MapOptions) -> PlacementMap:
     check_keys(path, value, ("num_slots", "initial_global_assignments", "layer_updates_per_iter"))
     slots, layers = count_of(path, "num_slots", value["num_slots"]), value["initial_global_assignments"]
     check_file(type(value["layer_updates_per_iter"]) is int, path, "layer_updates_per_iter", "must be a whole number")
-    if not isinstance(layers, dict) or not all(type(layer) is int and layer < 2**31 for layer in layers):
-        raise TraceError(path, "initial_global_assignments", "must map layers, by number, to lists of slots")
+    check_file(
+        isinstance(layers, dict) and all(type(layer) is int and layer < 2**31 for layer in layers),
+        path,
+        "initial_global_assignments",
+        "must map layers, by number, to lists of slots",
+    )
     rows = rows_of(path, "initial_global_assignments", [layers[layer] for layer in sorted(layers)])
     check_file(rows.shape[1] == slots, path, "num_slots", f"is {slots}; initial_global_assignments has {rows.shape[1]}")
     return made(path, rows, options, tuple(sorted(layers)))
@@ -134,8 +138,12 @@ def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
     """
     file, name = split_name(path)
     arrays = read_placements(file)
-    if name is None and len(arrays) > 1:
-        raise TraceError(file, "arrays", f"holds {len(arrays)}; name one as {file.name}#NAME: {', '.join(arrays)}")
+    check_file(
+        name is not None or len(arrays) <= 1,
+        file,
+        "arrays",
+        f"holds {len(arrays)}; name one as {file.name}#NAME: {', '.join(arrays)}",
+    )
     if name is not None and name not in arrays:
         raise TraceError(file, name, f"is missing; the file has {', '.join(arrays)}")
     held = arrays[name or next(iter(arrays))]  # [rank, layer, expert]
@@ -185,27 +193,27 @@ def yaml_of(path: Path) -> dict[str | int, Any]:
 
 
 def _document(path: Path, events: Iterator[Any]) -> dict[str | int, Any]:
-    if not isinstance(next(events), yaml.DocumentStartEvent):
-        raise TraceError(path, "YAML", "is empty")
+    check_file(isinstance(next(events), yaml.DocumentStartEvent), path, "YAML", "is empty")
     start = next(events)
-    if not isinstance(start, yaml.MappingStartEvent):
-        raise TraceError(path, _line(start), "must be a mapping")
+    check_file(isinstance(start, yaml.MappingStartEvent), path, _line(start), "must be a mapping")
     value: dict[str | int, Any] = _value(path, start, events, 1)
     next(events)  # the document's end
-    if not isinstance(next(events), yaml.StreamEndEvent):
-        raise TraceError(path, "YAML", "holds several documents")
+    check_file(isinstance(next(events), yaml.StreamEndEvent), path, "YAML", "holds several documents")
     return value
 
 
 def _value(path: Path, event: Any, events: Iterator[Any], depth: int) -> Any:
-    if isinstance(event, yaml.AliasEvent) or event.anchor is not None or event.tag is not None:
-        raise TraceError(path, _line(event), "has an alias, an anchor or a tag")
+    check_file(
+        not isinstance(event, yaml.AliasEvent) and event.anchor is None and event.tag is None,
+        path,
+        _line(event),
+        "has an alias, an anchor or a tag",
+    )
     if isinstance(event, yaml.ScalarEvent):
         if event.style or not _WHOLE.fullmatch(event.value):
             raise TraceError(path, _line(event), f"is {event.value[:20]!r}, expected a whole number, not negative")
         return int(event.value)
-    if depth > MAX_DEPTH:
-        raise TraceError(path, _line(event), f"is nested more than {MAX_DEPTH} deep")
+    check_file(depth <= MAX_DEPTH, path, _line(event), f"is nested more than {MAX_DEPTH} deep")
     if isinstance(event, yaml.SequenceStartEvent):
         items = []
         while not isinstance(event := next(events), yaml.SequenceEndEvent):
@@ -214,8 +222,7 @@ def _value(path: Path, event: Any, events: Iterator[Any], depth: int) -> Any:
     values: dict[str | int, Any] = {}
     while not isinstance(event := next(events), yaml.MappingEndEvent):
         key = _key(path, event)
-        if key in values:
-            raise TraceError(path, f"{_line(event)}: {key}", "is there twice")
+        check_file(key not in values, path, f"{_line(event)}: {key}", "is there twice")
         values[key] = _value(path, next(events), events, depth + 1)
     return values
 

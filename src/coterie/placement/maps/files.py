@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check, check_file, check_found, file_errors
 from coterie.models import get_model
-from coterie.traces.store import file_errors
 from coterie.types import ModelSpec, Placement
 
 MAX_BYTES = 1 << 30
@@ -71,9 +70,8 @@ def made(
     shares: NDArray[np.float64] | None = None,
 ) -> PlacementMap:
     """Make a map from the rows of a file; raise TraceError if it is inconsistent or does not fit the given model."""
-    spec, ranks = options.model, options.num_ranks
-    if ranks is None:
-        raise TraceError(path, "num_ranks", "is not in the file; say how many there are (--ranks)")
+    spec = options.model
+    ranks = check_found(options.num_ranks, path, "num_ranks", "is not in the file; say how many there are (--ranks)")
     experts = int(rows.max()) + 1 if options.num_experts is None else options.num_experts
     check_file(
         rows.shape[1] >= experts, path, "slots", f"are {rows.shape[1]} a layer; they must hold num_experts={experts}"
@@ -115,8 +113,7 @@ def known_model(model: str) -> ModelSpec | None:
 
 
 def check_model(path: Path, stated: Any, options: MapOptions) -> None:
-    if not isinstance(stated, str):
-        raise TraceError(path, "model", f"is {stated!r}, expected a name")
+    check_file(isinstance(stated, str), path, "model", f"is {stated!r}, expected a name")
     wanted, spec = options.model_name, known_model(stated)
     if wanted is None or stated == "unknown":
         return
@@ -181,8 +178,12 @@ def list_of(path: Path, field: str, value: Any) -> list[Any]:
 
 def ints_of(path: Path, field: str, value: Any) -> list[int]:
     for index, item in enumerate(list_of(path, field, value)):
-        if type(item) is not int or not 0 <= item < 2**31:
-            raise TraceError(path, f"{field}[{index}]", f"is {item!r}, expected a whole number, not negative")
+        check_file(
+            type(item) is int and 0 <= item < 2**31,
+            path,
+            f"{field}[{index}]",
+            f"is {item!r}, expected a whole number, not negative",
+        )
     return list(value)
 
 

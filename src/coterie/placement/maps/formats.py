@@ -53,6 +53,7 @@ from coterie.placement.maps.files import (
     text_of,
 )
 from coterie.registry import Registry
+from coterie.traces.store import new_path
 from coterie.traces.writers import Written
 from coterie.types import ModelSpec
 
@@ -107,20 +108,10 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Wr
     writer = map_formats[format]
     assert writer.write is not None
     text = writer.write(map)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tmp.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        check_map_target(path, format)  # again: the rename would replace a file created in the meantime
-        tmp.rename(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        if tmp.exists():  # missing_ok would still fail if a parent of the path is a file
-            tmp.unlink()
+    with new_path(path) as tmp, tmp.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
     has = {"model": map.model != "unknown", "layer_ids": map.layer_ids is not None, "shares": map.shares is not None}
     return Written(path, format, tuple(name for name, there in has.items() if there and name not in writer.keeps))
 

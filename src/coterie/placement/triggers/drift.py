@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_at_least
+from coterie.errors import check, check_at_least, check_given
 
 Array = NDArray[np.float64]
 
@@ -197,9 +197,7 @@ class Forecast:
     @property
     def tokens(self) -> Array:
         """Forecast tokens per step, [layer, expert]."""
-        if self._mean is None:
-            raise ConfigError("no window was seen yet")
-        return self._mean
+        return check_given(self._mean, "no window was seen yet")
 
     def update(self, per_step: Array, drift: DriftEstimate) -> float:
         """Add the next window, in tokens per step [layer, expert]; return the weight it got."""

@@ -126,11 +126,11 @@ def run_fleet(
     if fleet is None:
         speeds = None if config.speeds is None else list(config.speeds)
         fleet = Fleet([config.places] * config.decode_workers, speeds=speeds)
-    if len(fleet) != config.decode_workers or fleet.running.any():
-        raise ConfigError(
-            f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
-            f"{config.decode_workers} without any"
-        )
+    check(
+        len(fleet) == config.decode_workers and (not fleet.running.any()),
+        f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
+        f"{config.decode_workers} without any",
+    )
     driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, controller)
     return driver.serve()
 

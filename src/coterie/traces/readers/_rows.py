@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError, check_file
+from coterie.errors import TraceError, check, check_file, file_errors
 from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
-from coterie.traces.store import file_errors, value_errors
+from coterie.traces.store import value_errors
 
 MOST_RATIO = 200
 """Largest accepted ratio of unpacked to packed bytes. Real traces unpack to at most 20 times their size."""
@@ -260,8 +260,7 @@ def sniff_json(path: Path) -> frozenset[str]:
 
 def _first_line(path: Path) -> str:
     """Return the first line; raises ValueError (such as UnicodeDecodeError) if the file has no text."""
-    if not path.is_file():
-        raise ValueError("not a file")
+    check(path.is_file(), "not a file", ValueError)
     try:
         with open_binary(path) as stream:
             return stream.readline(_MAX_FIRST_LINE).decode("utf-8-sig")

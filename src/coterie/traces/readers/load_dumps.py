@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError, check_file
+from coterie.errors import TraceError, check_file, check_found, read_json
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.segments import MAX_EXPERTS
-from coterie.traces.store import ArrayFile, read_json
+from coterie.traces.store import ArrayFile
 
 
 def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
@@ -43,8 +43,7 @@ def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
 
 def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:
     field = f"load_history[{index}].logical_expert_load"
-    if not isinstance(entry, dict) or "logical_expert_load" not in entry:
-        raise TraceError(path, field, "is missing")
+    check_file(isinstance(entry, dict) and "logical_expert_load" in entry, path, field, "is missing")
     try:
         load = np.array(entry["logical_expert_load"])
     except (ValueError, OverflowError):
@@ -128,9 +127,7 @@ def _positive(path: Path, meta: Mapping[str, Any], name: str) -> int:
 
 def _add(loads: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_experts: int) -> None:
     for key, counts in file.items():
-        match = _KEY.fullmatch(key)
-        if match is None:
-            raise TraceError(file.path, key, "is not a key of the form {iteration}_{layer}")
+        match = check_found(_KEY.fullmatch(key), file.path, key, "is not a key of the form {iteration}_{layer}")
         check_file(
             counts.shape == (num_experts,) and counts.dtype.kind in "ui",
             file.path,

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError, TraceError, check_file, check_input_file
+from coterie.errors import InputError, TraceError, check_file, check_found, check_input_file
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import Row, check_unpacked, json_rows
@@ -56,14 +56,13 @@ def read_npz(path: Path, options: ReadOptions) -> Trace:
     """Read a trace in any of the layouts above."""
     file = _find(path) if path.is_dir() else path
     names = _names(file)
-    layout = _layout(names)
-    if layout is None:
-        raise TraceError(
-            file,
-            "arrays",
-            f"holds {', '.join(names[:4]) or 'nothing'}{', …' if len(names) > 4 else ''}: not a layout of traces "
-            "(token tables and placements have functions of their own)",
-        )
+    layout = check_found(
+        _layout(names),
+        file,
+        "arrays",
+        f"holds {', '.join(names[:4]) or 'nothing'}{', …' if len(names) > 4 else ''}: not a layout of traces "
+        "(token tables and placements have functions of their own)",
+    )
     # Read all arrays, even unknown ones: an array with a damaged name must not look like an absent optional array.
     return _READ[layout](file, _load(file, names), options)
 
@@ -88,11 +87,10 @@ def _find(folder: Path) -> Path:
 
 def _names(path: Path) -> list[str]:
     check_input_file(path)
+    check_file(path.exists(), path, "file", "does not exist")
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
     except Exception as error:  # zipfile raises struct, zlib, OS and value errors on damaged archives
         raise TraceError(path, "file", f"is not a .npz archive, or is cut: {error!r}") from None
 
@@ -118,8 +116,7 @@ def _load(path: Path, names: Sequence[str]) -> Arrays:
 def _sidecar(file: Path, *names: str) -> list[Row]:
     """Return the rows of the JSON Lines file beside an archive, which has one of these names."""
     path = next((file.with_name(name) for name in names if file.with_name(name).exists()), None)
-    if path is None:
-        raise TraceError(file.with_name(names[0]), "file", f"does not exist; {file.name} needs it")
+    path = check_found(path, file.with_name(names[0]), "file", f"does not exist; {file.name} needs it")
     return list(json_rows(path, ()))
 
 

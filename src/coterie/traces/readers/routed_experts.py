@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError, TraceError, UnknownNameError, check_file
+from coterie.errors import InputError, TraceError, UnknownNameError, check_file, check_found, file_errors
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
-from coterie.traces.store import file_errors, value_errors
+from coterie.traces.store import value_errors
 from coterie.types import DECODE, PREFILL, ModelSpec
 from coterie.wire.routed_experts import decode_sglang, decode_vllm, routed_layers
 
@@ -53,9 +53,12 @@ def experts_of(path: Path, options: ReadOptions, name: str | None, stated: int |
         return stated
     if options.num_experts is not None:
         return options.num_experts
-    spec = find_model(options.model, name)
-    if spec is None:
-        raise TraceError(path, "num_experts", "is not in the file; give --num-experts or a known --model")
+    spec = check_found(
+        find_model(options.model, name),
+        path,
+        "num_experts",
+        "is not in the file; give --num-experts or a known --model",
+    )
     return spec.num_experts
 
 

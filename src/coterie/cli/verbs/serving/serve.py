@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_lines, print_verdict, reporting
-from coterie.errors import ConfigError, CoterieError, UnavailableError
+from coterie.errors import CoterieError, UnavailableError, check, refuse
 
 if TYPE_CHECKING:
     from coterie.gateway.config import GatewayConfig
@@ -69,14 +69,18 @@ def serve_command(
     if new_key is not None:
         _print_key(new_key, admin, json)
         return
-    if (config is None) == (not embedded):
-        raise ConfigError("give --config FILE, or --embedded for a small fleet on this machine")
-    if not embedded and (demo or port is not None or router is not None):
-        raise ConfigError("--demo, --port and --router need --embedded; a config file names its own")
+    refuse(
+        {
+            "give --config FILE, or --embedded for a small fleet on this machine": (config is None) == (not embedded),
+            "--demo, --port and --router need --embedded; a config file names its own": not embedded
+            and (demo or port is not None or router is not None),
+            "--check is for config files": embedded and check,
+        }
+    )
     if config is not None:
         _serve_file(config, check, json)
     else:
-        _serve_embedded(port, router, demo, folder, check, json)
+        _serve_embedded(port, router, demo, folder, json)
 
 
 def _print_key(name: str, admin: bool, json: bool) -> None:
@@ -85,8 +89,8 @@ def _print_key(name: str, admin: bool, json: bool) -> None:
     key, entry = new_key(name, admin=admin)
     if json:
         print_json({"key": key, "name": name, "sha256": entry.sha256, "admin": admin})
-        return
-    print_lines(f"Key, shown once: {key}", f"Line for the keys file:\n{entry.as_yaml()}")
+    else:
+        print_lines(f"Key, shown once: {key}", f"Line for the keys file:\n{entry.as_yaml()}")
 
 
 def _serve_file(path: Path, check: bool, json: bool) -> None:
@@ -97,19 +101,17 @@ def _serve_file(path: Path, check: bool, json: bool) -> None:
     check_config(config)
     if check:
         _print_check(config, path, json)
-        return
-    run_gateway(config, path, _ready(config, json))
+    else:
+        run_gateway(config, path, _ready(config, json))
 
 
-def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, check: bool, json: bool) -> None:
+def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, json: bool) -> None:
     from coterie.control.switchback import SwitchbackSettings
     from coterie.gateway.embedded import decode_router, run_embedded
     from coterie.gateway.serve import check_config, run_gateway
     from coterie.gateway.watching.logs import Log
 
     spec = decode_router(router)
-    if check:
-        raise ConfigError("--check is for config files")
     typer.echo("Starting one prefill and three decode workers of coterie-tiny", err=True)
     with run_embedded() as fleet:
         turns = SwitchbackSettings(enabled=not demo)  # the demo compares routers itself
@@ -126,14 +128,14 @@ def _ready(config: GatewayConfig, json: bool) -> Ready:
     def ready(url: str, _: Callable[[], None]) -> None:
         if json:
             print_json({"url": url, "workers": [worker.id for worker in config.workers]})
-            return
-        router = config.decode.router
-        by = router if config.handshake == "none" else f"{config.prefill.router} and {router}"
-        print_lines(
-            f"Serving at {url}: {len(config.workers)} workers, routed by {by}. Ctrl-C ends it.",
-            f"Dashboard: {url}/",
-            f"Next: coterie load {url} --router join_shortest_queue --router latency_aware",
-        )
+        else:
+            router = config.decode.router
+            by = router if config.handshake == "none" else f"{config.prefill.router} and {router}"
+            print_lines(
+                f"Serving at {url}: {len(config.workers)} workers, routed by {by}. Ctrl-C ends it.",
+                f"Dashboard: {url}/",
+                f"Next: coterie load {url} --router join_shortest_queue --router latency_aware",
+            )
 
     return ready
 
@@ -142,12 +144,12 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
     roles = {role: sum(worker.role == role for worker in config.workers) for role in ("prefill", "decode", "both")}
     if json:
         print_json({"listen": config.listen, "workers": roles, "decode": config.decode.router})
-        return
-    named = ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no"
-    print_verdict(
-        f"{path} is valid: {named} workers on {config.listen}, decode routed by {config.decode.router}.",
-        f"coterie serve --config {path}",
-    )
+    else:
+        named = ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no"
+        print_verdict(
+            f"{path} is valid: {named} workers on {config.listen}, decode routed by {config.decode.router}.",
+            f"coterie serve --config {path}",
+        )
 
 
 @contextlib.contextmanager
@@ -177,8 +179,7 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
         with reporting("Recording", lines=True) as report:
             result = run_on(fleet, url, folder, report)
         print_result(result, json)
-        if not result.same_tokens:
-            raise UnavailableError("routers gave different tokens")
+        check(result.same_tokens, "routers gave different tokens", UnavailableError)
 
     def ready(url: str, stop: Callable[[], None]) -> None:
         def run() -> None:
@@ -188,13 +189,13 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
                 problems.append(error)
             if problems or not stays:
                 stop()
-                return
-            print_lines(
-                f"\nThe gateway routes by the fitted router now, and requests keep it busy: {url}/ shows it. "
-                "Ctrl-C ends it."
-            )
-            with contextlib.suppress(CoterieError):  # the requests fail when the gateway stops
-                asyncio.run(keep_busy(url))
+            else:
+                print_lines(
+                    f"\nThe gateway routes by the fitted router now, and requests keep it busy: {url}/ shows it. "
+                    "Ctrl-C ends it."
+                )
+                with contextlib.suppress(CoterieError):  # the requests fail when the gateway stops
+                    asyncio.run(keep_busy(url))
 
         threading.Thread(target=run, name="coterie-demo", daemon=True).start()
 

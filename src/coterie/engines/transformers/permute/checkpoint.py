@@ -36,10 +36,9 @@ from coterie.engines.transformers.permute.tensors import (
     row_bytes,
     rows_by_layer,
 )
-from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_one_of
-from coterie.placement.maps.files import PlacementMap
-from coterie.placement.maps.formats import write_map
-from coterie.traces.store import read_json, write_json
+from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_one_of, read_json
+from coterie.placement import PlacementMap, write_map
+from coterie.traces.store import write_json
 from coterie.types import Placement, Report
 
 Ties = Literal["refuse", "lowest_index"]
@@ -151,8 +150,9 @@ def _read(folder: Path) -> _Source:
         "is a file; a checkpoint is a folder" if folder.exists() else "is missing",
     )
     config = read_json(folder / "config.json")
-    if not isinstance(config.get("text_config") or {}, dict):
-        raise TraceError(folder / "config.json", "text_config", "must be an object")
+    check_file(
+        isinstance(config.get("text_config") or {}, dict), folder / "config.json", "text_config", "must be an object"
+    )
     check(
         not (folder / RECORD).exists(),
         f"{folder} was permuted already ({RECORD}): apply the placement to the original checkpoint",

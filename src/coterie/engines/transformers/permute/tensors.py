@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from coterie.errors import ConfigError, TraceError, check, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, check, check_file, check_found, check_input_file
 from coterie.traces.store import read_header
 from coterie.types import Placement
 
@@ -118,9 +118,7 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
         if match is None:
             others[name] = tensors[name]
             continue
-        layer = _LAYER.fullmatch(match["block"])
-        if layer is None:
-            raise TraceError(folder, name, "does not say of which layer it is")
+        layer = check_found(_LAYER.fullmatch(match["block"]), folder, name, "does not say of which layer it is")
         block = blocks.setdefault(match["block"], Block(match["block"], int(layer[1])))
         if "expert" in match.groupdict():
             block.experts[name] = int(match["expert"])
@@ -191,8 +189,10 @@ def routing_groups(config: Mapping[str, Any]) -> int:
     """Return the number of groups in a model's group-limited routing, from its config; 1 if routing is not limited."""
     text = config.get("text_config") or config
     groups, kept = (text.get(name) or 1 for name in ("n_group", "topk_group"))
-    if not isinstance(groups, int) or not isinstance(kept, int) or min(groups, kept) < 1:
-        raise ConfigError(f"n_group={groups!r} and topk_group={kept!r} must be whole numbers of at least 1")
+    check(
+        isinstance(groups, int) and isinstance(kept, int) and min(groups, kept) >= 1,
+        f"n_group={groups!r} and topk_group={kept!r} must be whole numbers of at least 1",
+    )
     return 1 if text.get("topk_method") == "greedy" or kept >= groups else groups
 
 

@@ -17,9 +17,7 @@ import numpy as np
 
 from coterie.engines.vllm.eplb.base import EplbRound, Slots
 from coterie.engines.vllm.settings import EplbSettings
-from coterie.placement import read_map
-from coterie.placement.maps.files import PlacementMap
-from coterie.placement.maps.formats import replace_map
+from coterie.placement import PlacementMap, read_map, replace_map
 from coterie.types import Placement
 
 logger = logging.getLogger("vllm.coterie")

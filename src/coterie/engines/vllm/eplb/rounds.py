@@ -26,8 +26,7 @@ from coterie.engines.vllm.eplb.base import (
 from coterie.engines.vllm.eplb.files import MapFiles
 from coterie.engines.vllm.eplb.paying import EplbPrices, Payoff, StepsFile, checked
 from coterie.engines.vllm.settings import EplbSettings
-from coterie.placement import Load
-from coterie.placement.planning.eplb import rebalance
+from coterie.placement import Load, rebalance
 from coterie.types import Placement
 
 KINDS = (
