@@ -93,7 +93,6 @@ def test_a_trace_of_ones_own(tmp_path: Path, rng: np.random.Generator, monkeypat
     assert by["steady", "both"]["memory_overhead_pct"] > 0 == by["steady", "swap"]["memory_overhead_pct"]
     execution = [row for row in found.rows if row["table"] == "execution"]
     assert [row["refused_layers"] for row in execution][-1] == 0
-    assert all(row["exposed_ms"] <= row["movement_ms"] for row in execution)
     assert any("ublished order, demo" in note or "Same order as published, demo" in note for note in found.notes)
 
 

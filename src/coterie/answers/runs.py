@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,23 @@ def interval(samples: NDArray[np.float64] | Sequence[float], overlap: float = 0.
     return Interval(mean, mean - half, mean + half)
 
 
+def interval_of(row: Mapping[str, Any], key: str) -> Interval:
+    """Return the interval of a row's fields KEY_pct (the mean), KEY_low and KEY_high."""
+    return Interval(row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"])
+
+
 def with_ends(value: Interval, digits: int = 1, sign: str = "+", unit: str = "") -> str:
     """Format the mean and [low, high]; the mean alone if there is no interval."""
     form = f"{sign}.{digits}f"
     ends = "" if value.low is None or value.high is None else f" [{value.low:{form}}, {value.high:{form}}]"
     return f"{value.mean:{form}}{unit}{ends}"
+
+
+def told_apart(gain: Interval) -> str:
+    """Say in words whether the interval of a gain excludes 0."""
+    if gain.low is None or gain.high is None:
+        return "one run: no interval"
+    return "surely" if gain.low > 0 else "not told apart" if gain.high > 0 else "surely not"
 
 
 def error_bars(values: Sequence[Interval]) -> NDArray[np.float64] | None:

@@ -23,26 +23,27 @@ FEWEST = 5
 
 
 class PlanMeasured(NamedTuple):
-    """TPOT before and after a plan came into force: geometric means over minutes, in seconds."""
+    """Change of TPOT since a plan came into force, in percent of its geometric mean over minutes before."""
 
-    before_s: float
-    after_s: float
     percent: float
-    """Change of TPOT."""
     low: float
     high: float
-    """`low` and `high` bound the 95% interval of `percent`, as if minutes were independent."""
+    """`low` and `high` bound the 95% interval, as if minutes were independent."""
     minutes: tuple[int, int]
+    """Before and after."""
     load_percent: float
     """Change of the tokens a second."""
     drifts: int
     """Drifts of the traffic since the plan came into force."""
 
-    def __str__(self) -> str:
+    @property
+    def sentence(self) -> str:
         sides = f"{self.minutes[0]} minutes before against {self.minutes[1]} after"
-        said = f"TPOT {self.percent:+.1f}% ({self.low:+.1f} to {self.high:+.1f}%, {sides}; tokens a second "
         drifted = f"; the traffic drifted {self.drifts} times since" if self.drifts else ""
-        return f"{said}{self.load_percent:+.1f}%{drifted})"
+        return (
+            f"TPOT {self.percent:+.1f}% ({self.low:+.1f} to {self.high:+.1f}%, {sides}; tokens a second "
+            f"{self.load_percent:+.1f}%{drifted})"
+        )
 
 
 class BeforeAfter:
@@ -80,13 +81,5 @@ class BeforeAfter:
         errors = [side[:, 0].var(ddof=1) / len(side) for side in (before, after)]
         wide = float(np.sqrt(sum(errors)) * stdtrit(min(len(before), len(after)) - 1, 0.975))
         percent, low, high, load_percent = (100 * np.expm1([change, change - wide, change + wide, load])).tolist()
-        return PlanMeasured(
-            float(np.exp(before[:, 0].mean())),
-            float(np.exp(after[:, 0].mean())),
-            percent,
-            low,
-            high,
-            (len(before), len(after)),
-            load_percent,
-            self._drifts[1] - self._drifts[0],
-        )
+        minutes, drifts = (len(before), len(after)), self._drifts[1] - self._drifts[0]
+        return PlanMeasured(percent, low, high, minutes, load_percent, drifts)

@@ -152,7 +152,8 @@ class Admin:
         await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name].members)))
         self.parts.set_router(name, spec)
         self.parts.alone = "alone" in parse_qs(request.query)
-        self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
+        changes = self.parts.changes
+        self._keep(msgspec.structs.replace(changes, routers={**changes.routers, name: self.parts.as_configured(spec)}))
         _send(responder, {"pool": name, "router": spec.router})
 
     def _set_comparison(self, request: HttpRequest, responder: Responder, _: str) -> None:

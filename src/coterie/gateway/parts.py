@@ -279,7 +279,7 @@ class GatewayParts:
     def plan_measured(self) -> dict[str, Any] | None:
         """Return what changed with the last placement plan, as plain values; None if nothing can be said."""
         found = self.around_plan.measured()
-        return None if found is None else {"said": str(found), **found._asdict()}
+        return None if found is None else {"sentence": found.sentence, **found._asdict()}
 
     def change(self, changes: SavedState) -> None:
         """Store changes made at run time, in the state file if there is one. Raises ConfigError if writing fails."""

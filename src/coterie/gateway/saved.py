@@ -61,9 +61,6 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         removed = [removed_id for removed_id in self.removed if removed_id != worker_id] + [worker_id] * listed
         return SavedState([worker for worker in self.workers if worker.id != worker_id], self.routers, removed)
 
-    def with_router(self, pool: str, spec: RouterSpec) -> SavedState:
-        return SavedState(self.workers, {**self.routers, pool: spec}, self.removed)
-
     def after_reload(self, before: GatewayConfig, config: GatewayConfig) -> SavedState:
         """Return the changes that still apply after a reload: edits of the config file override earlier changes."""
         old, new = ({worker.id: worker for worker in version.workers} for version in (before, config))

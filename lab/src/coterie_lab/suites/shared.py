@@ -12,13 +12,12 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.runs import interval
+from coterie.answers.runs import interval, interval_of
 from coterie.answers.suites import Column, Report, Row
 from coterie.costs.step import StepModel
 from coterie.errors import UnknownNameError
 from coterie.models import get_model
 from coterie.types import NVLINK4, Link, ModelSpec
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.running import in_parallel, with_half
 
 Rows = Sequence[dict[str, Any]]

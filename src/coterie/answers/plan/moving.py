@@ -75,7 +75,7 @@ def latency_while_moving(planned: Planned, report: Report = lambda *_: None) -> 
     plain = now.serve(arrival_s)
     limits = MigrationLimits(problem.objective.expert_bytes)
     schedule = schedule_moves(now.placement, after.placement, problem.topology, limits)
-    layers, moved_s = [switch.layer for switch in schedule.switches], schedule.timing().ready_s
+    layers, moved_s = [switch.layer for switch in schedule.switches], schedule.ready_s
     ways = {"stops": 1.0}
     if {"device", "host-to-device"} <= model.contention.keys():
         ways["staged"] = staged_exposed(model.contention, problem.topology)
@@ -88,11 +88,10 @@ def latency_while_moving(planned: Planned, report: Report = lambda *_: None) -> 
             runs[movement].append(now.serve(arrival_s, changes=[Rebalance(after, start, layers, moved_s, exposed)]))
         late = [_caught_up(plain, run, start) for run, start in zip(runs[movement], starts, strict=True)]
         recovered[movement] = float(np.median(late))
-    moving_s = max(moved_s, default=0.0)
-    window_s = max(moving_s, *(late for late in recovered.values() if np.isfinite(late)))
+    window_s = max(schedule.movement_s, *(late for late in recovered.values() if np.isfinite(late)))
     return [
         _row(movement, runs[movement], plain, starts, window_s)._replace(
-            moving_s=0.0 if movement == "none" else moving_s, recovered_s=late if np.isfinite(late) else None
+            moving_s=0.0 if movement == "none" else schedule.movement_s, recovered_s=late if np.isfinite(late) else None
         )
         for movement, late in recovered.items()
     ]

@@ -139,7 +139,7 @@ def _loop(parts: GatewayParts) -> dict[str, Any]:
         "status": _plain(view.status),
         "events": [_event(one) for one in view.events[-MOST_EVENTS:]],
         "advice": None if view.advice is None else _advice(view.advice),
-        "measured": (parts.plan_measured() or {}).get("said"),
+        "measured": (parts.plan_measured() or {}).get("sentence"),
     }
 
 

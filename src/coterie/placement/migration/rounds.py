@@ -22,14 +22,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from coterie.costs.movement import link_between, transfer_s
-from coterie.errors import ConfigError, check, check_positive, check_positive_share
+from coterie.errors import ConfigError, check, check_positive
 from coterie.placement.base import HOST, Moves
 from coterie.placement.migration._switching import switch_order
 from coterie.placement.moves import moves_between
@@ -74,23 +74,6 @@ class Refusal(NamedTuple):
 
     layer: int
     reason: str
-
-
-class Timing(NamedTuple):
-    """Duration of a schedule: the total, the part hidden behind steps and the exposed part."""
-
-    movement_s: float
-    """Transfer seconds of all rounds, without other traffic on the links."""
-    hidden_s: float
-    """Part of `movement_s` hidden behind steps."""
-    exposed_s: float
-    ready_s: tuple[float, ...]
-    """[switch] seconds from the start until the last expert of the switch has arrived."""
-
-    @property
-    def exposed(self) -> float:
-        """Exposed share of the movement, for `Objective.exposed`."""
-        return self.exposed_s / self.movement_s if self.movement_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,24 +140,15 @@ class Schedule:
         per_rank = self.current.slots_per_rank
         return sum(t.source != t.slot // per_rank for t in self.transfers) * self.limits.expert_bytes
 
-    def timing(self, step_s: float = 0.0, steps: float = 0.0, link_share: float = 0.5) -> Timing:
-        """Predict the timing if moves run behind `steps` steps of `step_s` seconds each, and alone after these steps.
+    @property
+    def ready_s(self) -> list[float]:
+        """[switch] seconds from the start until its last expert has arrived, without other traffic on the links."""
+        return list(accumulate(switch.seconds for switch in self.switches))
 
-        During the steps, moves get a share `link_share` of the link bandwidth.
-        exposed = max(0, movement - hidden), where hidden is at most link_share x steps x step_s.
-        """
-        check_positive_share(link_share=link_share)
-        check(
-            0 <= step_s < float("inf") and steps >= 0,
-            f"step_s={step_s} must be finite and, like steps={steps}, at least 0",
-        )
-        window_s = step_s * steps if step_s else 0.0
-        room, done, ready = link_share * window_s, 0.0, []
-        for switch in self.switches:
-            done += switch.seconds
-            ready.append(done / link_share if done <= room else window_s + done - room)
-        hidden = min(done, room)
-        return Timing(done, hidden, done - hidden, tuple(ready))
+    @property
+    def movement_s(self) -> float:
+        """Transfer seconds of all rounds, one after another."""
+        return sum(switch.seconds for switch in self.switches)
 
 
 def schedule_moves(

@@ -68,14 +68,6 @@ class Progress(NamedTuple):
             np.zeros(turns, np.int64),
         )
 
-    @property
-    def queued(self) -> int:
-        return int(self.lanes[2].sum())
-
-    @property
-    def running(self) -> int:
-        return int(self.lanes[4].sum())
-
 
 @helper()
 def _add_piece(

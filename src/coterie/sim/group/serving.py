@@ -337,8 +337,8 @@ class ServingGroup:
             lane,
             steps,
             float(state.clock[0]),
-            state.queued,
-            state.running,
+            int(state.lanes[2].sum()),
+            int(state.lanes[4].sum()),
         )
 
 

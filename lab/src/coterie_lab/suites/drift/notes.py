@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie.types import Interval
 from coterie_lab.suites.drift.cells import CHANCE, DECODERS, FRESH, LOOP, PER_DECODER
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.shared import as_is, gain, number, plain
 
 BAR_PCT = 0.5

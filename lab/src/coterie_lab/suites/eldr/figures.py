@@ -9,9 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.answers.figures import Theme, write_figure
-from coterie.answers.runs import error_bars
+from coterie.answers.runs import error_bars, interval_of
 from coterie_lab.suites.eldr.cells import MODEL
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.shared import Rows
 
 COMPARED = ("join_shortest_queue", "pressure", "locality_band", "latency_aware")

@@ -7,13 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from coterie.answers.fleet.bench import BASE
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, told_apart, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie.types import Interval
 from coterie_lab.suites.eldr import published
 from coterie_lab.suites.eldr.cells import MODEL
 from coterie_lab.suites.eldr.rows import ELDR, OURS
-from coterie_lab.suites.intervals import interval_of, told_apart
 from coterie_lab.suites.shared import as_is, distinct_values, gain, number, plain
 
 NO_DATA = "No recorded routing: only synthetic parts ran. Set COTERIE_DATA to the folder of real data (docs/data.md)."

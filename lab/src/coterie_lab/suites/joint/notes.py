@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie_lab.suites.eldr.fleets import TRACES
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.joint import published
 from coterie_lab.suites.joint.cells import CHAIN, LOADS, REPLICATION, ROUTING, SCHEDULING, STANDARD
 from coterie_lab.suites.shared import distinct_values, gain, number, plain

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coterie.answers.runs import WORTH_PCT
+from coterie.answers.runs import WORTH_PCT, interval_of
 from coterie.answers.suites import Column, Row, SuiteTable
 from coterie.types import Interval
 from coterie_lab.suites.eldr.fleets import TRACES
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.joint import prefixes
 from coterie_lab.suites.joint.notes import verdict
 from coterie_lab.suites.joint.prefixes import (

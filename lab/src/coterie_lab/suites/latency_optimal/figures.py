@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from coterie.answers.figures import Theme, write_figure
-from coterie.answers.runs import error_bars
-from coterie_lab.suites.intervals import interval_of
+from coterie.answers.runs import error_bars, interval_of
 from coterie_lab.suites.latency_optimal.domains import POLICIES
 from coterie_lab.suites.shared import Rows, annotate, distinct_values
 

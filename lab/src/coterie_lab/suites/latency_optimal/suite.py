@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, told_apart, with_ends
 from coterie.answers.suites import Column, Report, Row, SuiteOptions, SuiteResult, SuiteTable
 from coterie.placement import LatencyOptimalIlp, Load, Plan, planners
 from coterie.types import Placement, balancedness
-from coterie_lab.suites.intervals import interval_of, told_apart
 from coterie_lab.suites.latency_optimal.domains import MODEL, DomainSetting, domain_rows
 from coterie_lab.suites.latency_optimal.sweep import Policy, SweepSetting, run_seed
 from coterie_lab.suites.shared import as_is, gain, number, plain, run_cells, spread

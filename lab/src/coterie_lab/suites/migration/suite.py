@@ -50,8 +50,6 @@ STEADY, SHIFTING, RANDOM = "steady", "shifting", "at random"
 """Requests routed by domain, whose shares stay or wander; or spread over ranks at random."""
 STAGING = (1, 2, 8, None)
 """Staging buffers per rank, in experts; None: as many as the rank has slots."""
-STEP_S, HIDE_STEPS, LINK_SHARE = 40e-3, 25, 0.2
-"""Moves may use a fifth of the links for a second of steps."""
 EXPERT_BYTES, HIDDEN_SIZE = 44e6, 4096
 """Assumed for models that are not shipped."""
 
@@ -199,7 +197,6 @@ def _execution_rows(model: str, bench: Bench, target: Held) -> list[dict[str, An
     for staging in sorted({min(staging or bench.experts_per_rank, bench.experts_per_rank) for staging in STAGING}):
         limits = MigrationLimits(expert_bytes, expert_bytes * staging)
         schedule = schedule_moves(current, wanted, Topology(RANKS), limits)
-        timing = schedule.timing(STEP_S, HIDE_STEPS, LINK_SHARE)
         rows.append(
             {
                 "table": "execution",
@@ -211,8 +208,7 @@ def _execution_rows(model: str, bench: Bench, target: Held) -> list[dict[str, An
                 "switches": len(schedule.switches),
                 "rounds": schedule.num_rounds,
                 "staging_mb": schedule.peak_staging_bytes / 1e6,
-                "movement_ms": timing.movement_s * 1e3,
-                "exposed_ms": timing.exposed_s * 1e3,
+                "movement_ms": schedule.movement_s * 1e3,
                 "published": None,
             }
         )
@@ -300,7 +296,6 @@ TABLES = (
         *as_is("transfers", "switches", "rounds"),
         Column("layers refused", plain("refused_layers")),
         Column("ms", plain("movement_ms")),
-        Column("ms exposed", plain("exposed_ms")),
     ),
     _table(
         "Replicas against KV cache, the article's sizes",

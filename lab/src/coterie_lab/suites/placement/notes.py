@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Column, Row, SuiteTable
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.placement.cells import DECODE, EPLB, EQUAL, GREEDY, LINEAR, MEAN, OPTIMAL, PREFILL, ROWS, STEPS
 from coterie_lab.suites.placement.mixtures import FOR_DOMAINS, FOR_MIX
 from coterie_lab.suites.placement.rows import MIXTURES, PLANS, SHIFTS

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.sim.group.serving import (
     Collectives,
@@ -29,7 +29,6 @@ from coterie.sim.group.serving import (
     ServingGroup,
     summarise_served,
 )
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.sem_moe.contenders import (
     RANKS,
     Contender,

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator, default_rng
 
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.placement import Items, Load, planners
 from coterie.placement.co_clustering import cost
 from coterie.placement.co_clustering.alternating import AlternatingSettings
 from coterie.types import Placement, Topology
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.sem_moe.exact import solve_exactly
 from coterie_lab.suites.sem_moe.locality import NO_PRICES, SEEDS, TRACES, locality_cases
 from coterie_lab.suites.shared import run_cells, spread

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.runs import with_ends
+from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.sim.group.serving import (
     GroupPrices,
@@ -28,7 +28,6 @@ from coterie.sim.group.serving import (
     summarise_served,
 )
 from coterie.types import INFINIBAND_400G, NVLINK4, Link
-from coterie_lab.suites.intervals import interval_of
 from coterie_lab.suites.sem_moe.choosing import CHOSEN, Trial, choose, halves
 from coterie_lab.suites.sem_moe.contenders import (
     RANKS,

@@ -1,4 +1,4 @@
-"""Model scheduling: renumber the experts to match a placement, in a checkpoint or in a live model.
+"""Model scheduling: renumber the experts to match a placement, in a checkpoint.
 
 The experts of a layer and everything indexed by them (router rows, router biases, score corrections) are permuted
 together, so that the model computes the same function with another numbering: expert s of the new model is expert
@@ -7,7 +7,6 @@ placement, without a patch. docs/model-scheduling.md lists what is bit-equal and
 """
 
 from coterie.engines.transformers.permute.checkpoint import RECORD, PermutedCheckpoint, permute_checkpoint
-from coterie.engines.transformers.permute.live import permute_model
 from coterie.engines.transformers.permute.tensors import keep_groups, routing_groups
 
-__all__ = ["RECORD", "PermutedCheckpoint", "keep_groups", "permute_checkpoint", "permute_model", "routing_groups"]
+__all__ = ["RECORD", "PermutedCheckpoint", "keep_groups", "permute_checkpoint", "routing_groups"]

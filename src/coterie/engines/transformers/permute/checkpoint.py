@@ -10,7 +10,6 @@ permutation, a tie between different experts at the edge of the top-k may theref
 with equal router rows tie for every token. A layer with such experts must stay as it is, or the placement is refused.
 With ``ties="lowest_index"`` it is enough that they keep their order. That is correct if the engine prefers the lower
 index, but not if its top-k has no such rule (``torch.topk``, and so vLLM on CPUs).
-:func:`~coterie.engines.transformers.permute.permute_model` resolves all ties as before.
 """
 
 from __future__ import annotations
