@@ -2,7 +2,6 @@
 
 Numba optimises every helper, makes machine code of it, and then links its intermediate code into each caller, where it
 is optimised again. Nobody calls a helper's machine code, so it is not made here: compiling takes a fifth less time.
-All other functions are optimised with their module, so Numba's pass over single functions before that is left out.
 
 This changes private methods of Numba, so only for the versions it was tested with. With others, helpers are compiled
 as Numba does it.
@@ -46,13 +45,7 @@ def _is_helper(library: Any) -> bool:
 def _change_numba() -> None:
     finalize, set_env = CPUCodeLibrary.finalize, JITCPUCodegen.set_env
     serialize, unserialize = CPUCodeLibrary.serialize_using_object_code, CPUCodeLibrary._unserialize
-    optimize, equal = CPUCodeLibrary._optimize_functions, TargetConfig.__eq__
-
-    def optimize_if_helper(self: Any, module: Any) -> None:
-        if self.name in _names:
-            optimize(self, module)
-        else:
-            module.data_layout = self._codegen._data_layout
+    equal = TargetConfig.__eq__
 
     def equal_values(self: Any, other: object) -> Any:
         """Compare the options that were set; Numba compares all of them at every call of a NumPy function."""
@@ -88,7 +81,6 @@ def _change_numba() -> None:
         library._finalized = True
         return library
 
-    CPUCodeLibrary._optimize_functions = optimize_if_helper
     TargetConfig.__eq__ = equal_values
     TargetConfig.__hash__ = lambda self: hash(type(self))  # Numba hashes names of options, the same for all
     CPUCodeLibrary.finalize = finalize_unless_helper

@@ -102,7 +102,7 @@ def test_demo(run: Run, plugin: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     ran = run("demo", "--plugin", plugin, "--router", NAME, "--requests", 24, "--out", tmp_path / "out", "--json")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
-    assert [row["router"] for row in found["rows"]] == ["round_robin", "join_shortest_queue", NAME]
+    assert [row["router"] for row in found["rows"]] == ["join_shortest_queue", "round_robin", NAME]
     assert found["same_tokens"]
 
 

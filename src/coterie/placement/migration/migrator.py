@@ -245,13 +245,13 @@ class Migrator:
 
     def _release(self, state: MigrationState, commands: list[Command]) -> MigrationOutcome:
         """Free replaced weights that no step uses, then begin the next switch if staging has room."""
-        free = [
-            (switch, version)
-            for switch, version in state.retired
-            if all(running.version >= version for running in state.running)
-        ]
+        free = [(switch, version) for switch, version in state.retired if self._unused(state, version)]
         commands += [FreeOld(switch) for switch, _ in free]
         return self._go_on(state._replace(retired=tuple(old for old in state.retired if old not in free)), commands)
+
+    def _unused(self, state: MigrationState, version: int) -> bool:
+        """Return whether no running step uses a map older than this version."""
+        return all(running.version >= version for running in state.running)
 
     # ----------------------------------------------------------------------------------------------------- transfers
 
@@ -286,11 +286,14 @@ class Migrator:
             commands: list[Command] = [FreeStaging(id)]
             return self._go_on(self._roll_back(state, failure, commands), commands)
         state = state._replace(arrived=state.arrived | {id})
-        if state.in_flight:
+        if not self._round_over(state):
             return MigrationOutcome(state, [])
         if state.round + 1 < len(self.schedule.switches[state.at].rounds):
             return self._begin(state, state.round + 1, [])
         return self._switch(state)
+
+    def _round_over(self, state: MigrationState) -> bool:
+        return not state.in_flight
 
     def _switch(self, state: MigrationState) -> MigrationOutcome:
         """Complete a switch whose transfers have all arrived; the next step uses the new map."""
