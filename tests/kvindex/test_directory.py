@@ -32,7 +32,14 @@ def directory(num_workers: int = 2, **settings: Any) -> KVDirectory:
 
 
 def test_public_names() -> None:
-    assert sorted(kvindex.__all__) == ["DirectoryCounts", "Follower", "HeldBlocks", "KVDirectory", "MAX_BLOCKS", "Replay"]
+    assert sorted(kvindex.__all__) == [
+        "DirectoryCounts",
+        "Follower",
+        "HeldBlocks",
+        "KVDirectory",
+        "MAX_BLOCKS",
+        "Replay",
+    ]
 
 
 def test_each_workers_own_run() -> None:
