@@ -50,5 +50,17 @@ def test_a_slow_move_is_felt_where_the_engine_stops(tmp_path: Path) -> None:
 
 def test_what_cannot_be_simulated_is_refused_before_the_plan(run: Run, tmp_path: Path) -> None:
     load = save_load(tmp_path / "load")
-    for given in (("--nodes", 2), ("--slots", 40), ("--ranks", 1)):
+    for given in (("--nodes", 2), ("--ranks", 1), ("--speeds", "1,1,1,1,1,1,1,0.5")):
         refused(run("plan", load, "--latency", *given), "--latency simulates a change on one node")
+    file = tmp_path / "placement.json"
+    refused(run("plan", load, "--latency", "--slots", 40, "-o", file), "placements without replicas")
+    assert not file.exists()
+
+
+def test_a_plan_without_moves_is_not_simulated(run: Run, tmp_path: Path) -> None:
+    load = save_load(tmp_path / "load")
+    found = json.loads(run("plan", load, "--latency", "--planner", "linear", "--json").out)
+    assert (found["moves"], found["while_moving"]) == (0, [])
+    shown = run("plan", load, "--latency", "--planner", "linear")
+    assert (shown.code, shown.err) == (0, "")
+    assert "while weights move" not in shown.out

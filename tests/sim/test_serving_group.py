@@ -407,6 +407,9 @@ def test_a_change_is_a_run_on_one_placement_then_on_the_other(seed: int, exposed
     at_once = group.serve(arrival_s, ranks, changes=[Rebalance(other, 0.0, range(LAYERS), [0.0, 0.0], exposed)])
     assert np.array_equal(at_once.finish_s, new.finish_s)
     assert np.array_equal(at_once.steps.remote, new.steps.remote)
+    cut = group.serve(arrival_s, ranks, half_s, changes=changes)
+    assert cut.end_s <= half_s + old.steps.seconds.max(), "a run that ends before a change has none"
+    assert np.array_equal(cut.finish_s, group.serve(arrival_s, ranks, half_s).finish_s, equal_nan=True)
     back = [*changes, Rebalance(group, 0.0, range(LAYERS), [0.0, 0.0], exposed)]
     assert np.isfinite(group.serve(arrival_s, ranks, changes=back).finish_s).all()
     assert np.array_equal(group.serve(arrival_s, ranks).finish_s, old.finish_s), "tables of the group are untouched"

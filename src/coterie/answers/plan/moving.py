@@ -53,16 +53,18 @@ class MovingRow(NamedTuple):
     """Time from the first move until as many tokens were served as without it, median; None if that is not reached."""
 
 
-def check_moving(ranks: int, nodes: int, spare: bool) -> None:
-    """Raise unless a change of the placement can be simulated."""
+def check_moving(ranks: int, nodes: int, speeds: str | None) -> None:
+    """Raise unless a change of the placement can be simulated; spare slots show when the load is read."""
     check(
-        nodes == 1 and not spare and 1 < ranks <= MOST_RANKS,
-        f"--latency simulates a change on one node of 2 to {MOST_RANKS} ranks, without spare slots",
+        nodes == 1 and speeds is None and 1 < ranks <= MOST_RANKS,
+        f"--latency simulates a change on one node of 2 to {MOST_RANKS} ranks that are equally fast",
     )
 
 
 def latency_while_moving(planned: Planned, report: Report = lambda *_: None) -> list[MovingRow]:
-    """Return the latency without the plan's moves, and while they run in each way that has a price."""
+    """Return the latency without the plan's moves, and while they run in each way with a price; [] if none move."""
+    if not len(planned.plan.moves):
+        return []
     problem, model = planned.problem, planned.pricing.model
     rng, count = np.random.default_rng(0), REQUESTS * problem.topology.num_ranks
     recordings = _recordings(planned.load.tokens, planned.load.spec.top_k, rng)
@@ -115,11 +117,12 @@ def _row(
     for run, start in zip(runs, starts, strict=True):
         end = start + window_s
         first = (plain.first_s >= start) & (plain.arrival_s <= end)
+        first[np.argmax(plain.first_s >= start)] = True  # the next one, if none arrives in that time
         ttft.append((run.first_s - run.arrival_s)[first])
-        served = (plain.arrival_s <= end) & (plain.finish_s >= start)
+        served = first | ((plain.arrival_s <= end) & (plain.finish_s >= start))
         tpot.append((run.finish_s - run.first_s)[served] / (OUTPUT_TOKENS - 1))
         ends = run.steps.start_s + run.steps.seconds
-        gaps.append(np.diff(ends)[(ends[1:] >= start) & (run.steps.start_s[1:] <= end)].max())
+        gaps.append(np.diff(ends)[(ends[1:] >= start) & (run.steps.start_s[1:] <= end)].max(initial=0.0))
     first_s, token_s = np.concatenate(ttft), np.concatenate(tpot)
     return MovingRow(
         movement=movement,

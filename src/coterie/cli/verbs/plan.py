@@ -191,7 +191,7 @@ def plan_command(
         typer.Option(
             "--latency",
             help="Also simulate requests while the moves run: TTFT and TPOT without them, if the engine stops, and if "
-            "weights move beside its steps. One node, no spare slots; seconds to half a minute.",
+            "weights move beside its steps. One node, ranks of one speed, no spare slots; seconds to half a minute.",
         ),
     ] = False,
     json_output: JsonOption = False,
@@ -242,7 +242,7 @@ def plan_command(
         tables=tables,
     )
     if latency:
-        check_moving(ranks, nodes, slots is not None)
+        check_moving(ranks, nodes, speeds)
     with reporting("Planning") as report:
         planned = make_plan(options, report)
         found = summary(planned)
@@ -280,7 +280,7 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
     _print_bars(planned)
     _print_prediction(planned, found)
     _print_moves(found)
-    if "while_moving" in found:
+    if found.get("while_moving"):
         _print_while_moving(found)
     print_verdict(found["verdict"], found["next"])
 

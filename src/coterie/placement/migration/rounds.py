@@ -148,7 +148,7 @@ class Schedule:
     @property
     def movement_s(self) -> float:
         """Transfer seconds of all rounds, one after another."""
-        return sum(switch.seconds for switch in self.switches)
+        return sum((switch.seconds for switch in self.switches), 0.0)
 
 
 def schedule_moves(

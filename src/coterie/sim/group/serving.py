@@ -317,13 +317,15 @@ class ServingGroup:
             )
 
         for change in changes:
+            if change.start_s >= until_s:
+                break
             run(change.start_s)
             begun_s, length_s = max(change.start_s, state.clock[0]), max(change.moved_s, default=0.0)
             if change.exposed >= 1.0:
                 state.clock[0] = begun_s + length_s
             for layer, moved_s in zip(change.layers, change.moved_s, strict=True):
                 if change.exposed < 1.0:
-                    run(begun_s + moved_s, change.exposed, begun_s + length_s)
+                    run(min(begun_s + moved_s, until_s), change.exposed, begun_s + length_s)
                 for mine, new in zip(slots, change.to.slots, strict=True):
                     mine[layer] = new[layer]
                 prompts.switch(change.to.prompts, layer)

@@ -87,10 +87,11 @@ def _find(folder: Path) -> Path:
 
 def _names(path: Path) -> list[str]:
     check_input_file(path)
-    check_file(path.exists(), path, "file", "does not exist")
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
     except Exception as error:  # zipfile raises struct, zlib, OS and value errors on damaged archives
         raise TraceError(path, "file", f"is not a .npz archive, or is cut: {error!r}") from None
 
