@@ -468,7 +468,7 @@ def _print_while_moving(found: dict[str, Any]) -> None:
     ]
     moving, count = found["while_moving"][-1]["moving_s"], found["while_moving"][0]["requests"]
     print_table(
-        f"Requests while weights move for {shown_s(moving)}, ms, simulated",
+        f"Simulated latency while weights move for {shown_s(moving)}, in ms",
         ["moves", "TTFT p50", "p99", "TPOT p50", "p99", "longest gap", "caught up after"],
         rows,
         f"{count:,} requests served from the first move until it has caught up: as many tokens as without moves.",
