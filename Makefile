@@ -6,15 +6,10 @@ ENGINES := .venv-engines
 TORCH := 2.13.0
 VLLM := 0.32.0
 NUMBA := 0.65.0
+# Both environments have the numba that vLLM asks for, or each would throw away what the other compiled.
 WANTED := "numba==$(NUMBA)" -e ".[dev]" -e ./lab
 # Twice quiet leaves errors only.
 PIP := -m pip install -qq --disable-pip-version-check
-
-# Compiled loops are kept in the tree: test workers share them, and a second run compiles nothing. Both environments
-# have the numba that vLLM asks for, or each would throw away what the other compiled.
-export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
-# Found by the content of the sources: a checkout, which changes their times, compiles nothing again.
-export NUMBA_CACHE_LOCATOR_CLASSES ?= coterie._compiled_files.ByContent,UserProvidedCacheLocator
 
 # Bytecode is kept: each of the processes that a test starts would otherwise read every source file anew.
 unexport PYTHONDONTWRITEBYTECODE

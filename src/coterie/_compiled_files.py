@@ -49,8 +49,8 @@ class ByContent(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no
     """Finds the machine code of a function of this package by the content of the sources it is made from.
 
     Numba's own key is the time of the function's file. A checkout changes that time, so that nothing compiled before it
-    is used; and a change to a compiled function of *another* file does not. For trees in development and for continuous
-    integration: ``NUMBA_CACHE_LOCATOR_CLASSES=coterie._compiled_files.ByContent,UserProvidedCacheLocator``.
+    is used; and a change to a compiled function of *another* file does not. Used in source trees; elsewhere by
+    ``NUMBA_CACHE_LOCATOR_CLASSES=coterie._compiled_files.ByContent,UserProvidedCacheLocator``.
     """
 
     def __init__(self, py_func: Any, py_file: str) -> None:

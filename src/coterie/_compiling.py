@@ -17,6 +17,13 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+TREE = Path(__file__).parents[2]
+if (TREE / "pyproject.toml").is_file() and os.access(TREE, os.W_OK) and "NUMBA_CACHE_DIR" not in os.environ:
+    # A source tree: a verb, make and the processes of a test all find what one of them compiled, whatever the time that
+    # a checkout gave a file. Numba reads these when it is imported.
+    os.environ["NUMBA_CACHE_DIR"] = str(TREE / ".numba_cache")
+    os.environ["NUMBA_CACHE_LOCATOR_CLASSES"] = "coterie._compiled_files.ByContent,UserProvidedCacheLocator"
+
 MESSAGE = "compiling once, about {} s; coterie warm does it ahead"
 FILE = "coterie-compiled.json"
 DEFAULT_S = 25

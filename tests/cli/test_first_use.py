@@ -13,6 +13,7 @@ import pytest
 from coterie import _compiling
 from coterie.cli.verbs import VERBS
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("numba", "scipy", "matplotlib", "zmq", "aiohttp", "pyarrow")
 
 
@@ -98,6 +99,21 @@ for _ in range(2):
     numba.njit(lambda number: number + 1)(1)
 """)
     assert done.stderr.splitlines() == ["imported", "compiling once, about 25 s; coterie warm does it ahead"]
+
+
+def test_every_process_of_a_source_tree_finds_what_make_install_compiled(tmp_path: Path) -> None:
+    code = """
+import coterie._numba
+from numba.core import config
+print(config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES.partition(",")[0])
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
+    folders = []
+    for chosen in ({}, {"NUMBA_CACHE_DIR": str(tmp_path)}):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**env, **chosen})
+        folders.append(done.stdout.split())
+    assert folders == [[str(ROOT / ".numba_cache"), "coterie._compiled_files.ByContent"], [str(tmp_path)]]
 
 
 def test_a_program_that_imports_coterie_hears_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def call(*command: object, cwd: Path, expected: int = 0) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NUMBA_CACHE_DIR")}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("NUMBA")}
     done = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, timeout=900, cwd=cwd, env={**env, "COTERIE_DATA": ""}
     )
@@ -54,6 +54,7 @@ def test_the_first_commands_need_no_extra(coterie: Path, tmp_path: Path) -> None
     ):
         call(coterie, *words, cwd=tmp_path)
     assert json.loads(call(coterie, "warm", "--json", cwd=tmp_path).stdout)["wall_s"] > 0
+    assert not list(coterie.parents[1].rglob(".numba_cache")), "only a source tree has a cache of its own"
     refused = call(coterie, "plan", "nothing-here", cwd=tmp_path, expected=2)
     assert refused.stderr.startswith("error: ")
     worker = call(coterie, "worker", cwd=tmp_path, expected=2)

@@ -45,8 +45,9 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
 def warm_command(json_output: JsonOption = False) -> None:
     """Compile the loops of all verbs in advance, in parallel processes, by running the verbs on a small trace.
 
-    Otherwise the first run of a verb compiles its loops. Compiled loops are stored beside the package, or in the folder
-    NUMBA_CACHE_DIR; a new version of Coterie, Numba or Python, or another processor, needs compiling again.
+    Otherwise the first run of a verb compiles its loops. Compiled loops are stored beside the package, in a
+    source tree in .numba_cache, or in the folder NUMBA_CACHE_DIR; a new version of Coterie, Numba or Python, or another
+    processor, needs compiling again.
     """
     started = time.perf_counter()
     total = 1 + sum(map(len, GROUPS))
