@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from functools import partial
-from multiprocessing import active_children
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +13,8 @@ from coterie.answers.batches.drawn import DRAWN
 from coterie.answers.suites import SuiteOptions
 from coterie.batching import strategies
 from coterie.errors import UnknownNameError
-from coterie.types import Interval
 from coterie_lab.suites.caps.published import BURSTY, RATES, TOP_SIX, published
 from coterie_lab.suites.caps.suite import Cell, paper_results, run, run_cell
-from coterie_lab.suites.running import in_parallel, with_half
 from simulate_traces import quiet
 
 SMALL = SuiteOptions(requests=300, seeds=(1, 2), rates=(150.0, 300.0), strategies=("greedy_variance", "latency_aware"))
@@ -108,33 +102,3 @@ def test_with_a_shallow_queue_latency_aware_does_not_lose() -> None:
     runs = [run_cell(Cell("poisson", 150.0, seed), names, 3000, DRAWN) for seed in (42, 123)]
     ours, fcfs, greedy = (np.mean([run[name].p99_ms for run in runs]) for name in ("latency_aware", *names[:2]))
     assert ours <= fcfs < greedy
-
-
-def _square(value: int) -> int:
-    return value * value
-
-
-def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie_lab.suites.running.os.cpu_count", lambda: 2)
-    assert dict(in_parallel(_square, list(range(20)))) == {value: value * value for value in range(20)}
-    assert dict(in_parallel(partial(pow, 2), [3])) == {3: 8}
-
-
-def test_stopping_early_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie_lab.suites.running.os.cpu_count", lambda: 2)
-    before = active_children()
-    results = in_parallel(time.sleep, [0.0, 900.0, 900.0])
-    first = next(results)
-    running = [process for process in active_children() if process not in before]
-    results.close()  # type: ignore[attr-defined]  # a generator
-    assert first == (0.0, None)
-    assert running
-    while running:
-        ended = wait([process.sentinel for process in running], timeout=300)
-        assert ended, "a process is still there"
-        running = [process for process in running if process.sentinel not in ended]
-
-
-def test_half_of_an_interval_stands_behind_the_mean() -> None:
-    assert with_half(Interval(2.5, 0.5, 4.5)) == "+2.5 ± 2.0"
-    assert with_half(Interval(7.0, None, None)) == "+7.0"

@@ -18,6 +18,7 @@ from coterie.costs.step import StepModel
 from coterie.errors import UnknownNameError
 from coterie.models import get_model
 from coterie.types import NVLINK4, Link, ModelSpec
+from coterie_lab.suites.kept import KeptResults
 from coterie_lab.suites.running import in_parallel, with_half
 
 Rows = Sequence[dict[str, Any]]
@@ -26,12 +27,18 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-def run_cells(work: Callable[[C], R], cells: Sequence[C], report: Report, doing: str) -> dict[C, R]:
-    """Run every cell, one process per core; return the results in the order of `cells`."""
-    results: dict[C, R] = {}
-    report(doing, 0, len(cells))
-    for cell, result in in_parallel(work, cells):
-        results[cell] = result
+def run_cells(
+    work: Callable[[C], R], cells: Sequence[C], report: Report, doing: str, kept: KeptResults[R] | None = None
+) -> dict[C, R]:
+    """Run every cell, one process per core; return the results in the order of `cells`.
+
+    Results go into the file of `kept` as they complete, and cells whose result is in it already do not run.
+    """
+    results: dict[C, R] = {} if kept is None else kept.read(cells)
+    missing = [cell for cell in cells if cell not in results]
+    report(doing, len(results), len(cells))
+    for cell, result in in_parallel(work, missing):
+        results[cell] = result if kept is None else kept.add(cell, result)
         report(doing, len(results), len(cells))
     return {cell: results[cell] for cell in cells}
 
