@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from coterie.sim.fleet.batching import Batching
 from coterie.sim.fleet.metrics import FleetRun, LatencyLimits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
-from coterie.types import Link, ModelSpec
+from coterie.types import Link, ModelSpec, Placement, Topology
 from fleet_checks import run_checked
 from fleet_reference import Reference, StepTime
 from fleet_steps import SPEC, by_bits, counted_us
@@ -118,10 +119,11 @@ def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
     return us
 
 
+@st.composite
 def batchings(draw: st.DrawFn, name: str) -> Batching:
-    cost = StepCost.for_phase(MODEL, "decode", 4, 30)
-    strategy = strategies.make(name, {"cost": cost}, max_skips=draw(st.sampled_from([1, 3, None])))
-    return Batching(strategy, draw(st.integers(2, 12)), draw(st.integers(1, 8)), seed=3)
+    cost = StepCost(1.0, 10.0, 4.0, 0.1, 0.0, 1, False)  # experts' weights are nearly all of a step, so choosing pays
+    strategy = strategies.make(name, {"cost": cost, "trust": 1.0}, max_skips=draw(st.sampled_from([1, 3, None])))
+    return Batching(strategy, draw(st.integers(2, 12)), draw(st.integers(1, 4)), seed=3)
 
 
 @given(st.data(), cases(), st.sampled_from([None, "fcfs", "random", "lpt", "latency_aware", "greedy_variance"]))
@@ -130,7 +132,7 @@ def test_equals_the_plain_simulator(
 ) -> None:
     """Every time, worker and count, to the last bit."""
     requests, config, in_flight, duplicates = case
-    batching = None if name is None else batchings(data.draw, name)
+    batching = None if name is None else data.draw(batchings(name))
     run = run_checked(
         requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, batching=batching
     )
@@ -147,14 +149,13 @@ def test_equals_the_plain_simulator(
     assert run.dropped.tolist() == [one.dropped for one in plain.asked]
 
 
-@given(st.data(), cases())
+@given(cases(), batchings("fcfs"))
 def test_first_come_first_served_changes_nothing(
-    data: st.DataObject, case: tuple[FleetRequests, FleetConfig, int, str]
+    case: tuple[FleetRequests, FleetConfig, int, str], batching: Batching
 ) -> None:
     requests, config, in_flight, duplicates = case
     settings = {"in_flight": in_flight or None, "duplicates": duplicates}
     plain = run_fleet(requests, MODEL, Emptiest(), config, **settings)  # type: ignore[arg-type]
-    batching = batchings(data.draw, "fcfs")
     run = run_fleet(requests, MODEL, Emptiest(), config, **settings, batching=batching)  # type: ignore[arg-type]
     for name, one, other in zip(FleetRun._fields, plain, run, strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
@@ -187,12 +188,17 @@ LIMITS = {
 }
 
 
+def crowd() -> tuple[FleetRequests, FleetConfig]:
+    """More requests than three workers of three places can serve as they come."""
+    requests, config = closed(150, 3)
+    return replace(requests, arrival_s=1e-4 * np.arange(150, dtype=np.float64)), config
+
+
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_strategy_chooses_and_nobody_starves(limit: str) -> None:
-    requests, config = closed(150, 3)
+    requests, config = crowd()
     fleet, strategy = replace(config, **LIMITS[limit]), Youngest()  # type: ignore[arg-type]
-    requests = replace(requests, arrival_s=np.arange(150) * 1e-4)
-    batching = Batching(strategy, window_size=16, batch_size=4)  # type: ignore[arg-type]
+    batching = Batching(strategy, window_size=16, batch_size=4)
     run = run_checked(requests, MODEL, Emptiest(), fleet, duplicates="allow", batching=batching)
     assert np.isfinite(run.finish_s).all()
     assert strategy.choices > 10
@@ -201,6 +207,24 @@ def test_a_strategy_chooses_and_nobody_starves(limit: str) -> None:
     assert again.finish_s.tobytes() == run.finish_s.tobytes()
     plain = run_fleet(requests, MODEL, Emptiest(), fleet, duplicates="allow")
     assert plain.finish_s.tobytes() != run.finish_s.tobytes()
+
+
+def test_a_strategy_chooses_for_workers_that_are_groups_of_ranks() -> None:
+    requests, config = closed(150, 3)
+    requests, model = (
+        replace(requests, arrival_s=1e-4 * np.arange(150, dtype=np.float64)),
+        step_model(SPEC, "h200", topology=Topology(2)),
+    )
+    placement = Placement.linear(SPEC.num_moe_layers, SPEC.num_experts, 2, SPEC.num_experts + 2)
+    cost = StepCost.for_phase(model, "decode", 6, 30, placement)
+    cost = replace(cost, fixed_us=0.0, first_us=10.0)  # so that choosing pays for as small a model
+    serve = partial(run_checked, requests, model, Emptiest(), config, duplicates="allow", placement=placement)
+    plain = serve()
+    in_order, chosen = (
+        serve(batching=Batching(strategies.make(name, {"cost": cost, "trust": 1.0}), batch_size=4))
+        for name in ("fcfs", "latency_aware")
+    )
+    assert in_order.finish_s.tobytes() == plain.finish_s.tobytes() != chosen.finish_s.tobytes()
 
 
 def one_request(prompt: int, output: int) -> FleetRequests:

@@ -85,8 +85,8 @@ class Choices(RequestView[int]):
     def __init__(self, engine: Engine, requests: FleetRequests, batching: Batching, rng: np.random.Generator) -> None:
         super().__init__(WaitingReport())
         self.engine, self.requests = engine, requests
-        sizes = {"window_size": batching.window_size, "batch_size": batching.batch_size}
-        chooser = Chooser(batching.strategy, self, rng, **sizes, strict=True)
+        size, most = batching.batch_size, batching.window_size
+        chooser = Chooser(batching.strategy, self, rng, window_size=most, batch_size=size, strict=True)
         self.lists: dict[str, WaitingList[int]] = {"waiting": WaitingList(chooser), "wanting": WaitingList(chooser)}
         self.present: list[Asked] = []
         self.free = 0

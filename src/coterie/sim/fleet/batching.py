@@ -46,7 +46,8 @@ class _WorkerView(RequestView[int]):
     def share(self, request: int) -> Loads:
         counts = self._footprints[self._recorded[request]]
         tokens = counts.sum(axis=1, keepdims=True, dtype=np.float64) / self._top_k
-        return np.divide(counts, tokens, out=np.zeros(counts.shape), where=tokens > 0)
+        load: Loads = counts / np.maximum(tokens, 1e-12)
+        return load
 
     def tokens(self, request: int) -> float:  # noqa: ARG002  (the contract's)
         return 1.0
@@ -67,12 +68,13 @@ class WorkerQueues:
     def __init__(self, batching: Batching, requests: FleetRequests, world: state.World) -> None:
         self._world = world
         rng = np.random.default_rng(batching.seed)
-        sizes = {"window_size": batching.window_size, "batch_size": batching.batch_size}
+        window_size, batch_size = batching.window_size, batching.batch_size
         self._views = [_WorkerView(requests) for _ in range(world.w.shape[1])]
-        choosers = [Chooser(batching.strategy, view, rng, **sizes, strict=True) for view in self._views]
-        self._lists: dict[int, list[WaitingList[int]]] = {
-            head: [WaitingList(chooser) for chooser in choosers] for head in (state.WAIT_HEAD, state.KV_HEAD)
-        }
+        self._lists: dict[tuple[int, int], WaitingList[int]] = {}
+        for worker, view in enumerate(self._views):
+            chooser = Chooser(batching.strategy, view, rng, window_size=window_size, batch_size=batch_size, strict=True)
+            for head in (state.WAIT_HEAD, state.KV_HEAD):
+                self._lists[head, worker] = WaitingList(chooser)
         self._order: dict[tuple[int, int], list[int]] = {}
         """Last order of each queue."""
 
@@ -84,7 +86,7 @@ class WorkerQueues:
         while request >= 0:
             waiting.append(request)
             request = r.item(request, state.NEXT)
-        queue, view = self._lists[head][worker], self._views[worker]
+        queue, view = self._lists[head, worker], self._views[worker]
         for request in self._order.get((head, worker), [])[: len(queue) - sum(request in queue for request in waiting)]:
             queue.take(request)  # the compiled loop admits from the head
         for request in waiting:
