@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.batching import strategies
+from coterie.batching.base import Loads, Selection, Window
+from coterie.batching.picking import must_take
+from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
+from coterie.footprints.counting import footprint
 from coterie.models import get_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet._steps import MOST_DECODING, step_counts
+from coterie.sim.fleet.batching import Batching
 from coterie.sim.fleet.metrics import FleetRun, LatencyLimits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
-from coterie.types import Link, ModelSpec
+from coterie.types import Link, ModelSpec, Placement, Topology
 from fleet_checks import run_checked
 from fleet_reference import Reference, StepTime
 from fleet_steps import SPEC, by_bits, counted_us
@@ -41,7 +48,8 @@ def recordings(rng: np.random.Generator, count: int, spec: ModelSpec = SPEC, lon
     first = np.concatenate([[0], np.cumsum(prompt + decode)[:-1]])
     shape = (int((prompt + decode).sum()), spec.num_moe_layers, spec.num_experts)
     ids = rng.random(shape).argsort(axis=2)[:, :, : spec.top_k].astype(np.uint8)
-    return Recordings(ids, spec.num_experts, first, prompt, first + prompt, decode)
+    shown = np.array([footprint(ids[at : at + rows], spec.num_experts) for at, rows in zip(first, prompt, strict=True)])
+    return Recordings(ids, spec.num_experts, first, prompt, first + prompt, decode, shown)
 
 
 def prefixes(rng: np.random.Generator, prompts: np.ndarray, block_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,12 +119,25 @@ def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
     return us
 
 
-@given(cases())
-def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]) -> None:
+@st.composite
+def batchings(draw: st.DrawFn, name: str) -> Batching:
+    cost = StepCost(1.0, 10.0, 4.0, 0.1, 0.0, 1, False)  # experts' weights are nearly all of a step, so choosing pays
+    strategy = strategies.make(name, {"cost": cost, "trust": 1.0}, max_skips=draw(st.sampled_from([1, 3, None])))
+    return Batching(strategy, draw(st.integers(2, 12)), draw(st.integers(1, 4)), seed=3)
+
+
+@given(st.data(), cases(), st.sampled_from([None, "fcfs", "random", "lpt", "latency_aware", "greedy_variance"]))
+def test_equals_the_plain_simulator(
+    data: st.DataObject, case: tuple[FleetRequests, FleetConfig, int, str], name: str | None
+) -> None:
     """Every time, worker and count, to the last bit."""
     requests, config, in_flight, duplicates = case
-    run = run_checked(requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates)
-    plain = Reference(requests, SPEC, table_us(requests, config), Emptiest(), config, in_flight, duplicates).run()
+    batching = None if name is None else data.draw(batchings(name))
+    run = run_checked(
+        requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, batching=batching
+    )
+    us = table_us(requests, config)
+    plain = Reference(requests, SPEC, us, Emptiest(), config, in_flight, duplicates, batching).run()
     found = (run.step_worker, run.step_start_s, run.step_s, run.step_decoding, run.step_prefill, run.step_distinct)
     assert [tuple(step) for step in np.array(found, np.float64).T.tolist()] == plain.steps
     for name, field in TIMES.items():
@@ -126,6 +147,84 @@ def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int,
     assert run.kept_tokens.tolist() == [one.gets.cached for one in plain.asked]
     assert run.decoder.tolist() == [one.decoder for one in plain.asked]
     assert run.dropped.tolist() == [one.dropped for one in plain.asked]
+
+
+@given(cases(), batchings("fcfs"))
+def test_first_come_first_served_changes_nothing(
+    case: tuple[FleetRequests, FleetConfig, int, str], batching: Batching
+) -> None:
+    requests, config, in_flight, duplicates = case
+    settings = {"in_flight": in_flight or None, "duplicates": duplicates}
+    plain = run_fleet(requests, MODEL, Emptiest(), config, **settings)  # type: ignore[arg-type]
+    run = run_fleet(requests, MODEL, Emptiest(), config, **settings, batching=batching)  # type: ignore[arg-type]
+    for name, one, other in zip(FleetRun._fields, plain, run, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
+
+
+class Youngest:
+    """As unfair as the contract allows: the oldest, the overdue, then the youngest."""
+
+    max_skips = 3
+
+    def __init__(self) -> None:
+        self.choices = self.most_skips = 0
+
+    def select(self, window: Window, running: Loads, size: int, rng: np.random.Generator) -> Selection:  # noqa: ARG002
+        due = must_take(window, size, self.max_skips)
+        youngest = [at for at in range(len(window.loads) - 1, -1, -1) if at not in due]
+        order = [*due, *youngest][: min(size, len(window.loads))]
+        self.choices += order != sorted(order)
+        self.most_skips = max(self.most_skips, int(window.skipped.max()))
+        return Selection(np.array(order), "the youngest")
+
+
+LIMITS = {
+    "places": {"places": 3},
+    "memory": {"places": 12, "kv_tokens": 200},
+    "memory, after prefill workers": {"places": 12, "kv_tokens": 200, "prefill_workers": 2, "link": LINK},
+    "both roles": {"both": True, "places": 3, "chunk_tokens": 40},
+    "both roles, memory": {"both": True, "places": 12, "chunk_tokens": 40, "kv_tokens": 200},
+    "scheduled ahead": {"places": 3, "schedule_ahead": True},
+}
+
+
+def crowd() -> tuple[FleetRequests, FleetConfig]:
+    """More requests than three workers of three places can serve as they come."""
+    requests, config = closed(150, 3)
+    return replace(requests, arrival_s=1e-4 * np.arange(150, dtype=np.float64)), config
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_strategy_chooses_and_nobody_starves(limit: str) -> None:
+    requests, config = crowd()
+    fleet, strategy = replace(config, **LIMITS[limit]), Youngest()  # type: ignore[arg-type]
+    batching = Batching(strategy, window_size=16, batch_size=4)
+    run = run_checked(requests, MODEL, Emptiest(), fleet, duplicates="allow", batching=batching)
+    assert np.isfinite(run.finish_s).all()
+    assert strategy.choices > 10
+    assert strategy.most_skips == strategy.max_skips
+    again = run_fleet(requests, MODEL, Emptiest(), fleet, duplicates="allow", batching=batching)
+    assert again.finish_s.tobytes() == run.finish_s.tobytes()
+    plain = run_fleet(requests, MODEL, Emptiest(), fleet, duplicates="allow")
+    assert plain.finish_s.tobytes() != run.finish_s.tobytes()
+
+
+def test_a_strategy_chooses_for_workers_that_are_groups_of_ranks() -> None:
+    requests, config = closed(150, 3)
+    requests, model = (
+        replace(requests, arrival_s=1e-4 * np.arange(150, dtype=np.float64)),
+        step_model(SPEC, "h200", topology=Topology(2)),
+    )
+    placement = Placement.linear(SPEC.num_moe_layers, SPEC.num_experts, 2, SPEC.num_experts + 2)
+    cost = StepCost.for_phase(model, "decode", 6, 30, placement)
+    cost = replace(cost, fixed_us=0.0, first_us=10.0)  # so that choosing pays for as small a model
+    serve = partial(run_checked, requests, model, Emptiest(), config, duplicates="allow", placement=placement)
+    plain = serve()
+    in_order, chosen = (
+        serve(batching=Batching(strategies.make(name, {"cost": cost, "trust": 1.0}), batch_size=4))
+        for name in ("fcfs", "latency_aware")
+    )
+    assert in_order.finish_s.tobytes() == plain.finish_s.tobytes() != chosen.finish_s.tobytes()
 
 
 def one_request(prompt: int, output: int) -> FleetRequests:

@@ -65,6 +65,7 @@ BROKEN: dict[str, tuple[str, Callable[[FleetRun], FleetRun]]] = {
     "KV before its prompt": ("INV-20", lambda run: moved(run, "ready_s", 3, lambda _: 0.0)),
     "an early first token": ("INV-20", lambda run: moved(run, "first_token_s", 3, lambda _: 0.0)),
     "memory that is not there": ("INV-30", lambda run: moved(run, "kv_most", 1, lambda _: 1e18)),
+    "memory that nobody frees": ("INV-30", lambda run: moved(run, "kv_held", 1, lambda _: 2)),
     "a fourth on three places": (
         "INV-30",
         lambda run: run._replace(finish_s=np.where(run.decoder == 0, run.finish_s + 1.0, run.finish_s)),

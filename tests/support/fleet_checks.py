@@ -45,6 +45,8 @@ def check_run(
     _check_places(run, config.places, config.prefill_places, config.both)
     for worker in np.flatnonzero(run.kv_most > capacity):
         require_invariant(30, False, f"worker {worker} held {run.kv_most[worker]} of {capacity[worker]} KV blocks")
+    for worker in np.flatnonzero(run.kv_held) if whole else ():
+        require_invariant(30, False, f"worker {worker} holds {run.kv_held[worker]} KV blocks of no request")
     steps = _steps_by_worker(run)
     _check_work(run, steps, done)
     if unique:

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from coterie.batching.base import Loads
+from coterie.batching.waiting import Chooser, RequestView, WaitingList, WaitingReport
 from coterie.costs.step import Batch
 from coterie.routing.base import Request, Router
 from coterie.routing.fleet import Fleet
+from coterie.sim.fleet.batching import Batching
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.fleet.run import FleetConfig
 from coterie.types import ModelSpec
@@ -69,10 +72,56 @@ class Engine:
     private: int = 0
     pins: dict[int, int] = field(default_factory=dict)
     free: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    choices: Choices | None = None
 
     @property
     def used(self) -> int:
         return self.private + len(self.pins) + len(self.free)
+
+
+class Choices(RequestView[int]):
+    """A strategy's order of an engine's two queues."""
+
+    def __init__(self, engine: Engine, requests: FleetRequests, batching: Batching, rng: np.random.Generator) -> None:
+        super().__init__(WaitingReport())
+        self.engine, self.requests = engine, requests
+        size, most = batching.batch_size, batching.window_size
+        chooser = Chooser(batching.strategy, self, rng, window_size=most, batch_size=size, strict=True)
+        self.lists: dict[str, WaitingList[int]] = {"waiting": WaitingList(chooser), "wanting": WaitingList(chooser)}
+        self.present: list[Asked] = []
+        self.free = 0
+
+    def choose(self, name: str, present: list[Asked], free: int) -> None:
+        queue: list[Asked] = getattr(self.engine, name)
+        self.present, self.free = present, free
+        for one in queue:
+            if one.number not in self.lists[name]:
+                self.lists[name].push(one.number)
+        self.lists[name].refresh()
+        place = {number: at for at, number in enumerate(self.lists[name].upcoming())}
+        queue.sort(key=lambda one: place[one.number])
+
+    def left(self, name: str, one: Asked) -> None:
+        if one.number in self.lists[name]:
+            self.lists[name].take(one.number)
+
+    def share(self, request: int) -> Loads:
+        footprint, top_k = self.requests.recordings.footprint, self.requests.recordings.expert_ids.shape[2]
+        assert footprint is not None
+        counts = footprint[self.requests.recorded[request]]
+        return np.array([layer / (layer.sum() / top_k) for layer in counts])
+
+    def tokens(self, request: int) -> float:  # noqa: ARG002  (the contract's)
+        return 1.0
+
+    def running(self) -> list[int]:
+        return [one.number for one in self.present]
+
+    def free_places(self) -> int:
+        return self.free
+
+    def name(self, request: int) -> str:
+        return str(request)
 
 
 class Reference:
@@ -85,6 +134,7 @@ class Reference:
         config: FleetConfig,
         in_flight: int = 0,
         duplicates: str = "refuse",
+        batching: Batching | None = None,
     ) -> None:
         self.requests, self.config, self.router, self.in_flight = requests, config, router, in_flight
         self.duplicates = duplicates
@@ -95,6 +145,9 @@ class Reference:
         role = "both" if config.both else "decode"
         self.engines = [Engine("prefill", config.prefill_places, prefill_cap) for _ in range(config.prefill_workers)]
         self.engines += [Engine(role, config.places, decode_cap) for _ in range(config.decode_workers)]
+        rng = np.random.default_rng(0 if batching is None else batching.seed)
+        for engine in self.engines[config.prefill_workers :]:
+            engine.choices = None if batching is None else Choices(engine, requests, batching, rng)
         self.fleet = Fleet([config.places] * config.decode_workers)
         self.asked = [
             Asked(
@@ -224,6 +277,8 @@ class Reference:
     def drain(self, engine: Engine) -> None:
         while engine.wanting and self.reserve(engine, engine.wanting[0], engine.wanting[0].gets):
             one = engine.wanting.pop(0)
+            if engine.choices is not None:
+                engine.choices.left("wanting", one)
             if one.prefiller < 0:
                 self.commit(engine, one, one.gets)
                 one.times["ready"] = self.now
@@ -283,11 +338,16 @@ class Reference:
             one.times["prefill_start"] = self.now
             one.computed = one.computes.cached
             engine.queued_tokens -= one.computes.cached
+        if engine.choices is not None:
+            engine.choices.left("waiting", one)
         return engine.waiting.pop(0)
 
     def start(self, number: int, engine: Engine) -> None:
         engine.running += engine.staged
         engine.staged = []
+        free = engine.places - len(engine.running)
+        if engine.choices is not None and free and len(engine.waiting) > (free if engine.role == "decode" else 1):
+            engine.choices.choose("waiting", engine.running, free)
         settled = self.config.schedule_ahead and bool(engine.running)
         left = self.config.chunk_tokens if engine.role != "decode" else sys.maxsize
         for one in engine.running:
@@ -329,6 +389,10 @@ class Reference:
         engine.end = self.now + seconds
         distinct = (load > 0).sum() / len(load)
         self.steps.append((number, self.now, seconds, len(decoding), batch.prefill_tokens, distinct))
+        ends = [one for one in engine.running if one.steps + 1 == one.output]
+        if engine.choices is not None and ends and len(engine.wanting) > 1:
+            after = [one for one in engine.running + engine.staged if one not in ends]
+            engine.choices.choose("wanting", after, len(ends))
 
     def finish_step(self, engine: Engine, to_decide: list[Asked]) -> None:
         for one in list(engine.running):

@@ -2,6 +2,7 @@
 
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer
+from coterie.sim.fleet.batching import Batching
 from coterie.sim.fleet.metrics import FleetRun, FleetSummary, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, split_recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
@@ -10,6 +11,7 @@ from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.sim.server import ExecutionModel, run_batches
 
 __all__ = [
+    "Batching",
     "DecodeRequests",
     "Execution",
     "ExecutionModel",

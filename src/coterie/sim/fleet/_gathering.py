@@ -25,8 +25,12 @@ from coterie.sim.fleet._state import (
     DECODED,
     DECODING,
     JOIN,
+    KV_HEAD,
+    NEXT,
+    OUTPUT_TOKENS,
     PHASE,
     PLACES,
+    PREFILL,
     PREFILL_START,
     PREFILLING,
     PROMPT_ROW,
@@ -74,6 +78,33 @@ def _count_chunk(
     start = r[request, COMPUTED] % rows
     for at in range(min(rows, chunk)):
         count_token(expert_indices, counts, r[request, PROMPT_ROW] + (start + at) % rows, np.uint32(laps + (at < rest)))
+
+
+@helper()
+def has_choice(w: Ints, r: Ints, worker: int) -> bool:
+    """Return whether a worker that decodes has a free place and may not be able to admit all who wait.
+
+    Steps with prompts may run out of tokens or memory before they run out of places.
+    """
+    free, request = w[PLACES, worker] - w[RUNNING, worker], w[WAIT_HEAD, worker]
+    if w[ROLE, worker] == PREFILL or free == 0:
+        return False
+    for _ in range(free if w[ROLE, worker] == DECODE else 1):
+        if request >= 0:
+            request = r[request, NEXT]
+    return bool(request >= 0)
+
+
+@helper()
+def frees_memory(w: Ints, r: Ints, run: Ints, worker: int) -> bool:
+    """Return whether a request ends with the step that just started while at least two wait for its memory."""
+    request = w[KV_HEAD, worker]
+    if request < 0 or r[request, NEXT] < 0:
+        return False
+    ends = False
+    for at in range(w[RUNNING, worker] - w[STAGED, worker]):
+        ends = ends or r[run[worker, at], DECODED] + 1 == r[run[worker, at], OUTPUT_TOKENS]
+    return ends
 
 
 @helper()

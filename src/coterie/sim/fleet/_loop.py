@@ -1,4 +1,4 @@
-"""The event loop of a fleet, on flat arrays: it leaves compiled code only when a router must decide.
+"""The event loop of a fleet, on flat arrays: it leaves compiled code only when a router or a strategy decides.
 
 All events of one moment (ends of steps, KV transfers, arrivals, decisions) precede the steps that start at that moment.
 At equal times, steps end in order of workers, then transfers end, then requests arrive. So a run has exactly one order,
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.sim.fleet._events import arrivals, end_decode, end_mixed, make_ready, next_arrival, place
-from coterie.sim.fleet._gathering import count_token, gather
+from coterie.sim.fleet._gathering import count_token, frees_memory, gather, has_choice
 from coterie.sim.fleet._state import (
     ASKED,
+    BATCHING,
+    CHOOSE,
+    CHOSEN,
     CLOCK,
     COMPUTES,
     CONTEXT,
@@ -27,8 +30,10 @@ from coterie.sim.fleet._state import (
     ENDED,
     GETS,
     GROW,
+    KV_HEAD,
     OVERHEAD,
     PREFILL_WORKERS,
+    QUEUE,
     READY,
     ROLE,
     RUNNING,
@@ -36,6 +41,7 @@ from coterie.sim.fleet._state import (
     SPEED,
     STEP_END,
     STEPS,
+    SUBJECT,
     UNTIL,
     WAIT_HEAD,
     Floats,
@@ -124,7 +130,7 @@ def advance(
     log: Floats,
     answer: int,
 ) -> int:
-    """Run until a routing decision is needed, the log is full, or the run ends; return the reason (DECIDE, GROW, …).
+    """Run until a decision is needed, the log is full, or the run ends; return the reason (DECIDE, GROW, …).
 
     `answer` is the decoder chosen for the last DECIDE, else -1. The arrays of World, StepTables and StepCounts are
     passed one by one, since a call with tuples takes three times as long. log [step, 6] holds worker, start, seconds,
@@ -148,6 +154,9 @@ def advance(
             for worker in range(w.shape[1]):
                 if wt[STEP_END, worker] < np.inf or (w[RUNNING, worker] == 0 and w[WAIT_HEAD, worker] < 0):
                     continue
+                if c[BATCHING] and wt[CHOSEN, worker] < now and has_choice(w, r, worker):
+                    c[SUBJECT], c[QUEUE], wt[CHOSEN, worker] = worker, WAIT_HEAD, now
+                    return CHOOSE
                 decoding, prefill, before, prompts = gather(
                     c, w, r, rt, run, cache, blocks, expert_indices, flat, bits, rows, worker, now
                 )
@@ -204,6 +213,9 @@ def advance(
                 c[STEPS] = step + 1
                 log[step, 0], log[step, 1], log[step, 2] = worker, now, spent
                 log[step, 3], log[step, 4], log[step, 5] = decoding, prefill, distinct
+                if c[BATCHING] and frees_memory(w, r, run, worker):
+                    c[SUBJECT], c[QUEUE] = worker, KV_HEAD
+                    return CHOOSE
             when = _next_event(c, f, w, wt, r, rt, recordings)
             if when > f[UNTIL] or when == np.inf:
                 return ENDED

@@ -20,7 +20,7 @@ PREFILL, DECODE, BOTH = 0, 1, 2
 """Roles of workers."""
 ABSENT, QUEUED, PREFILLING, HANDED, DECODING, DONE, DROPPED = 0, 1, 2, 3, 4, 5, 6
 """Phases of requests; `HANDED` lasts from the end of prefill until the request runs on its decoder."""
-DECIDE, GROW, ENDED, DUPLICATE = 0, 1, 2, 3
+DECIDE, GROW, ENDED, DUPLICATE, CHOOSE = 0, 1, 2, 3, 4
 """Reasons for the compiled loop to return."""
 SOONEST, LEAST_QUEUED, ROUND_ROBIN = 0, 1, 2
 """Prefill policies."""
@@ -31,16 +31,19 @@ NONE = np.int64(-1)
 ASKED, DECIDED, FINISHED, ARRIVED, IN_FLIGHT, STEPS, TURN, SUBJECT, POSTPONED, MOST = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
 """Indices of counters in `c`."""
 PREFILL_WORKERS, STEP_TOKENS, BLOCK_TOKENS, POLICY, CLOSED, DUPLICATES, STUCK, AHEAD = 10, 11, 12, 13, 14, 15, 16, 17
+BATCHING, QUEUE = 18, 19
 """Indices of settings in `c`. CLOSED: requests in flight in a closed loop, 0 in an open run. STUCK: 1 if none may
-start until one ends. AHEAD: 1 if the requests that join a step are chosen when the previous step starts."""
+start until one ends. AHEAD: 1 if the requests that join a step are chosen when the previous step starts. BATCHING: 1 if
+a strategy chooses from the queues; QUEUE is the one to choose from, of worker SUBJECT."""
 CLOCK, OVERHEAD, LATENCY, TOKEN_S, UNTIL = 0, 1, 2, 3, 4
 """Indices in `f`, in seconds: now, overhead per step, link latency, link time per token of KV, end of the run."""
 ROLE, PLACES, CAPACITY, RUNNING, CONTEXT, KV_USED, KV_MOST, EVICTABLE, QUEUED_TOKENS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 WAIT_HEAD, WAIT_TAIL, KV_HEAD, KV_TAIL, SEND_HEAD, SEND_TAIL, STAGED = 9, 10, 11, 12, 13, 14, 15
 """Rows of `w`. CAPACITY, KV_USED and KV_MOST are in blocks; EVICTABLE counts cached, unpinned blocks. The last
 STAGED of the RUNNING requests run from the next step on."""
-STEP_END, LINK_FREE, SPEED = 0, 1, 2
-"""Rows of `wt`: end of the running step, time at which the link is free (both in seconds), relative speed."""
+STEP_END, LINK_FREE, SPEED, CHOSEN = 0, 1, 2, 3
+"""Rows of `wt`: end of the running step, time at which the link is free, relative speed, time at which a strategy last
+chose who joins; times in seconds."""
 PROMPT_TOKENS, OUTPUT_TOKENS, PROMPT_ROW, PROMPT_ROWS, DECODE_ROW, DECODE_ROWS, RECORDED = 0, 1, 2, 3, 4, 5, 6
 BLOCK_FIRST, BLOCK_END, PHASE, NEXT, PREFILLER, DECODER, COMPUTED, CHUNK, HITS = 7, 8, 9, 10, 11, 12, 13, 14, 15
 CACHED, PRIVATE, DECODED, DECISION, ENDING = 16, 17, 18, 19, 20

@@ -51,6 +51,8 @@ class FleetRun(NamedTuple):
     decode_workers: int
     kv_most: NDArray[np.int64]
     """[worker] most KV blocks in use at once, cached prefixes included."""
+    kv_held: NDArray[np.int64]
+    """[worker] KV blocks that requests held when the run ended, without cached prefixes."""
     step_worker: NDArray[np.int32]
     step_start_s: NDArray[np.float64]
     step_s: NDArray[np.float64]

@@ -27,6 +27,7 @@ from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
 from coterie.sim.fleet._loop import advance
 from coterie.sim.fleet._steps import MOST_DECODING, WORD, fill_bits, step_counts
+from coterie.sim.fleet.batching import Batching, WorkerQueues
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import (
     EndedRequests,
@@ -111,6 +112,7 @@ def run_fleet(
     fleet: Fleet | None = None,
     until_s: float = np.inf,
     controller: FleetController | None = None,
+    batching: Batching | None = None,
 ) -> FleetRun:
     """Serve all requests, or as many as `until_s` allows.
 
@@ -119,7 +121,8 @@ def run_fleet(
     says what happens to a request whose recording is in flight: an error, a postponed arrival, or nothing. `placement`
     spreads every worker over the ranks of the model's topology. `fleet`, empty at first, is passed to the router and
     kept up to date; the default tracks no experts, and routers that need them refuse it. Before each decision
-    `controller` gets the requests that ended, and may replace the router, and `fleet` with it.
+    `controller` gets the requests that ended, and may replace the router, and `fleet` with it. With
+    `batching`, a strategy chooses from the queues of the workers that decode; without it requests are served in order.
     """
     check_fleet_requests(requests, model.spec, in_flight)
     check_one_of(get_args(Duplicates), duplicates=duplicates)
@@ -131,8 +134,9 @@ def run_fleet(
         f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
         f"{config.decode_workers} without any",
     )
-    driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, controller)
-    return driver.serve()
+    world = _world(requests, model, config, in_flight or 0, duplicates, until_s)
+    queues = None if batching is None else WorkerQueues(batching, requests, world)
+    return _Driver(requests, model, router, config, placement, fleet, controller, queues, world).serve()
 
 
 class _Driver:
@@ -144,18 +148,17 @@ class _Driver:
         model: StepModel,
         router: Router,
         config: FleetConfig,
-        in_flight: int,
-        duplicates: Duplicates,
         placement: Placement | None,
         fleet: Fleet,
-        until_s: float,
         controller: FleetController | None,
+        queues: WorkerQueues | None,
+        world: state.World,
     ) -> None:
         self.requests, self.router, self.config = requests, router, config
-        self.fleet, self.controller = fleet, controller
+        self.fleet, self.controller, self.queues, self.world = fleet, controller, queues, world
+        world.c[state.BATCHING] = queues is not None
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
         self.tables = *model.tables(max(most, MOST_DECODING)), *step_counts(model, placement)
-        self.world = _world(requests, model, config, in_flight, duplicates, until_s)
         self.log = np.zeros((FIRST_STEPS, 6))
         self.recorded: list[int] = requests.recorded.tolist()
         self.prompt_tokens: list[int] = requests.prompt_tokens.tolist()
@@ -172,6 +175,9 @@ class _Driver:
             answer = -1
             if why == state.GROW:
                 self.log = np.concatenate([self.log, np.zeros_like(self.log)])
+                continue
+            if why == state.CHOOSE and self.queues is not None:
+                self.queues.choose()
                 continue
             self.tell_finished()
             if why == state.DECIDE:
@@ -276,6 +282,7 @@ class _Driver:
             prefill_workers=self.config.prefill_workers,
             decode_workers=self.config.decode_workers,
             kv_most=w[state.KV_MOST],
+            kv_held=w[state.KV_USED] - w[state.EVICTABLE],
             step_worker=log[:, 0].astype(np.int32),
             step_start_s=log[:, 1].copy(),
             step_s=log[:, 2].copy(),
@@ -304,7 +311,7 @@ def _world(
         state.AHEAD: config.schedule_ahead,
         state.DUPLICATES: get_args(Duplicates).index(duplicates),
     }
-    c = np.array([settings.get(index, 0) for index in range(18)], np.int64)
+    c = np.array([settings.get(index, 0) for index in range(20)], np.int64)
     f = np.zeros(5)
     f[state.OVERHEAD], f[state.UNTIL] = config.step_overhead_s, until_s
     if config.link is not None:
@@ -319,8 +326,8 @@ def _world(
     ):
         w[state.ROLE, part], w[state.PLACES, part] = role, places
         w[state.CAPACITY, part] = UNBOUNDED if tokens is None else tokens // requests.block_tokens
-    wt = np.zeros((3, workers))
-    wt[state.STEP_END], wt[state.SPEED] = np.inf, 1.0
+    wt = np.zeros((4, workers))
+    wt[state.STEP_END], wt[state.SPEED], wt[state.CHOSEN] = np.inf, 1.0, -1.0
     if config.speeds is not None:
         wt[state.SPEED, prefill:] = config.speeds
 
