@@ -1,4 +1,4 @@
-"""What the token table expects of each token: confidence, shares by rank, similar tokens, newer traffic."""
+"""What the token table expects of each token: confidence, shares by rank, similar tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coterie.errors import ConfigError
 from coterie.placement.holdings import held_by
 from coterie.predictors import PredictRequest, TokenTable
-from coterie.predictors.token_table import ONE, NearestTokens
+from coterie.predictors.token_table import NearestTokens
 from coterie.traces import ActivationTrace
 from coterie.types import Placement
 from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
@@ -107,15 +107,8 @@ def test_local_shares_and_affinity_are_a_plain_sum(seed: int, spare: int) -> Non
                 everyone = popularity[layer][held[rank, layer]].sum() / TOP_K
                 expected = n / (n + 1) * own + 1 / (n + 1) * everyone
                 assert shares[row, layer, rank] == pytest.approx(expected, abs=CUT)
-    request = PredictRequest(rng.integers(0, 25, 40))
-    load = table.predict(request)
-    affinity = table.affinity(request, held)
-    expected_affinity = [load[held[rank]].sum() / load.sum() for rank in range(3)]
-    np.testing.assert_allclose(affinity, expected_affinity)
     if not spare:
         np.testing.assert_allclose(shares.sum(axis=2), 1, atol=1e-5)
-        assert affinity.sum() == pytest.approx(1)
-    assert table.affinity(PredictRequest(num_tokens=0), held).tolist() == [0, 0, 0]
 
 
 def test_misshapen_requests_are_refused(rng: np.random.Generator) -> None:
@@ -123,8 +116,6 @@ def test_misshapen_requests_are_refused(rng: np.random.Generator) -> None:
     held = np.ones((2, LAYERS, EXPERTS + 1), np.bool_)
     with pytest.raises(ConfigError, match=r"held has shape \(2, 3, 13\)"):
         table.local_shares(held)
-    with pytest.raises(ConfigError, match=r"held has shape \(2, 3, 13\)"):
-        table.affinity(PredictRequest(), held)
     for k in (0, EXPERTS + 1):
         with pytest.raises(ConfigError, match=f"k={k} must be in 1 … num_experts=12"):
             table.expected(np.array([1]), k)
@@ -219,82 +210,3 @@ def test_bad_embeddings_are_refused(rng: np.random.Generator) -> None:
     for embeddings, problem in wrong:
         with pytest.raises(ConfigError, match=problem):
             TokenTable().fit(trace, embeddings=embeddings)
-
-
-# Newer traffic --------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**20), keep=st.sampled_from([0.0, 0.3, 0.5, 1.0]))
-def test_merging_is_counting_both_with_the_older_decayed(seed: int, keep: float) -> None:
-    rng = np.random.default_rng(seed)
-    first, second = random_trace(rng, 6), random_trace(rng, 6, vocabulary=26)
-    whole = {"experts_kept": EXPERTS}
-    older, newer = TokenTable(**whole).fit(first), TokenTable(**whole).fit(second)
-    merged = older.merged(newer, keep)
-    (old_times, old_used), (new_times, new_used) = counted(first), counted(second)
-    rows = merged.rows
-    tokens = set(new_times) | (set(old_times) if keep else set())
-    assert rows.token_ids.tolist() == sorted(tokens)
-    assert rows.weights.sum(axis=2, dtype=np.int64).max() <= TOP_K * ONE
-    assert (np.diff(rows.weights.astype(np.int64), axis=2) <= 0).all()
-    for row, token in enumerate(rows.token_ids.tolist()):
-        n = keep * old_times.get(token, 0) + new_times.get(token, 0)
-        assert rows.counts[row] == max(1, np.rint(n))
-        for layer in range(LAYERS):
-            old, new = (used.get((token, layer), Counter()) for used in (old_used, new_used))
-            found = np.zeros(EXPERTS)
-            np.add.at(found, rows.experts[row, layer], rows.weights[row, layer] / ONE)  # 0 fills rows up
-            right = [(keep * old[e] + new[e]) / n for e in range(EXPERTS)]
-            np.testing.assert_allclose(found, right, atol=3 * 2.0**-15)
-    before, after = keep * sum(old_times.values()), sum(new_times.values())
-    right_popularity = (before * older.rows.popularity.per_token + after * newer.rows.popularity.per_token) / (
-        before + after
-    )
-    np.testing.assert_allclose(rows.popularity.per_token, right_popularity)
-    assert merged.predict(PredictRequest(np.arange(30))).sum(axis=1) == pytest.approx(30 * TOP_K)
-
-
-def test_keeping_nothing_is_the_newer_table(rng: np.random.Generator, tmp_path: Path) -> None:
-    older, newer = TokenTable().fit(random_trace(rng)), TokenTable().fit(random_trace(rng))
-    older.merged(newer, 0.0).save(tmp_path / "merged")
-    newer.save(tmp_path / "newer")
-    assert (tmp_path / "merged").read_bytes() == (tmp_path / "newer").read_bytes()
-
-
-def test_newer_traffic_takes_over(rng: np.random.Generator) -> None:
-    """A token whose experts changed follows the newer traffic, the sooner the less is kept."""
-    ids = distinct(rng, 2)
-    old = TokenTable().fit(trace_of(ids[[0] * 8], [5] * 8, [8]))
-    new = TokenTable().fit(trace_of(ids[[1] * 8], [5] * 8, [8]))
-    for keep, share in ((1.0, 0.5), (0.5, 1 / 3), (0.1, 1 / 11)):
-        merged = old.merged(new, keep)
-        load = merged.predict(PredictRequest(np.array([5])))[0]
-        own = np.setdiff1d(ids[0, 0], ids[1, 0])
-        np.testing.assert_allclose(load[own], share, atol=1e-4)
-    twice = old.merged(new).merged(new)
-    assert twice.predict(PredictRequest(np.array([5])))[0][own].max() < 0.15
-
-
-def test_merging_keeps_within_max_bytes_and_settings(rng: np.random.Generator) -> None:
-    embeddings = rng.standard_normal((40, 3))
-    older = TokenTable(smoothing=0.5, max_bytes=400).fit(random_trace(rng), embeddings=embeddings)
-    merged = older.merged(TokenTable().fit(random_trace(rng)))
-    assert merged.smoothing == 0.5
-    assert merged.rows.nbytes <= 400
-    assert len(merged.rows.token_ids) >= 1
-    assert merged.nearest_ is not None
-    assert merged.nearest_ is not older.nearest_
-
-
-def test_tables_of_different_models_do_not_merge(rng: np.random.Generator) -> None:
-    table = TokenTable().fit(random_trace(rng))
-    for other in (
-        trace_of(distinct(rng, 4, layers=2), [1, 2, 3, 4], [4]),
-        trace_of(distinct(rng, 4, k=3), [1, 2, 3, 4], [4]),
-        trace_of(distinct(rng, 4, experts=9), [1, 2, 3, 4], [4], experts=9),
-    ):
-        with pytest.raises(ConfigError, match="in the newer table; it must be"):
-            table.merged(TokenTable().fit(other))
-    with pytest.raises(ConfigError, match=r"keep=1.5 must be in 0 … 1"):
-        table.merged(table, 1.5)

@@ -15,22 +15,14 @@ compared in blocks and never copied as a whole. Results are cached by token id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import (
-    ConfigError,
-    check,
-    check_at_least,
-    check_new_file,
-    check_not_negative,
-    check_share,
-    require_fitted,
-)
+from coterie.errors import ConfigError, check, check_at_least, check_new_file, check_not_negative, require_fitted
 from coterie.predictors.base import (
     ActivationRates,
     FallsBack,
@@ -225,19 +217,6 @@ class TokenTable(FallsBack):
         self.nearest_ = None if embeddings is None else NearestTokens(embeddings, self.rows.token_ids)
         return self
 
-    def merged(self, newer: TokenTable, keep: float = 0.5) -> TokenTable:
-        """Return a table of both, with this table's occurrences times `keep`: 0 uses only the newer, 1 forgets nothing.
-
-        Settings and embeddings are those of this table. If both tables kept all experts, the result is exact up to
-        rounding.
-        """
-        check_share(keep=keep)
-        table = replace(self)
-        table.rows_ = self.rows.blended(newer.rows, keep, self.max_bytes)
-        if self.nearest_ is not None:
-            table.nearest_ = NearestTokens(self.nearest_.embeddings, table.rows.token_ids)
-        return table
-
     def predict(self, request: PredictRequest) -> Load:
         rows = self.rows
         rows.popularity.check(request)
@@ -296,18 +275,6 @@ class TokenTable(FallsBack):
             own = own + (1 - weights.sum(axis=1))[:, None] * everyone[layer]
             out[:, layer] = trust[:, None] * own + (1 - trust[:, None]) * everyone[layer]
         return out
-
-    def affinity(self, request: PredictRequest, held: Held) -> NDArray[np.float64]:
-        """Compute the share of the request's predicted activations that are local on each rank, [rank].
-
-        `held` [rank, layer, expert] describes a placement. The shares sum to 1 unless experts have replicas.
-        """
-        load = self.predict(request)
-        check(
-            held.shape[1:] == load.shape,
-            f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {load.shape})",
-        )
-        return np.asarray(np.einsum("le,rle->r", load, held) / max(float(load.sum()), np.finfo(float).tiny))
 
     def _nearest_rows(self, token_ids: NDArray[np.int64]) -> Nearest:
         """Return the rows that predict these tokens: their own, of similarity 1, or that of the nearest token seen."""
