@@ -1,10 +1,8 @@
-"""What the token table expects of each token: confidence, shares by rank, similar tokens."""
+"""What the token table expects of each token: confidence, and shares by rank."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.placement.holdings import held_by
-from coterie.predictors import PredictRequest, TokenTable
-from coterie.predictors.token_table import NearestTokens
+from coterie.predictors import TokenTable
 from coterie.traces import ActivationTrace
 from coterie.types import Placement
 from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
@@ -119,94 +116,3 @@ def test_misshapen_requests_are_refused(rng: np.random.Generator) -> None:
     for k in (0, EXPERTS + 1):
         with pytest.raises(ConfigError, match=f"k={k} must be in 1 … num_experts=12"):
             table.expected(np.array([1]), k)
-
-
-# Tokens never seen ----------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**20), dtype=st.sampled_from([np.float16, np.float32, np.float64]))
-def test_the_nearest_token_is_that_of_a_plain_search(seed: int, dtype: Any) -> None:
-    rng = np.random.default_rng(seed)
-    embeddings = rng.standard_normal((60, 5)).astype(dtype)
-    embeddings[7] = 0
-    embeddings[12] = 2 * embeddings[11]  # as near as the one before it
-    seen = np.sort(rng.choice(60, 25, replace=False))
-    nearest = NearestTokens(embeddings, seen)
-    asked = rng.integers(-3, 70, 40)
-    found = nearest.of(asked)
-    wide = embeddings.astype(np.float64)
-    length = np.sqrt((wide * wide).sum(axis=1))
-    for token, row, similarity in zip(asked.tolist(), found.rows.tolist(), found.similarity.tolist(), strict=True):
-        if not 0 <= token < 60 or token == 7:
-            assert (row, similarity) == (-1, 0)
-            continue
-        cosines = [
-            (wide[token] * wide[other]).sum() / (length[token] * length[other]) if length[other] else -2
-            for other in seen.tolist()
-        ]
-        assert cosines[row] == pytest.approx(max(cosines), abs=1e-12)
-        assert similarity == pytest.approx(min(1, max(0.0, cosines[row])), abs=1e-12)
-        again = NearestTokens(embeddings, seen).of(np.array([token]))
-        assert (again.rows[0], again.similarity[0]) == (row, similarity), "the same whatever else is asked"
-
-
-def test_blocks_do_not_change_what_is_found(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    embeddings = rng.standard_normal((90, 4)).astype(np.float32)
-    seen, asked = np.arange(0, 90, 2), np.arange(1, 90, 2)
-    whole = NearestTokens(embeddings, seen).of(asked)
-    monkeypatch.setattr("coterie.predictors.token_table.table.BLOCK", 7)
-    parts = NearestTokens(embeddings, seen).of(asked)
-    np.testing.assert_array_equal(whole.rows, parts.rows)
-    np.testing.assert_array_equal(whole.similarity, parts.similarity)
-
-
-def test_an_unseen_token_takes_the_row_of_the_nearest(rng: np.random.Generator, tmp_path: Path) -> None:
-    trace = random_trace(rng)  # tokens 0 … 19
-    embeddings = rng.standard_normal((30, 6)).astype(np.float32)
-    embeddings[25] = 3 * embeddings[4]
-    embeddings[26] = -embeddings[:20].sum(axis=0)
-    embeddings[27] = 0
-    plain = TokenTable(experts_kept=EXPERTS).fit(trace)
-    near = TokenTable(experts_kept=EXPERTS).fit(trace, embeddings=embeddings)
-    np.testing.assert_allclose(
-        near.predict(PredictRequest(np.array([25, 25, 3]))), plain.predict(PredictRequest(np.array([4, 4, 3])))
-    )
-    np.testing.assert_array_equal(near.expected(np.array([25])).experts, plain.expected(np.array([4])).experts)
-    np.testing.assert_allclose(near.expected(np.array([25])).confidence, plain.expected(np.array([4])).confidence)
-    for token in (27, 29 + 1, -1):  # of length 0, past the vocabulary, no id
-        asked = np.array([token])
-        np.testing.assert_array_equal(near.predict(PredictRequest(asked)), plain.predict(PredictRequest(asked)))
-    seen = PredictRequest(rng.integers(0, 20, 50))
-    np.testing.assert_array_equal(near.predict(seen), plain.predict(seen))
-    near.save(tmp_path / "table")
-    again = TokenTable.load(tmp_path / "table", embeddings=embeddings)
-    asked_all = PredictRequest(np.arange(30))
-    np.testing.assert_array_equal(again.predict(asked_all), near.predict(asked_all))
-    assert TokenTable.load(tmp_path / "table").nearest_ is None
-
-
-def test_similarity_weighs_the_row_against_popularity(rng: np.random.Generator) -> None:
-    trace = random_trace(rng, vocabulary=1)
-    embeddings = np.array([[1.0, 0.0], [3.0, 4.0], [-1.0, 0.1]])  # cosines with token 0: 0.6 and below 0
-    table = TokenTable(experts_kept=EXPERTS).fit(trace, embeddings=embeddings)
-    own, popular = (table.predict(PredictRequest(np.array([token]))) for token in (0, 99))
-    between = table.predict(PredictRequest(np.array([1])))
-    np.testing.assert_allclose(between, 0.6 * own + 0.4 * popular, atol=1e-4)
-    np.testing.assert_array_equal(table.predict(PredictRequest(np.array([2]))), popular)
-
-
-def test_bad_embeddings_are_refused(rng: np.random.Generator) -> None:
-    trace = random_trace(rng)
-    bad = np.ones((30, 4))
-    bad[13, 2] = np.nan
-    wrong: list[tuple[Any, str]] = [
-        (np.ones(5), r"embeddings is float64 \(5,\)"),
-        (np.ones((3, 0)), "none 0"),
-        (np.ones((30, 4), np.int64), "expected floating point"),
-        (bad, "embedding of token 13 holds NaN"),
-        (np.full((30, 4), 1e31), "is longer than 1e"),
-    ]
-    for embeddings, problem in wrong:
-        with pytest.raises(ConfigError, match=problem):
-            TokenTable().fit(trace, embeddings=embeddings)
