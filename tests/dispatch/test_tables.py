@@ -105,16 +105,6 @@ def test_request_scores_are_means_over_tokens(seed: int, given_affinity: bool) -
     np.testing.assert_array_equal(tables.request_scores(np.empty(0, np.int64)), 1 / RANKS)
 
 
-def test_requests_are_dealt_in_rounds_by_their_scores(rng: np.random.Generator) -> None:
-    tables = random_tables(rng, 2, 20)
-    requests = [rng.choice(tables.token_ids, 6) for _ in range(2 * RANKS)]
-    schedule = tables.request_ranks(requests)
-    for first in (0, RANKS):
-        assert sorted(schedule.ranks[first : first + RANKS].tolist()) == list(range(RANKS))
-        assert schedule.ranks[first] == tables.request_scores(requests[first]).argmax()
-    assert len(tables.request_ranks([]).ranks) == 0
-
-
 def test_ranks_of_all_layers_are_taken_for_each(rng: np.random.Generator) -> None:
     one = random_tables(rng, ranks=np.arange(9)[None] % RANKS, confidence=np.full((1, 9), 1.0))
     for layer in range(LAYERS):
