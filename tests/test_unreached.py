@@ -37,10 +37,7 @@ LATER = {
 }
 """Modules, with those below them, that later work connects: reason."""
 
-NAMES = {
-    "coterie._compiled_files.ByContent": "the Makefile names it in an environment variable of Numba",
-    "coterie.gateway.control.streams.ExpertStreams.last_seq": "tests wait for it, so that none waits by the clock",
-}
+NAMES = {"coterie.gateway.control.streams.ExpertStreams.last_seq": "tests wait for it, so that none waits by the clock"}
 """Names without a use in product code that stay, as `module.name` or `module.Class.method`: reason."""
 
 VERB = re.compile(r"coterie\.cli\.verbs\..*_command")

@@ -19,7 +19,7 @@ from coterie.errors import ConfigError, TraceError
 from coterie.footprints.ranks import token_ranks
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
-from coterie.predictors import RankTransitions, TokenTable
+from coterie.predictors import RankTransitions
 from coterie.types import Placement
 from described_files import rewritten
 from token_traces import random_trace
@@ -105,16 +105,6 @@ def test_request_scores_are_means_over_tokens(seed: int, given_affinity: bool) -
     np.testing.assert_array_equal(tables.request_scores(np.empty(0, np.int64)), 1 / RANKS)
 
 
-def test_requests_are_dealt_in_rounds_by_their_scores(rng: np.random.Generator) -> None:
-    tables = random_tables(rng, 2, 20)
-    requests = [rng.choice(tables.token_ids, 6) for _ in range(2 * RANKS)]
-    schedule = tables.request_ranks(requests)
-    for first in (0, RANKS):
-        assert sorted(schedule.ranks[first : first + RANKS].tolist()) == list(range(RANKS))
-        assert schedule.ranks[first] == tables.request_scores(requests[first]).argmax()
-    assert len(tables.request_ranks([]).ranks) == 0
-
-
 def test_ranks_of_all_layers_are_taken_for_each(rng: np.random.Generator) -> None:
     one = random_tables(rng, ranks=np.arange(9)[None] % RANKS, confidence=np.full((1, 9), 1.0))
     for layer in range(LAYERS):
@@ -136,9 +126,6 @@ def test_fitted_tables_know_the_fitted_tokens(rng: np.random.Generator) -> None:
         baseline += of.local[:, layer].mean(axis=0).max()
     assert local > baseline
     np.testing.assert_allclose(tables.affinity.sum(axis=1) / AFFINITY_ONE, 1, atol=4 / AFFINITY_ONE)
-    chosen = fit_rank_tables(trace, placement, table=TokenTable().fit(trace), ranks=np.ones((1, 20), np.int64), order=1)
-    assert (chosen.token_ranks == 1).all()
-    assert chosen.order == 1
     with pytest.raises(ConfigError, match="the placement has"):
         fit_rank_tables(trace, Placement.linear(2, 12, 4))
 

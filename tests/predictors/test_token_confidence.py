@@ -1,10 +1,8 @@
-"""What the token table expects of each token: confidence, shares by rank, similar tokens, newer traffic."""
+"""What the token table expects of each token: confidence, and shares by rank."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.placement.holdings import held_by
-from coterie.predictors import PredictRequest, TokenTable
-from coterie.predictors.token_table import ONE, NearestTokens
+from coterie.predictors import TokenTable
 from coterie.traces import ActivationTrace
 from coterie.types import Placement
 from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
@@ -107,15 +104,8 @@ def test_local_shares_and_affinity_are_a_plain_sum(seed: int, spare: int) -> Non
                 everyone = popularity[layer][held[rank, layer]].sum() / TOP_K
                 expected = n / (n + 1) * own + 1 / (n + 1) * everyone
                 assert shares[row, layer, rank] == pytest.approx(expected, abs=CUT)
-    request = PredictRequest(rng.integers(0, 25, 40))
-    load = table.predict(request)
-    affinity = table.affinity(request, held)
-    expected_affinity = [load[held[rank]].sum() / load.sum() for rank in range(3)]
-    np.testing.assert_allclose(affinity, expected_affinity)
     if not spare:
         np.testing.assert_allclose(shares.sum(axis=2), 1, atol=1e-5)
-        assert affinity.sum() == pytest.approx(1)
-    assert table.affinity(PredictRequest(num_tokens=0), held).tolist() == [0, 0, 0]
 
 
 def test_misshapen_requests_are_refused(rng: np.random.Generator) -> None:
@@ -123,178 +113,6 @@ def test_misshapen_requests_are_refused(rng: np.random.Generator) -> None:
     held = np.ones((2, LAYERS, EXPERTS + 1), np.bool_)
     with pytest.raises(ConfigError, match=r"held has shape \(2, 3, 13\)"):
         table.local_shares(held)
-    with pytest.raises(ConfigError, match=r"held has shape \(2, 3, 13\)"):
-        table.affinity(PredictRequest(), held)
     for k in (0, EXPERTS + 1):
         with pytest.raises(ConfigError, match=f"k={k} must be in 1 … num_experts=12"):
             table.expected(np.array([1]), k)
-
-
-# Tokens never seen ----------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**20), dtype=st.sampled_from([np.float16, np.float32, np.float64]))
-def test_the_nearest_token_is_that_of_a_plain_search(seed: int, dtype: Any) -> None:
-    rng = np.random.default_rng(seed)
-    embeddings = rng.standard_normal((60, 5)).astype(dtype)
-    embeddings[7] = 0
-    embeddings[12] = 2 * embeddings[11]  # as near as the one before it
-    seen = np.sort(rng.choice(60, 25, replace=False))
-    nearest = NearestTokens(embeddings, seen)
-    asked = rng.integers(-3, 70, 40)
-    found = nearest.of(asked)
-    wide = embeddings.astype(np.float64)
-    length = np.sqrt((wide * wide).sum(axis=1))
-    for token, row, similarity in zip(asked.tolist(), found.rows.tolist(), found.similarity.tolist(), strict=True):
-        if not 0 <= token < 60 or token == 7:
-            assert (row, similarity) == (-1, 0)
-            continue
-        cosines = [
-            (wide[token] * wide[other]).sum() / (length[token] * length[other]) if length[other] else -2
-            for other in seen.tolist()
-        ]
-        assert cosines[row] == pytest.approx(max(cosines), abs=1e-12)
-        assert similarity == pytest.approx(min(1, max(0.0, cosines[row])), abs=1e-12)
-        again = NearestTokens(embeddings, seen).of(np.array([token]))
-        assert (again.rows[0], again.similarity[0]) == (row, similarity), "the same whatever else is asked"
-
-
-def test_blocks_do_not_change_what_is_found(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    embeddings = rng.standard_normal((90, 4)).astype(np.float32)
-    seen, asked = np.arange(0, 90, 2), np.arange(1, 90, 2)
-    whole = NearestTokens(embeddings, seen).of(asked)
-    monkeypatch.setattr("coterie.predictors.token_table.table.BLOCK", 7)
-    parts = NearestTokens(embeddings, seen).of(asked)
-    np.testing.assert_array_equal(whole.rows, parts.rows)
-    np.testing.assert_array_equal(whole.similarity, parts.similarity)
-
-
-def test_an_unseen_token_takes_the_row_of_the_nearest(rng: np.random.Generator, tmp_path: Path) -> None:
-    trace = random_trace(rng)  # tokens 0 … 19
-    embeddings = rng.standard_normal((30, 6)).astype(np.float32)
-    embeddings[25] = 3 * embeddings[4]
-    embeddings[26] = -embeddings[:20].sum(axis=0)
-    embeddings[27] = 0
-    plain = TokenTable(experts_kept=EXPERTS).fit(trace)
-    near = TokenTable(experts_kept=EXPERTS).fit(trace, embeddings=embeddings)
-    np.testing.assert_allclose(
-        near.predict(PredictRequest(np.array([25, 25, 3]))), plain.predict(PredictRequest(np.array([4, 4, 3])))
-    )
-    np.testing.assert_array_equal(near.expected(np.array([25])).experts, plain.expected(np.array([4])).experts)
-    np.testing.assert_allclose(near.expected(np.array([25])).confidence, plain.expected(np.array([4])).confidence)
-    for token in (27, 29 + 1, -1):  # of length 0, past the vocabulary, no id
-        asked = np.array([token])
-        np.testing.assert_array_equal(near.predict(PredictRequest(asked)), plain.predict(PredictRequest(asked)))
-    seen = PredictRequest(rng.integers(0, 20, 50))
-    np.testing.assert_array_equal(near.predict(seen), plain.predict(seen))
-    near.save(tmp_path / "table")
-    again = TokenTable.load(tmp_path / "table", embeddings=embeddings)
-    asked_all = PredictRequest(np.arange(30))
-    np.testing.assert_array_equal(again.predict(asked_all), near.predict(asked_all))
-    assert TokenTable.load(tmp_path / "table").nearest_ is None
-
-
-def test_similarity_weighs_the_row_against_popularity(rng: np.random.Generator) -> None:
-    trace = random_trace(rng, vocabulary=1)
-    embeddings = np.array([[1.0, 0.0], [3.0, 4.0], [-1.0, 0.1]])  # cosines with token 0: 0.6 and below 0
-    table = TokenTable(experts_kept=EXPERTS).fit(trace, embeddings=embeddings)
-    own, popular = (table.predict(PredictRequest(np.array([token]))) for token in (0, 99))
-    between = table.predict(PredictRequest(np.array([1])))
-    np.testing.assert_allclose(between, 0.6 * own + 0.4 * popular, atol=1e-4)
-    np.testing.assert_array_equal(table.predict(PredictRequest(np.array([2]))), popular)
-
-
-def test_bad_embeddings_are_refused(rng: np.random.Generator) -> None:
-    trace = random_trace(rng)
-    bad = np.ones((30, 4))
-    bad[13, 2] = np.nan
-    wrong: list[tuple[Any, str]] = [
-        (np.ones(5), r"embeddings is float64 \(5,\)"),
-        (np.ones((3, 0)), "none 0"),
-        (np.ones((30, 4), np.int64), "expected floating point"),
-        (bad, "embedding of token 13 holds NaN"),
-        (np.full((30, 4), 1e31), "is longer than 1e"),
-    ]
-    for embeddings, problem in wrong:
-        with pytest.raises(ConfigError, match=problem):
-            TokenTable().fit(trace, embeddings=embeddings)
-
-
-# Newer traffic --------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**20), keep=st.sampled_from([0.0, 0.3, 0.5, 1.0]))
-def test_merging_is_counting_both_with_the_older_decayed(seed: int, keep: float) -> None:
-    rng = np.random.default_rng(seed)
-    first, second = random_trace(rng, 6), random_trace(rng, 6, vocabulary=26)
-    whole = {"experts_kept": EXPERTS}
-    older, newer = TokenTable(**whole).fit(first), TokenTable(**whole).fit(second)
-    merged = older.merged(newer, keep)
-    (old_times, old_used), (new_times, new_used) = counted(first), counted(second)
-    rows = merged.rows
-    tokens = set(new_times) | (set(old_times) if keep else set())
-    assert rows.token_ids.tolist() == sorted(tokens)
-    assert rows.weights.sum(axis=2, dtype=np.int64).max() <= TOP_K * ONE
-    assert (np.diff(rows.weights.astype(np.int64), axis=2) <= 0).all()
-    for row, token in enumerate(rows.token_ids.tolist()):
-        n = keep * old_times.get(token, 0) + new_times.get(token, 0)
-        assert rows.counts[row] == max(1, np.rint(n))
-        for layer in range(LAYERS):
-            old, new = (used.get((token, layer), Counter()) for used in (old_used, new_used))
-            found = np.zeros(EXPERTS)
-            np.add.at(found, rows.experts[row, layer], rows.weights[row, layer] / ONE)  # 0 fills rows up
-            right = [(keep * old[e] + new[e]) / n for e in range(EXPERTS)]
-            np.testing.assert_allclose(found, right, atol=3 * 2.0**-15)
-    before, after = keep * sum(old_times.values()), sum(new_times.values())
-    right_popularity = (before * older.rows.popularity.per_token + after * newer.rows.popularity.per_token) / (
-        before + after
-    )
-    np.testing.assert_allclose(rows.popularity.per_token, right_popularity)
-    assert merged.predict(PredictRequest(np.arange(30))).sum(axis=1) == pytest.approx(30 * TOP_K)
-
-
-def test_keeping_nothing_is_the_newer_table(rng: np.random.Generator, tmp_path: Path) -> None:
-    older, newer = TokenTable().fit(random_trace(rng)), TokenTable().fit(random_trace(rng))
-    older.merged(newer, 0.0).save(tmp_path / "merged")
-    newer.save(tmp_path / "newer")
-    assert (tmp_path / "merged").read_bytes() == (tmp_path / "newer").read_bytes()
-
-
-def test_newer_traffic_takes_over(rng: np.random.Generator) -> None:
-    """A token whose experts changed follows the newer traffic, the sooner the less is kept."""
-    ids = distinct(rng, 2)
-    old = TokenTable().fit(trace_of(ids[[0] * 8], [5] * 8, [8]))
-    new = TokenTable().fit(trace_of(ids[[1] * 8], [5] * 8, [8]))
-    for keep, share in ((1.0, 0.5), (0.5, 1 / 3), (0.1, 1 / 11)):
-        merged = old.merged(new, keep)
-        load = merged.predict(PredictRequest(np.array([5])))[0]
-        own = np.setdiff1d(ids[0, 0], ids[1, 0])
-        np.testing.assert_allclose(load[own], share, atol=1e-4)
-    twice = old.merged(new).merged(new)
-    assert twice.predict(PredictRequest(np.array([5])))[0][own].max() < 0.15
-
-
-def test_merging_keeps_within_max_bytes_and_settings(rng: np.random.Generator) -> None:
-    embeddings = rng.standard_normal((40, 3))
-    older = TokenTable(smoothing=0.5, max_bytes=400).fit(random_trace(rng), embeddings=embeddings)
-    merged = older.merged(TokenTable().fit(random_trace(rng)))
-    assert merged.smoothing == 0.5
-    assert merged.rows.nbytes <= 400
-    assert len(merged.rows.token_ids) >= 1
-    assert merged.nearest_ is not None
-    assert merged.nearest_ is not older.nearest_
-
-
-def test_tables_of_different_models_do_not_merge(rng: np.random.Generator) -> None:
-    table = TokenTable().fit(random_trace(rng))
-    for other in (
-        trace_of(distinct(rng, 4, layers=2), [1, 2, 3, 4], [4]),
-        trace_of(distinct(rng, 4, k=3), [1, 2, 3, 4], [4]),
-        trace_of(distinct(rng, 4, experts=9), [1, 2, 3, 4], [4], experts=9),
-    ):
-        with pytest.raises(ConfigError, match="in the newer table; it must be"):
-            table.merged(TokenTable().fit(other))
-    with pytest.raises(ConfigError, match=r"keep=1.5 must be in 0 … 1"):
-        table.merged(table, 1.5)

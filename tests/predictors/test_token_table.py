@@ -234,14 +234,6 @@ def test_round_trip_is_exact(saved: tuple[TokenTable, Path], tmp_path: Path, rng
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "table.safetensors"]
 
 
-def test_a_file_without_confidence_smoothing_has_the_default(saved: tuple[Any, Any]) -> None:
-    """Files written before tables had confidences are still read."""
-    table, file = saved
-    again = TokenTable.load(rewritten(file, drop=("confidence_smoothing",)))
-    assert again.confidence_smoothing == TokenTable().confidence_smoothing
-    np.testing.assert_array_equal(again.rows.weights, table.rows.weights)
-
-
 def test_nothing_is_replaced(saved: tuple[Any, Any]) -> None:
     table, file = saved
     with pytest.raises(ConfigError, match="exists already; choose another name"):

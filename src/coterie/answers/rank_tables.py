@@ -20,14 +20,11 @@ def fit_rank_tables(
     requests: NDArray[np.integer] | None = None,
     *,
     table: TokenTable | None = None,
-    ranks: NDArray[np.integer] | None = None,
-    order: int = 2,
 ) -> RankTables:
     """Fit the tables of a placement on some requests of a trace (None: all requests).
 
-    `table` is a token table that is already fitted; None fits one. `ranks` [layer, token id seen] (or [1, token id
-    seen]) are ranks chosen elsewhere, for example by co-clustering; None takes the rank with the largest expected
-    share.
+    A token's rank is that with the largest expected share. `table` is a token table that is already fitted; None fits
+    one.
     """
     check(
         trace.meta.num_layers == placement.num_layers and trace.meta.num_experts == placement.num_experts,
@@ -37,20 +34,18 @@ def fit_rank_tables(
     known = TokenTable().fit(trace, requests) if table is None else table
     held = held_by(placement)
     shares = known.local_shares(held)  # [token id seen, layer, rank]
-    chosen = shares.argmax(axis=2).T if ranks is None else np.broadcast_to(ranks, shares.shape[1::-1])
-    confidence = np.take_along_axis(shares, chosen.T[:, :, None].astype(np.int64), axis=2)[..., 0].T
     tokens, offsets = trace.arrays()
     spans = range(trace.num_requests) if requests is None else np.unique(requests)
     at = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in spans])
     of = token_ranks(tokens.expert_ids[at], held)
-    transitions = RankTransitions(order).fit(of.ranks, placement.num_ranks, of.local, trace.meta.top_k)
+    transitions = RankTransitions().fit(of.ranks, placement.num_ranks, of.local, trace.meta.top_k)
     rows = transitions.rows
     return RankTables.of(
         placement=placement,
         token_ids=known.rows.token_ids,
-        ranks=chosen,
-        confidence=confidence,
-        contexts=Contexts(order, rows.offsets, rows.keys, rows.ranks, rows.confidence),
+        ranks=shares.argmax(axis=2).T,
+        confidence=shares.max(axis=2).T,
+        contexts=Contexts(transitions.order, rows.offsets, rows.keys, rows.ranks, rows.confidence),
         affinity=shares.mean(axis=1),
         model=trace.meta.model,
         top_k=trace.meta.top_k,

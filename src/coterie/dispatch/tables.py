@@ -12,15 +12,13 @@ A token never seen has no row: its context decides, and without a known context 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from coterie.dispatch.requests import RequestSchedule, schedule_requests
 from coterie.dispatch.shuffle import ShuffleSchedule, shuffle_schedule
 from coterie.errors import ConfigError, TraceError, check, check_new_file, check_within
 from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts
@@ -225,11 +223,6 @@ class RankTables:
         """Return the shuffle of a step's tokens to their ranks in a layer, in equal blocks (attention-TP)."""
         ranks, confidence = self.ranks_of(token_ids, layer, previous)
         return shuffle_schedule(ranks, self.placement.num_ranks, confidence)
-
-    def request_ranks(self, requests: Sequence[NDArray[np.integer]], load: ArrayLike | None = None) -> RequestSchedule:
-        """Assign requests, given by their token ids, to ranks (attention-DP); `load` [rank] is the present load."""
-        scores = [self.request_scores(token_ids) for token_ids in requests]
-        return schedule_requests(np.array(scores).reshape(len(scores), self.placement.num_ranks), load)
 
     def request_scores(self, token_ids: NDArray[np.integer]) -> NDArray[np.float64]:
         """Return [rank] the mean affinity of a request's tokens, in 0 … 1.

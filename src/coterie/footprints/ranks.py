@@ -1,8 +1,7 @@
 """Ranks of tokens: which rank holds a token's experts in each layer, and the sequences that these ranks form.
 
 A token's *rank in a layer* is the rank that holds most of the experts it activates there. If several ranks hold equally
-many, it is the rank whose experts have the larger gate weight, if weights are given, then the rank whose expert is
-listed first: top-k lists the highest gate score first.
+many, it is the rank whose expert is listed first: top-k lists the highest gate score first.
 
 The *context* of a token at layer l is its ranks in the layers before l, the latest first: order m uses m layers.
 Contexts of all orders have one numbering, so that one sorted array of keys finds any context::
@@ -15,12 +14,11 @@ R is the number of ranks. The context of order m - 1 is that of order m without 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
 from coterie.errors import ConfigError, check
 
 MAX_ORDER = 5
@@ -40,66 +38,24 @@ class TokenRanks(NamedTuple):
     """[token, layer, rank] number of the token's activations whose expert the rank holds."""
 
 
-def token_ranks(
-    expert_ids: NDArray[np.integer], held: Held, gate_weights: NDArray[np.floating] | None = None
-) -> TokenRanks:
-    """Return the rank of each token in each layer, from expert ids [token, layer, k]."""
+def token_ranks(expert_ids: NDArray[np.integer], held: Held) -> TokenRanks:
+    """Return the rank of each token in each layer, from expert ids [token, layer, k]; of equals the first listed."""
     check(
         expert_ids.ndim == 3 and held.ndim == 3 and expert_ids.shape[1] == held.shape[1] and expert_ids.shape[2],
         f"expert_ids has shape {expert_ids.shape}, held {held.shape}; expected [token, layer, k] and "
         "[rank, layer, expert] with the same layers",
     )
-    if gate_weights is not None and gate_weights.shape != expert_ids.shape:
-        raise ConfigError(f"gate_weights has shape {gate_weights.shape}; expert_ids has {expert_ids.shape}")
-    shape = expert_ids.shape[:2]
-    ranks, local = np.zeros(shape, np.int64), np.zeros((*shape, len(held)), np.uint16)
-    weights = np.zeros((1, 1, 1), np.float32) if gate_weights is None else gate_weights
-    bad = _token_ranks(
-        np.ascontiguousarray(expert_ids),
-        np.ascontiguousarray(held),
-        np.ascontiguousarray(weights, np.float32),
-        gate_weights is not None,
-        ranks,
-        local,
-    )
-    check(bad < 0, f"token {bad} activates an expert outside 0 … {held.shape[2] - 1}")
-    return TokenRanks(ranks, local)
-
-
-@njit()
-def _token_ranks(
-    expert_ids: NDArray[Any],
-    held: NDArray[Any],
-    gate_weights: NDArray[Any],
-    weighted: bool,
-    ranks: NDArray[Any],
-    local: NDArray[Any],
-) -> int:
+    bad = np.argwhere((expert_ids < 0) | (expert_ids >= held.shape[2]))
+    if len(bad):
+        raise ConfigError(f"token {bad[0, 0]} activates an expert outside 0 … {held.shape[2] - 1}")
     tokens, layers, k = expert_ids.shape
-    total = np.zeros(len(held))
-    first = np.zeros(len(held), np.int64)
-    for token in range(tokens):
-        for layer in range(layers):
-            total[:] = 0.0
-            first[:] = k
-            for j in range(k):
-                expert = np.int64(expert_ids[token, layer, j])
-                if expert < 0 or expert >= held.shape[2]:
-                    return int(token)
-                for rank in range(len(held)):
-                    if held[rank, layer, expert]:
-                        local[token, layer, rank] += 1
-                        first[rank] = min(first[rank], j)
-                        if weighted:
-                            total[rank] += gate_weights[token, layer, j]
-            best = 0
-            for rank in range(1, len(held)):
-                more = np.int64(local[token, layer, rank]) - np.int64(local[token, layer, best])
-                heavier = total[rank] - total[best]
-                if more > 0 or (more == 0 and (heavier > 0 or (heavier == 0 and first[rank] < first[best]))):
-                    best = rank
-            ranks[token, layer] = best
-    return -1
+    ranks, local = np.zeros((tokens, layers), np.int64), np.zeros((tokens, layers, len(held)), np.uint16)
+    for layer in range(layers):
+        here = np.ascontiguousarray(held[:, layer].T)[expert_ids[:, layer]]  # [token, k, rank]
+        count = here.sum(axis=1, dtype=np.uint16)
+        first = np.where(count > 0, here.argmax(axis=1), k)
+        local[:, layer], ranks[:, layer] = count, (count * (k + 1) - first).argmax(axis=1)
+    return TokenRanks(ranks, local)
 
 
 def key_starts(num_ranks: int, order: int) -> NDArray[np.int64]:

@@ -95,7 +95,7 @@ class SeenRequests:
             local[:, layer] = np.einsum("ik,ikr->ir", items.weights[:, layer], beside)
         if items.one_rank:
             share = local.sum(axis=1)
-            found = np.take_along_axis(share, schedule_requests(share).ranks[:, None], axis=1)[:, 0]
+            found = np.take_along_axis(share, schedule_requests(share)[:, None], axis=1)[:, 0]
         else:
             found = local.max(axis=2).sum(axis=1)
         return float(items.frequency @ found / (items.frequency @ items.weights.sum(axis=(1, 2))))

@@ -1,4 +1,4 @@
-"""Rows of the token table: counted from a trace, summed for a request, blended with newer rows, saved to a file."""
+"""Rows of the token table: counted from a trace, summed for a request, saved to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import TraceError, check, check_file
+from coterie.errors import TraceError, check_file
 from coterie.predictors.base import ActivationRates
 from coterie.traces.store import ArrayFile, value_errors, write_described
 from coterie.types import narrowest_uint
@@ -43,55 +43,6 @@ class TokenRows(NamedTuple):
         at = np.searchsorted(self.token_ids, token_ids)
         at[at == len(self.token_ids)] = 0
         return np.where(self.token_ids[at] == token_ids, at, -1)
-
-    def blended(self, newer: TokenRows, keep: float, max_bytes: int) -> TokenRows:
-        """Return rows with these occurrences times `keep`, plus the occurrences of `newer` rows of the same model.
-
-        An expert that either table did not keep counts as never activated there. The popularity is blended in
-        proportion to the tokens counted.
-        """
-        self._check_same_model(newer)
-        old_counts = keep * self.counts
-        both = np.union1d(self.token_ids[old_counts > 0], newer.token_ids)
-        old_at, new_at = self.find(both), newer.find(both)
-        old = np.where(old_at >= 0, old_counts[old_at], 0.0)
-        new = np.where(new_at >= 0, newer.counts[new_at], 0).astype(np.float64)
-        # A count of at least 1: one occurrence predicts better than popularity (docs/predictors.md).
-        counts = np.maximum(1, np.rint(old + new)).astype(np.int64)
-        kept = max(self.experts.shape[2], newer.experts.shape[2])
-        layers, experts = self.popularity.num_layers, self.popularity.num_experts
-        chosen, out_experts, out_weights = empty_rows(counts, layers, kept, experts, max_bytes)
-        _blend_rows(
-            self.experts,
-            self.weights,
-            old_at[chosen],
-            (old / (old + new))[chosen],
-            newer.experts,
-            newer.weights,
-            new_at[chosen],
-            experts,
-            out_experts,
-            out_weights,
-        )
-        before = keep * float(self.counts.sum())
-        part = before / (before + float(newer.counts.sum()))
-        return TokenRows(
-            token_ids=both[chosen].astype(np.int32),
-            counts=counts[chosen],
-            experts=out_experts,
-            weights=out_weights,
-            popularity=ActivationRates(
-                part * self.popularity.per_token + (1 - part) * newer.popularity.per_token, self.popularity.top_k
-            ),
-            model=self.model,
-            layer_ids=self.layer_ids,
-        )
-
-    def _check_same_model(self, other: TokenRows) -> None:
-        mine = (self.model, self.popularity.per_token.shape, self.popularity.top_k, self.layer_ids)
-        theirs = (other.model, other.popularity.per_token.shape, other.popularity.top_k, other.layer_ids)
-        for name, one, two in zip(("model", "[layer, expert]", "top_k", "layer_ids"), mine, theirs, strict=True):
-            check(one == two, f"{name} is {two!r} in the newer table; it must be {one!r}, as in the older")
 
 
 def empty_rows(
@@ -159,48 +110,6 @@ def count_rows(
             for place in range(size):
                 counts[used[place]] = 0
     return -1
-
-
-@njit()
-def _blend_rows(
-    old_experts: NDArray[Any],
-    old_weights: NDArray[Any],
-    old_at: NDArray[Any],
-    share: NDArray[Any],
-    new_experts: NDArray[Any],
-    new_weights: NDArray[Any],
-    new_at: NDArray[Any],
-    num_experts: int,
-    experts: NDArray[Any],
-    weights: NDArray[Any],
-) -> None:
-    """Fill rows with share x old row + (1 - share) x new row; index -1 means no row. Weights are rounded down."""
-    kept = experts.shape[2]
-    amounts = np.zeros(num_experts)
-    used = np.empty(num_experts, np.int64)
-    for row in range(len(share)):
-        for layer in range(experts.shape[1]):
-            size = 0
-            for side in range(2):
-                at = old_at[row] if side == 0 else new_at[row]
-                part = share[row] if side == 0 else 1.0 - share[row]
-                if at < 0 or part <= 0.0:  # an amount of 0 marks an expert that is not listed yet
-                    continue
-                side_experts, side_weights = (old_experts, old_weights) if side == 0 else (new_experts, new_weights)
-                for j in range(side_experts.shape[2]):
-                    if side_weights[at, layer, j] == 0:
-                        break
-                    expert = np.int64(side_experts[at, layer, j])
-                    if amounts[expert] == 0.0:
-                        used[size] = expert
-                        size += 1
-                    amounts[expert] += part * side_weights[at, layer, j]
-            _most_used(amounts, used, size, kept)
-            for place in range(min(kept, size)):
-                experts[row, layer, place] = used[place]
-                weights[row, layer, place] = np.uint16(amounts[used[place]])
-            for place in range(size):
-                amounts[used[place]] = 0.0
 
 
 @njit()

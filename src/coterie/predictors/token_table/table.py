@@ -2,35 +2,23 @@
 
 Right where a token's identity determines its experts: in the first layers of most models and, on average over a prompt,
 in many more layers. Wrong where the context determines them. The row of a token seen n times has weight
-n / (n + smoothing) and popularity the rest; an unseen token is predicted by popularity alone. With embeddings, an
-unseen token uses the row of the most similar token seen.
+n / (n + smoothing) and popularity the rest; an unseen token is predicted by popularity alone.
 
 A full table of 200,000 tokens, 48 layers and 128 experts would be 4.9 GB in 32 bits. So only tokens that were seen are
 kept, and in each layer only their `experts_kept` most likely experts, at three bytes each. Popularity also replaces the
 experts not kept: the load of a layer always sums to tokens x top_k.
-
-The embeddings of a whole vocabulary may be mapped from a checkpoint, and a copy may not fit in memory. So they are
-compared in blocks and never copied as a whole. Results are cached by token id.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import (
-    ConfigError,
-    check,
-    check_at_least,
-    check_new_file,
-    check_not_negative,
-    check_share,
-    require_fitted,
-)
+from coterie.errors import ConfigError, check, check_at_least, check_new_file, check_not_negative, require_fitted
 from coterie.predictors.base import (
     ActivationRates,
     FallsBack,
@@ -54,93 +42,6 @@ from coterie.predictors.token_table.rows import (
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import value_errors
 
-BLOCK = 4096
-"""Rows compared at a time: 64 MB of float32 at a width of 4,096."""
-_SHORTEST, _LONGEST = 1e-30, 1e30
-"""Range of embedding norms that float32 can compare; a shorter embedding counts as zero, a longer one is refused."""
-_CLOSE = 1e-4
-"""Difference of float32 cosines below which candidates are compared again in float64, so that the result does not
-depend on how many tokens are searched at once."""
-
-
-class Nearest(NamedTuple):
-    """The nearest seen token of each of several tokens."""
-
-    rows: NDArray[np.int64]
-    """[token] index of the nearest among the seen tokens; -1 if the token has no embedding, or a zero one."""
-    similarity: NDArray[np.float64]
-    """[token] cosine of the two embeddings, in 0 … 1; negative cosines are set to 0."""
-
-
-class NearestTokens:
-    """Finds the nearest of the seen tokens; if tied, the one with the lowest id."""
-
-    def __init__(self, embeddings: NDArray[np.floating], seen: NDArray[np.integer]) -> None:
-        check(
-            embeddings.ndim == 2 and 0 not in embeddings.shape and embeddings.dtype.kind == "f",
-            f"embeddings is {embeddings.dtype} {embeddings.shape}; expected floating point [vocabulary, width], none 0",
-        )
-        self.embeddings = embeddings
-        self._lengths = np.concatenate([_lengths(part) for part in _blocks(embeddings)])
-        for token in np.flatnonzero(~(self._lengths <= _LONGEST)):
-            raise ConfigError(f"the embedding of token {token} holds NaN, or is longer than {_LONGEST:g}")
-        self._lengths[self._lengths < _SHORTEST] = 0
-        inside = np.flatnonzero((seen >= 0) & (seen < len(embeddings)))
-        self._rows = inside[self._lengths[seen[inside]] > 0]
-        self._seen = np.asarray(seen)[self._rows]
-        self._found: dict[int, tuple[int, float]] = {}
-
-    def of(self, token_ids: NDArray[np.integer]) -> Nearest:
-        """Find the nearest seen token of each id."""
-        new = np.array(
-            [token for token in np.unique(np.asarray(token_ids, np.int64)).tolist() if token not in self._found],
-            np.int64,
-        )
-        if len(new):
-            self._search(new)
-        found = [self._found[token] for token in np.asarray(token_ids).tolist()]
-        return Nearest(np.array([f[0] for f in found], np.int64), np.array([f[1] for f in found], np.float64))
-
-    def _search(self, tokens: NDArray[np.int64]) -> None:
-        self._found.update(dict.fromkeys(tokens.tolist(), (-1, 0.0)))
-        if not len(self._seen):
-            return
-        inside = tokens[(tokens >= 0) & (tokens < len(self.embeddings))]
-        inside = inside[self._lengths[inside] > 0]
-        for asked in _blocks(inside, 256):
-            queries = self._rows_of(asked) / self._lengths[asked, None].astype(np.float32)
-            close: list[list[tuple[float, int]]] = [[] for _ in asked]
-            best = np.full(len(asked), -np.inf)
-            for start in range(0, len(self._seen), BLOCK):
-                part = self._seen[start : start + BLOCK]
-                cosine = queries @ self._rows_of(part).T / self._lengths[part]  # [asked, part]
-                best = np.maximum(best, cosine.max(axis=1))
-                for i, j in np.argwhere(cosine >= best[:, None] - _CLOSE).tolist():
-                    close[i].append((float(cosine[i, j]), start + j))
-            for i, token in enumerate(asked.tolist()):
-                near = np.array([at for value, at in close[i] if value >= best[i] - _CLOSE])
-                exact = self._cosines(token, self._seen[near])
-                first = int(np.argmax(exact))
-                self._found[token] = (int(self._rows[near[first]]), min(1.0, max(0.0, float(exact[first]))))
-
-    def _rows_of(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-        return np.asarray(self.embeddings[tokens], np.float32)
-
-    def _cosines(self, token: int, others: NDArray[np.integer]) -> NDArray[np.float64]:
-        products = self.embeddings[others].astype(np.float64) * self.embeddings[token].astype(np.float64)
-        return np.asarray(products.sum(axis=1) / (self._lengths[others] * self._lengths[token]))
-
-
-def _blocks(rows: NDArray[Any], size: int = BLOCK) -> list[NDArray[Any]]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def _lengths(rows: NDArray[Any]) -> NDArray[np.float64]:
-    return np.asarray(np.sqrt(np.square(rows.astype(np.float64)).sum(axis=1)))
-
-
-Embeddings = NDArray[np.floating]
-"""[vocabulary, width] input embeddings of the model, any floating point dtype."""
 Held = NDArray[np.bool_]
 """[rank, layer, expert] whether the rank holds the expert."""
 
@@ -172,7 +73,6 @@ class TokenTable(FallsBack):
     """Like `smoothing`, but for confidences: a token seen once has a share of 1 on its own experts, which says little
     about its next occurrence."""
     rows_: TokenRows | None = field(default=None, init=False, repr=False)
-    nearest_: NearestTokens | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_not_negative(smoothing=self.smoothing, confidence_smoothing=self.confidence_smoothing)
@@ -187,12 +87,7 @@ class TokenTable(FallsBack):
         return self.rows.popularity
 
     def fit(
-        self,
-        trace: ActivationTrace,
-        requests: NDArray[np.integer] | None = None,
-        phase: int | None = None,
-        *,
-        embeddings: Embeddings | None = None,
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> TokenTable:
         """Count the tokens of these requests; the trace must have token ids."""
         tokens, offsets = trace.arrays()
@@ -222,21 +117,7 @@ class TokenTable(FallsBack):
             model=meta.model,
             layer_ids=meta.layer_ids,
         )
-        self.nearest_ = None if embeddings is None else NearestTokens(embeddings, self.rows.token_ids)
         return self
-
-    def merged(self, newer: TokenTable, keep: float = 0.5) -> TokenTable:
-        """Return a table of both, with this table's occurrences times `keep`: 0 uses only the newer, 1 forgets nothing.
-
-        Settings and embeddings are those of this table. If both tables kept all experts, the result is exact up to
-        rounding.
-        """
-        check_share(keep=keep)
-        table = replace(self)
-        table.rows_ = self.rows.blended(newer.rows, keep, self.max_bytes)
-        if self.nearest_ is not None:
-            table.nearest_ = NearestTokens(self.nearest_.embeddings, table.rows.token_ids)
-        return table
 
     def predict(self, request: PredictRequest) -> Load:
         rows = self.rows
@@ -244,12 +125,12 @@ class TokenTable(FallsBack):
         if request.token_ids is None or not len(request.token_ids):
             return rows.popularity.scaled(request)
         wanted, times = np.unique(np.asarray(request.token_ids, np.int64), return_counts=True)
-        nearest = self._nearest_rows(wanted)
-        known = nearest.rows >= 0
-        seen = rows.counts[nearest.rows[known]]
-        trust = times[known] * (seen / (seen + self.smoothing)) * nearest.similarity[known]
+        at = rows.find(wanted)
+        known = at >= 0
+        seen = rows.counts[at[known]]
         out = np.zeros((self.num_layers, self.num_experts))
-        placed = add_rows(rows.experts, rows.weights, nearest.rows[known], trust, out)  # [layer] activations
+        trust = times[known] * (seen / (seen + self.smoothing))
+        placed = add_rows(rows.experts, rows.weights, at[known], trust, out)  # [layer] activations
         rest = len(request.token_ids) * rows.popularity.top_k - placed
         out += rest[:, None] / rows.popularity.top_k * rows.popularity.per_token
         return out * (1.0 if request.num_tokens is None else request.num_tokens / len(request.token_ids))
@@ -264,13 +145,13 @@ class TokenTable(FallsBack):
         rows, popularity = self.rows, self.rows.popularity
         size = popularity.top_k if k is None else k
         check(1 <= size <= self.num_experts, f"k={size} must be in 1 … num_experts={self.num_experts}")
-        nearest = self._nearest_rows(np.asarray(token_ids, np.int64))
-        shape = (len(nearest.rows), self.num_layers)
+        at = rows.find(np.asarray(token_ids, np.int64))
+        shape = (len(at), self.num_layers)
         experts, share, prior = np.zeros((*shape, size), np.int64), np.zeros(shape), np.zeros(shape)
         popular = np.argsort(-popularity.per_token, axis=1, kind="stable")
-        top_experts(rows.experts, rows.weights, nearest.rows, popular, popularity.per_token, experts, share, prior)
-        counts = np.where(nearest.rows >= 0, rows.counts[nearest.rows], 0)  # a token without a row has no trust
-        trust = (nearest.similarity * counts / np.maximum(counts + self.confidence_smoothing, 1e-300))[:, None]
+        top_experts(rows.experts, rows.weights, at, popular, popularity.per_token, experts, share, prior)
+        counts = np.where(at >= 0, rows.counts[at], 0)  # a token without a row has no trust
+        trust = (counts / np.maximum(counts + self.confidence_smoothing, 1e-300))[:, None]
         # `share` and `prior` are sums ÷ k; the share of a token's activations is the sum ÷ top_k.
         return Expected(experts, np.minimum(1.0, (size / popularity.top_k) * (trust * share + (1 - trust) * prior)))
 
@@ -297,32 +178,8 @@ class TokenTable(FallsBack):
             out[:, layer] = trust[:, None] * own + (1 - trust[:, None]) * everyone[layer]
         return out
 
-    def affinity(self, request: PredictRequest, held: Held) -> NDArray[np.float64]:
-        """Compute the share of the request's predicted activations that are local on each rank, [rank].
-
-        `held` [rank, layer, expert] describes a placement. The shares sum to 1 unless experts have replicas.
-        """
-        load = self.predict(request)
-        check(
-            held.shape[1:] == load.shape,
-            f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {load.shape})",
-        )
-        return np.asarray(np.einsum("le,rle->r", load, held) / max(float(load.sum()), np.finfo(float).tiny))
-
-    def _nearest_rows(self, token_ids: NDArray[np.int64]) -> Nearest:
-        """Return the rows that predict these tokens: their own, of similarity 1, or that of the nearest token seen."""
-        at = self.rows.find(token_ids)
-        similarity = np.where(at >= 0, 1.0, 0.0)
-        unseen = np.flatnonzero(at < 0)
-        if self.nearest_ is not None and len(unseen):
-            at[unseen], similarity[unseen] = self.nearest_.of(token_ids[unseen])
-        return Nearest(at, similarity)
-
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file; the same table gives the same bytes. Refuses to overwrite a file.
-
-        Embeddings are not saved: pass them to `load`.
-        """
+        """Write one safetensors file; the same table gives the same bytes. Refuses to overwrite a file."""
         file = Path(path)
         check_new_file(file)
         write_rows(
@@ -337,17 +194,17 @@ class TokenTable(FallsBack):
         )
 
     @classmethod
-    def load(cls, path: str | Path, *, embeddings: Embeddings | None = None) -> TokenTable:
+    def load(cls, path: str | Path) -> TokenTable:
         """Map a saved table into memory, which processes on one machine share. All values are checked."""
         file = Path(path)
         about, rows = read_rows(file)
         with value_errors(file, "metadata", "metadata"):
             kept = about["experts_kept"]
-            # Files written before confidences existed lack this setting.
-            smoothing = float(about.get("confidence_smoothing", cls().confidence_smoothing))
             table = cls(
-                float(about["smoothing"]), None if kept is None else int(kept), int(about["max_bytes"]), smoothing
+                float(about["smoothing"]),
+                None if kept is None else int(kept),
+                int(about["max_bytes"]),
+                float(about["confidence_smoothing"]),
             )
         table.rows_ = rows
-        table.nearest_ = None if embeddings is None else NearestTokens(embeddings, rows.token_ids)
         return table

@@ -136,7 +136,7 @@ def serving_of(contender: Contender, recorded: NDArray[np.int64]) -> Serving:
         return Serving(None, contender.affinity)
     if contender.affinity is None:
         return Serving(np.arange(len(recorded)) % contender.placement.num_ranks, None)
-    return Serving(schedule_requests(contender.affinity[recorded]).ranks, None)
+    return Serving(schedule_requests(contender.affinity[recorded]), None)
 
 
 def fitted_counts(bench: ServingBench) -> NDArray[np.int64]:

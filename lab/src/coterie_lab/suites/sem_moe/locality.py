@@ -195,8 +195,8 @@ def _rates(sample: Sample, expert_ranks: NDArray[np.int64], ranks: int) -> dict[
         scores = expected.sum(axis=1)
         homes = {
             "round_robin": np.arange(count) % ranks,
-            "affinity": schedule_requests(scores / np.maximum(prior, 1e-9)).ranks,
-            "oracle": schedule_requests(by_rank.sum(axis=1) / by_rank.sum(axis=(1, 2))[:, None]).ranks,
+            "affinity": schedule_requests(scores / np.maximum(prior, 1e-9)),
+            "oracle": schedule_requests(by_rank.sum(axis=1) / by_rank.sum(axis=(1, 2))[:, None]),
         }
         whole = by_rank.sum(axis=1)
         return {name: float(whole[np.arange(count), home].sum()) / total for name, home in homes.items()}

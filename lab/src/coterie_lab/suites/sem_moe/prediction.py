@@ -60,7 +60,6 @@ class TokenCase(NamedTuple):
     trace: ActivationTrace
     groups: Sequence[Hashable]
     """[request] group of requests with the same prompt."""
-    embeddings: NDArray[np.floating] | None = None
 
 
 class Split(NamedTuple):
@@ -101,9 +100,7 @@ def _cases(options: SuiteOptions, report: Report) -> list[TokenCase]:
     cases = [TokenCase(case.name, case.trace, case.groups) for case in read]
     if options.model is not None:
         recorded = record_prompts(options, report, [])
-        weights = recorded.loaded.model.get_input_embeddings().weight.detach().float().cpu().numpy()
-        groups = prompt_groups(recorded.trace)
-        cases.append(TokenCase(recorded.loaded.name, recorded.trace, groups, weights))
+        cases.append(TokenCase(recorded.loaded.name, recorded.trace, prompt_groups(recorded.trace)))
     return cases
 
 
@@ -206,35 +203,31 @@ def _confidence_rows(case: TokenCase, splits: Sequence[Split]) -> list[Row]:
     trace = case.trace
     tokens, _ = trace.arrays()
     assert tokens.token_ids is not None
-    samples: dict[tuple[int, int | None, str], list[tuple[float, float, int]]] = {}
+    samples: dict[tuple[int, int | None], list[tuple[float, float, int]]] = {}
     for split in splits:
         ids, right = tokens.token_ids[split.sample], tokens.expert_ids[split.sample]
-        tables = {"popularity": TokenTable().fit(trace, split.fit_requests)}
-        if case.embeddings is not None:
-            tables["embedding"] = TokenTable().fit(trace, split.fit_requests, embeddings=case.embeddings)
-        for unseen, table in tables.items():
-            expected = table.expected(ids)
-            hits = (expected.experts[..., None] == right[:, :, None, :]).any(axis=-1).mean(axis=-1)  # [token, layer]
-            rows = table.rows.find(ids)
-            counts = np.where(rows >= 0, table.rows.counts[rows], 0)
-            for low, high in SEEN if unseen == "popularity" else SEEN[:1]:
-                chosen = (counts >= low) & (counts <= (high if high is not None else np.inf))
-                if chosen.any():
-                    value = (float(expected.confidence[chosen].mean()), float(hits[chosen].mean()), int(chosen.sum()))
-                    samples.setdefault((low, high, unseen), []).append(value)
+        table = TokenTable().fit(trace, split.fit_requests)
+        expected = table.expected(ids)
+        hits = (expected.experts[..., None] == right[:, :, None, :]).any(axis=-1).mean(axis=-1)  # [token, layer]
+        rows = table.rows.find(ids)
+        counts = np.where(rows >= 0, table.rows.counts[rows], 0)
+        for low, high in SEEN:
+            chosen = (counts >= low) & (counts <= (high if high is not None else np.inf))
+            if chosen.any():
+                value = (float(expected.confidence[chosen].mean()), float(hits[chosen].mean()), int(chosen.sum()))
+                samples.setdefault((low, high), []).append(value)
     return [
         {
             "part": "confidence",
             "trace": case.name,
             "seen_from": low,
             "seen_to": high,
-            "unseen_by": unseen if low == 0 else None,
             "tokens": int(np.mean([v[2] for v in values])),
             **spread("confidence", [v[0] for v in values]),
             **spread("hits", [v[1] for v in values]),
             "published": None,
         }
-        for (low, high, unseen), values in samples.items()
+        for (low, high), values in samples.items()
     ]
 
 
