@@ -50,17 +50,12 @@ def test_loads_are_whole_tokens_of_every_prompt() -> None:
     assert totals.max() <= 512 * 4
 
 
-def test_rows_are_of_both_planners_and_of_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_of_both_planners(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ITEMS": 60, "LAYERS": 2, "EXPERTS": 16, "TOP_K": 2, "RANKS": 4, "THEMES": 4}.items():
         monkeypatch.setattr(bench, name, value)
-    for name, value in {"SMALL_EXPERTS": 4, "SMALL_ITEMS": 6, "SMALL_CASES": 2}.items():
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench, "SMALL_RANKS", (2,))
     rows = benches["co-clustering"](lambda *_: None)
-    assert [row["name"] for row in rows] == ["sem_moe plan", "co_cluster plan", "alternating against the optimum"]
+    assert [row["name"] for row in rows] == ["sem_moe plan", "co_cluster plan"]
     assert rows[0]["median_ms"] > 0
-    assert rows[2]["closed"] == 2
-    assert rows[2]["mean_excess_pct"] >= 0
 
 
 def test_items_are_of_a_model() -> None:

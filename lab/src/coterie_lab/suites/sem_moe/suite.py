@@ -1,7 +1,6 @@
 """Semantic parallelism (Sem-MoE): tokens and experts on the same rank, from the table to the collective.
 
     locality      local activation rate and imbalance on unseen requests, by planner, schedule and number of ranks
-    optimum       co-clustering against the proven optimum of small instances, drawn from the fitted requests
     layer_time, layer_saving          a MoE layer against the rate, by phase and link: where fewer bytes pay
     serving       throughput within latency limits, attention data parallel
     latency       TTFT and E2E at one request a second, attention tensor parallel
@@ -22,7 +21,6 @@ from coterie.errors import ConfigError
 from coterie_lab.suites.sem_moe.latency import latency_notes, latency_rows
 from coterie_lab.suites.sem_moe.layer_time import draw_layer_time, layer_time_notes, layer_time_rows
 from coterie_lab.suites.sem_moe.locality import locality_notes, locality_rows
-from coterie_lab.suites.sem_moe.optimum import optimum_notes, optimum_rows
 from coterie_lab.suites.sem_moe.prediction import prediction_rows
 from coterie_lab.suites.sem_moe.prediction_notes import prediction_notes
 from coterie_lab.suites.sem_moe.serving import serving_notes, serving_rows
@@ -40,14 +38,13 @@ class Part(NamedTuple):
 
 PARTS = (
     Part(locality_rows, locality_notes),
-    Part(optimum_rows, optimum_notes),
     Part(layer_time_rows, layer_time_notes),
     Part(serving_rows, serving_notes),
     Part(latency_rows, latency_notes),
     Part(prediction_rows, prediction_notes),
     Part(wire_rows, wire_notes),
 )
-OF_A_TRACE = (PARTS[0], PARTS[1], PARTS[5])
+OF_A_TRACE = (PARTS[0], PARTS[4])
 """Parts that a user's own trace can answer; the others have their own models and traffic."""
 
 
@@ -119,17 +116,6 @@ TABLES: Sequence[SuiteTable] = (
             ("max ÷ median load", _number("imbalance", 2)),
         ),
         _shown_rate,
-    ),
-    SuiteTable(
-        "Above the proven optimum of small instances, %",
-        _columns(
-            "trace items ranks planner",
-            ("proven", lambda row: f"{row['proven']} of {row['instances']}"),
-            ("by", _text("measure")),
-            ("above", _with_ends("gap")),
-            ("worst", _number("worst_gap_pct")),
-        ),
-        _of("optimum"),
     ),
     SuiteTable(
         "Exchange in a MoE layer at the rate of chance, 8 ranks of an H200",
