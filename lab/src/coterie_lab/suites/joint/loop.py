@@ -168,7 +168,7 @@ class GroupLoop:
         for rank in range(ranks):
             mine = np.flatnonzero(present.rank == rank)
             if len(mine):
-                chosen.append(mine[batcher.select(present.remote[mine], present.skipped[mine]).chosen])
+                chosen.append(mine[batcher.select(present.remote[mine], present.skipped[mine])])
         return np.sort(np.concatenate(chosen))
 
 
