@@ -28,7 +28,7 @@ from coterie.placement.base import Load, Plan, Unseen, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.flashlb import FlashLb
-from coterie.placement.planning.over_scenarios import choose, improve_equal, moves_are_free
+from coterie.placement.planning.over_scenarios import FEW, choose, improve_equal, moves_are_free, plan_few
 from coterie.placement.planning.packing import living_ranks, on_living
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.placement.planning.search.state import Prices, is_small
@@ -130,6 +130,22 @@ class LatencyOptimal:
         return _Layers(taken, before - totals[layers, chosen], outcomes)
 
     def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers) -> tuple[_Layers, Unseen | None]:
+        """Plan over scenarios; keep the current placement in layers where no move pays."""
+        current = problem.current
+        if 1 < load.num_scenarios < FEW:
+            rows, unseen = plan_few(problem, _valid(problem, mean))
+        else:
+            rows, unseen = self._searched(problem, load, mean)
+        before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
+        saved = before.total_s - after.total_s
+        keep = (saved <= 0) & problem.sound
+        rows = np.where(keep[:, None], current.slot_experts, rows).astype(np.int32)
+        outcomes = np.where((rows == current.slot_experts).all(axis=1), KEPT, CHANGED)
+        outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
+        outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
+        return _Layers(rows, np.where(keep, 0.0, saved), outcomes), unseen
+
+    def _searched(self, problem: Problem, load: Load, mean: _Layers) -> tuple[NDArray[np.int32], Unseen | None]:
         """Search over scenarios from the current placement and from the plan for the mean step; keep the better."""
         current, start = problem.current, _valid(problem, mean)
         spare, free = current.num_slots > current.num_experts, moves_are_free(problem)
@@ -146,14 +162,7 @@ class LatencyOptimal:
             if worse.any():
                 again = improve_equal(problem, other, shrinkage, worse)
                 rows = np.where(worse[:, None], again, rows)
-        before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
-        saved = before.total_s - after.total_s
-        keep = (saved <= 0) & problem.sound
-        rows = np.where(keep[:, None], current.slot_experts, rows).astype(np.int32)
-        outcomes = np.where((rows == current.slot_experts).all(axis=1), KEPT, CHANGED)
-        outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
-        outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
-        return _Layers(rows, np.where(keep, 0.0, saved), outcomes), unseen
+        return rows, unseen
 
     def _or_greedy(self, problem: Problem, load: Load, start: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return [layer, slot] the greedy placement in layers where it is better, movement included, else `start`.
