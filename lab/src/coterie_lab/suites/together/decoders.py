@@ -18,7 +18,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.models import get_model
 from coterie.routing import RouterFit, routers
-from coterie.sim.fleet.batching import Batching
+from coterie.sim import Batching
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.fleet.run import FleetConfig, run_fleet

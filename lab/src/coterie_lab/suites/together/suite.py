@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from functools import partial
 from hashlib import blake2b
+from inspect import getfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import coterie
 from coterie.answers.suites import Report, SuiteOptions, SuiteResult
 from coterie.errors import UnavailableError
 from coterie_lab.suites.kept import KeptResults
@@ -78,7 +78,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
 
 def sources_digest() -> str:
     """Return a digest of Coterie's and the suites' sources, on which kept results depend."""
-    folders = (Path(coterie.__file__).parent, Path(__file__).parents[1])
+    folders = (Path(getfile(SuiteOptions)).parents[1], Path(__file__).parents[1])
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     return blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
 
