@@ -88,13 +88,17 @@ class DecoderBench:
             batching=chosen,
         )
 
+    def capacity(self) -> float:
+        """Return the requests a second that the baseline serves when all requests wait."""
+        return capacity(self.serve(self.traffic.at_rate(np.inf)).finish_s)
+
 
 def serve_decoders(
     load: float, traffic: str, seed: int, requests: int, data: Path, configs: tuple[Config, ...] = CONFIGS
 ) -> dict[str, Outcome]:
     """Serve the same requests under every configuration."""
     bench = DecoderBench.of(traffic, seed, requests, data)
-    rate = capacity(bench.serve(bench.traffic.at_rate(np.inf)).finish_s)
+    rate = bench.capacity()
     limits = limits_of(_served(bench.serve(bench.traffic.at_rate(LIGHT * rate))))
     offered = bench.traffic.at_rate(load * rate)
     outcomes: dict[str, Outcome] = {}
