@@ -145,11 +145,11 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     each = np.array([row["points"] for row in rows])  # [cell, split]
     worst = rows[int(each.mean(axis=1).argmin())]
     held = each.mean() >= MEAN_BAR and each.mean(axis=1).min() >= CELL_BAR
+    cell = "{ranks} ranks with {spare} spare slots and {scenarios} scenarios".format(**worst)
     return (
         f"{'Held' if held else 'NOT held'}: over {len(rows)} cells and {each.shape[1]} splits "
-        f"{shown(each.mean(axis=0))} points to the better of EPLB and the greedy (bar {MEAN_BAR}); the worst cell, {worst['ranks']} ranks with "
-        f"{worst['spare']} spare slots and {worst['scenarios']} scenarios, {shown(np.array(worst['points']))} "
-        f"(bar {CELL_BAR})."
+        f"{shown(each.mean(axis=0))} points to the better of EPLB and the greedy (bar {MEAN_BAR}); "
+        f"the worst cell, {cell}, {shown(np.array(worst['points']))} (bar {CELL_BAR})."
     )
 
 

@@ -46,7 +46,7 @@ MARGIN = 0.003
 out, and some may share requests with the others."""
 
 FEWEST = 8
-"""Fewest scenarios for which some are held out."""
+"""Fewest scenarios of which one part is held out."""
 
 LAYERS_TRIED = 6
 """Number of layers on which the shrinkage is chosen."""
@@ -170,7 +170,7 @@ def plan_few(problem: Problem, start: Slots) -> tuple[Slots, Unseen | None]:
     best = 2 + int(np.average(seconds, axis=0, weights=sizes)[2:].argmin())
     gains = seconds[:, best] - seconds[:, EVEN_MEAN]
     gain = np.average(gains, weights=sizes)
-    error = np.sqrt(np.average((gains - gain) ** 2, weights=sizes) / max(1, len(gains) - 1))
+    error = np.sqrt(np.average((gains - gain) ** 2, weights=sizes) / (len(gains) - 1))
     best = EVEN_MEAN if gain > CERTAIN * error else best
     before, mean, held = np.average(after, axis=0, weights=sizes)[[0, EVEN_MEAN, best]].tolist()
     fit, chosen = float(np.average(fits[:, best], weights=sizes)), made[best - 1]
