@@ -77,12 +77,13 @@ def test_every_candidate_is_valid_and_the_chosen_one_is_among_them(
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000), scenarios=st.integers(2, 8), kinds=st.integers(1, 4), paid=st.booleans())
 def test_the_chosen_is_best_on_scenarios_it_was_not_made_for(seed: int, scenarios: int, kinds: int, paid: bool) -> None:
-    load = Load.of_scenarios(themes(seed, scenarios, kinds=kinds))
+    tokens = themes(seed, scenarios, kinds=kinds)
+    load = Load.of_scenarios(tokens)
     problem = problem_of(load, 4, 20, PAID if paid else FREE)
     start, held = problem.current.slot_experts, []
     for out in range(scenarios):
-        kept = Load.of_scenarios(np.delete(load.scenarios, out, axis=0), whole_steps=True)  # type: ignore[arg-type]
-        one = Load.of_scenarios(load.scenarios[out : out + 1], whole_steps=True)  # type: ignore[index]
+        kept = Load.of_scenarios(np.delete(tokens, out, axis=0), whole_steps=True)
+        one = Load.of_scenarios(tokens[out : out + 1], whole_steps=True)
         unseen = problem_of(one, 4, 20, problem.objective)
         made = candidates(problem_of(kept, 4, 20, problem.objective), start)
         held.append([unseen.score(candidate.slot_experts).total_s.sum() for candidate in made])

@@ -109,7 +109,7 @@ def test_dear_moves_are_not_made_and_cheap_ones_are() -> None:
 
 @pytest.mark.parametrize("budget", [0, 6, 20, 1000])
 def test_a_budget_of_moves_holds_over_scenarios(budget: int) -> None:
-    tokens = steps(10, 16, 4, 16)
+    tokens = steps(10, FEW, 4, 16)
     load, topology, current = Load.of_scenarios(tokens), Topology(4, 4), Placement.linear(4, 16, 4)
     planner = LatencyOptimal(objective=FREE, max_moves=budget)
     plan, mean = planner.plan(load, topology, current), planner.plan(load.mean, topology, current)

@@ -101,15 +101,18 @@ class LatencyOptimal:
         reason = f"equal shares alone save {shown_s(gain)} over the horizon, no move pays"
         return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
 
-    def _equal_plan(self, problem: Problem, load: Load) -> tuple[_Layers, Unseen | None]:
-        """Find the placement for equal shares, over the scenarios if the load has any."""
+    def _equal_plan(self, problem: Problem, load: Load, anew: bool = True) -> tuple[_Layers, Unseen | None]:
+        """Find the placement for equal shares, over the scenarios if the load has any.
+
+        `anew` allows plans for few scenarios that ignore the current placement.
+        """
         if problem.steps is None:
             return self._other_start(problem, load, self._search(problem)), None
         average = self.objective.problem(load.mean, problem.topology, problem.current, problem.shares)
         mean = self._other_start(average, load.mean, self._search(average))
         if self.max_moves is None:
-            return self._over_scenarios(problem, load, mean)
-        steps, unseen = replace(self, max_moves=None)._equal_plan(problem, load)
+            return self._over_scenarios(problem, load, mean, anew)
+        steps, unseen = replace(self, max_moves=None)._equal_plan(problem, load, anew=False)
         return self._within_budget(problem, self.max_moves, mean, steps), unseen
 
     @staticmethod
@@ -129,11 +132,11 @@ class LatencyOptimal:
         before = problem.score(current.slot_experts, problem.shares).total_s
         return _Layers(taken, before - totals[layers, chosen], outcomes)
 
-    def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers) -> tuple[_Layers, Unseen | None]:
+    def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers, anew: bool) -> tuple[_Layers, Unseen | None]:
         """Plan over scenarios; keep the current placement in layers where no move pays."""
         current = problem.current
         if 1 < load.num_scenarios < FEW:
-            rows, unseen = plan_few(problem, _valid(problem, mean))
+            rows, unseen = plan_few(problem, _valid(problem, mean), anew)
         else:
             rows, unseen = self._searched(problem, load, mean)
         before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)

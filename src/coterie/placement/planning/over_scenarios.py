@@ -146,7 +146,7 @@ def hold_out(
     return layers, _part(some, ~out), _part(some, out)
 
 
-def plan_few(problem: Problem, start: Slots) -> tuple[Slots, Unseen | None]:
+def plan_few(problem: Problem, start: Slots, anew: bool = True) -> tuple[Slots, Unseen | None]:
     """Return the candidate [layer, slot] that does best on scenarios it was not made for, movement included.
 
     Every scenario is held out once, unless only one has a weight; then the closest search is used, and nothing is known
@@ -158,12 +158,15 @@ def plan_few(problem: Problem, start: Slots) -> tuple[Slots, Unseen | None]:
         size = float(weights[parts == fold].sum())
         if size and (weights[parts != fold] > 0).any():
             layers, fitted, unseen = hold_out(problem, fold, FOLDS)
-            rows = [unseen.current.slot_experts, *(made.slot_experts for made in candidates(fitted, start[layers]))]
+            rows = [
+                unseen.current.slot_experts,
+                *(made.slot_experts for made in candidates(fitted, start[layers], anew)),
+            ]
             results.append(
                 [(unseen.score(row).total_s.sum(), unseen.balanced(row), fitted.balanced(row)) for row in rows]
             )
             sizes.append(size)
-    made = candidates(problem, start)
+    made = candidates(problem, start, anew)
     if not results:
         return made[-1].slot_experts, None
     seconds, after, fits = np.moveaxis(np.array(results), 2, 0)  # [part, placement in force and candidates]
@@ -177,22 +180,23 @@ def plan_few(problem: Problem, start: Slots) -> tuple[Slots, Unseen | None]:
     return chosen.slot_experts, Unseen(before, mean, held, fit, chosen.shrinkage, len(weights))
 
 
-def candidates(problem: Problem, start: Slots) -> list[Candidate]:
+def candidates(problem: Problem, start: Slots, anew: bool = True) -> list[Candidate]:
     """Make the plans to choose from if scenarios are few.
 
     These are EPLB's plan for the mean step, searches from `start` [layer, slot] if moves have a cost, the greedy plan
     and searches from it. The greedy plan puts the hot experts of a scenario on different ranks, and a search leaves
-    what makes no difference to its own scenarios as it was.
+    what makes no difference to its own scenarios as it was. It moves nearly all experts, more than a budget allows:
+    without `anew` it is left out if moves have a cost.
     """
     steps = scenarios_of(problem)
     load = Load.of_scenarios(np.moveaxis(steps.tokens, 1, 0), steps.weights, whole_steps=steps.whole)
     even, greedy = (
         on_living(problem, planner(objective=problem.objective).slots_for(problem, load)) for planner in (Eplb, FlashLb)
     )
-    made = [Candidate(1.0, even)]
-    if not moves_are_free(problem):
+    made, free = [Candidate(1.0, even)], moves_are_free(problem)
+    if not free:
         made += _searches(problem, start)
-    return [*made, Candidate(0.0, greedy), *_searches(problem, greedy)]
+    return [*made, Candidate(0.0, greedy), *_searches(problem, greedy)] if anew or free else made
 
 
 def _searches(problem: Problem, rows: Slots) -> list[Candidate]:
