@@ -23,7 +23,6 @@ from coterie.placement.holdings import held_by
 from coterie.types import Placement, Topology
 
 
-
 class MemoryPoint(NamedTuple):
     """Cache, batch and step time of one rank with a number of replicas."""
 
