@@ -193,10 +193,11 @@ def arrival_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> 
 
 
 def crossing_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> Array:
-    """Return :func:`traffic_links` for rows that each cross a link, inside one node."""
-    near, *bulk = topology.exchange[::2] if topology.exchange else (topology.intra,)
-    more = [value for link in bulk for value in (1e6 * link.latency_s, row_us(spec, link))]
-    return np.array([1e6 * near.latency_s, row_us(spec, near), 0.0, 0.0, overlap, *more])
+    """Return :func:`traffic_links` for rows that each cross a link: with several nodes, to any other rank alike."""
+    others, near = max(1, topology.num_ranks - 1), min(topology.ranks_per_node, topology.num_ranks)
+    row = spec.hidden_size * BYTES_PER_VALUE
+    traffic = ExchangeTraffic(row * (near - 1) / others, row * (topology.num_ranks - near) / others)
+    return traffic_links(traffic, topology, overlap)
 
 
 def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE) -> float:

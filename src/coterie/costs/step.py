@@ -291,7 +291,7 @@ class PlacedStepModel:
     ) -> NDArray[np.float64]:
         """Return [2, layer] :func:`~coterie.costs.composition.layers_us` for rows [layer, slot] and tokens [rank]."""
         out = np.empty((2, len(rows)))
-        layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, touched, out)
+        layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, touched, False, out)
         return out
 
     def rest(self, batch: Batch) -> StepTime:
