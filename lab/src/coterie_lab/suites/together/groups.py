@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.answers.plan.changes import AsItPays, Periodic
+from coterie.answers.plan.changes import AsItPays, NewestRequests, Periodic
 from coterie.control import AdviceSettings, LoopShape, PlacementAdvisor
 from coterie.costs.presets import step_model
 from coterie.placement import Load, Objective, planners
@@ -30,15 +30,7 @@ from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.group.serving import GroupController, GroupPrices, GroupServedRun, ServeSettings, ServingGroup
 from coterie.types import Placement, Topology
 from coterie_lab.suites.drift.traffic import GLM
-from coterie_lab.suites.together.outcomes import (
-    LIGHT,
-    Outcome,
-    Served,
-    capacity,
-    limits_of,
-    outcome_of,
-    recovered_s,
-)
+from coterie_lab.suites.together.outcomes import LIGHT, Outcome, Served, capacity, limits_of, outcome_of, recovered_s
 from coterie_lab.suites.together.rows import Compared, Pair
 from coterie_lab.suites.together.traffic import Traffic, traffic_of
 
@@ -116,7 +108,7 @@ class GroupBench:
 
     @property
     def in_order(self) -> Placement:
-        return Placement.linear(*self.known.tokens.shape, self.prices.model.topology.num_ranks)
+        return Placement.linear(self.known.num_layers, self.known.num_experts, self.prices.model.topology.num_ranks)
 
     def planned(self, placement: str) -> Placement:
         """Return the placement of before the run."""
@@ -131,10 +123,18 @@ class GroupBench:
         given: dict[str, Any] = {"late_s": LATE * every_s, "contention": model.contention}
         if when == PERIODIC:
             planner = planners.make(name, {"objective": self.objective})
-            bytes_each = self.objective.expert_bytes
-            return Periodic(planner, first, model.topology, bytes_each, every_s, by_source=placement == SOURCES, **given)
+            return Periodic(
+                planner,
+                first,
+                model.topology,
+                self.objective.expert_bytes,
+                every_s,
+                by_source=placement == SOURCES,
+                requests=NewestRequests(model.spec.top_k) if placement == "ours" else None,
+                **given,
+            )
         if when == AS_IT_PAYS:
-            shape = LoopShape(GLM, *self.known.tokens.shape, model.spec.top_k, first.num_ranks)
+            shape = LoopShape(GLM, first.num_layers, first.num_experts, model.spec.top_k, first.num_ranks)
             settings = AdviceSettings(window_s=every_s, min_steps=1, cooldown_s=0.0, planner=name)
             advisor = PlacementAdvisor(shape, model.topology, self.objective, first, settings)
             return AsItPays(advisor, **given)
@@ -153,9 +153,7 @@ class GroupBench:
         )
 
 
-def serve_groups(
-    fleet: str, load: float, traffic: str, seed: int, requests: int, data: Path
-) -> dict[str, Outcome]:
+def serve_groups(fleet: str, load: float, traffic: str, seed: int, requests: int, data: Path) -> dict[str, Outcome]:
     """Serve the same requests under every configuration."""
     bench = GroupBench.of(fleet, traffic, seed, requests, data)
     firsts = {placement: bench.planned(placement) for placement in dict.fromkeys(c[0] for c in CONFIGS[fleet])}
@@ -190,11 +188,8 @@ def _served(run: GroupServedRun, traffic: Traffic) -> Served:
 
 COMPARED = Compared(
     baseline=name_of(BASELINE),
-    whole=name_of(("ours", AS_IT_PAYS, SHORTEST)),
-    published={
-        "EPLB": name_of(("eplb", PERIODIC, SHORTEST)),
-        "FlashLB": name_of(("flashlb", PERIODIC, SHORTEST)),
-    },
+    whole=name_of(("ours", AS_IT_PAYS, PRESSURE)),
+    published={"EPLB": name_of(("eplb", PERIODIC, SHORTEST)), "FlashLB": name_of(("flashlb", PERIODIC, SHORTEST))},
     gimbal=name_of(GIMBAL),
     pairs=tuple(
         Pair(first, second, *(name_of(config) for config in configs))
