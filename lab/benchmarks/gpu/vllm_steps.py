@@ -22,7 +22,7 @@ import numpy as np
 from coterie.engines.calibration.calibrate import model_config
 from coterie.engines.calibration.imposed import ENVIRONMENT, Ids, ImposedEngine, TimedStep
 
-CONTEXT = 10240
+CONTEXT = 24_576
 """Longest request."""
 UNUSED = 512
 """A prompt size that no step has."""

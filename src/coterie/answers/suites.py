@@ -48,6 +48,8 @@ class SuiteOptions:
     """Batch selection strategies to compare; None takes all."""
     routers: tuple[str, ...] | None = None
     """Routers to compare in addition to the suite's own."""
+    quick: bool = False
+    """Whether to run a small part in at most a minute, without intervals."""
     out: Path | None = None
     """Folder for files and figures; None writes none."""
 

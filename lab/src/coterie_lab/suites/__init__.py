@@ -88,3 +88,10 @@ SEM_MOE = _suite(
     ("trace", "trace_format", "model", "requests", "seeds", "rates"),
     writes_files=True,
 )
+TOGETHER = _suite(
+    "together",
+    "All decisions together, on decoders and on expert-parallel groups: batching, routing, placement and when to move, "
+    "one by one, in pairs and as a whole, beside the published systems.",
+    ("requests", "seeds", "quick"),
+    writes_files=True,
+)

@@ -125,6 +125,9 @@ def evaluate_command(
     routers: Annotated[
         list[str] | None, typer.Option("--routers", help="Routers to compare, in addition to the suite's own.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run a small part, in at most a minute; without intervals.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Run a suite: our numbers beside the published ones, with notes on what agrees and what does not."""
@@ -152,6 +155,7 @@ def evaluate_command(
         rates=_several(rates),
         strategies=_several(strategies),
         routers=_several(routers),
+        quick=quick,
         out=out_folder,
     )
     made = out_folder is not None and not out_folder.exists()

@@ -174,6 +174,8 @@ class Rebalancer:
         self.forecast = Forecast()
         self.recent = RecentSteps()
         self._sources: Forecast | None = None
+        self._lasting: float | None = None
+        """Share of the difference between source ranks that the next window has again; None until it was seen."""
         self._due = 0.0
         self._window = 0.0
         self._now = self._previous = _Map(placement)
@@ -208,8 +210,7 @@ class Rebalancer:
         self._known = self.drift.estimate()
         self.recent.update(load, self.forecast.update(load.tokens / load.steps, self._known))
         if load.sources is not None:
-            self._sources = self._sources or Forecast()
-            self._sources.update(load.sources / load.steps, self._known)
+            self._see_sources(load.sources / load.steps)
         if self.pending:
             return self._still_moving()
         weight = self._worth_steps()
@@ -257,9 +258,9 @@ class Rebalancer:
 
         `sources` [rank, layer, expert] are the tokens that each rank is expected to get; None: they are not known.
         """
-        self._sources = None
+        self._sources = self._lasting = None
         if sources is not None:
-            self._sources = Forecast()
+            self._sources, self._lasting = Forecast(), 1.0
             self._sources.update(sources, self._known)
 
     # ------------------------------------------------------------------------------------------------ a round
@@ -323,13 +324,28 @@ class Rebalancer:
     # ------------------------------------------------------------------------------------------------ expectations
 
     def _expected(self) -> Load:
-        """Return the expected load of a step, with source ranks if any window had them."""
+        """Return the expected load of a step, with source ranks as far as their differences last."""
         tokens, sources = self.forecast.tokens, None
-        if self._sources is not None:
+        if self._sources is not None and self._lasting:
             seen = self._sources.tokens
-            total = seen.sum(axis=0)
-            sources = np.where(total > 0, seen / np.where(total > 0, total, 1.0), 1 / len(seen)) * tokens
+            total, even = seen.sum(axis=0), 1 / len(seen)
+            share = np.where(total > 0, seen / np.where(total > 0, total, 1.0), even)
+            sources = (even + self._lasting * (share - even)) * tokens
         return Load(tokens, sources=sources)
+
+    def _see_sources(self, per_step: Array) -> None:
+        """Add a window's tokens per step by source rank, and learn how much of the forecast's differences it has.
+
+        Ranks that get requests by load alone differ by chance. A plan for such differences would pay for moves, give up
+        balance, and find other differences in the next window.
+        """
+        if self._sources is None:
+            self._sources = Forecast()
+        else:
+            before, now = (seen - seen.mean(axis=0) for seen in (self._sources.tokens, per_step))
+            if (own := float(np.vdot(before, before))) > 0:
+                self._lasting = self._learned(self._lasting, float(np.clip(np.vdot(before, now) / own, 0.0, 1.0)))
+        self._sources.update(per_step, self._known)
 
     def _age(self) -> float:
         """Return the steps since the current map was planned; infinite if this rebalancer did not plan it."""

@@ -12,41 +12,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from coterie._numba import helper
-from coterie.sim.fleet._state import (
-    AHEAD,
-    CACHED,
-    CHUNK,
-    COMPUTED,
-    COMPUTES,
-    CONTEXT,
-    DECODE,
-    DECODE_ROW,
-    DECODE_ROWS,
-    DECODED,
-    DECODING,
-    JOIN,
-    KV_HEAD,
-    NEXT,
-    OUTPUT_TOKENS,
-    PHASE,
-    PLACES,
-    PREFILL,
-    PREFILL_START,
-    PREFILLING,
-    PROMPT_ROW,
-    PROMPT_ROWS,
-    PROMPT_TOKENS,
-    QUEUED_TOKENS,
-    ROLE,
-    RUNNING,
-    STAGED,
-    STEP_TOKENS,
-    WAIT_HEAD,
-    Floats,
-    Ints,
-    pop,
-    reserve,
-)
+from coterie.sim.fleet._state import DECODE, DECODING, PREFILL, PREFILLING, Ints, Record, Records, pop, reserve
 
 CACHE_LINE = 64
 
@@ -60,93 +26,98 @@ def count_token(
 
 
 @helper()
-def _decode_row(r: Ints, request: int) -> int:
+def _decode_row(requests: Records, request: int) -> int:
     """Return the row of the recorded token that a request decodes next."""
-    at, rows = r[request, DECODED], r[request, DECODE_ROWS]
+    at, rows = requests[request].decoded, requests[request].decode_rows
     if at >= rows:
         at %= rows
-    return int(r[request, DECODE_ROW] + at)
+    return int(requests[request].decode_row + at)
 
 
 @helper()
 def _count_chunk(
-    r: Ints, expert_indices: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int
+    requests: Records, expert_indices: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int
 ) -> None:
-    """Count the experts of prompt tokens COMPUTED … COMPUTED + CHUNK; a long prompt repeats its recorded tokens."""
-    rows, chunk = r[request, PROMPT_ROWS], r[request, CHUNK]
+    """Count the experts of the prompt tokens of a chunk; a long prompt repeats its recorded tokens."""
+    rows, chunk = requests[request].prompt_rows, requests[request].chunk
     laps, rest = chunk // rows, chunk % rows
-    start = r[request, COMPUTED] % rows
+    start = requests[request].computed % rows
     for at in range(min(rows, chunk)):
-        count_token(expert_indices, counts, r[request, PROMPT_ROW] + (start + at) % rows, np.uint32(laps + (at < rest)))
+        count_token(
+            expert_indices, counts, requests[request].prompt_row + (start + at) % rows, np.uint32(laps + (at < rest))
+        )
 
 
 @helper()
-def has_choice(w: Ints, r: Ints, worker: int) -> bool:
+def has_choice(workers: Records, requests: Records, worker: int) -> bool:
     """Return whether a worker that decodes has a free place and may not be able to admit all who wait.
 
     Steps with prompts may run out of tokens or memory before they run out of places.
     """
-    free, request = w[PLACES, worker] - w[RUNNING, worker], w[WAIT_HEAD, worker]
-    if w[ROLE, worker] == PREFILL or free == 0:
+    free, request = workers[worker].places - workers[worker].running, workers[worker].waiting.head
+    if workers[worker].role == PREFILL or free == 0:
         return False
-    for _ in range(free if w[ROLE, worker] == DECODE else 1):
+    for _ in range(free if workers[worker].role == DECODE else 1):
         if request >= 0:
-            request = r[request, NEXT]
+            request = requests[request].next
     return bool(request >= 0)
 
 
 @helper()
-def frees_memory(w: Ints, r: Ints, run: Ints, worker: int) -> bool:
+def frees_memory(workers: Records, requests: Records, run: Ints, worker: int) -> bool:
     """Return whether a request ends with the step that just started while at least two wait for its memory."""
-    request = w[KV_HEAD, worker]
-    if request < 0 or r[request, NEXT] < 0:
+    request = workers[worker].handed.head
+    if request < 0 or requests[request].next < 0:
         return False
     ends = False
-    for at in range(w[RUNNING, worker] - w[STAGED, worker]):
-        ends = ends or r[run[worker, at], DECODED] + 1 == r[run[worker, at], OUTPUT_TOKENS]
+    for at in range(workers[worker].running - workers[worker].staged):
+        ends = ends or requests[run[worker, at]].decoded + 1 == requests[run[worker, at]].output_tokens
     return ends
 
 
 @helper()
-def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
+def _join(workers: Records, requests: Records, run: Ints, worker: int) -> int:
     """Give free places to requests whose KV is on the decoder; return the number of requests that joined."""
     joined = 0
-    while w[RUNNING, worker] < w[PLACES, worker] and w[WAIT_HEAD, worker] >= 0:
-        request = pop(w, WAIT_HEAD, worker, r)
-        run[worker, w[RUNNING, worker]] = request
-        w[RUNNING, worker] += 1
-        r[request, PHASE] = DECODING
+    while workers[worker].running < workers[worker].places and workers[worker].waiting.head >= 0:
+        request = pop(workers[worker].waiting, requests)
+        run[worker, workers[worker].running] = request
+        workers[worker].running += 1
+        requests[request].phase = DECODING
         joined += 1
     return joined
 
 
 @helper()
 def _admit(
-    c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, now: float
+    loop: Record, workers: Records, requests: Records, run: Ints, cache: Records, blocks: Ints, worker: int, now: float
 ) -> bool:
     """Admit the prompt that has waited longest; return False if no place is free or memory is short."""
-    at, request = w[RUNNING, worker], w[WAIT_HEAD, worker]
-    if at == w[PLACES, worker] or request < 0 or not reserve(c, w, r, cache, blocks, worker, request, COMPUTES):
+    at, request = workers[worker].running, workers[worker].waiting.head
+    if (
+        at == workers[worker].places
+        or request < 0
+        or not reserve(loop, workers, requests, cache, blocks, worker, request, requests[request].computes)
+    ):
         return False
-    pop(w, WAIT_HEAD, worker, r)
+    pop(workers[worker].waiting, requests)
     run[worker, at] = request
-    w[RUNNING, worker] += 1
-    r[request, PHASE] = PREFILLING
-    rt[request, PREFILL_START] = now
-    r[request, COMPUTED] = r[request, CACHED]
-    r[request, CHUNK] = 0
-    w[QUEUED_TOKENS, worker] -= r[request, CACHED]
+    workers[worker].running += 1
+    requests[request].phase = PREFILLING
+    requests[request].prefill_start_s = now
+    requests[request].computed = requests[request].computes.cached
+    requests[request].chunk = 0
+    workers[worker].queued_tokens -= requests[request].computes.cached
     return True
 
 
 @helper()
 def gather(
-    c: Ints,
-    w: Ints,
-    r: Ints,
-    rt: Floats,
+    loop: Record,
+    workers: Records,
+    requests: Records,
     run: Ints,
-    cache: NDArray[np.int32],
+    cache: Records,
     blocks: Ints,
     expert_indices: NDArray[np.unsignedinteger],
     counts: NDArray[np.uint32],
@@ -161,48 +132,48 @@ def gather(
     Decoded tokens are listed in `rows`; the experts of prompt tokens are added to `counts`.
     """
     prefill = prefill_context = prompts = decoding = 0
-    w[STAGED, worker] = 0
-    settled = c[AHEAD] and w[RUNNING, worker] > 0
-    if w[ROLE, worker] == DECODE:
+    workers[worker].staged = 0
+    settled = loop.ahead and workers[worker].running > 0
+    if workers[worker].role == DECODE:
         if not settled:
-            _join(w, r, run, worker)
-        decoding = w[RUNNING, worker]
+            _join(workers, requests, run, worker)
+        decoding = workers[worker].running
         for at in range(decoding):
             request = run[worker, at]
-            if r[request, DECODED] == 0:
-                rt[request, JOIN] = now
-                w[CONTEXT, worker] += r[request, PROMPT_TOKENS]
-            row = _decode_row(r, request)
+            if requests[request].decoded == 0:
+                requests[request].decode_start_s = now
+                workers[worker].context += requests[request].prompt_tokens
+            row = _decode_row(requests, request)
             rows[at] = row
             for word in range(0, bits.shape[1], CACHE_LINE // 8):
                 prefetch(bits, row + 1, word)
-        if c[AHEAD]:
-            w[STAGED, worker] = _join(w, r, run, worker)
+        if loop.ahead:
+            workers[worker].staged = _join(workers, requests, run, worker)
         return decoding, prefill, prefill_context, prompts
-    left, at = c[STEP_TOKENS], 0
+    left, at = loop.step_tokens, 0
     while True:
-        if at == w[RUNNING, worker] and (
-            settled or left == 0 or not _admit(c, w, r, rt, run, cache, blocks, worker, now)
+        if at == workers[worker].running and (
+            settled or left == 0 or not _admit(loop, workers, requests, run, cache, blocks, worker, now)
         ):
             break
         request = run[worker, at]
         at += 1
-        if r[request, PHASE] == DECODING:
-            rows[decoding] = _decode_row(r, request)
+        if requests[request].phase == DECODING:
+            rows[decoding] = _decode_row(requests, request)
             decoding += 1
             left -= 1
             continue
-        chunk = min(r[request, PROMPT_TOKENS] - r[request, COMPUTED], left)
-        r[request, CHUNK] = chunk
+        chunk = min(requests[request].prompt_tokens - requests[request].computed, left)
+        requests[request].chunk = chunk
         if chunk > 0:
             left -= chunk
             prefill += chunk
-            prefill_context += r[request, COMPUTED]
+            prefill_context += requests[request].computed
             prompts += 1
-            _count_chunk(r, expert_indices, counts, request)
-    if c[AHEAD]:
-        while _admit(c, w, r, rt, run, cache, blocks, worker, now):
-            w[STAGED, worker] += 1
+            _count_chunk(requests, expert_indices, counts, request)
+    if loop.ahead:
+        while _admit(loop, workers, requests, run, cache, blocks, worker, now):
+            workers[worker].staged += 1
     return decoding, prefill, prefill_context, prompts
 
 

@@ -69,37 +69,37 @@ class WorkerQueues:
         self._world = world
         rng = np.random.default_rng(batching.seed)
         window_size, batch_size = batching.window_size, batching.batch_size
-        self._views = [_WorkerView(requests) for _ in range(world.w.shape[1])]
-        self._lists: dict[tuple[int, int], WaitingList[int]] = {}
+        self._views = [_WorkerView(requests) for _ in range(len(world.workers))]
+        self._lists: dict[tuple[str, int], WaitingList[int]] = {}
         for worker, view in enumerate(self._views):
             chooser = Chooser(batching.strategy, view, rng, window_size=window_size, batch_size=batch_size, strict=True)
-            for head in (state.WAIT_HEAD, state.KV_HEAD):
-                self._lists[head, worker] = WaitingList(chooser)
-        self._order: dict[tuple[int, int], list[int]] = {}
+            for name in ("waiting", "handed"):
+                self._lists[name, worker] = WaitingList(chooser)
+        self._order: dict[tuple[str, int], list[int]] = {}
         """Last order of each queue."""
 
-    def choose(self) -> None:
-        """Put the requests that the strategy chooses at the head of the queue for which the compiled loop returned."""
-        c, w, r = self._world.c, self._world.w, self._world.r
-        worker, head = int(c[state.SUBJECT]), int(c[state.QUEUE])
-        waiting, request = [], int(w[head, worker])
+    def choose(self, name: str) -> None:
+        """Put the requests that the strategy chooses at the head of the queue that has this name."""
+        requests, worker = self._world.requests, int(self._world.loop["subject"])
+        record, following = self._world.workers[worker], requests["next"]
+        waiting, request = [], int(record[name]["head"])
         while request >= 0:
             waiting.append(request)
-            request = r.item(request, state.NEXT)
-        queue, view = self._lists[head, worker], self._views[worker]
-        for request in self._order.get((head, worker), [])[: len(queue) - sum(request in queue for request in waiting)]:
+            request = following.item(request)
+        queue, view = self._lists[name, worker], self._views[worker]
+        for request in self._order.get((name, worker), [])[: len(queue) - sum(request in queue for request in waiting)]:
             queue.take(request)  # the compiled loop admits from the head
         for request in waiting:
             if request not in queue:
                 queue.push(request)
-        running = self._world.run[worker, : w[state.RUNNING, worker]]
-        view.free = int(w[state.PLACES, worker]) - len(running)
-        if head == state.KV_HEAD:  # chosen for the end of the step that just started
-            ends = r[running, state.DECODED] + 1 == r[running, state.OUTPUT_TOKENS]
-            ends[len(ends) - w[state.STAGED, worker] :] = False
+        running = self._world.run[worker, : record["running"]]
+        view.free = int(record["places"]) - len(running)
+        if name == "handed":  # chosen for the end of the step that just started
+            ends = requests["decoded"][running] + 1 == requests["output_tokens"][running]
+            ends[len(ends) - record["staged"] :] = False
             view.free, running = int(ends.sum()), running[~ends]
         view.present = running.tolist()
         queue.refresh()
-        order = self._order[head, worker] = queue.upcoming()
-        r[order, state.NEXT] = [*order[1:], -1]
-        w[head, worker], w[head + 1, worker] = order[0], order[-1]
+        order = self._order[name, worker] = queue.upcoming()
+        following[order] = [*order[1:], -1]
+        record[name] = order[0], order[-1]

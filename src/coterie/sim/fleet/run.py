@@ -156,10 +156,10 @@ class _Driver:
     ) -> None:
         self.requests, self.router, self.config = requests, router, config
         self.fleet, self.controller, self.queues, self.world = fleet, controller, queues, world
-        world.c[state.BATCHING] = queues is not None
+        world.loop["batching"] = queues is not None
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
         self.tables = *model.tables(max(most, MOST_DECODING)), *step_counts(model, placement)
-        self.log = np.zeros((FIRST_STEPS, 6))
+        self.log = np.zeros(FIRST_STEPS, state.STEP)
         self.recorded: list[int] = requests.recorded.tolist()
         self.prompt_tokens: list[int] = requests.prompt_tokens.tolist()
         self.footprints, self.domains = requests.recordings.footprint, requests.recordings.domains
@@ -168,46 +168,46 @@ class _Driver:
         self.unseen: list[FinishedRequest] = []
 
     def serve(self) -> FleetRun:
-        arrays, c = (*self.world, *self.tables), self.world.c
-        decisions, answer = self.world.r[:, state.DECISION], -1
+        arrays, loop = (*self.world, *self.tables), self.world.loop
+        decisions, answer = self.world.requests["decision"], -1
         while True:
             why = advance(*arrays, self.log, answer)
             answer = -1
             if why == state.GROW:
                 self.log = np.concatenate([self.log, np.zeros_like(self.log)])
                 continue
-            if why == state.CHOOSE and self.queues is not None:
-                self.queues.choose()
+            if why in (state.CHOOSE_WAITING, state.CHOOSE_HANDED) and self.queues is not None:
+                self.queues.choose("waiting" if why == state.CHOOSE_WAITING else "handed")
                 continue
             self.tell_finished()
             if why == state.DECIDE:
                 if self.controller is not None:
                     self.control(self.controller)
-                answer = self.decide(int(decisions[c[state.DECIDED]]))
+                answer = self.decide(int(decisions[loop["decided"]]))
             elif why == state.DUPLICATE:
-                row = int(c[state.SUBJECT])
+                row = int(loop["subject"])
                 raise ConfigError(
                     f"request {row} replays recording {self.requests.recorded[row]}, which is in flight already, with "
-                    f"{c[state.IN_FLIGHT] - 1} others: use more recordings, a lower rate, or duplicates='postpone'"
+                    f"{loop['in_flight'] - 1} others: use more recordings, a lower rate, or duplicates='postpone'"
                 )
             else:
                 return self.result()
 
     def tell_finished(self) -> None:
-        ended = int(self.world.c[state.FINISHED])
+        ended, requests = int(self.world.loop["finished"]), self.world.requests
         if ended == self.reported:
             return
-        for request in self.world.r[self.reported : ended, state.ENDING].tolist():
+        for request in requests["ending"][self.reported : ended].tolist():
             self.fleet.finish(str(request))
-            if self.controller is not None and self.world.r[request, state.PHASE] == state.DONE:
-                at_s, worker = float(self.world.rt[request, state.FINISH]), int(self.world.r[request, state.DECODER])
+            if self.controller is not None and requests["phase"][request] == state.DONE:
+                at_s, worker = float(requests["finish_s"][request]), int(requests["decoder"][request])
                 self.unseen.append(self.ended.finished(request, at_s, worker))
         self.reported = ended
 
     def control(self, controller: FleetController) -> None:
         """Pass the ended requests to the controller, and swap the router if it returns one."""
         ended, self.unseen = self.unseen, []
-        swap = controller.tick(float(self.world.f[state.CLOCK]), ended)
+        swap = controller.tick(float(self.world.loop["clock_s"]), ended)
         if swap is not None:
             self.router = swap.router
         if swap is not None and swap.fleet is not None:
@@ -237,58 +237,42 @@ class _Driver:
 
     def show_memory(self) -> None:
         """Update the fleet's waiting prompt tokens and share of KV memory in use, per worker."""
-        w, first = self.world.w, self.config.prefill_workers
-        self.fleet.prefill_tokens[:] = w[state.QUEUED_TOKENS, first:]
+        workers = self.world.workers[self.config.prefill_workers :]
+        self.fleet.prefill_tokens[:] = workers["queued_tokens"]
         if self.config.kv_tokens is not None:
-            self.fleet.kv_used[:] = w[state.KV_USED, first:] / w[state.CAPACITY, first:]
+            self.fleet.kv_used[:] = workers["kv_used"] / workers["capacity"]
 
     def cached(self, request: int) -> NDArray[np.int64] | None:
         """Return [decode worker] the prompt tokens in its cache; None if prompts share nothing."""
-        c, r, cache, blocks = self.world.c, self.world.r, self.world.cache, self.world.blocks
-        workers = range(self.config.prefill_workers, cache.shape[1])
-        if not len(blocks):
+        tables = self.requests.block_tokens, self.world.requests, self.world.cache, self.world.blocks
+        workers = range(self.config.prefill_workers, len(self.world.workers))
+        if not len(self.world.blocks):
             return None
-        return np.array([state.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
+        return np.array([state.hit_tokens(*tables, worker, request) for worker in workers], np.int64)
 
     def result(self) -> FleetRun:
-        c, f, w, _ = self.world[:4]
-        r, rt = (np.ascontiguousarray(table.T) for table in (self.world.r, self.world.rt))
-        phase, until_s = r[state.PHASE], float(f[state.UNTIL])
+        loop, workers, requests = self.world[:3]
+        phase, until_s = requests["phase"], float(loop["until_s"])
         on_worker = (phase == state.PREFILLING) | (phase == state.DECODING)
         done = (phase == state.DONE) | (phase == state.DROPPED)
-        waiting = (rt[state.ARRIVAL] <= until_s) & ~on_worker & ~done
-        log = self.log[: c[state.STEPS]]
+        waiting = (requests["arrival_s"] <= until_s) & ~on_worker & ~done
+        log = self.log[: loop["steps"]]
+        columns = {name: requests[name].copy() for name in state.REQUEST.names or () if name in FleetRun._fields}
+        columns |= {f"step_{name}": log[name].copy() for name in state.STEP.names or ()}
         return FleetRun(
-            arrival_s=rt[state.ARRIVAL],
-            prefill_start_s=rt[state.PREFILL_START],
-            prefill_end_s=rt[state.PREFILL_END],
-            ready_s=rt[state.READY],
-            decode_start_s=rt[state.JOIN],
-            first_token_s=rt[state.FIRST_TOKEN],
-            finish_s=rt[state.FINISH],
-            prompt_tokens=self.requests.prompt_tokens,
-            output_tokens=self.requests.output_tokens,
-            cached_tokens=r[state.CACHED],
-            kept_tokens=r[state.CACHED + state.GETS],
-            decoded=r[state.DECODED],
-            prefiller=r[state.PREFILLER],
-            decoder=r[state.DECODER],
+            **columns,
+            cached_tokens=requests["computes"]["cached"].copy(),
+            kept_tokens=requests["gets"]["cached"].copy(),
             dropped=phase == state.DROPPED,
             running=int(on_worker.sum()),
             queued=int(waiting.sum()),
-            postponed=int(c[state.POSTPONED]),
-            most_in_flight=int(c[state.MOST]),
-            end_s=float(f[state.CLOCK]) if done.all() or until_s == np.inf else until_s,
+            postponed=int(loop["postponed"]),
+            most_in_flight=int(loop["most_in_flight"]),
+            end_s=float(loop["clock_s"]) if done.all() or until_s == np.inf else until_s,
             prefill_workers=self.config.prefill_workers,
             decode_workers=self.config.decode_workers,
-            kv_most=w[state.KV_MOST],
-            kv_held=w[state.KV_USED] - w[state.EVICTABLE],
-            step_worker=log[:, 0].astype(np.int32),
-            step_start_s=log[:, 1].copy(),
-            step_s=log[:, 2].copy(),
-            step_decoding=log[:, 3].astype(np.int32),
-            step_prefill=log[:, 4].astype(np.int32),
-            step_distinct=log[:, 5].copy(),
+            kv_most=workers["kv_most"].copy(),
+            kv_held=workers["kv_used"] - workers["evictable"],
         )
 
 
@@ -301,61 +285,61 @@ def _world(
     until_s: float,
 ) -> state.World:
     prefill, decode, recordings, spec = config.prefill_workers, config.decode_workers, requests.recordings, model.spec
-    workers, count = prefill + decode, len(requests)
-    settings = {
-        state.PREFILL_WORKERS: prefill,
-        state.STEP_TOKENS: config.chunk_tokens,
-        state.BLOCK_TOKENS: requests.block_tokens,
-        state.POLICY: get_args(PrefillPolicy).index(config.prefill_policy),
-        state.CLOSED: in_flight,
-        state.AHEAD: config.schedule_ahead,
-        state.DUPLICATES: get_args(Duplicates).index(duplicates),
-    }
-    c = np.array([settings.get(index, 0) for index in range(20)], np.int64)
-    f = np.zeros(5)
-    f[state.OVERHEAD], f[state.UNTIL] = config.step_overhead_s, until_s
-    if config.link is not None:
-        f[state.LATENCY], f[state.TOKEN_S] = config.link.latency_s, spec.kv_bytes_per_token / config.link.bytes_per_s
+    link, loop = config.link, np.zeros((), state.LOOP)
+    for name, value in {
+        "prefill_workers": prefill,
+        "step_tokens": config.chunk_tokens,
+        "block_tokens": requests.block_tokens,
+        "policy": get_args(PrefillPolicy).index(config.prefill_policy),
+        "closed": in_flight,
+        "duplicates": get_args(Duplicates).index(duplicates),
+        "ahead": config.schedule_ahead,
+        "overhead_s": config.step_overhead_s,
+        "latency_s": 0.0 if link is None else link.latency_s,
+        "token_s": 0.0 if link is None else spec.kv_bytes_per_token / link.bytes_per_s,
+        "until_s": until_s,
+    }.items():
+        loop[name] = value
 
-    w = np.zeros((16, workers), np.int64)
-    w[state.WAIT_HEAD : state.STAGED] = -1
+    workers = np.zeros(prefill + decode, state.WORKER)
+    for queue in ("waiting", "handed", "sending"):
+        workers[queue] = -1
     decode_role = state.BOTH if config.both else state.DECODE
     for part, role, places, tokens in (
-        (slice(prefill), state.PREFILL, config.prefill_places, config.prefill_kv_tokens),
-        (slice(prefill, None), decode_role, config.places, config.kv_tokens),
+        (workers[:prefill], state.PREFILL, config.prefill_places, config.prefill_kv_tokens),
+        (workers[prefill:], decode_role, config.places, config.kv_tokens),
     ):
-        w[state.ROLE, part], w[state.PLACES, part] = role, places
-        w[state.CAPACITY, part] = UNBOUNDED if tokens is None else tokens // requests.block_tokens
-    wt = np.zeros((4, workers))
-    wt[state.STEP_END], wt[state.SPEED], wt[state.CHOSEN] = np.inf, 1.0, -1.0
+        part["role"], part["places"] = role, places
+        part["capacity"] = UNBOUNDED if tokens is None else tokens // requests.block_tokens
+    workers["step_end_s"], workers["speed"], workers["chosen_s"] = np.inf, 1.0, -1.0
     if config.speeds is not None:
-        wt[state.SPEED, prefill:] = config.speeds
+        workers["speed"][prefill:] = config.speeds
 
-    r, rt = np.zeros((24, count), np.int64), np.full((7, count), np.nan)  # transposed below
-    for field, column in (
-        ([state.NEXT, state.PREFILLER, state.DECODER], -1),
-        (state.PROMPT_TOKENS, requests.prompt_tokens),
-        (state.OUTPUT_TOKENS, requests.output_tokens),
-        (state.RECORDED, requests.recorded),
-        (state.PROMPT_ROW, recordings.prompt_row[requests.recorded]),
-        (state.PROMPT_ROWS, recordings.prompt_rows[requests.recorded]),
-        (state.DECODE_ROW, recordings.decode_row[requests.recorded]),
-        (state.DECODE_ROWS, recordings.decode_rows[requests.recorded]),
-    ):
-        r[field] = column
+    records = np.zeros(len(requests), state.REQUEST)
+    for name, column in {
+        "next": -1,
+        "prefiller": -1,
+        "decoder": -1,
+        "prompt_tokens": requests.prompt_tokens,
+        "output_tokens": requests.output_tokens,
+        "recorded": requests.recorded,
+        "prompt_row": recordings.prompt_row[requests.recorded],
+        "prompt_rows": recordings.prompt_rows[requests.recorded],
+        "decode_row": recordings.decode_row[requests.recorded],
+        "decode_rows": recordings.decode_rows[requests.recorded],
+        **dict.fromkeys((name for name in state.REQUEST.names or () if name.endswith("_s")), np.nan),
+    }.items():
+        records[name] = column
     blocks = np.zeros(0, np.int64)
     if requests.blocks is not None and requests.block_offsets is not None:
         blocks = np.ascontiguousarray(requests.blocks, np.int64)
-        r[state.BLOCK_FIRST], r[state.BLOCK_END] = requests.block_offsets[:-1], requests.block_offsets[1:]
+        records["block_first"], records["block_end"] = requests.block_offsets[:-1], requests.block_offsets[1:]
     if requests.arrival_s is not None:
-        rt[state.ARRIVAL] = requests.arrival_s
+        records["arrival_s"] = requests.arrival_s
 
     numbers = int(blocks.max(initial=-1)) + 1
-    cache = np.full((3, workers, numbers + 1), numbers, np.int32)
-    cache[state.PINS] = -1
-    held = np.full((3, len(recordings)), -1, np.int64)
-    held[state.BUSY] = 0
-    run = np.zeros((workers, int(w[state.PLACES].max())), np.int64)
+    cache = np.full((len(workers), numbers + 1), np.array((-1, numbers, numbers), state.BLOCK))
+    run = np.zeros((len(workers), int(workers["places"].max())), np.int64)
     layers, experts = spec.num_moe_layers, spec.num_experts
     narrow = narrowest_uint(max(layers * experts - 1, 1 << 8))  # at least 16 bits: fewer compiled variants
     expert_indices = np.add(
@@ -365,16 +349,13 @@ def _world(
     bits = np.zeros((len(expert_indices) + 1, -(-layers * experts // WORD)), np.uint64)
     fill_bits(expert_indices, bits)
     return state.World(
-        c=c,
-        f=f,
-        w=w,
-        wt=wt,
-        r=np.ascontiguousarray(r.T),
-        rt=np.ascontiguousarray(rt.T),
+        loop=loop,
+        workers=workers,
+        requests=records,
         run=run,
         cache=cache,
         blocks=blocks,
-        recordings=held,
+        recordings=np.full(len(recordings), np.array((False, (-1, -1)), state.RECORDING)),
         expert_indices=expert_indices,
         counts=np.zeros((layers, experts), np.uint32),
         bits=bits,

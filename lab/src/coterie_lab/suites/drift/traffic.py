@@ -65,9 +65,9 @@ class Turns(NamedTuple):
     """[turn] requests set apart, which are never served."""
 
 
-def read_turns(trace: str, data: Path, seed: int, requests: int) -> Turns:
-    """`requests` bounds the requests of a turn."""
-    return _subjects(data, seed, requests) if trace == GPT_OSS else _domains(data, seed, requests)
+def read_turns(trace: str, data: Path, seed: int, requests: int, glm_tokens: tuple[int, int] = GLM_TOKENS) -> Turns:
+    """`requests` bounds the requests of a turn; `glm_tokens` are the prompt and output tokens of GLM-5.2's requests."""
+    return _subjects(data, seed, requests) if trace == GPT_OSS else _domains(data, seed, requests, glm_tokens)
 
 
 def _subjects(data: Path, seed: int, requests: int) -> Turns:
@@ -79,7 +79,7 @@ def _subjects(data: Path, seed: int, requests: int) -> Turns:
     for number, group in enumerate(SUBJECTS):
         rows = rng.permutation([row for row, area in enumerate(areas) if area in group])
         cut = round(APART * len(rows))
-        fits.append(_counted(_pieces(source.trace, rows[:cut]), GPT_OSS, 4))
+        fits.append(_counted(_pieces(source.trace, rows[:cut]), GPT_OSS, 4, PIECE // 2))
         pieces = _pieces(source.trace, rows[cut:])
         pieces = [pieces[at] for at in rng.permutation(len(pieces))[:requests]]
         served += pieces
@@ -94,7 +94,7 @@ def _pieces(trace: ActivationTrace, rows: NDArray[np.int64]) -> list[NDArray[np.
     return [ids[at : at + PIECE] for ids in requests for at in range(0, len(ids) - PIECE + 1, PIECE)]
 
 
-def _domains(data: Path, seed: int, requests: int) -> Turns:
+def _domains(data: Path, seed: int, requests: int, tokens: tuple[int, int]) -> Turns:
     loads = _loads(data)
     rng = np.random.default_rng([seed, 0])
     spec = get_model(GLM)
@@ -104,11 +104,11 @@ def _domains(data: Path, seed: int, requests: int) -> Turns:
     for number, group in enumerate(TURNS):
         halves = [np.split(shards, [len(shards) // 2]) for shards in (rng.permutation(loads[name]) for name in group)]
         fitting, serving = (np.concatenate(half) for half in zip(*halves, strict=True))
-        fits.append(_counted(_drawn(fitting, requests // 2, rng), GLM, spec.top_k))
-        pieces = _drawn(serving, requests, rng)
+        fits.append(_counted(_drawn(fitting, requests // 2, rng, tokens), GLM, spec.top_k, tokens[0]))
+        pieces = _drawn(serving, requests, rng, tokens)
         served += pieces
         turn += [number] * len(pieces)
-    return Turns(model, _requests_of(served, spec.num_experts, GLM_TOKENS[0]), np.array(turn), fits)
+    return Turns(model, _requests_of(served, spec.num_experts, tokens[0]), np.array(turn), fits)
 
 
 @lru_cache(maxsize=1)
@@ -122,8 +122,10 @@ def _loads(data: Path) -> dict[str, NDArray[np.float64]]:
     return shares
 
 
-def _drawn(shards: NDArray[np.float64], count: int, rng: Generator) -> list[NDArray[np.integer]]:
-    prompt, output = GLM_TOKENS
+def _drawn(
+    shards: NDArray[np.float64], count: int, rng: Generator, tokens: tuple[int, int]
+) -> list[NDArray[np.integer]]:
+    prompt, output = tokens
     settings = SyntheticSettings(
         model=GLM,
         num_experts=shards.shape[2],
@@ -154,8 +156,8 @@ def _requests_of(pieces: Sequence[NDArray[np.integer]], experts: int, prompt: in
     return FleetRequests(recordings, np.arange(len(pieces)), prompts, recordings.decode_rows)
 
 
-def _counted(pieces: Sequence[NDArray[np.integer]], model: str, top_k: int) -> Calibration:
-    experts, prompt = get_model(model).num_experts, PIECE // 2 if model == GPT_OSS else GLM_TOKENS[0]
+def _counted(pieces: Sequence[NDArray[np.integer]], model: str, top_k: int, prompt: int) -> Calibration:
+    experts = get_model(model).num_experts
     return Calibration(
         prefill=np.array([footprint(ids[:prompt], experts) for ids in pieces], np.uint32),
         decode=np.array([footprint(ids[prompt:], experts) for ids in pieces], np.uint32),
