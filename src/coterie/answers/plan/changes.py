@@ -6,17 +6,18 @@ Planning takes no simulated time: engines plan beside their steps, within millis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from coterie.control import LoadSeen, PlacementAdvisor
-from coterie.control.advice import MOST_REQUESTS
+from coterie.control.advice import MOST_REQUESTS, with_steps
 from coterie.control.traffic import Kept
 from coterie.costs.movement import Contention, staged_exposed
 from coterie.placement import Load, Planner
 from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
+from coterie.sim.fleet.requests import FinishedRequest
 from coterie.sim.group.serving import GroupLoads, Rebalance
 from coterie.types import Placement, Topology
 
@@ -62,6 +63,20 @@ class Once:
         pass
 
 
+class NewestRequests:
+    """The newest requests that ended, as the live loop keeps them."""
+
+    def __init__(self, top_k: int) -> None:
+        self.kept: deque[Kept] = deque(maxlen=2 * MOST_REQUESTS)
+        self._top_k, self._serial = top_k, 0
+
+    def add(self, ended: Sequence[FinishedRequest]) -> None:
+        for one in ended:
+            tokens = float(one.decode[0].sum()) / self._top_k
+            self.kept.append(Kept(self._serial, one.at_s, str(one.worker), one.prefill, one.decode, tokens))
+            self._serial += 1
+
+
 @dataclass(slots=True)
 class Periodic:
     """Plans every interval for the last interval's load and makes every change, as engines' EPLB does."""
@@ -75,12 +90,20 @@ class Periodic:
     late_s: float = 0.0
     contention: Mapping[str, Contention] | None = None
     """As for :func:`change_to`."""
+    by_source: bool = False
+    """Whether to plan for the ranks that tokens came from in the last interval, by chance or not."""
+    requests: NewestRequests | None = None
+    """Plan for single steps drawn from these; None plans for the mean step."""
     moving: bool = False
 
     def tick(self, _now_s: float, loads: GroupLoads) -> Rebalance | None:
+        if self.requests is not None:
+            self.requests.add(loads.ended)
         if self.moving or not loads.steps or not loads.sources.any():
             return None
-        load = Load(loads.sources.sum(axis=0), loads.steps, loads.sources)
+        load = Load(loads.sources.sum(axis=0), loads.steps, loads.sources if self.by_source else None)
+        if self.requests is not None:
+            load = with_steps(load, tuple(self.requests.kept), np.random.default_rng(0))
         plan = self.planner.plan(load, self.topology, self.placement)
         words = f"{len(plan.moves)} moves every {self.every_s:g} s"
         change = change_to(self.placement, plan.placement, self.topology, self.expert_bytes, self.contention, words)
@@ -106,23 +129,18 @@ class AsItPays:
         ranks = range(advisor.topology.num_ranks)
         advisor.bind({str(rank): rank for rank in ranks})
         advisor.tick(0.0)
-        self._kept: deque[Kept] = deque(maxlen=2 * MOST_REQUESTS)
-        self._serial = 0
+        self._requests = NewestRequests(advisor.shape.top_k)
         self._moving: int | None = None
 
     def tick(self, now_s: float, loads: GroupLoads) -> Rebalance | None:
-        shape, advisor = self.advisor.shape, self.advisor
-        for ended in loads.ended:
-            tokens = float(ended.decode.sum()) / (shape.num_layers * shape.top_k)
-            kept = Kept(self._serial, ended.at_s, str(ended.worker), ended.prefill, ended.decode, tokens)
-            self._kept.append(kept)
-            self._serial += 1
+        advisor = self.advisor
+        self._requests.add(loads.ended)
         if self._moving is not None:
             return None
         if loads.steps:
             for rank, counted in enumerate(loads.sources):
                 advisor.observe(LoadSeen(now_s, str(rank), counted, loads.steps, self.every_s))
-        advisor.tick(now_s, tuple(self._kept))
+        advisor.tick(now_s, tuple(self._requests.kept))
         advice = advisor.advice
         if advice is None or advice.plan is None:
             return None
