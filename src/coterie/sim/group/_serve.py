@@ -50,20 +50,6 @@ class Replayed(NamedTuple):
     """[layer, row] predicted rank of a token; empty with data-parallel attention."""
 
 
-class LoopPrices(NamedTuple):
-    """Prices of a step, and the settings that the loop needs."""
-
-    tables: StepTables
-    links: Floats
-    routing: Floats
-    ring: Floats
-    spread: int
-    chunk: int
-    piece: int
-    deduplicate: bool
-    even: bool
-
-
 class Progress(NamedTuple):
     """What a group has done between two steps; the loop changes it in place."""
 
@@ -237,7 +223,15 @@ def serve(
     state: Progress,
     work: Replayed,
     slots: SlotTables,
-    prices: LoopPrices,
+    tables: StepTables,
+    links: Floats,
+    routing: Floats,
+    ring: Floats,
+    spread: int,
+    chunk: int,
+    piece: int,
+    deduplicate: bool,
+    even: bool,
     rows: Ints,
     picked: Ints,
     home: Ints,
@@ -250,11 +244,11 @@ def serve(
     """Serve requests until all are done, or until the first step that would start at `until_s` or later.
 
     Return why the loop stops, and change `state` and the `log` of the steps. rows [layer, slot], picked [token] and
-    home [1 or layer, token] are working memory. With tensor-parallel attention the ranks share a step's tokens. While
+    home [1 or layer, token] are working memory. Prices are those of `GroupPrices`. With tensor-parallel attention
+    `spread` ranks share a step's tokens, and the times routing [tokens] and ring [fixed, per token] are added. While
     weights move, until `moved_s`, steps get slower by the share `exposed` of the time that both take. With `fits`, also
     stop once all lanes use no more KV memory than their capacity.
     """
-    tables, piece, chunk, deduplicate = prices.tables, prices.piece, prices.chunk, prices.deduplicate
     arrival_s, ids, recorded, prompts, computed = work.arrival_s, work.ids, work.recorded, work.prompts, state.computed
     ranks, layers, top_k = slots.nearest.shape[1], ids.shape[1], ids.shape[2]
     tensor, lanes, active, running = len(work.predicted) > 0, state.lanes, state.active, state.lanes[RUNNING]
@@ -351,16 +345,14 @@ def serve(
         )
         around = 0.0
         if tensor:
-            share = (count + prices.spread - 1) // prices.spread
+            share = (count + spread - 1) // spread
             batch[:] = share
-            rest += prices.routing[share]
-            around = prices.ring[0] + prices.ring[1] * (share * prices.spread)
-        if prices.even:
+            rest += routing[share]
+            around = ring[0] + ring[1] * (share * spread)
+        if even:
             for layer in range(layers):
                 crossing[1, layer, :] = (crossing[1, layer].sum() + ranks - 1) // ranks
-        layers_us(
-            tables.p, tables.experts, tables.blend, prices.links, rows, crossing, batch, 1.0 - idle, prices.even, parts
-        )
+        layers_us(tables.p, tables.experts, tables.blend, links, rows, crossing, batch, 1.0 - idle, even, parts)
         computing, exchange = 0.0, 0.0
         for number in range(layers):
             computing += parts[0, number]

@@ -60,7 +60,6 @@ from coterie.sim.group._serve import (
     START,
     STEPS,
     WAITING,
-    LoopPrices,
     Progress,
     Replayed,
     serve,
@@ -386,7 +385,7 @@ class _Driver:
         prices, records, placement = group.prices, requests.recordings, group.placement
         settings = prices.settings
         self.model, self.settings, self.requests, self.placement = prices.model, settings, requests, placement
-        self.router, self.fleet, self.controller, self.until_s = router, fleet, controller, until_s
+        self.router, self.fleet, self.controller, self.until_s, self.even = router, fleet, controller, until_s, even
         assert requests.arrival_s is not None
         self.work = Replayed(
             requests.arrival_s,
@@ -400,7 +399,7 @@ class _Driver:
             records.decode_rows,
             group.predicted,
         )
-        self.prices = LoopPrices(
+        self.prices = (
             prices.tables,
             prices.links,
             prices.routing,
@@ -444,7 +443,7 @@ class _Driver:
                 exposed, end_s, next_s = moving.change.exposed, moving.end_s, moving.next_s
             stop_s = min(self.until_s, self.tick_s, self.count_s, next_s)
             buffers = self.rows, self.picked, self.home, self.log
-            why = serve(self.state, self.work, self.slots, self.prices, *buffers, stop_s, exposed, end_s, waits)
+            why = serve(self.state, self.work, self.slots, *self.prices, *buffers, stop_s, exposed, end_s, waits)
             if why == GROW:
                 self.log = np.concatenate([self.log, np.empty_like(self.log)])
             elif why == DECIDE:
@@ -581,7 +580,7 @@ class _Driver:
                 decoded=log[:, DECODED].astype(np.int64),
                 prompt=log[:, PROMPT].astype(np.int64),
                 distinct=log[:, ACTIVE],
-                balancedness=np.ones(len(log)) if self.prices.even else log[:, BALANCE],
+                balancedness=np.ones(len(log)) if self.even else log[:, BALANCE],
                 in_use=np.searchsorted([landed.end_s for landed in self.changes], log[:, START], side="right"),
             ),
             changes=self.changes,
