@@ -44,6 +44,8 @@ class MadeTraffic(NamedTuple):
     decoders: int = 8
     in_flight: int = 16
     ranks: int = 8
+    kv_tokens: int | None = None
+    """KV memory of a decoder in tokens; None for all that it has."""
 
 
 def _weights_of_kinds(rng: np.random.Generator) -> NDArray[np.float64]:
@@ -120,7 +122,7 @@ def only_placement(seed: int = 0) -> MadeTraffic:
 
 def only_routing(seed: int = 0) -> MadeTraffic:
     rng = np.random.default_rng(seed)
-    weights = _weights_of_kinds(rng)[rng.permutation(np.arange(REQUESTS) % KINDS)]
+    weights = _weights_of_kinds(rng)[rng.integers(KINDS, size=REQUESTS)]
     return MadeTraffic(
         _recording(weights, rng),
         {"routing": ON, "routing_by_experts": ON, "placement": NOT_NOW, "live_loop": NOT_NOW, "graph_sizes": NOT_NOW},
@@ -129,11 +131,12 @@ def only_routing(seed: int = 0) -> MadeTraffic:
 
 def prefixes_against_experts(seed: int = 0) -> MadeTraffic:
     rng = np.random.default_rng(seed)
-    weights = _weights_of_kinds(rng)[rng.permutation(np.arange(REQUESTS) % KINDS)]
+    weights = _weights_of_kinds(rng)[rng.integers(KINDS, size=REQUESTS)]
     prefixes = rng.permutation(np.arange(REQUESTS) % PREFIXES)
     return MadeTraffic(
         _recording(weights, rng, prefixes),
-        {"routing": ON, "routing_by_experts": NOT_NOW, "placement": NOT_NOW, "live_loop": NOT_NOW},
+        {"routing": ON, "placement": NOT_NOW, "live_loop": NOT_NOW},
+        kv_tokens=16_000,
     )
 
 
