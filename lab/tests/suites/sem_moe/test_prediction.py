@@ -180,9 +180,9 @@ def test_expected_experts_are_those_of_a_plain_count(rng: np.random.Generator, s
         seen = tokens.expert_ids[tokens.token_ids == token]
         for layer in range(LAYERS):
             counts = np.bincount(seen[:, layer].ravel(), minlength=EXPERTS)
-            right = np.lexsort((-popularity[layer], -counts))
-            own = np.lexsort((np.arange(EXPERTS), -counts))[: np.count_nonzero(counts)]
-            right = [*own, *(expert for expert in right if expert not in own)][:TOP_K]
+            popular = np.argsort(-popularity[layer], kind="stable").tolist()
+            own = np.lexsort((np.arange(EXPERTS), -counts))[: np.count_nonzero(counts)].tolist()
+            right = [*own, *(expert for expert in popular if expert not in own)][:TOP_K]
             assert expected.experts[token, layer].tolist() == right
             trust = len(seen) / max(len(seen) + smoothing, 1e-300)
             share = counts[right].sum() / (max(len(seen), 1) * TOP_K)
